@@ -81,8 +81,8 @@ class VerifyCommand:
             )
         if self.strategy.box_undecided:
             faults.append("--stream auto is planned for a memory, by app.train: give the side of the boxes in px")
-        if self.strategy.precision == "bf16":
-            faults.append("--precision bf16 rounds far more than strategies differ: leave it out")
+        if self.strategy.precision in ("tf32", "bf16"):
+            faults.append(f"--precision {self.strategy.precision} rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
             faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.norm}")
         if self.strategy.over_torch and self.communicator == "threads":
@@ -171,8 +171,10 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     from app.launch.place import connect, device_of
     from app.training.exactness import TOLERANCE, Errors, verify_engine
     from parallel.comm.communicator import Communicator
+    from parallel.profile.gpu import set_tf32
 
     asked = command.strategy
+    set_tf32(False)
     trial = _trial(command, device_of(asked))
     make_engine = _engine_maker(command, trial.device)
     deferred = asked.norm_statistics == "deferred"

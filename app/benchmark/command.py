@@ -75,8 +75,9 @@ class BenchCommand:
     """Update rule."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes a GPU when there is one."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """As for app.train. bf16: mixed precision; tf32: float32 with products of 10-bit mantissas; auto: bf16 on GPUs that
+    compute in it, fp32 elsewhere."""
     trial_timeout_s: Suppress[float] = 3600.0
     """Seconds after which a run is ended and counts as failed."""
     seed: int = 0

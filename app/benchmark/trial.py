@@ -31,7 +31,7 @@ Status = Literal["ok", "out-of-memory", "killed", "cannot", "failed"]
 SHARED = ("tiles.parquet", "splits.csv", "failed_slides.csv")
 """Files of a prepared folder that a run takes over."""
 
-OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|can't allocate memory", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|can't allocate memory|ALLOC_FAILED", re.I)
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a process that signal 9 ended, or of a launcher that tells of one."""
 

@@ -16,6 +16,7 @@ import torch
 from app.checkpoint.atomic_file import link_file, write_file
 from app.checkpoint.seal import SealError, check_seal, has_seal
 from app.settings.cli import RunError
+from parallel.profile.gpu import is_device_fault
 from pipelines.slides.printable import printable_values
 
 FORMAT = 2
@@ -43,10 +44,13 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
     Raises:
         RunError: the disk is full or the folder cannot be written; a checkpoint that was there before still is.
+        RuntimeError: of the device that the state is copied from.
     """
     try:
         write_file(path, lambda file: write_state(state, file))
     except (OSError, RuntimeError) as fault:
+        if is_device_fault(fault):
+            raise
         raise not_written(path, fault) from fault
 
 

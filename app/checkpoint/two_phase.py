@@ -21,7 +21,9 @@ from app.checkpoint.shared_buffer import SharedBuffer
 from app.checkpoint.snapshot import Snapshot
 from app.checkpoint.writer import CheckpointWriter
 from app.launch.priority import let_others_first
+from parallel.comm.device_thread import on_current_device
 from parallel.offload.copies import Copies
+from parallel.profile.gpu import is_device_fault
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class TwoPhaseCheckpoints:
             return None
         job.join()
         self._job = None
-        if isinstance(job.fault, (OSError, RuntimeError)):
+        if isinstance(job.fault, (OSError, RuntimeError)) and not is_device_fault(job.fault):
             raise not_written(job.path, job.fault) from job.fault
         if job.fault is not None:
             raise job.fault
@@ -123,7 +125,7 @@ class _Job(threading.Thread):
     def __init__(
         self, snapshot: Snapshot, buffer: SharedBuffer, writer: CheckpointWriter, path: Path, also: Path | None
     ) -> None:
-        super().__init__(name="checkpoint", daemon=True)
+        super().__init__(target=on_current_device(self._copy_and_write), name="checkpoint", daemon=True)
         self._snapshot = snapshot
         self._buffer = buffer
         self._writer = writer
@@ -135,7 +137,7 @@ class _Job(threading.Thread):
         self.persist_s = 0.0
         self.fault: BaseException | None = None
 
-    def run(self) -> None:
+    def _copy_and_write(self) -> None:
         """Copy, then write."""
         try:
             try:

@@ -75,6 +75,9 @@ def check_devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
     for index, gpu in enumerate(environment["gpus"]):
         device = f"{gpu['name']}, {bytes_text(gpu['memory_bytes'])}, bf16 {'yes' if gpu['bf16'] else 'no'}"
         versions = f"driver {environment['driver'] or 'unknown'}, CUDA {environment['cuda']}"
+        if gpu["missing_kernels"]:
+            yield Finding("FAULT", f"gpu {index}", f"{device}, {versions}; {gpu['missing_kernels']}")
+            continue
         try:
             ones = torch.ones(1, 1, 8, 8, device=f"cuda:{index}")
             torch.nn.functional.conv2d(ones, ones).sum().item()

@@ -7,6 +7,7 @@ ranks itself.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import sys
@@ -14,25 +15,39 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, cast
 
 import cv2
 import torch
 
 from app.launch.machine import memory_bytes, usable_cores
 from app.launch.orphan import stop_with_launcher
-from app.settings.cli import FAILED, RunError
+from app.settings.cli import FAILED, USAGE, RunError
 from app.settings.launcher import STARTED_BY_US, Launch, find_launch
 from app.settings.slurm import find_task
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.deadline import kill_after
-from parallel.comm.kinds import RankKind
+from parallel.comm.kinds import RankKind, describe_shared_gpu
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.host_space import HostSpace
+from parallel.profile.gpu import has_bf16, missing_kernels, set_tf32
+from parallel.profile.gpus import gpu_at
 from parallel.profile.malloc import keep_freed_memory
+
+log = logging.getLogger(__name__)
+
+Precision = Literal["fp32", "tf32", "bf16"]
 
 GPU_RANK_CORES = 2
 """Of a rank on a GPU: one to tell it what to compute, one to read tiles. The ranks on the CPU need the others."""
+
+CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+"""Of a rank among others, unless the user has set them. A receive over NCCL holds its stream until the sender comes:
+streams that share a hardware queue (of 8 by default) would wait behind it, and so would the loading of a kernel at its
+first use. Loading all of them at the start takes more GPU memory."""
+
+NO_GPU = "--device {}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu"
 
 OTHERS_SPEAK_S = 8.0
 """A launcher that ends all ranks once one has failed does so in less."""
@@ -45,12 +60,17 @@ class RankPlace:
     Attributes:
         communicator: to the other ranks.
         device: of this rank.
-        autocast: mixed-precision type, None for float32.
+        precision: as ``--precision``, ``auto`` decided.
     """
 
     communicator: Communicator
     device: torch.device
-    autocast: torch.dtype | None
+    precision: Precision = "fp32"
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Return the type for mixed precision; None computes in float32."""
+        return autocast_of(self.precision)
 
 
 def started_by_us() -> bool:
@@ -81,12 +101,14 @@ def place(settings: StrategySettings) -> RankPlace:
     """Choose device and precision, share the cores among the ranks of this machine, join the other ranks.
 
     Raises:
-        ValueError: a device that is not there.
+        ValueError: a device that is not there, or a precision that it does not have.
         RunError: the other ranks did not arrive.
     """
     device = device_of(settings)
+    precision = precision_of(settings.computed_precision, device)
+    set_tf32(precision == "tf32")
     take_cores(device, settings.cpu_ranks)
-    return RankPlace(connect(settings, device), device, choose_autocast(settings.computed_precision, device))
+    return RankPlace(connect(settings, device), device, precision)
 
 
 def take_cores(device: torch.device, cpu_ranks: int = 0) -> None:
@@ -168,6 +190,11 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         if "RANK" not in os.environ and (task := find_task()):
             os.environ.update(task.variables)
         joined = TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
+        if joined.rank == 0 and (shared := describe_shared_gpu(joined.kinds)):
+            log.warning(
+                "%s: NCCL is off, and whatever ranks send goes through host memory (Gloo); one rank per GPU is faster",
+                shared,
+            )
         return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
@@ -205,37 +232,92 @@ def device_of(settings: StrategySettings) -> torch.device:
     """Return the device of this rank, made the current one.
 
     Raises:
-        ValueError: a GPU is asked for and there is none.
+        ValueError: as ``choose_device``.
     """
     launch = find_launch()
     device = choose_device(settings.device, launch.local_rank if launch else 0)
-    if not settings.is_mixed:
-        return device
-    if _on_cpu(launch, settings.cpu_ranks):
-        return torch.device("cpu")
-    # Or its convolutions would round to 10 bits, and be no longer those of the CPU.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    return device
+    return torch.device("cpu") if settings.is_mixed and _on_cpu(launch, settings.cpu_ranks) else device
 
 
 def choose_device(asked: str, local_rank: int) -> torch.device:
     """Return the device of rank ``local_rank`` of this machine, made the current one.
 
+    With auto the ranks of a machine are all on its GPUs, or all on its CPU if torch has no kernels for one of them.
+
     Raises:
-        ValueError: a GPU is asked for and there is none.
+        ValueError: a GPU is asked for, and there is none or torch has no kernels for it.
     """
+    if asked != "cpu" and (launch := find_launch()) and launch.world > 1:
+        for name, value in CUDA_VARIABLES.items():  # before anything asks CUDA
+            os.environ.setdefault(name, value)
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(f"--device {asked}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        raise _refused(NO_GPU.format(asked))
+    launch, count = find_launch(), torch.cuda.device_count()
+    used = min(count, launch.local_world if launch else 1)
+    if missing := next(filter(None, map(missing_kernels, range(used))), ""):
+        if asked != "auto":
+            raise _refused(f"--device {asked}: {missing}; or use --device cpu")
+        if local_rank == 0:
+            log.warning("computing on the CPU: %s", missing)
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
 
 
-def choose_autocast(asked: str, device: torch.device) -> torch.dtype | None:
-    """Return the type for mixed precision, as ``--precision`` asks; None computes in float32."""
+def device_kind(asked: str) -> Literal["cpu", "cuda"]:
+    """Return the kind of device that the ranks of ``--device`` will have; opens no CUDA context.
+
+    Raises:
+        ValueError: as ``choose_device``.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise _refused(NO_GPU.format(asked))
+    if missing := gpu_at(0).missing_kernels:
+        if asked != "auto":
+            raise _refused(f"--device {asked}: {missing}; or use --device cpu")
+        return "cpu"
+    return "cuda"
+
+
+def _refused(reason: str) -> BaseException:
+    """Return the error of what all ranks of this machine refuse alike: the first of them reports it."""
+    launch = find_launch()
+    if launch is None or launch.local_rank == 0:
+        return ValueError(reason)
+    time.sleep(OTHERS_SPEAK_S)
+    return SystemExit(USAGE)
+
+
+def precision_of(asked: str, device: torch.device) -> Precision:
+    """Return ``--precision`` of a rank on ``device``; for the rest see ``decide_precision``."""
+    name = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return decide_precision(asked, has_bf16(device), name)
+
+
+def decide_precision(asked: str, has_bf16: bool, name: str) -> Precision:
+    """Return ``--precision`` with auto decided: bf16 on GPUs that compute in it, else fp32. GPUs without bf16 have no
+    TF32 either.
+
+    Args:
+        name: of the device.
+
+    Raises:
+        ValueError: tf32, on a device without it.
+    """
     if asked == "auto":
-        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if native else None
-    return torch.bfloat16 if asked == "bf16" else None
+        return "bf16" if has_bf16 else "fp32"
+    if asked == "tf32" and not has_bf16:
+        raise _refused(
+            f"--precision tf32 needs a GPU of compute capability 8.0 or more; got {name}: use --precision fp32"
+        )
+    return cast(Precision, asked)
+
+
+def autocast_of(precision: str) -> torch.dtype | None:
+    """Return the type for mixed precision of a decided ``--precision``; None computes in float32."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)

@@ -16,6 +16,8 @@ NO_ACTION = -1
 """Position of a rank that is in a step and at none of its actions."""
 AT_REST = -2
 """Position of a rank between two steps, where it may take as long as it likes."""
+_WITH_HOST = -3
+"""Position of a device that is not behind the host, or that nobody asks."""
 
 WATCHED, LOST, REPORTED, CLOSED = range(4)
 """A rank at work; one that lost another and waits to be ended; one that has said why it ends; one that ended well."""
@@ -27,7 +29,8 @@ _STEP = struct.Struct("=q")
 _PHASE = struct.Struct("=b")
 _STEP_AT = _ACTION.size
 _PHASE_AT = _STEP_AT + _STEP.size
-_SIZE = _PHASE_AT + _PHASE.size
+_DEVICE_AT = _PHASE_AT + _PHASE.size
+_SIZE = _DEVICE_AT + _ACTION.size
 
 
 class RankProgress(NamedTuple):
@@ -40,6 +43,7 @@ class RankProgress(NamedTuple):
         shapes: of the tensors at hand, cut after SHAPES_BYTES bytes.
         step: from 0; -1 before the first.
         phase: WATCHED, LOST, REPORTED or CLOSED.
+        of_device: the first four are of its GPU, which is behind the host.
     """
 
     position: int
@@ -48,6 +52,7 @@ class RankProgress(NamedTuple):
     shapes: str
     step: int
     phase: int
+    of_device: bool = False
 
 
 class ProgressRecord:
@@ -66,6 +71,7 @@ class ProgressRecord:
             self.descriptor = descriptor
             self._memory = mmap.mmap(descriptor, _SIZE)
             self.at(AT_REST)
+            self.at_device(None)
             _STEP.pack_into(self._memory, _STEP_AT, -1)
         else:
             self.descriptor = descriptor
@@ -74,6 +80,11 @@ class ProgressRecord:
     def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
         """Record that the rank turns to the action at ``position``."""
         _ACTION.pack_into(self._memory, 0, position, time.monotonic(), waiting, shapes.encode())
+
+    def at_device(self, place: tuple[int, bool, str] | None) -> None:
+        """Record the position, waiting and shapes that the device has come to; None: it is not behind the host."""
+        position, waiting, shapes = place or (_WITH_HOST, False, "")
+        _ACTION.pack_into(self._memory, _DEVICE_AT, position, time.monotonic(), waiting, shapes.encode())
 
     def step(self, number: int) -> None:
         """Record that the rank begins step ``number``, from 0."""
@@ -84,11 +95,14 @@ class ProgressRecord:
         """Record the rank's ``phase``: what there is still to watch for."""
         _PHASE.pack_into(self._memory, _PHASE_AT, phase)
 
-    def read(self) -> RankProgress:
-        """Return what was recorded last."""
-        position, since_s, waiting, shapes = _ACTION.unpack_from(self._memory, 0)
+    def read(self, of_device: bool = False) -> RankProgress:
+        """Return what was recorded last, of the host or, where it is behind, ``of_device``."""
+        position, since_s, waiting, shapes = _ACTION.unpack_from(self._memory, _DEVICE_AT if of_device else 0)
+        if position == _WITH_HOST:
+            return self.read()
         (step,), (phase,) = _STEP.unpack_from(self._memory, _STEP_AT), _PHASE.unpack_from(self._memory, _PHASE_AT)
-        return RankProgress(position, since_s, waiting, shapes.rstrip(b"\0").decode(errors="ignore"), step, phase)
+        text = shapes.rstrip(b"\0").decode(errors="ignore")
+        return RankProgress(position, since_s, waiting, text, step, phase, of_device)
 
     def close(self) -> None:
         """Let go of the memory, in this process."""

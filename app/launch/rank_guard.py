@@ -41,7 +41,10 @@ class RankGuard:
         self._interrupt = interrupt
         self._told_elsewhere = False
         self.watchdog = Watchdog(
-            self._communicator.rank, stuck_s=timeout_s, fault_file=self._file if self._several else None
+            self._communicator.rank,
+            stuck_s=timeout_s,
+            fault_file=self._file if self._several else None,
+            device=placement.device if self._several else None,
         )
         if self._several:
             self.watchdog.start()

@@ -17,10 +17,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.launch.progress_record import AT_REST, CLOSED, LOST, REPORTED, ProgressRecord
 from app.launch.rank_fault import report_first
 from parallel.schedule.action import Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+    from app.launch.device_progress import DeviceProgress
 
 STOPPED_S = 20.0
 ENDED_BY_OTHERS_S = 35.0
@@ -42,6 +48,7 @@ class Watchdog:
         stopped_s: how long the rank may be stopped by a signal; ``stuck_s`` if that is less.
         fault_file: not there yet, the same for all ranks of the run: the first to fail writes the message there, the
             others keep silent and end within 20 s. Without it every rank reports for itself.
+        device: that the rank computes on; a GPU's own progress is recorded, too.
 
     Attributes:
         at: ``at(position, waiting=False, shapes="")`` before every action; position in this rank's list.
@@ -55,8 +62,14 @@ class Watchdog:
         stuck_s: float,
         stopped_s: float = STOPPED_S,
         fault_file: Path | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._progress = ProgressRecord()
+        self._device: DeviceProgress | None = None
+        if device and device.type == "cuda":
+            from app.launch.device_progress import DeviceProgress
+
+            self._device = DeviceProgress(self._progress, device)
         self._process: subprocess.Popen[bytes] | None = None
         self._fault_file = fault_file
         self._settings = {
@@ -67,7 +80,7 @@ class Watchdog:
             "stopped_s": min(stopped_s, stuck_s),
             "fault_file": str(fault_file) if fault_file else None,
         }
-        self.at = self._progress.at
+        self.at = self._device.at if self._device else self._progress.at
         self.step = self._progress.step
 
     def start(self) -> None:
@@ -80,6 +93,8 @@ class Watchdog:
             pass_fds=(self._progress.descriptor,),
             start_new_session=True,  # launchers end ranks by their process group
         )
+        if self._device:
+            self._device.start()
         # Python ends in order: whatever made it end has been said.
         atexit.register(self.close)
 
@@ -139,6 +154,8 @@ class Watchdog:
         if self._process is None or self._progress.read().phase == REPORTED:
             return
         atexit.unregister(self.close)
+        if self._device:
+            self._device.close()
         self._progress.enter(CLOSED)
         process, self._process = self._process, None
         assert process.stdin is not None

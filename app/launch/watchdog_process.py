@@ -80,7 +80,7 @@ class WatchdogProcess:
         stopped_s = idle_s = failed_s = 0.0
         since_s, before_s = -1.0, time.monotonic()
         while self._is_connected() and rank.status() != psutil.STATUS_ZOMBIE:
-            progress, now_s = self._record.read(), time.monotonic()
+            progress, now_s = self._record.read(of_device=True), time.monotonic()
             # Time in which this process was itself held, with the whole job, is nobody's fault.
             passed_s, before_s = min(now_s - before_s, 2 * POLL_S), now_s
             stopped = _is_stopped(rank)
@@ -133,7 +133,7 @@ class WatchdogProcess:
         doing = "waited for another rank" if progress.waiting else "made no progress"
         self._say(
             progress,
-            f"{doing} for {idle_s:.0f} s and is killed",
+            f"{doing}{' on its GPU' * progress.of_device} for {idle_s:.0f} s and is killed",
             "If a step may really take that long, raise --developer timeout-s; otherwise see what this rank does "
             "there with `py-spy dump` before the time is up.",
         )

@@ -62,7 +62,7 @@ class PlanCommand:
     """Update rule: how many values are kept for each parameter."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Precision of products; bf16 and fp16 are mixed. auto: as app.train, bf16 on GPUs that compute in it, else fp32.
-    tf32 and fp16 need --device-spec."""
+    fp16 needs --device-spec."""
     largest_tile: bool = False
     """Also search the largest tile that each strategy can train within the memory: as it is, with parts computed again,
     and with the rest moved to the host, too; and what stands in the way of twice that tile."""
@@ -99,8 +99,8 @@ class PlanCommand:
                 for flag, given in (("--per-node", self.per_node), ("--link", self.link), ("--network", self.network))
                 if given is not None
             ]
-            if self.precision in ("tf32", "fp16"):
-                faults.append(f"--precision {self.precision} is for --device-spec; this machine trains in fp32 or bf16")
+            if self.precision == "fp16":
+                faults.append("--precision fp16 is for --device-spec; this machine trains in fp32, tf32 or bf16")
         if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):
             faults.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
         return faults

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from app.launch.machine import cpu_model, memory_bytes, usable_cores
-from app.launch.place import choose_autocast, choose_device
+from app.launch.place import autocast_of, decide_precision, device_kind
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import DeviceSpec, LinkSpec, device_named, link_named
@@ -25,6 +25,7 @@ from parallel.graph.scale import with_tiles
 from parallel.profile.cache import kept_at
 from parallel.profile.calibrate import QUICK_S, calibration_key, load_or_calibrate
 from parallel.profile.copy_speed import load_or_measure_copies
+from parallel.profile.gpus import gpu_at
 from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_links
 from pipelines.catalog.counted import counted
 
@@ -86,28 +87,30 @@ def this_machine(
     Raises:
         ValueError: a device that is not there, or a network that is not known.
     """
-    where = choose_device(device, 0)
+    where = torch.device("cuda", 0) if device_kind(device) == "cuda" else torch.device("cpu")
     per_node = min(ranks, per_node or ranks)
     available = memory_bytes()[1] // per_node
     if where.type == "cuda":
         lanes, threads, together = float(torch.cuda.device_count()), 1, 1
-        free = torch.cuda.mem_get_info(where)[0] // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
+        gpu = gpu_at(0)
+        free = gpu.free_bytes // -(-per_node // torch.cuda.device_count()) - CUDA_CONTEXT
+        name, bf16 = gpu.name, gpu.bf16
     else:
         threads = max(1, usable_cores() // per_node)
         lanes, together = usable_cores() / threads, min(per_node, usable_cores())
         free = available
-    autocast = choose_autocast(precision, where)
-    used = "fp32" if autocast is None else "bf16"
+        name, bf16 = f"{cpu_model()}, {usable_cores()} cores", False
+    used = decide_precision(precision, bf16, name)
+    autocast = autocast_of(used)
     limit = free - reserved if memory is None else memory
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
     on_host = left if host_memory is None else host_memory
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{cpu_model()}, {usable_cores()} cores"
     between = link_named(network)
     if not timed:
         cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
         return Machine(cluster, _no_times, autocast, used)
-    model = _calibrated(where, threads, together, autocast or torch.float32, channels_last)
+    model = _calibrated(where, threads, together, used, channels_last)
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
     moving, kind = _moving_speed(model), where.type
     cluster = Cluster(
@@ -124,12 +127,11 @@ def this_machine(
     return Machine(cluster, estimate, autocast, used)
 
 
-def _calibrated(
-    device: torch.device, threads: int, together: int, dtype: torch.dtype, channels_last: bool
-) -> CostModel:
+def _calibrated(device: torch.device, threads: int, together: int, precision: str, channels_last: bool) -> CostModel:
     """The cost model of this machine; the user is told when it takes a while."""
+    dtype, tf32 = autocast_of(precision) or torch.float32, precision == "tf32"
     heap_kept = device.type == "cpu"  # as ranks do when they are placed
-    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32))
     if path is None or not path.exists():
         print(
             f"calibrating this machine for {counted(together, 'rank')} of {counted(threads, 'thread')}, "
@@ -144,6 +146,7 @@ def _calibrated(
         dtype=dtype,
         channels_last=channels_last,
         heap_kept=heap_kept,
+        tf32=tf32,
         seconds=QUICK_S,
     )
 
@@ -260,8 +263,7 @@ def named_machine(
         took = {name: seconds(graph, spec) for name, spec in kinds.items()}
         return tuple(max(took.values()) / took[name] for name in names)
 
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return Machine(cluster, estimate, autocast, precision, speeds)
+    return Machine(cluster, estimate, autocast_of(precision), precision, speeds)
 
 
 def _moving_speed(model: CostModel) -> float:

@@ -27,6 +27,7 @@ from parallel.comm.objects import broadcast_object
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_space import HostSpace
+from parallel.profile.gpu import is_device_fault
 from parallel.strategy import Strategy
 from parallel.streaming.images import Boxes
 from pipelines.slides.slide import SlideError
@@ -75,6 +76,7 @@ class Whole:
     Attributes:
         reads, writes: tiles are wanted here, logits are had here.
         alone: no other rank computes the same slide.
+        device: that computes.
 
     Args:
         pixels: gives what makes tiles the model's input, whose stains are changed as asked.
@@ -85,15 +87,15 @@ class Whole:
     reads = writes = alone = True
 
     def __init__(self, module: nn.Module, pixels: MakePixels, autocast: torch.dtype | None, side: int) -> None:
-        self._pixels, self._autocast = pixels, autocast
+        self._pixels, self._autocast, self.device = pixels, autocast, pixels().device
         noise = np.random.default_rng(0).integers(256, size=(1, side, side, 3), dtype=np.uint8)
-        self._module = with_folded_norms(module.to(pixels().device).eval(), self._input(noise, None))
+        self._module = with_folded_norms(module.to(self.device).eval(), self._input(noise, None))
 
     @torch.inference_mode()
     def logits(
         self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainSteps | None = None
     ) -> Tensor | None:
-        """Return logits in float32, where ``writes``.
+        """Return logits in float32, where ``writes``; a GPU may still be computing them.
 
         Args:
             images: uint8 (n, h, w, 3), where ``reads``.
@@ -108,7 +110,7 @@ class Whole:
 
     def _input(self, images: NDArray[np.uint8], stain: StainSteps | None) -> Tensor:
         maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
-        return maker.floats(torch.from_numpy(images).to(maker.device), maker.drawn(rows, rows))
+        return maker.floats(_on_device(images, maker), maker.drawn(rows, rows))
 
     def told(self, value: Any) -> Any:
         """Return the ``value`` of the rank that reads, on all ranks of the group."""
@@ -150,6 +152,7 @@ class InParts:
             autocast=autocast,
             host=spread.host,
         )
+        self.device = pixels().device
         self._pixels, self._in_boxes = pixels, spread.stream is not None
         self.reads, self.writes = self._engine.predict_wants
         self.alone = spread.communicator.world == 1
@@ -160,7 +163,10 @@ class InParts:
         made: Tensor | Boxes | None = None
         if images is not None:
             maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
-            made, _ = (BoxMaker(maker) if self._in_boxes else maker).make(torch.from_numpy(images), None, rows, rows)
+            if self._in_boxes:
+                made, _ = BoxMaker(maker).make(torch.from_numpy(images), None, rows, rows)
+            else:
+                made, _ = maker.make(_on_device(images, maker), None, rows, rows)
         logits: Tensor | None = self._engine.predict(Microbatch(made, None, shape))
         return logits
 
@@ -178,17 +184,22 @@ class InParts:
             raise SlideError("another rank that computes the model could not use the slide; it says why")
 
 
+def _on_device(images: NDArray[np.uint8], maker: PixelMaker) -> Tensor:
+    """Return ``images`` where the maker is. The host waits only for memory that is not page-locked."""
+    return torch.from_numpy(images).to(maker.device, non_blocking=True)
+
+
 @contextlib.contextmanager
 def rank_faults(slide_id: str, computation: Whole | InParts) -> Iterator[None]:
     """Around what the ranks of a group do in step: a fault that not all of them meet alike ends the run.
 
     Raises:
-        RunError: there was one; of a slide that cannot be used, what was raised is left as it is.
+        RunError: there was one; of a slide that cannot be used and of the device, what was raised is left as it is.
     """
     try:
         yield
     except Exception as fault:
-        if computation.alone or isinstance(fault, SlideError):
+        if computation.alone or isinstance(fault, SlideError) or is_device_fault(fault):
             raise
         raise RunError(
             f"{slide_id}: {type(fault).__name__}: {fault}; ranks that compute a slide together cannot go on without "

@@ -6,11 +6,13 @@ written down and the next is predicted.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from app.training.progress import LOG_FORMAT
 from app.training.run_slides import predicted_slides
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
+from parallel.profile.gpu import is_device_fault, lacks_memory
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.counted import counted
 from pipelines.slides.slide import SlideError
@@ -54,7 +57,8 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     device = choose_device(command.device, launch.local_rank if launch else 0)
     take_cores(device)
     command.out.mkdir(parents=True, exist_ok=True)
-    model = load_model(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
+    with _device_faults(command, "loading the model"):
+        model = load_model(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
     writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     predict, what = _predictor(model, command)
     index, columns = model.config.index, model.slides or {}
@@ -94,7 +98,8 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     for number, spec in enumerate(todo, 1):
         started_s = time.perf_counter()
         try:
-            row = predict(spec, folder)
+            with _device_faults(command, spec.slide_id):
+                row = predict(spec, folder)
         except Exception as fault:
             if isinstance(fault, RunError) or (isinstance(fault, OSError) and fault.errno in OF_THE_DISK):
                 raise
@@ -151,12 +156,37 @@ def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
     communicator: Communicator = LocalCommunicator()
     if command.stages > 1:
         ranks = connect(StrategySettings(ranks=command.world), device)
-        for first in range(0, command.world, command.stages):
-            group = ranks.subgroup(range(first, first + command.stages))
+        groups = [range(first, first + command.stages) for first in range(0, command.world, command.stages)]
+        # All ranks make the links of all groups. Which of them a group uses is known once the model is cut.
+        ranks.connect([pair for members in groups for pair in itertools.permutations(members, 2)])
+        for members in groups:
+            group = ranks.subgroup(members)
             communicator = communicator if group is None else group
     stream = None if command.stream == "none" else int(command.stream)
     host = None if stream is None else host_space(command.out)
     return Spread(communicator, stream, command.offload == "parameters", host)
+
+
+@contextlib.contextmanager
+def _device_faults(command: PredictCommand, where: str) -> Iterator[None]:
+    """Report a fault of the device as one of the run: the next slide would meet it too.
+
+    Raises:
+        RunError: the device ran out of memory, or failed.
+    """
+    try:
+        yield
+    except RuntimeError as fault:
+        if not is_device_fault(fault):
+            raise
+        reason = str(fault).partition("\n")[0]
+        advice = "this process cannot use the device any more: see `dmesg` and `python -m app.doctor`"
+        if lacks_memory(fault):
+            advice = (
+                f"lower --batch (now {command.batch}), compute in boxes (--stream 512), or use --stages 2 or --offload "
+                "parameters"
+            )
+        raise RunError(f"{where}: {reason}. Slides that are done are kept; {advice}, then start again") from fault
 
 
 def _log_to(path: Path) -> None:

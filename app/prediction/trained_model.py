@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.checkpoint.file import load_checkpoint
-from app.launch.place import choose_autocast
+from app.launch.place import autocast_of, precision_of
 from app.prediction.computation import InParts, Spread, Whole
 from app.settings.cli import RunError
 from app.settings.fields import with_values
@@ -27,6 +28,7 @@ from app.settings.run import DataSettings, RunConfig
 from app.training.memory_layout import takes_channels_last
 from app.training.run_slides import SlideColumns
 from models.registry import build_model
+from parallel.profile.gpu import has_bf16, set_tf32
 from pipelines.catalog.slide_state import SlideState
 from pipelines.labels.class_names import positive_class
 from pipelines.labels.patients import patient_in
@@ -158,16 +160,35 @@ class TrainedModel:
         Raises:
             ValueError: the model gives other values than its task has.
         """
+        wait = self.begin(images, shape, stain)
+        return None if wait is None else wait()
+
+    def begin(
+        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainFit | None = None
+    ) -> Callable[[], NDArray[np.float32]] | None:
+        """Have the device compute ``probabilities``; return what waits for them.
+
+        Args:
+            images: not changed until then, though they may be let go of.
+        """
         steps = None
         if self.stain_target is not None and stain is not None:
-            steps = StainSteps.of(self.stain_target, [stain], [0])
+            steps = _steps(self.stain_target, stain)
         logits = self.computation.logits(images, shape, steps)
         if logits is None:
             return None
         expected = (len(self.classes),) if self.task == "classify" else (len(self.classes), *shape[2:])
         if tuple(logits.shape[1:]) != expected:
             raise ValueError(_other_values(self.name, tuple(logits.shape[1:]), len(self.classes), shape))
-        return logits.softmax(1).cpu().numpy()
+        values = logits.softmax(1).to("cpu", non_blocking=True)
+        done = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+
+        def wait() -> NDArray[np.float32]:
+            if done is not None:
+                done.synchronize()
+            return values.numpy()
+
+        return wait
 
 
 def load_model(
@@ -213,8 +234,13 @@ def load_model(
     channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
         module.to(memory_format=torch.channels_last)
-    pixels = functools.partial(PixelMaker, device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
-    autocast = choose_autocast(settings["precision"], device)
+    pixels = functools.lru_cache(maxsize=1)(  # one for all windows of a slide
+        functools.partial(PixelMaker, device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
+    )
+    lacks_tf32 = settings["precision"] == "tf32" and not has_bf16(device)
+    precision = precision_of("fp32" if lacks_tf32 else settings["precision"], device)
+    autocast = autocast_of(precision)
+    set_tf32(False)  # folded norms are compared with the model as it is
     task = state.get("task")
     computation: Whole | InParts
     if spread is None or spread.plain:
@@ -227,6 +253,7 @@ def load_model(
         )
     else:
         computation = InParts(module, spread, pixels, autocast, side, batch)
+    set_tf32(precision == "tf32")
     if task == "segment" and settings["tile"] == "slide":
         raise ValueError(
             f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "
@@ -239,6 +266,12 @@ def load_model(
     config, slides = with_values(RunConfig(DataSettings(Path())), settings), state.get("slides")
     step = state["step"]
     return TrainedModel(name, task, classes, config, digest, step, bool(averages), target, slides, computation)
+
+
+@functools.lru_cache(maxsize=1)
+def _steps(target: StainFit, stain: StainFit) -> StainSteps:
+    """The steps of a slide, the same value for all its windows."""
+    return StainSteps.of(target, [stain], [0])
 
 
 def _check_content(path: Path, state: dict[str, Any]) -> None:

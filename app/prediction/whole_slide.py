@@ -7,12 +7,13 @@ small enough for areas to be drawn around.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from pipelines.backends.heat_map import HeatMapWriter
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError
+from pipelines.stream.device import allocate_pinned
 from pipelines.tiles.stain_fit import StainFit
 from pipelines.tiles.stain_fits import STEP
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
@@ -165,11 +167,37 @@ def _answers(
     slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int
 ) -> Iterator[tuple[int, Floats | str]]:
     """The model's probabilities of each window in order, or why it cannot be read; on ranks that do not have them, only
-    the latter.
+    the latter. While a GPU computes a batch, the one before it is given.
 
     Raises:
         SlideError: most windows cannot be read; on every rank of the group at the same window.
     """
+    before: _Asked | None = None
+    for asked in itertools.chain(_asked(slide, windows, model, batch), [None]):
+        if before is not None:
+            yield from ((i, fault) for i, fault in zip(before.numbers, before.faults, strict=True) if fault)
+            if before.wait is not None:
+                answered = zip(before.numbers, before.wait(), before.faults, strict=True)
+                yield from ((i, value) for i, value, fault in answered if not fault)
+        before = asked
+
+
+class _Asked(NamedTuple):
+    """A batch that the model was asked.
+
+    Attributes:
+        numbers: of its windows.
+        faults: why each cannot be read, or nothing.
+        wait: gives the probabilities, where this rank has them.
+    """
+
+    numbers: range
+    faults: list[str]
+    wait: Callable[[], NDArray[np.float32]] | None
+
+
+def _asked(slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int) -> Iterator[_Asked]:
+    """Ask the model for all windows in order."""
     computation, unread = model.computation, 0
     tiles = _tiles(slide, windows, batch + rank_cores()) if computation.reads else None
     stain = windows.stain if isinstance(windows.stain, StainFit) else None
@@ -178,16 +206,16 @@ def _answers(
         numbers = range(first, min(first + batch, len(windows)))
         read = [] if tiles is None else [next(tiles) for _ in numbers]
         faults: list[str] = computation.told([str(tile) if isinstance(tile, SlideError) else "" for tile in read])
-        for i, fault in zip(numbers, faults, strict=True):
-            if fault:
-                unread += 1
-                yield i, fault
-                if unread > MOST_UNREADABLE * len(windows):
-                    raise SlideError(fault)
-        images = np.stack([blank if isinstance(tile, SlideError) else tile for tile in read]) if read else None
-        values = model.probabilities(images, (len(numbers), 3, model.tile, model.tile), stain)
-        if values is not None:
-            yield from ((i, value) for i, value, fault in zip(numbers, values, faults, strict=True) if not fault)
+        for fault in filter(None, faults):
+            unread += 1
+            if unread > MOST_UNREADABLE * len(windows):
+                raise SlideError(fault)
+        images = None
+        if read:
+            shape = len(read), *blank.shape
+            images = allocate_pinned(shape, np.uint8) if computation.device.type == "cuda" else None
+            images = np.stack([blank if isinstance(tile, SlideError) else tile for tile in read], out=images)
+        yield _Asked(numbers, faults, model.begin(images, (len(numbers), 3, model.tile, model.tile), stain))
 
 
 def _tiles(slide: Slide, windows: SlideWindows, ahead: int) -> Iterator[Pixels | SlideError]:

@@ -31,10 +31,10 @@ def mixed_faults(settings: StrategySettings) -> list[str]:
         )
     if settings.planned and settings.parallel != "auto":
         faults.append("--device mixed is not planned for: name what is computed again, and the side of boxes")
-    if settings.precision == "bf16":
+    if settings.precision in ("tf32", "bf16"):
         faults.append(
-            "--precision bf16 rounds differently on a CPU and on a GPU, so that --device mixed would not be the plain "
-            "step: leave it out for fp32"
+            f"--precision {settings.precision} rounds differently on a CPU and on a GPU, so that --device mixed would "
+            "not be the plain step: leave it out for fp32"
         )
     if settings.offload_state != "none":
         faults.append(

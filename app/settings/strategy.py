@@ -38,8 +38,8 @@ Parallel = Literal[
     "bidirectional",
 ]
 
-AHEAD = {"cuda": 256 << 20, "cpu": 0}
-"""Bytes of activations on their way to or from the host, by kind of device."""
+AHEAD = {"cuda": None, "cpu": 0}
+"""``ActivationPolicy.ahead`` unless ``offload_ahead`` is given, by kind of device."""
 
 AUTO, TICKETS = "auto", "tickets"
 """Of ``--shares``: they follow measured speeds; microbatches are drawn while a step runs."""
@@ -105,7 +105,7 @@ class StrategySettings:
     --parallel auto."""
     offload_ahead: Suppress[str | None] = None
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
-    --offload overlap; default: 256MiB on a GPU, none on a CPU, where copies do not run beside computation."""
+    --offload overlap; default: twice the largest activation on a GPU, none on a CPU, whose copies overlap nothing."""
     offload_host: Suppress[str | None] = None
     """Memory of the host, such as 64GiB, that a rank may fill. With --offload overlap what does not fit stays on the
     device, and the default is no limit. With --stream it holds tiles and maps, of which fewer are stored where it is
@@ -132,14 +132,15 @@ class StrategySettings:
     """Compile each stage with torch.compile."""
     device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
     """Where to compute; auto takes a GPU when there is one. mixed: with ddp, --cpu-ranks of each machine's ranks on its
-    CPU and the others on a GPU each, all in fp32 with TF32 off; --shares gives them unequal parts of a step."""
+    CPU and the others on a GPU each, all in fp32; --shares gives them unequal parts of a step."""
     cpu_ranks: int = 0
     """Ranks of each machine, the last ones, that compute on its CPU with --device mixed."""
     mixed_sums: Suppress[Literal["host", "device"] | None] = None
     """Where gradients are summed with --device mixed. host: in the memory of each machine, then between machines;
     device: a CPU rank hands its gradients to a GPU rank, and the GPUs sum. Default: device."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16: mixed precision; auto: bf16 on GPUs that have it, fp32 elsewhere."""
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """bf16: mixed precision; tf32: float32 with mantissas of 10 bits in products and convolutions; fp32: float32
+    everywhere. auto: bf16 on GPUs that compute in it (since Ampere, as TF32), fp32 elsewhere."""
     channels_last: Suppress[bool] = True
     """Memory layout of images and convolutions; faster on most hardware."""
     timeout_s: Suppress[float] = 1800.0
@@ -199,7 +200,7 @@ class StrategySettings:
         return self.device == "mixed"
 
     @property
-    def computed_precision(self) -> Literal["auto", "fp32", "bf16"]:
+    def computed_precision(self) -> Literal["auto", "fp32", "tf32", "bf16"]:
         """``precision``; of devices of several kinds, what all of them compute alike."""
         return "fp32" if self.is_mixed else self.precision
 

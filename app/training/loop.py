@@ -257,7 +257,7 @@ class TrainingLoop:
         if self._is_first:
             state |= {
                 "stream": self._tiles.state(outcome.step),
-                "random": _random_state(),
+                "random": _random_state(self._session.placement.device),
                 "step": outcome.step,
                 "images": outcome.images,
                 "replaced": outcome.replaced,
@@ -309,9 +309,7 @@ class TrainingLoop:
                 "on rank 0: their hosts see different files; wait for the file server, then start again with --resume"
             )
         self._session.engine.load_state_dict(state)
-        torch.set_rng_state(state["random"]["cpu"])
-        if torch.cuda.is_available() and state["random"]["cuda"]:
-            torch.cuda.set_rng_state_all(state["random"]["cuda"])
+        _set_random_state(state["random"], self._session.placement.device)
         for name in PROGRESS:
             setattr(self.outcome, name, state[name])
         if self._is_first:
@@ -324,7 +322,7 @@ class TrainingLoop:
         """What changes the numbers of a run, and yet may be another when it is resumed."""
         session = self._session
         return {
-            "precision": "bf16" if session.placement.autocast else "fp32",
+            "precision": session.placement.precision,
             "microbatches": len(session.ranges),
         }
 
@@ -375,9 +373,18 @@ class TrainingLoop:
         return twin.images_per_second
 
 
-def _random_state() -> dict[str, Any]:
-    """Of torch's generators; everything else draws from numbers that follow from the seed and the step."""
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of the default generators. Training draws from the seed of each microbatch instead; only a
+    model that draws in validation continues from these."""
     return {
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
     }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators of the CPU and of ``device`` alone. Older checkpoints hold a state for each GPU of the host,
+    the first of which is that of rank 0; this host may have fewer GPUs."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and state["cuda"]:
+        torch.cuda.set_rng_state(state["cuda"][0], device)

@@ -87,20 +87,13 @@ def describe_checkout() -> dict[str, Any]:
 
 
 def describe_gpus() -> dict[str, Any]:
-    """``gpus``: name, memory_bytes, capability and bf16 of each; ``cuda`` of the torch build; ``driver`` version."""
+    """``gpus``: name, memory_bytes, capability, bf16 (and TF32) and missing_kernels of each; ``cuda`` of the torch
+    build; ``driver`` version."""
     import torch
 
-    gpus = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "capability": f"{properties.major}.{properties.minor}",
-                "bf16": properties.major >= 8,  # Ampere is the first with bf16 arithmetic; older ones emulate it
-            }
-        )
+    from parallel.profile.gpus import describe_gpus as find_gpus
+
+    gpus = find_gpus()
     versions = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {"gpus": gpus, "cuda": torch.version.cuda, "driver": versions.splitlines()[0] if versions else None}
 

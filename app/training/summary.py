@@ -177,7 +177,7 @@ class RunSummary:
             "offload_state": strategy.policy.state,
             "stream_px": strategy.policy.stream,
             "device": str(session.placement.device),
-            "precision": "bf16" if session.placement.autocast else "fp32",
+            "precision": session.placement.precision,
             "global_batch": config.strategy.batch,
             "microbatches": len(session.ranges),
             "tile_px": config.index.tile,

@@ -109,7 +109,7 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
         config,
         config.strategy.to_strategy("cpu"),
         dataset,
-        RankPlace(communicator, torch.device("cpu"), None),
+        RankPlace(communicator, torch.device("cpu")),
         FailedSlides(folder.failed_slides),
         Watchdog(communicator.rank, stuck_s=config.strategy.timeout_s),
     )

@@ -10,6 +10,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from parallel.comm.device_thread import on_current_device
+
 
 class Sent:
     """One message.
@@ -52,7 +54,7 @@ class Departures:
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="departures", daemon=True)
+        self._thread = threading.Thread(target=on_current_device(self._run), name="departures", daemon=True)
         self._thread.start()
 
     def add(self, wait: Callable[[], object]) -> Sent:

@@ -86,7 +86,7 @@ class Communicator(Protocol):
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
         """Make ready for tensors on the device to go from rank to rank; those on the CPU need it not.
 
-        Every rank calls it with the same pairs.
+        Every rank calls it with the same pairs. Those of a subgroup must have been among the pairs of the whole run.
 
         Args:
             pairs: (sender, receiver), of all ranks.

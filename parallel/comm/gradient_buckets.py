@@ -18,14 +18,19 @@ BUCKET_BYTES = 25 << 20
 class Bucket:
     """Parameters of one dtype whose gradients lie in one flat tensor, with one number behind them per parameter: how
     many ranks had a gradient for it. One that nobody had stays None, so that the optimizer passes it over as it would
-    in a single process."""
+    in a single process.
+
+    Attributes:
+        touched: numbers of the parameters that this rank has a gradient for.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         first = parameters[0]
         size = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
-        self.touched = self.flat[size:]
+        self.touched: set[int] = set()
+        self._ranks = self.flat[size:]
         self.views: list[Tensor] = []
         offset = 0
         for parameter in parameters:
@@ -37,14 +42,27 @@ class Bucket:
     def clear(self) -> None:
         """Zero the gradients and put them where backward adds to them."""
         self.flat.zero_()
+        self.touched.clear()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
+    def count(self) -> None:
+        """Before the sum: put down which parameters this rank has a gradient for."""
+        self._ranks.fill_(1)
+        for number in self._untouched():
+            self._ranks[number].zero_()
+
     def settle(self) -> None:
-        """After the sum: take the gradient from the parameters that nobody had one for."""
-        for parameter, ranks in zip(self.parameters, self.touched.tolist(), strict=True):
-            if not ranks:
-                parameter.grad = None
+        """After the sum: take the gradient from the parameters that nobody had one for. A rank that has them all knows
+        without reading from the device, which would wait for the sum."""
+        if untouched := self._untouched():
+            ranks = self._ranks.tolist()
+            for number in untouched:
+                if not ranks[number]:
+                    self.parameters[number].grad = None
+
+    def _untouched(self) -> list[int]:
+        return [number for number in range(len(self.parameters)) if number not in self.touched]
 
 
 def bucketed(parameters: Sequence[nn.Parameter], bucket_bytes: int | None = None) -> list[list[nn.Parameter]]:

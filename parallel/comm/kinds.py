@@ -48,6 +48,19 @@ def has_gpu_each(kinds: Sequence[RankKind]) -> bool:
     return all(kind.kind == "cuda" for kind in kinds) and len(set(kinds)) == len(kinds)
 
 
+def describe_shared_gpu(kinds: Sequence[RankKind]) -> str:
+    """Name the first two ranks that share a GPU; "" where none do.
+
+    >>> describe_shared_gpu([RankKind("a", "cuda", "7c"), RankKind("b", "cuda", "7c"), RankKind("a", "cuda", "7c")])
+    'ranks 0 and 2 share GPU 7c of a'
+    """
+    first: dict[RankKind, int] = {}
+    for rank, kind in enumerate(kinds):
+        if kind.kind == "cuda" and first.setdefault(kind, rank) != rank:
+            return f"ranks {first[kind]} and {rank} share GPU {kind.unit} of {kind.node.split()[0]}"
+    return ""
+
+
 def are_mixed(kinds: Sequence[RankKind]) -> bool:
     """Whether some compute on a CPU and others on a GPU."""
     return len({kind.kind for kind in kinds}) > 1

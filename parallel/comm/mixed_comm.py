@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work, cannot_shard
 from parallel.comm.counters import Counters
+from parallel.comm.device_thread import on_current_device
 from parallel.comm.kinds import RankKind, are_mixed
 from parallel.comm.mixed_sums import DeviceSums, HostSums, Sums
 from parallel.comm.objects import in_memory_order
@@ -112,7 +113,7 @@ class MixedCommunicator:
         form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         work = MixedWork(flat, f"rank {self.rank} of {self.world}: all_reduce of {form} by way of the {self.way}")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mixed sums", daemon=True)
+            self._thread = threading.Thread(target=on_current_device(self._run), name="mixed sums", daemon=True)
             self._thread.start()
         self._begun.put(work)
         return work

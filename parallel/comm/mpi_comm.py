@@ -1,16 +1,17 @@
 """The communicator over MPI, through mpi4py: any MPI with MPI_THREAD_MULTIPLE, tried with MPICH and Open MPI.
 
 Takes the ranks that mpirun or srun started. Tensors on a device go through pinned host memory unless this MPI says that
-it takes device memory.
+it takes device memory; MEGATILE_CUDA_AWARE_MPI=0 in the environment says that it does not. Copies to the host run
+beside what the device computes, and operations are handed to MPI in order, each once its copy has ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from parallel.comm.communicator import (
 )
 from parallel.comm.counters import Counters
 from parallel.comm.mpi_counters import MpiCounters
-from parallel.comm.mpi_request import MPI, MpiProgress, MpiWork, lost
-from parallel.comm.objects import in_memory_order
+from parallel.comm.mpi_request import MPI, MpiProgress, MpiWork
+from parallel.comm.objects import in_memory_order, pinned_like
 from parallel.comm.replicate import AveragedModule
 
 SUMMED = {
@@ -65,6 +66,8 @@ class MpiCommunicator:
         self.timeout_s = timeout_s
         self.progress = MpiProgress()
         self._device_memory = _takes_device_memory()
+        # Of the rank's GPU, which is the current one by now.
+        self._leaving = torch.cuda.Stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         machine = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = machine.Get_rank()
         machine.Free()
@@ -79,33 +82,36 @@ class MpiCommunicator:
         """MPI connects ranks as they come to talk."""
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        flat = self._reachable(in_memory_order(tensor.detach()), filled=True)
+        place, ready = self._reachable(in_memory_order(tensor.detach()), filled=True)
         return self._begin(
             f"isend of {_form(tensor)} to rank {peer}, tag {tag}",
-            lambda: self._comm.Isend([_memory(flat), MPI.BYTE], peer, tag),
-            [flat],
+            lambda: self._comm.Isend([_memory(place), MPI.BYTE], peer, tag),
+            [place],
+            ready=ready,
         )
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
         flat = in_memory_order(tensor.detach())
-        place = self._reachable(flat, filled=False)
+        place, ready = self._reachable(flat, filled=False)
         return self._begin(
             f"irecv of {_form(tensor)} from rank {peer}, tag {tag}",
             lambda: self._comm.Irecv([_memory(place), MPI.BYTE], peer, tag),
             [place, flat],
-            None if place is flat else lambda: flat.copy_(place),
+            None if place is flat else lambda: flat.copy_(place, non_blocking=True),
+            ready,
         )
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         flat = in_memory_order(tensor.detach())
         if flat.is_complex():
             flat = torch.view_as_real(flat)
-        place = self._reachable(flat if flat.dtype in SUMMED else flat.float(), filled=True)
+        place, ready = self._reachable(flat if flat.dtype in SUMMED else flat.float(), filled=True)
         return self._begin(
             f"all_reduce of {_form(tensor)}",
             lambda: self._comm.Iallreduce(MPI.IN_PLACE, [_memory(place), SUMMED[place.dtype]]),
             [place, flat],
-            None if place is flat else lambda: flat.copy_(place),
+            None if place is flat else lambda: flat.copy_(place, non_blocking=True),
+            ready,
         )
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -113,12 +119,13 @@ class MpiCommunicator:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         flat = in_memory_order(tensor.detach())
-        place = self._reachable(flat, filled=True)
+        place, ready = self._reachable(flat, filled=True)
         self._begin(
             f"broadcast of {_form(tensor)} from rank {source}",
             lambda: self._comm.Ibcast([_memory(place), MPI.BYTE], source),
             [place, flat],
-            None if place is flat else lambda: flat.copy_(place),
+            None if place is flat else lambda: flat.copy_(place, non_blocking=True),
+            ready,
         ).wait()
 
     def barrier(self) -> None:
@@ -132,7 +139,7 @@ class MpiCommunicator:
             return None
         part = object.__new__(MpiCommunicator)
         part.timeout_s, part.progress, part.local_rank = self.timeout_s, self.progress, self.local_rank
-        part._device_memory = self._device_memory
+        part._device_memory, part._leaving = self._device_memory, self._leaving
         part._take(comm)
         return part
 
@@ -163,30 +170,30 @@ class MpiCommunicator:
         call: Callable[[], Any],
         tensors: Sequence[Tensor],
         arrive: Callable[[], object] | None = None,
+        ready: Any = None,
     ) -> MpiWork:
         described = f"rank {self.rank} of {self.world}: {operation}"
-        with _named(described):
-            work = MpiWork(self.progress, self.timeout_s, call(), tensors, described, arrive)
-        self.progress.watch(work)
+        work = MpiWork(self.progress, self.timeout_s, call, tensors, described, arrive, ready)
+        self.progress.begin(work)
         return work
 
-    def _reachable(self, tensor: Tensor, filled: bool) -> Tensor:
-        """``tensor`` itself where MPI can read and write it, else a place in host memory for it."""
+    def _reachable(self, tensor: Tensor, filled: bool) -> tuple[Tensor, Any]:
+        """``tensor`` itself where MPI can read and write it, else a place in host memory for it; and the event of the
+        GPU after which MPI may, None where it may at once."""
         if not tensor.is_cuda:
-            return tensor
+            return tensor, None
+        computing = torch.cuda.current_stream(tensor.device)
         if self._device_memory:
-            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows nothing of streams
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor) if filled else host
-
-
-@contextlib.contextmanager
-def _named(described: str) -> Iterator[None]:
-    try:
-        yield
-    except MPI.Exception as fault:
-        raise lost(described, str(fault)) from fault
+            return tensor, computing.record_event()  # MPI knows nothing of streams
+        host = pinned_like(tensor)
+        if not filled:
+            return host, None
+        assert self._leaving is not None
+        self._leaving.wait_stream(computing)
+        with torch.cuda.stream(self._leaving):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._leaving)
+        return host, self._leaving.record_event()
 
 
 def _memory(tensor: Tensor) -> Any:
@@ -199,6 +206,8 @@ def _form(tensor: Tensor) -> str:
 
 def _takes_device_memory() -> bool:
     """What Open MPI's and its kin's own query says; an MPI without it is taken not to."""
+    if os.environ.get("MEGATILE_CUDA_AWARE_MPI") == "0":
+        return False
     try:
         return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
     except AttributeError:

@@ -67,6 +67,11 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Page-locked host memory for what ``tensor`` holds."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
 def _receive(communicator: Communicator, rank: int) -> Any:
     length = torch.zeros(1, dtype=torch.int64)
     communicator.irecv(length, rank, TAG).wait()

@@ -76,8 +76,9 @@ class AveragedModule(nn.Module):
 
     @torch.no_grad()
     def _begin(self, bucket: Bucket) -> None:
-        for number, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
-            bucket.touched[number] = parameter.grad is not None
+        bucket.touched = {number for number, parameter in enumerate(bucket.parameters) if parameter.grad is not None}
+        bucket.count()
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not view:

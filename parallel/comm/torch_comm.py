@@ -27,7 +27,7 @@ from parallel.comm.communicator import CommunicationError, Communicator, Shards,
 from parallel.comm.counters import Counters
 from parallel.comm.handshake import KEY, prove_membership
 from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
-from parallel.comm.objects import in_memory_order
+from parallel.comm.objects import in_memory_order, pinned_like
 from parallel.comm.torch_counters import torch_counters
 from parallel.comm.torch_group import join_group
 from parallel.comm.torch_links import Links
@@ -38,6 +38,9 @@ NO_SYNC: dict[str, Any] = {
     ("forward_sync_buffers" if "forward_sync_buffers" in PARAMETERS else "broadcast_buffers"): False
 }
 """Switched off: running statistics are made equal by ``batchnorm.OrderedStatistics``, exactly."""
+
+AFTER_WATCHDOG_S = 60.0
+"""The watchdog of a run takes at most 30 s more than the time limit to name the rank that others wait for."""
 
 
 class TorchWork:
@@ -79,7 +82,7 @@ class TorchCommunicator:
     Args:
         device: where the tensors of gradients live; CPU tensors always go over Gloo. Where some ranks compute on a CPU
             and others on a GPU, so do those on a GPU, except in groups of GPU ranks alone.
-        timeout_s: how long an operation waits for the other ranks before it fails.
+        timeout_s: how long an operation waits for the other ranks before it fails; on a GPU ``AFTER_WATCHDOG_S`` more.
         join_timeout_s: how long the ranks wait for each other to arrive; connecting may take a little more.
         kind: what this rank says it computes on; None: what ``device`` is. Stand-ins for GPUs say otherwise.
 
@@ -97,7 +100,8 @@ class TorchCommunicator:
         self.world = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self._device = device
-        self._timeout = timedelta(seconds=timeout_s)
+        # NCCL ends the process of the rank that waits; the watchdog, which knows the rank to blame, is to be first.
+        self._timeout = timedelta(seconds=timeout_s + AFTER_WATCHDOG_S * (device.type == "cuda"))
         self._links = Links(self.rank, self._timeout, device)
         self._group: Any = None
         self._ranks = tuple(range(self.world))
@@ -114,7 +118,8 @@ class TorchCommunicator:
         if not self._nccl:
             return  # Gloo has connected all ranks
         with _named(f"rank {self.rank} of {self.world}: connecting to the ranks of its pipeline"):
-            self._links.make((self._ranks[source], self._ranks[target]) for source, target in pairs)
+            links = ((self._ranks[source], self._ranks[target]) for source, target in pairs)
+            self._links.make(links, by_all=self._group is None)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         flat = in_memory_order(tensor.detach())
@@ -123,7 +128,7 @@ class TorchCommunicator:
         with _named(described):
             if flat.is_cuda and self._nccl:
                 return TorchWork(self._links.isend(flat, to), [flat], described)
-            host = _pinned(flat).copy_(flat) if flat.is_cuda else flat
+            host = pinned_like(flat).copy_(flat) if flat.is_cuda else flat
             return self._departures.add(TorchWork(dist.isend(host, to, self._group, tag), [host], described).wait)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -135,9 +140,9 @@ class TorchCommunicator:
                 return TorchWork(dist.irecv(flat, source, self._group, tag), [flat], described)
             if self._nccl:
                 return TorchWork(self._links.irecv(flat, source), [flat], described)
-            host = _pinned(flat)
+            host = pinned_like(flat)
             work = dist.irecv(host, source, self._group, tag)
-            return TorchWork(work, [host, flat], described, arrive=lambda: flat.copy_(host))
+            return TorchWork(work, [host, flat], described, arrive=lambda: flat.copy_(host, non_blocking=True))
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         flat = in_memory_order(tensor.detach())
@@ -189,7 +194,8 @@ class TorchCommunicator:
         return made
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
-        device_ids = [self._device] if self._device.type == "cuda" else None
+        on_gpu = all(parameter.is_cuda for parameter in module.parameters())  # they may be kept in host memory
+        device_ids = [self._device] if self._device.type == "cuda" and on_gpu else None
         if bucket_bytes == 0:
             bucket_bytes = 1 + sum(p.numel() * p.element_size() for p in module.parameters())  # all in one
         return DistributedDataParallel(
@@ -246,17 +252,25 @@ def _named(described: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as fault:  # what torch.distributed raises on time-outs and lost peers alike
+        if isinstance(fault, torch.OutOfMemoryError | torch.AcceleratorError):
+            raise  # of this rank's own device
+        if _is_out_of_memory(fault):
+            raise torch.OutOfMemoryError(f"{described}: NCCL is out of GPU memory: {fault}") from fault
         reason = str(fault).splitlines()[0]
         raise CommunicationError(
             f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
         ) from fault
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-
-
 def is_lost_peer(fault: BaseException) -> bool:
     """True for what torch.distributed raises within a backward pass, where DistributedDataParallel sums gradients, when
     another rank is gone or silent: NCCL has a type for it, Gloo only words."""
+    if _is_out_of_memory(fault):
+        return False
     return isinstance(fault, dist.DistError) or (isinstance(fault, RuntimeError) and "gloo" in str(fault).lower())
+
+
+def _is_out_of_memory(fault: BaseException) -> bool:
+    """True where NCCL could not allocate memory of the GPU for itself."""
+    words = str(fault).lower()
+    return isinstance(fault, dist.DistBackendError) and ("out of memory" in words or "failed to cuda calloc" in words)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from parallel.comm.communicator import CommunicationError
 from parallel.comm.deadline import call_with_timeout
+from parallel.comm.device_thread import on_current_device
 from parallel.comm.kinds import RankKind
 from parallel.comm.loopback import stay_on_host
 from parallel.comm.torch_join import join_attempt
@@ -65,7 +66,7 @@ def join_group(
         timeout=timeout,
     )
     try:
-        call_with_timeout(lambda: connect() is None, CONNECT_S + CONNECT_RANK_S * world)
+        call_with_timeout(on_current_device(lambda: connect() is None), CONNECT_S + CONNECT_RANK_S * world)
     except (RuntimeError, ValueError, TimeoutError) as fault:
         raise CommunicationError(
             f"rank {rank} of {world} on {socket.gethostname()} cannot connect to the others over Gloo: "

@@ -22,7 +22,7 @@ from parallel.comm.sent_bytes import sum_bytes
 from parallel.engine.optimizer_step import parameters_and_gradients, state_of
 from parallel.engine.own_time import OwnTime
 from parallel.engine.parameter_groups import own_state, whole_state
-from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, measured
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, measured, read_losses
 from parallel.engine.weight_average import swap_average
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
@@ -126,7 +126,7 @@ class DataParallelEngine:
         return self._communicator.replicate(module, self._bucket_bytes)
 
     def _stopwatch(self) -> OwnTime:
-        return OwnTime(self.module.parameters() if self._communicator.world > 1 else ())
+        return OwnTime(self.module.parameters() if self._communicator.world > 1 else (), self._device)
 
     def reshare(self, shares: Shares) -> None:
         self.share = shares[self._communicator.rank]
@@ -148,14 +148,14 @@ class DataParallelEngine:
         self._learning_rate = learning_rate
         for parameter in self.module.parameters():
             parameter.grad = None
-        measured = torch.zeros((2, self._m), dtype=torch.float64)
-        losses, sizes = measured
         self._statistics.begin_step(self._m)
         self._time.begin_step()
-        self._compute(microbatches, step, losses, sizes)
+        computed = self._compute(microbatches, step)
         self._statistics.end_step()
+        table = read_losses(computed, self._m)
+        losses, sizes = table
         tiles = int(sizes.sum())
-        self._communicator.all_reduce(measured)
+        self._communicator.all_reduce(table)
         assert sizes.sum() == self._batch, "the microbatches of all ranks together are the batch"
         faulty = [i for i, value in enumerate(losses.tolist()) if not math.isfinite(value)]
         if faulty:
@@ -169,21 +169,24 @@ class DataParallelEngine:
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
         loss = float(losses @ (sizes / self._batch))
-        return StepResult(loss, tiles, tuple(self._time.seconds), self._time.waited_s)
+        return StepResult(loss, tiles, self._time.seconds, self._time.waited_s)
 
-    def _compute(self, microbatches: Iterable[Microbatch], step: int, losses: Tensor, sizes: Tensor) -> None:
-        """Forward and backward of what this rank computes, and the sum of gradients over the ranks."""
-        source = map(self._time.begun, microbatches)
+    def _compute(self, microbatches: Iterable[Microbatch], step: int) -> dict[int, tuple[Tensor, int]]:
+        """Forward and backward of what this rank computes, and the sum of gradients over the ranks; return the mean
+        loss and the tiles of each microbatch."""
+        source, computed = map(self._time.begun, microbatches), {}
         for i in self.share:
-            losses[i], sizes[i] = self._accumulate(i, next(source), step)
+            computed[i] = self._accumulate(i, next(source), step)
             self._time.end(i, summed=self._sums_after(i) and self._communicator.world > 1)
+        return computed
 
     def _sums_after(self, i: int) -> bool:
         """Whether the backward pass of ``i`` sums gradients over the ranks: once a step; the others only add up."""
         return i == self.share[-1]
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
-        """Forward and backward of microbatch ``i``; gives its own mean loss, on the CPU, and its tiles."""
+        """Forward and backward of microbatch ``i``; gives its own mean loss and its tiles. Nothing is read from the
+        device: that would wait for all it was asked for."""
         assert self._replica is not None, "step after close"
         last = self._sums_after(i)
         waits = contextlib.nullcontext() if last or self._communicator.world == 1 else self._replica.no_sync()  # type: ignore[attr-defined]
@@ -198,7 +201,7 @@ class DataParallelEngine:
                 self._host.arm(self._learning_rate)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
         self._saved_tensors.landed(i)
-        return loss.detach().cpu(), tiles
+        return loss.detach(), tiles
 
     def _forward(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
         """The loss of microbatch ``i``."""

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
+from parallel.engine.device_clock import DeviceClock, Mark
 from parallel.engine.grad_reducer import completing_backwards, last_backwards
 from parallel.engine.inference import tiles_for
 from parallel.engine.rank_program import RankProgram
-from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, read_losses
 from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
@@ -74,7 +74,8 @@ class Engine:
         self._observer = observer
         self._last = work.placement.stages - 1
         self._learning_rate = 0.0
-        self._spans: list[Span] = []
+        self._clock = DeviceClock(work.messenger.device)
+        self._marks: list[tuple[Action, Mark, Mark]] = []
         self._sent_in_step = 0
         self._shapes = ""
         self._follow(work)
@@ -124,7 +125,7 @@ class Engine:
         self._learning_rate = learning_rate
         for reducer in work.reducers.values():
             reducer.begin_step()
-        self._spans = []
+        self._marks = []
         sent = self._sent_so_far
         begun_s = time.perf_counter()
         losses = self._walk(StepBatches(microbatches, self.share), step)
@@ -181,9 +182,12 @@ class Engine:
         yield from self._work.update.on_device()
 
     def spans(self) -> tuple[Span, ...]:
-        """When this rank computed what in the last step, in ``time.perf_counter`` seconds; on a GPU, when it asked the
-        GPU to."""
-        return tuple(self._spans)
+        """When this rank computed what in the last step, in ``time.perf_counter`` seconds; waits for a GPU."""
+        moments = self._clock.host_seconds([mark for _, *marks in self._marks for mark in marks])
+        return tuple(
+            Span(action, start_s, end_s)
+            for (action, _, _), start_s, end_s in zip(self._marks, moments[::2], moments[1::2], strict=True)
+        )
 
     @property
     def bytes_sent(self) -> Mapping[int, int]:
@@ -229,10 +233,7 @@ class Engine:
                 raise self._fault(position, step, fault) from fault
         if self._observer:
             self._observer.at(-1)
-        losses = torch.zeros(2, self._work.m, dtype=torch.float64)
-        for i, (mean, tiles) in found.items() if self.counted else ():
-            losses[0, i], losses[1, i] = mean, tiles
-        return losses
+        return read_losses(found if self.counted else {}, self._work.m)
 
     def _perform(
         self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
@@ -311,9 +312,9 @@ class Engine:
         waits = self._work.waits
         if waits and self._observer:
             waits.told = functools.partial(self._tell_wait, position)
-        begun = time.perf_counter()
+        begun = self._clock.mark()
         yield action.i
-        self._spans.append(Span(action, begun, time.perf_counter()))
+        self._marks.append((action, begun, self._clock.mark()))
         if waits:
             waits.told = None
 

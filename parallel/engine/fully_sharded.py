@@ -86,7 +86,7 @@ class FullyShardedEngine(DataParallelEngine):
         return self._shards.forward
 
     def _stopwatch(self) -> OwnTime:
-        return OwnTime((), together=True)
+        return OwnTime((), self._device, together=True)
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
         last = i == self.share[-1]
@@ -97,7 +97,7 @@ class FullyShardedEngine(DataParallelEngine):
         self._shards.reduce_gradients(last)
         loss = self._forward(i, microbatch, step)
         (loss * (microbatch.shape[0] / self._batch)).backward()  # type: ignore[no-untyped-call]
-        return loss.detach().cpu(), microbatch.shape[0]
+        return loss.detach(), microbatch.shape[0]
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:

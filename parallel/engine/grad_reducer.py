@@ -69,7 +69,7 @@ class GradReducer:
         """Begin to sum what has not been begun. Every rank that holds the stage comes here in the same order."""
         self._armed = False
         for bucket in self.buckets[len(self._works) :]:
-            self._works.append(self._communicator.iall_reduce(bucket.flat))
+            self._sum(bucket)
 
     def finish(self) -> None:
         """Wait for the sums."""
@@ -82,13 +82,17 @@ class GradReducer:
     def _added(self, place: int, number: int) -> None:
         """A gradient was added to parameter ``number`` of bucket ``place``."""
         bucket = self.buckets[place]
-        bucket.touched[number] = 1
+        bucket.touched.add(number)
         if not self._armed:
             return
         bucket.missing -= 1
         # In the order of the buckets, which is the same on every rank.
         while len(self._works) < len(self.buckets) and self.buckets[len(self._works)].missing == 0:
-            self._works.append(self._communicator.iall_reduce(self.buckets[len(self._works)].flat))
+            self._sum(self.buckets[len(self._works)])
+
+    def _sum(self, bucket: Bucket) -> None:
+        bucket.count()
+        self._works.append(self._communicator.iall_reduce(bucket.flat))
 
 
 def _hook(reducer: weakref.ref[GradReducer], place: int, number: int) -> Callable[[Tensor], None]:

@@ -22,6 +22,7 @@ from parallel.comm.communicator import Communicator, Work
 from parallel.comm.unpickling import UnknownTypeError, dump, load
 
 TAGS = 32767
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,29 @@ class TensorForm:
     Attributes:
         order: dims from the slowest to the fastest, so that channels_last stays channels_last.
         needs_grad: a gradient will come back for it.
+        on_host: in host memory, though the sender computes on another device, as random states are; the receiver puts
+            it there, too. Otherwise it is on the device of each of them.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     order: tuple[int, ...] = field(compare=False)
     needs_grad: bool
+    on_host: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
-        if tensor.is_contiguous():
-            return cls(tuple(tensor.shape), tensor.dtype, tuple(range(tensor.dim())), tensor.requires_grad)
-        strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-        return cls(tuple(tensor.shape), tensor.dtype, tuple(order), tensor.requires_grad)
+    def of(cls, tensor: Tensor, device: torch.device = CPU) -> TensorForm:
+        """Return the form of ``tensor``, which a rank that computes on ``device`` sends."""
+        order = list(range(tensor.dim()))
+        if not tensor.is_contiguous():
+            strides = tensor.stride()
+            order.sort(key=lambda dim: (-strides[dim], dim))
+        on_host = tensor.device.type == "cpu" and device.type != "cpu"
+        return cls(tuple(tensor.shape), tensor.dtype, tuple(order), tensor.requires_grad, on_host)
 
     def empty(self, device: torch.device) -> Tensor:
+        """Return memory for such a tensor, on a rank that computes on ``device``."""
+        device = CPU if self.on_host else device
         dense = torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
         return dense.permute([self.order.index(dim) for dim in range(len(self.order))])
 
@@ -58,7 +66,7 @@ class TensorForm:
         return permuted.contiguous().permute([self.order.index(dim) for dim in range(len(self.order))])
 
     def __str__(self) -> str:
-        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}" + " on the CPU" * self.on_host
 
 
 @dataclass(frozen=True)
@@ -86,20 +94,20 @@ class Form:
         return ", ".join(map(str, self.tensors)) or "no tensor"
 
 
-def take_apart(value: Any) -> tuple[Form, list[Tensor]]:
-    """The form of ``value`` and its tensors in order."""
+def take_apart(value: Any, device: torch.device = CPU) -> tuple[Form, list[Tensor]]:
+    """The form of ``value``, which a rank that computes on ``device`` sends, and its tensors in order."""
     # Taken apart, a size would come back as a plain tuple.
     leaves, spec = tree_flatten(value, is_leaf=lambda part: isinstance(part, torch.Size))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = tuple(TensorForm if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Form(spec, tuple(map(TensorForm.of, tensors)), constants), tensors
+    return Form(spec, tuple(TensorForm.of(tensor, device) for tensor in tensors), constants), tensors
 
 
 class Messenger:
     """Sends and receives the values of one rank.
 
     Args:
-        device: where received tensors are put.
+        device: of this rank; received tensors are put there, but for those that were in host memory at the sender.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
@@ -126,7 +134,7 @@ class Messenger:
             ValueError: the form differs from that of the first value of this kind, or holds an object that is no plain
                 data.
         """
-        form, tensors = take_apart(value)
+        form, tensors = take_apart(value, self.device)
         tag = _next(self._sent, peer)
         known = self._known.setdefault(("sent", kind), form)
         if known is form:

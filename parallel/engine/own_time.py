@@ -7,12 +7,13 @@ the last of the parameters has its gradient.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, nn
 
+from parallel.engine.device_clock import DeviceClock, Mark
 from parallel.engine.step import Microbatch
 
 
@@ -20,33 +21,33 @@ class OwnTime:
     """A stopwatch of one rank's microbatches.
 
     Args:
-        parameters: of the replica; those that need gradients tell when they have them. On a device that computes
-            behind the host's back that moment is not known, and what follows from it is left out.
+        parameters: of the replica; those that need gradients tell when they have them. On a GPU that moment is not
+            known, and what follows from it is left out.
+        device: that computes.
         together: ranks wait for each other within every pass, so that no time is a rank's own.
-
-    Attributes:
-        seconds: of the step so far: microbatch and seconds from ``begun`` to the end of its own computing.
-        waited_s: from there to ``end`` of the step's last; None where it is not known.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], together: bool = False) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, together: bool = False) -> None:
         self._together = together
-        self.seconds: list[tuple[int, float]] = []
-        self.waited_s: float | None = None
-        self._begun_s = self._ready_s = self._ended_s = 0.0
+        self._clock = DeviceClock(device)
+        self._begun: Mark = None
+        self._ready: Mark = None
+        self._ended: Mark = None
+        self._computed: list[tuple[int, Mark, Mark]] = []
+        self._wait: tuple[Mark, Mark] | None = None
         hook = _told(weakref.ref(self))
         for parameter in parameters:
-            if parameter.requires_grad and not parameter.is_cuda:
+            if parameter.requires_grad and device.type == "cpu":
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 weakref.finalize(self, handle.remove)
 
     def begin_step(self) -> None:
-        self.seconds, self.waited_s = [], None
-        self._ended_s = time.perf_counter()
+        self._computed, self._wait = [], None
+        self._ended = self._clock.mark()
 
     def begun(self, microbatch: Microbatch) -> Microbatch:
         """Return ``microbatch``, whose computing begins now."""
-        self._ready_s, self._begun_s = 0.0, time.perf_counter()
+        self._ready, self._begun = None, self._clock.mark()
         return microbatch
 
     def end(self, i: int, summed: bool = False) -> None:
@@ -55,19 +56,30 @@ class OwnTime:
         Args:
             summed: and its backward pass has summed the gradients of all over the ranks.
         """
-        self._ended_s = self._ready_s if summed else time.perf_counter()
-        if self._together or not self._ended_s:
+        self._ended = self._ready if summed else self._clock.mark()
+        if self._together or self._ended is None:
             return
-        self.seconds.append((i, self._ended_s - self._begun_s))
+        self._computed.append((i, self._begun, self._ended))
         if summed:
             self.summed()
 
     def summed(self) -> None:
         """The gradients of all are summed over the ranks."""
-        self.waited_s = time.perf_counter() - self._ended_s
+        self._wait = self._ended, self._clock.mark()
+
+    @property
+    def seconds(self) -> tuple[tuple[int, float], ...]:
+        """Microbatches of the step so far, and seconds from ``begun`` to the end of each one's own computing."""
+        seconds = self._clock.durations([(begun, ended) for _, begun, ended in self._computed])
+        return tuple((i, each) for (i, _, _), each in zip(self._computed, seconds, strict=True))
+
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds from there to ``end`` of the step's last; None where they are not known."""
+        return None if self._wait is None else self._clock.durations([self._wait])[0]
 
     def _tell(self) -> None:
-        self._ready_s = time.perf_counter()
+        self._ready = self._clock.mark()
 
 
 def _told(owner: weakref.ref[OwnTime]) -> Callable[[Tensor], None]:

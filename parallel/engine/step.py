@@ -6,11 +6,12 @@ ranks, stages or replicas stand behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from parallel.schedule.shares import Shares
@@ -77,6 +78,21 @@ def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
         return output
     assert microbatch.targets is not None
     return sums(output, whole(microbatch.targets))
+
+
+def read_losses(losses: Mapping[int, tuple[Tensor, int]], m: int) -> Tensor:
+    """Return the mean losses and the sizes of ``m`` microbatches, float64 (2, m) on the CPU, 0 where there is none.
+
+    Args:
+        losses: of microbatches, and how many tiles each has. They are read from the device in one copy.
+    """
+    table = torch.zeros((2, m), dtype=torch.float64)
+    if losses:
+        means, sizes = zip(*losses.values(), strict=True)
+        numbers = list(losses)
+        table[0, numbers] = torch.stack([mean.reshape(()) for mean in means]).cpu().double()
+        table[1, numbers] = torch.tensor(sizes, dtype=torch.float64)
+    return table
 
 
 class TrainingEngine(Protocol):

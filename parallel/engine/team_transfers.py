@@ -57,8 +57,8 @@ class TeamTransfers(StageTransfers):
         self._had: dict[Key, list[tuple[int, list[Parcel], Form]]] = {}
         self._back: dict[Key, list[tuple[list[Parcel], Incoming]]] = {}
         self._gradients: dict[Key, dict[str, list[Tensor]]] = {}
-        self._made: dict[Key, dict[str, list[Tensor]]] = {}
-        """Tensors without data, in the shapes of what was made here."""
+        self._made: dict[Key, dict[str, list[tuple[Tensor, torch.device]]]] = {}
+        """Tensors without data, in the shapes of what was made here, and the devices of what was made."""
 
     def give(self, action: Action, outputs: Mapping[str, Any]) -> None:
         super().give(action, outputs)
@@ -142,13 +142,12 @@ class TeamTransfers(StageTransfers):
                 continue
             key = (action.stage, target, action.i)
             self._counts.pop(key)
-            own = self._made.pop(key)
+            made = self._made.pop(key)
             if self._peer(target, action) == self._rank:
                 arrived = self._gradients.pop(key)
-                own = {name: arrived[name] for name in own}
+                own = {name: arrived[name] for name in made}
             else:
-                device = self._messenger.device
-                own = {name: [torch.zeros_like(each, device=device) for each in made] for name, made in own.items()}
+                own = {name: [torch.zeros_like(each, device=on) for each, on in like] for name, like in made.items()}
                 for among, incoming in self._back.pop(key):
                     add_pieces(own, among, incoming.wait()[1])
             for name, gradients in own.items():
@@ -256,7 +255,7 @@ def _grouped(own: Sequence[Parcel], end: str) -> dict[int, list[Parcel]]:
     return found
 
 
-def _like(value: Any) -> list[Tensor]:
-    """Those tensors of ``value`` that a gradient comes back for, without their data."""
-    leaves = tree_leaves(value)
-    return [torch.empty_like(leaf, device="meta") for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _like(value: Any) -> list[tuple[Tensor, torch.device]]:
+    """Those tensors of ``value`` that a gradient comes back for, without their data, and their devices."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [(torch.empty_like(leaf, device="meta"), leaf.device) for leaf in leaves]

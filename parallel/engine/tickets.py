@@ -47,14 +47,17 @@ class TicketEngine(DataParallelEngine):
         self._tickets = Tickets(self._counters.add, self._communicator.rank, world, self._m)
         return AveragedModule(module, self._communicator, self._bucket_bytes)
 
-    def _compute(self, microbatches: Iterable[Microbatch], step: int, losses: Tensor, sizes: Tensor) -> None:
+    def _compute(self, microbatches: Iterable[Microbatch], step: int) -> dict[int, tuple[Tensor, int]]:
         assert isinstance(self._replica, AveragedModule), "step after close"
         assert isinstance(microbatches, DrawnMicrobatches), "no rank knows beforehand what it draws"
+        computed = {}
         for i in self._tickets.of_step():
-            losses[i], sizes[i] = self._accumulate(i, self._time.begun(microbatches.take(i)), step)
+            loss, tiles = self._accumulate(i, self._time.begun(microbatches.take(i)), step)
+            computed[i] = loss.cpu(), tiles  # waits for a GPU: a host ahead of it would draw what others are free for
             self._time.end(i)
         self._replica.average()
         self._time.summed()
+        return computed
 
     def _sums_after(self, i: int) -> bool:
         return False

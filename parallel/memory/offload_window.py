@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parallel.memory.liveness import LiveRange
+from parallel.memory.policy import WINDOW
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +32,17 @@ class Journey:
     asked: tuple[tuple[int, int], ...]
 
 
-def on_device(journeys: Sequence[Journey], ahead: int, turn: int) -> Iterator[LiveRange]:
+def on_device(journeys: Sequence[Journey], ahead: int | None, turn: int) -> Iterator[LiveRange]:
     """Spans of moments, one or two of each journey.
 
     Args:
         journeys: of one microbatch through one stage.
-        ahead: bytes that may wait on the device, before they leave or before they are asked for.
+        ahead: bytes that may wait on the device, before they leave or before they are asked for; None: as
+            ``ActivationPolicy.ahead``.
         turn: the first moment of the backward pass; before it everything leaves.
     """
+    if ahead is None:
+        ahead = WINDOW * max((journey.bytes for journey in journeys), default=0)
     return _Travels(journeys, ahead, turn).spans()
 
 

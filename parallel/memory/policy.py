@@ -10,6 +10,8 @@ Offload = Literal["none", "overlap"]
 MIB = 1 << 20
 SMALLEST = MIB
 """Bytes below which a tensor is left on the device: moving it takes longer than it is worth."""
+WINDOW = 2
+"""Largest storages that the window of offloading holds on a GPU: one is copied while the next is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class ActivationPolicy:
         chosen: names of the first and last layer of each run of layers that is computed again.
         offload: what is kept is moved to the host.
         ahead: bytes of activations that offloading leaves on the device, or brings back ahead of their use; of all
-            stages of a rank together.
+            stages of a rank together. None: ``WINDOW`` times the largest storage that the rank has saved.
         smallest: bytes of a tensor that is worth moving.
         optimizer: its state and its step are on the host.
         parameters: they are, too, and come to the device layer by layer; implies ``optimizer``.
@@ -47,7 +49,7 @@ class ActivationPolicy:
     recompute: str = "none"
     chosen: tuple[tuple[str, str], ...] = ()
     offload: Offload = "none"
-    ahead: int = 0
+    ahead: int | None = 0
     smallest: int = SMALLEST
     host_bytes: int | None = None
     optimizer: bool = False

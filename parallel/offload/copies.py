@@ -6,6 +6,8 @@ there copies are real ones and done at once, so that everything built on them ru
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,17 +71,14 @@ class Copies:
 
 
 class CudaCopies(Copies):
-    """Copies of a GPU, each direction on a stream of its own."""
+    """Copies of a GPU, each direction on a stream that all copies of this process share."""
 
     at_once = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._streams: dict[Direction, Any] = {
-            way: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for way in ("out", "back")
-        }
+        self._streams = copy_streams(device)
 
     def to_host(self, source: Tensor, into: Tensor) -> Mark:
         return self._copied("out", source, into)
@@ -106,3 +105,16 @@ class CudaCopies(Copies):
                 target.copy_(source, non_blocking=True)
             end.record()
         return end
+
+
+@functools.cache
+def copy_streams(device: torch.device) -> Mapping[Direction, Any]:
+    """Return the streams of ``device`` for copies in this process.
+
+    torch hands out 32 streams in turn, to NCCL as well: beyond them a copy would share a stream with a receive, and
+    wait for it.
+    """
+    return {
+        "out": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        "back": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+    }

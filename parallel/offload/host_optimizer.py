@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallel.comm.device_thread import on_current_device
 from parallel.offload.copies import Copies, Mark
 from parallel.offload.live_bytes import not_counted
 
@@ -66,7 +67,7 @@ class HostOptimizer:
         self._replaced: dict[str, Before] | None = {}
         """What has been updated; None: it will not be taken back."""
         self._jobs: list[Future[None]] = []
-        self._worker = ThreadPoolExecutor(1, "host-optimizer")
+        self._worker = ThreadPoolExecutor(1, "host-optimizer", on_current_device(nothing))
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 hook = _hook(weakref.ref(self), name)

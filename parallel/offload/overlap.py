@@ -15,6 +15,7 @@ from collections import deque
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from parallel.memory.policy import WINDOW
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.entry import Entry
@@ -71,7 +72,8 @@ class OverlapOffload:
     Args:
         copies: of its device.
         pool: room on the host; what it has none for stays on the device.
-        ahead: bytes of the window: of entries on the device that no backward pass has asked for.
+        ahead: bytes of the window: of entries on the device that no backward pass has asked for; None: ``WINDOW``
+            times the largest entry so far.
         smallest: bytes of a storage that is worth moving.
         meter: counts what lies on the device.
     """
@@ -81,14 +83,14 @@ class OverlapOffload:
         copies: Copies,
         pool: HostPool,
         *,
-        ahead: int = 0,
+        ahead: int | None = 0,
         smallest: int = 0,
         meter: ActivationMeter | None = None,
     ) -> None:
         self.copies, self.pool = copies, pool
-        self._ahead, self._smallest = ahead, smallest
-        # Copies take time beside a GPU's work: they begin when half of the window is full.
-        self._begin = ahead if copies.at_once else ahead // 2
+        self._ahead, self._largest, self._smallest = ahead, 0, smallest
+        # Copies that overlap a GPU's work need an entry to copy, whatever the window.
+        self._under_way = 0 if copies.at_once or ahead == 0 else 1
         self._meter = meter
         self._holding = Holding(meter)
         self._waiting: deque[Entry] = deque()
@@ -97,6 +99,11 @@ class OverlapOffload:
         self._leaving_bytes = 0
         # Reentrant: a packed tensor may be collected, and so dropped, while this thread is at work here.
         self._lock = threading.RLock()
+
+    @property
+    def window(self) -> int:
+        """Return the bytes of the window."""
+        return WINDOW * self._largest if self._ahead is None else self._ahead
 
     def flight(self) -> Flight:
         """Return the packer for one microbatch of one stage."""
@@ -114,8 +121,10 @@ class OverlapOffload:
                 flight.entries.append(entry)
                 flight.register(tensor, entry)
                 packed = Away(flight, entry, tensor, self)
+                self._largest = max(self._largest, size)
                 self._wait(entry)
-                self._narrow(self._begin)
+                # Copies take time beside a GPU's work: they begin when half of the window is full.
+                self._narrow(self.window if self.copies.at_once else self.window // 2)
                 return packed
             return Away(flight, entry, tensor, self)
 
@@ -178,7 +187,7 @@ class OverlapOffload:
 
     def _retain(self, entry: Entry) -> None:
         """Others will ask for ``entry``, too: it waits for them on the device if the window allows that."""
-        if entry.host is None or self._waiting_bytes + entry.bytes <= self._ahead:
+        if entry.host is None or self._waiting_bytes + entry.bytes <= self.window:
             self._wait(entry)
         else:
             entry.leave()
@@ -189,7 +198,7 @@ class OverlapOffload:
             oldest = self._waiting[0]
             self._asked(oldest)
             self._send(oldest)
-        self._let_go(self._ahead)
+        self._let_go(self.window, self._under_way)
 
     def _send(self, entry: Entry) -> None:
         """Begin to move ``entry`` to the host, unless there is no room or it is there."""
@@ -206,9 +215,10 @@ class OverlapOffload:
             self._leaving.append(entry)
             self._leaving_bytes += entry.bytes
 
-    def _let_go(self, window: int) -> None:
-        """Free what has left, the oldest first, until no more than ``window`` bytes are on the device."""
-        while self._leaving and self._leaving_bytes + self._waiting_bytes > window:
+    def _let_go(self, window: int, under_way: int = 0) -> None:
+        """Free what has left, the oldest first, until no more than ``window`` bytes are on the device, or
+        ``under_way`` entries."""
+        while len(self._leaving) > under_way and self._leaving_bytes + self._waiting_bytes > window:
             entry = self._leaving[0]
             self.copies.wait(entry.mark)
             self._stay(entry)
@@ -231,13 +241,13 @@ class OverlapOffload:
         flight.register(device, entry)
 
     def _look_ahead(self, flight: Flight, place: int) -> None:
-        """Bring back what was saved before ``place``, the last first, as far as the window allows."""
+        """Bring back what was saved before ``place``, the last first, as far as the window allows, or one entry."""
         while flight.entries and not flight.entries[-1].references:
             flight.entries.pop()
         for entry in reversed(flight.entries[:place]):
             if not entry.references or entry.device is not None:
                 continue
-            if self._waiting_bytes + entry.bytes > self._ahead:
+            if self._waiting_bytes + entry.bytes > self.window and len(self._waiting) >= self._under_way:
                 return
             self._fetch(flight, entry)
             self._wait(entry)

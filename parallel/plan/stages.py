@@ -22,7 +22,7 @@ from parallel.graph.nominal_cost import equal_cost
 from parallel.graph.partition import Partition, cut_positions
 from parallel.graph.scale import with_tiles
 from parallel.memory.host_bytes import host_bytes
-from parallel.memory.policy import MIB, SMALLEST
+from parallel.memory.policy import MIB, SMALLEST, WINDOW
 from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
 from parallel.memory.recompute_beside_offload import runs_beside_offload
 from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
@@ -45,8 +45,6 @@ MANY = 400
 """Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
 DEEP = 16
 """Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
-AHEAD = 2
-"""Of the largest pieces of memory that a layer keeps, as many are brought back to a GPU ahead of their use."""
 ROUNDED = 2
 """Bytes that ``rank_bytes`` may round away at most, of smaller microbatches."""
 OWN_MAPS = 0.95
@@ -211,7 +209,7 @@ class StageCache:
     def _ahead(self, candidate: Strategy) -> int:
         if not candidate.policy.moves or self.cluster.kind != "cuda":
             return 0
-        ahead = AHEAD * max((piece.bytes for piece in self._memory_of(candidate).pieces if piece.saved), default=0)
+        ahead = WINDOW * max((piece.bytes for piece in self._memory_of(candidate).pieces if piece.saved), default=0)
         return -(-ahead // MIB) * MIB  # for people to read
 
     def _chosen(self, candidate: Strategy, partition: Partition) -> Runs | None:

@@ -30,15 +30,17 @@ from parallel.cost.regression import fit
 from parallel.cost.shapes import Product
 from parallel.graph.op import Convolution
 from parallel.profile.cache import keep, kept_at, kept_text
+from parallel.profile.calibrate_worker import readings_of
 from parallel.profile.core_use import BUSY, CoreUse, others_now
+from parallel.profile.gpus import gpu_at
 
 log = logging.getLogger(__name__)
 
 QUICK_S, LONG_S = 45.0, 90.0
 """Budgets: where a plan waits for it, and for the smallest error."""
 
-FORMAT = 3
-"""Raised when models kept by earlier versions no longer hold."""
+FORMAT = {"cpu": 3, "cuda": 4}
+"""By kind of device; raised when models kept by earlier versions no longer hold."""
 
 BEST = 0.1
 """Quantile of seconds per flop, and per byte, that counts as the device's best."""
@@ -55,6 +57,7 @@ def load_or_calibrate(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     heap_kept: bool = False,
+    tf32: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
     """Return the model kept of an earlier calibration as long as this one, else a new one, which is kept. As
@@ -62,7 +65,7 @@ def load_or_calibrate(
 
     One that was made on a busy machine is used only as long as that is busy.
     """
-    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept))
+    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32))
     text = kept_text(path)
     kept = CostModel.from_json(text) if text else None
     if kept is not None and kept.seconds_taken >= seconds:
@@ -84,6 +87,7 @@ def load_or_calibrate(
         dtype=dtype,
         channels_last=channels_last,
         heap_kept=heap_kept,
+        tf32=tf32,
         seconds=seconds,
     )
     if model.others > BUSY:
@@ -104,6 +108,7 @@ def calibrate(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     heap_kept: bool = False,
+    tf32: bool = False,
     seconds: float = QUICK_S,
 ) -> CostModel:
     """Time operations on ``device`` and return the model that fits them.
@@ -114,6 +119,7 @@ def calibrate(
         dtype: of the products; half types are mixed precision, for graphs traced in float32.
         channels_last: memory layout of images.
         heap_kept: the ranks call ``keep_freed_memory``.
+        tf32: float32 is multiplied in TF32, on a GPU.
         seconds: budget of the timing; starting the processes comes on top.
 
     Raises:
@@ -125,12 +131,13 @@ def calibrate(
         "dtype": str(dtype).removeprefix("torch."),
         "channels_last": channels_last,
         "heap_kept": heap_kept,
+        "tf32": tf32,
         "seconds": seconds,
     }
     use = CoreUse()
     readings = _run([settings | {"seed": seed} for seed in range(together)], seconds)
     others = use.others() if device.type == "cpu" else 0.0
-    key = calibration_key(device, threads, together, dtype, channels_last, heap_kept)
+    key = calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32)
     return dataclasses.replace(fit_model(readings, key, seconds), others=others)
 
 
@@ -177,11 +184,12 @@ def calibration_key(
     dtype: torch.dtype,
     channels_last: bool,
     heap_kept: bool = False,
+    tf32: bool = False,
 ) -> dict[str, Any]:
     """Return all that a calibration holds for."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
+    name = gpu_at(device.index or 0).name if device.type == "cuda" else _cpu_model()
     return {
-        "format": FORMAT,
+        "format": FORMAT[device.type],
         "device": name,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch": torch.__version__,
@@ -190,11 +198,20 @@ def calibration_key(
         "dtype": str(dtype),
         "channels_last": channels_last,
         "heap_kept": heap_kept,
-    }
+    } | ({"tf32": tf32} if device.type == "cuda" else {})
 
 
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return the readings of one worker for each of ``settings``, all at work at the same time."""
+    """Return the readings of one worker for each of ``settings``, all at work at the same time.
+
+    A process that has a CUDA context makes them itself: its GPU may admit no other (``gpus``).
+    """
+    device = torch.device(settings[0]["device"])
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng([device]):
+            readings = [reading for own in settings for reading in readings_of(own)]
+        torch.cuda.empty_cache()
+        return readings
     with contextlib.ExitStack() as open_processes:
         workers = []
         for own in settings:

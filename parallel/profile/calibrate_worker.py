@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from parallel.cost.shapes import ROUND, Product, products
 from parallel.cost.traffic import backward_bytes, forward_bytes
+from parallel.profile.gpu import set_tf32
 from parallel.profile.malloc import keep_freed_memory
 from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product
 
@@ -70,15 +71,21 @@ def readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> It
             yield {"what": "convolution", "shape": asdict(shape), "reading": asdict(time_convolution(shape, setting))}
 
 
+def readings_of(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield ``readings`` for ``settings``, as ``calibrate`` makes them."""
+    set_tf32(settings["tf32"])
+    setting = Setting(torch.device(settings["device"]), getattr(torch, settings["dtype"]), settings["channels_last"])
+    yield from readings(setting, settings["seconds"], settings["seed"], settings["heap_kept"])
+
+
 def main() -> None:
     """Print readings for the settings on the command line, once told to begin."""
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(settings["threads"])
-    setting = Setting(torch.device(settings["device"]), getattr(torch, settings["dtype"]), settings["channels_last"])
-    setting.tensor(1)  # starts the accelerator
+    torch.zeros(1, device=settings["device"])  # starts the accelerator
     print("ready", flush=True)
     sys.stdin.readline()
-    for reading in readings(setting, settings["seconds"], settings["seed"], settings["heap_kept"]):
+    for reading in readings_of(settings):
         print(json.dumps(reading), flush=True)
 
 

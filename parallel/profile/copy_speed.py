@@ -23,6 +23,7 @@ from parallel.offload.copies import CudaCopies
 from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import calibration_key
 from parallel.profile.core_use import BUSY, CoreUse, others_now
+from parallel.profile.gpus import in_cuda_process
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def measure_copies(device: torch.device, *, threads: int = 1, together: int = 1)
         together: ranks that will copy at the same time on this machine, if it is a CPU; on an accelerator 1.
     """
     if device.type == "cuda":
-        return _of_gpu(device)
+        return CopySpeed(*in_cuda_process(gpu_copies, str(device)))
     use, before = CoreUse(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -87,7 +88,9 @@ def measure_copies(device: torch.device, *, threads: int = 1, together: int = 1)
     return CopySpeed(SIZE / seconds, SIZE / seconds, use.others())
 
 
-def _of_gpu(device: torch.device) -> CopySpeed:
+def gpu_copies(name: str) -> tuple[float, float]:
+    """Return bytes per second to the host and to the device ``name``; opens a CUDA context."""
+    device = torch.device(name)
     copies = CudaCopies(device)
     on_device = torch.ones(SIZE, dtype=torch.uint8, device=device)
     on_host = copies.empty_on_host(SIZE)
@@ -99,7 +102,7 @@ def _of_gpu(device: torch.device) -> CopySpeed:
         way: statistics.median(time.bandwidth for time in copies.clock.times if time.direction == way)
         for way in ("out", "back")
     }
-    return CopySpeed(median["out"], median["back"])
+    return median["out"], median["back"]
 
 
 def _in_memory(together: int) -> list[float]:

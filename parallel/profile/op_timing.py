@@ -51,6 +51,11 @@ class Setting:
     channels_last: bool = True
     clock: Clock = time.perf_counter
 
+    @property
+    def at_once(self) -> int:
+        """Return the runs between two readings of the clock."""
+        return 1 if self.device.type == "cpu" else SIDE_BY_SIDE
+
     def tensor(self, *shape: int) -> Tensor:
         """Return random numbers, in the layout of the setting where there are four dims."""
         values = torch.randn(shape, device=self.device, dtype=self.dtype)
@@ -80,7 +85,7 @@ def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None 
     Args:
         fresh: what is in the caches when a run begins; None: what the run before has left there.
     """
-    at_once = 1 if setting.device.type == "cpu" else SIDE_BY_SIDE
+    at_once = setting.at_once
     run()
     seconds: list[float] = []
     while len(seconds) < LEAST_RUNS or (len(seconds) < MOST_RUNS and sum(seconds) * at_once < ENOUGH_S):
@@ -198,33 +203,43 @@ MOVING: dict[str, Moving] = {
 def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Reading]:
     """Return the operation ``name`` on ``images`` (n, c, h, w) as a graph has it, and its times.
 
-    Each run works on values that were just written, as those are that another layer gives.
+    Each run works on values that were just written, as those are that another layer gives. An accelerator is given
+    several runs before the clock is read, each on tensors of its own.
     """
-    moving = MOVING[name]
+    moving, at_once = MOVING[name], setting.at_once
     parameters = [setting.tensor(images.shape[1]).requires_grad_() for _ in range(moving.parameters)]
     forward: list[float] = []
     backward: list[float] = []
-    output, call_s = images, empty_backward_s(setting)
-    while len(forward) <= LEAST_RUNS or (len(forward) <= MOST_RUNS and sum(forward) + sum(backward) < 2 * ENOUGH_S):
-        inputs = [images.detach().requires_grad_(moving.backward).clone() for _ in range(moving.inputs)]
-        wanted: list[Any] = [get_gradient_edge(tensor) for tensor in inputs] if moving.backward else []
+    outputs, call_s = [images], empty_backward_s(setting)
+
+    def fresh() -> list[list[Tensor]]:
+        needs = moving.backward
+        return [[images.detach().requires_grad_(needs).clone() for _ in range(moving.inputs)] for _ in range(at_once)]
+
+    while len(forward) <= LEAST_RUNS or (
+        len(forward) <= MOST_RUNS and at_once * (sum(forward) + sum(backward)) < 2 * ENOUGH_S
+    ):
+        inputs = fresh()
+        wanted: list[list[Any]] = [[get_gradient_edge(tensor) for tensor in run] for run in inputs if moving.backward]
         with torch.set_grad_enabled(not moving.copies):
             start = now(setting)
-            output = moving.run(*inputs, *parameters)
-            forward.append(now(setting) - start)
+            outputs = [moving.run(*run, *parameters) for run in inputs]
+            forward.append((now(setting) - start) / at_once)
         if moving.copies:
-            inputs = [images.detach().requires_grad_().clone() for _ in wanted]
-            wanted = [get_gradient_edge(tensor) for tensor in inputs]
-            output = moving.run(*inputs, *parameters)
+            inputs = fresh()
+            wanted = [[get_gradient_edge(tensor) for tensor in run] for run in inputs]
+            outputs = [moving.run(*run, *parameters) for run in inputs]
         if moving.backward:
-            gradient = torch.ones_like(output)
+            gradient = torch.ones_like(outputs[0])
             sweep(setting)
             gradient.fill_(1)
             empty_backward(setting.device)()
             start = now(setting)
             # Normalisations give the gradients of their parameters with that of what went in, and slower without.
-            torch.autograd.grad(output, [*wanted, *parameters], gradient)
-            backward.append(max(now(setting) - start - call_s, LEAST_S))
+            for output, edges in zip(outputs, wanted, strict=True):
+                torch.autograd.grad(output, [*edges, *parameters], gradient)
+            backward.append(max((now(setting) - start) / at_once - call_s, LEAST_S))
+    output = outputs[0]
     indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
     op = Op(name, 0, moving.inputs * _bytes(images), _bytes(output) + indices)
     return op, Reading(statistics.median(forward[1:]), statistics.median(backward[1:] or [0.0]), 0.0)

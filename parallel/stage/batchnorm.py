@@ -18,13 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from parallel.comm.communicator import Communicator
 from parallel.stage.deferred_batchnorm import DeferredStatistics
-from parallel.stage.running_buffers import (
-    buffers_of,
-    channels_of,
-    clear_buffers,
-    exchanged_records,
-    untouched,
-)
+from parallel.stage.running_buffers import FlatBuffers, buffers_of, untouched
 from parallel.trace.updated_search import tracking_layers
 
 
@@ -86,10 +80,13 @@ class OrderedStatistics:
         self._told = told
         self._layers = tracking_layers(module)
         self._communicator = communicator
+        self._flat: FlatBuffers | None = None
 
     def begin_step(self, m: int) -> None:
         """Begin a step of ``m`` microbatches over all ranks, for the layers now in training mode."""
         self._active = [layer for layer in self._layers if layer.training]
+        if self._flat is None or self._flat.layers != self._active:
+            self._flat = FlatBuffers(self._active) if self._active else None
         self._m = m
         self._next = 0
         self._records: dict[int, Tensor] = {}
@@ -98,19 +95,19 @@ class OrderedStatistics:
     def microbatch(self, i: int, tiles: int) -> Iterator[None]:
         """Let layers update themselves while the block runs in the right order, else record their addends."""
         # A rank that has all microbatches lets the layers update themselves for as long as the order is right.
-        if not self._active or (self._communicator.world == 1 and i == self._next):
+        if self._flat is None or (self._communicator.world == 1 and i == self._next):
             yield
             self._next = i + 1
         else:
             with untouched(self._active), _counted(self._active):
-                for layer in self._active:
-                    clear_buffers(layer)
+                self._flat.clear()
                 yield
                 if self._told:
-                    self._records[i] = torch.cat([_flat(layer) for layer in self._active])
+                    values, updates = self._flat.read()
+                    self._records[i] = torch.cat([values.double(), updates.double()])
         if self._communicator.world == 1:
-            while self._next in self._records:
-                self._replay(self._records.pop(self._next))
+            while self._flat is not None and self._next in self._records:
+                self._replay(*self._flat.exchanged({0: self._records.pop(self._next)}, 1, self._communicator))
                 self._next += 1
 
     def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
@@ -119,40 +116,38 @@ class OrderedStatistics:
 
     def end_step(self) -> None:
         """Update the layers with what all ranks recorded, in microbatch order; all ranks call it."""
-        if not self._active:
+        if self._flat is None:
             return
         if self._communicator.world == 1:
             assert not self._records, f"microbatch {self._next} of {self._m} is missing"
             return
-        for record in exchanged_records(self._records, self._m, self._active, self._communicator):
-            self._replay(record)
+        self._replay(*self._flat.exchanged(self._records, self._m, self._communicator))
 
-    def _replay(self, record: Tensor) -> None:
-        """Update every layer by what one microbatch left behind."""
-        addends = torch.split(record, [2 * channels_of(layer) + 1 for layer in self._active])
-        counts = torch.stack([addend[-1] for addend in addends]).tolist()
-        for layer, addend, count in zip(self._active, addends, counts, strict=True):
-            mean, variance = addend[:-1].chunk(2)
-            if not count:
-                continue
-            running_mean, running_variance, updates = buffers_of(layer)
-            if not isinstance(layer, _InstanceNorm):
-                updates.add_(int(count))
-            if layer.momentum is not None:
-                keep, add = (1 - layer.momentum) ** count, 1.0
-            elif isinstance(layer, _InstanceNorm):  # never updated: torch takes None for 0 there
-                keep, add = 1.0, 0.0
-            else:
-                add = count / int(updates)
-                keep = 1 - add
-            running_mean.mul_(keep).add_(mean, alpha=add)
-            running_variance.mul_(keep).add_(variance, alpha=add)
+    def _replay(self, addends: Tensor, counts: Tensor) -> None:
+        """Update every layer by what microbatches left behind, in order: (m, 2 S) addends of (m, L) updates.
 
-
-def _flat(layer: _NormBase) -> Tensor:
-    """Return running mean, running variance and the number of updates in one vector (2 C + 1), float64."""
-    mean, variance, updates = buffers_of(layer)
-    return torch.cat([mean.double(), variance.double(), updates.double()[None]])
+        The chain r <- (1 - a)^n_i r + s_i has the closed form (1 - a)^(n_1 + ... + n_m) r + sum of
+        (1 - a)^(n_(i+1) + ... + n_m) s_i.
+        """
+        flat = self._flat
+        assert flat is not None
+        values, updates = flat.read()
+        total = counts.sum(0)
+        # InstanceNorm never counts its updates, and takes momentum=None for 0.
+        instance = [isinstance(layer, _InstanceNorm) for layer in flat.layers]
+        cumulative = [
+            layer.momentum is None and not of_instance for layer, of_instance in zip(flat.layers, instance, strict=True)
+        ]
+        base = flat.constant(*(1 - (layer.momentum or 0.0) for layer in flat.layers))
+        keep, weights = base**total, base ** (total - counts.cumsum(0))
+        if any(cumulative):
+            of_mean = flat.constant(*map(float, cumulative)) > 0
+            all_updates = (updates + total).clamp(min=1)
+            keep = torch.where(of_mean, 1 - total / all_updates, keep)
+            weights = torch.where(of_mean, counts / all_updates, weights)
+        values = values.double() * flat.spread(keep) + (addends * flat.spread(weights)).sum(0)
+        counted = flat.constant(*(float(not of_instance) for of_instance in instance))
+        flat.write(values, updates + (total * counted).long())
 
 
 @contextmanager

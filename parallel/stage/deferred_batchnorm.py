@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from parallel.comm.communicator import Communicator
-from parallel.stage.running_buffers import (
-    buffers_of,
-    channels_of,
-    clear_buffers,
-    exchanged_records,
-    untouched,
-)
+from parallel.stage.running_buffers import FlatBuffers, buffers_of, untouched
 from parallel.trace.updated_search import tracking_layers
 
 _DEFERRABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -53,39 +47,58 @@ class DeferredStatistics:
                 "use per-microbatch statistics, or track_running_stats=False in these layers"
             )
         self._communicator = communicator
+        self._flat: FlatBuffers | None = None
 
     def begin_step(self, m: int) -> None:
         """Begin a step of ``m`` microbatches over all ranks, for the layers now in training mode."""
         self._active = [layer for layer in self._layers if layer.training]
+        if self._flat is None or self._flat.layers != self._active:
+            self._flat = FlatBuffers(self._active) if self._active else None
         self._m = m
         self._records: dict[int, Tensor] = {}
 
     @contextmanager
     def microbatch(self, i: int, tiles: int) -> Iterator[None]:
         """Record the moments of what layers see while the block runs, and put the layers back."""
-        moments = {layer: _no_moments(layer) for layer in self._active}
+        if self._flat is None:
+            yield
+            return
+        seen: dict[nn.Module, list[tuple[float, Tensor]]] = {layer: [] for layer in self._active}
 
         def add_moments(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             assert isinstance(layer, _NormBase)
             mean, variance, _ = buffers_of(layer)
-            count = inputs[0].numel() // channels_of(layer)
-            seen = torch.cat([mean.new_tensor([count]), mean, variance * (count - 1)]).double()
-            moments[layer] = _combined(moments[layer], seen, channels_of(layer))
+            count = inputs[0].numel() // layer.num_features
+            seen[layer].append((count, torch.stack([mean, variance * (count - 1)]).double()))
 
         momenta = [layer.momentum for layer in self._active]
         with untouched(self._active):
             hooks = [layer.register_forward_hook(add_moments) for layer in self._active]
             try:
+                self._flat.clear()
                 for layer in self._active:
-                    clear_buffers(layer)
                     layer.momentum = 1.0
                 yield
             finally:
                 for layer, hook, momentum in zip(self._active, hooks, momenta, strict=True):
                     hook.remove()
                     layer.momentum = momentum
-        if self._active:
-            self._records[i] = torch.cat(list(moments.values()))
+        uses = [self._pooled_uses(layer, seen[layer]) for layer in self._active]
+        counts = self._flat.constant(*(float(count) for count, _ in uses))
+        self._records[i] = torch.cat(
+            [*(moments[0] for _, moments in uses), *(moments[1] for _, moments in uses), counts]
+        )
+
+    def _pooled_uses(self, layer: _NormBase, uses: list[tuple[float, Tensor]]) -> tuple[float, Tensor]:
+        """Return count, mean and sum of squared deviations, (2, C), over all uses of ``layer`` in a microbatch."""
+        assert self._flat is not None
+        if len(uses) == 1:
+            return uses[0]
+        if not uses:
+            return 0.0, buffers_of(layer)[0].new_zeros((2, layer.num_features), dtype=torch.float64)
+        counts = self._flat.constant(*(count for count, _ in uses))
+        means, squares = torch.stack([moments for _, moments in uses], 1)
+        return sum(count for count, _ in uses), torch.stack(_pooled(counts[:, None], means, squares))
 
     def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
         """Return a context that leaves no trace of a recomputed pass in the layers, those of ``within`` where given."""
@@ -93,36 +106,26 @@ class DeferredStatistics:
 
     def end_step(self) -> None:
         """Update the layers with the moments of all microbatches; all ranks call it."""
-        if not self._active:
+        flat = self._flat
+        if flat is None:
             return
-        sizes = [2 * channels_of(layer) + 1 for layer in self._active]
-        total = [_no_moments(layer) for layer in self._active]
-        for record in exchanged_records(self._records, self._m, self._active, self._communicator):
-            total = [
-                _combined(a, b, channels_of(layer))
-                for layer, a, b in zip(self._active, total, torch.split(record, sizes), strict=True)
-            ]
-        for layer, moments in zip(self._active, total, strict=True):
-            count, mean, squares = torch.split(moments, [1, channels_of(layer), channels_of(layer)])
-            if not count:
-                continue
-            *buffers, updates = buffers_of(layer)
-            updates.add_(1)
-            momentum = 1 / int(updates) if layer.momentum is None else layer.momentum
-            for buffer, value in zip(buffers, (mean, squares / (count - 1)), strict=True):
-                buffer.mul_(1 - momentum).add_(value, alpha=momentum)
+        moments, counts = flat.exchanged(self._records, self._m, self._communicator)
+        values, updates = flat.read()
+        means, squares = moments.chunk(2, 1)
+        of_channels = flat.spread(counts)[:, : means.shape[1]]
+        mean, squared = _pooled(of_channels, means, squares)
+        batch = torch.cat([mean, squared / (of_channels.sum(0) - 1).clamp(min=1)])
+        used = counts.sum(0) > 0
+        updates = updates + used
+        momentum = flat.constant(*(layer.momentum or 0.0 for layer in flat.layers))
+        if any(layer.momentum is None for layer in flat.layers):
+            cumulative = flat.constant(*(float(layer.momentum is None) for layer in flat.layers)) > 0
+            momentum = torch.where(cumulative, 1 / updates.clamp(min=1).double(), momentum)
+        share = flat.spread(momentum * used)
+        flat.write(values * (1 - share) + batch * share, updates)
 
 
-def _no_moments(layer: _NormBase) -> Tensor:
-    """Return count, mean and sum of squared deviations of no values: (1 + 2 C), float64."""
-    return buffers_of(layer)[0].new_zeros(1 + 2 * channels_of(layer), dtype=torch.float64)
-
-
-def _combined(a: Tensor, b: Tensor, channels: int) -> Tensor:
-    """Return count, mean and sum of squared deviations of the values of ``a`` and ``b`` together."""
-    a_count, a_mean, a_squares = torch.split(a, [1, channels, channels])
-    b_count, b_mean, b_squares = torch.split(b, [1, channels, channels])
-    count = a_count + b_count
-    share = b_count / count.clamp(min=1)
-    difference = b_mean - a_mean
-    return torch.cat([count, a_mean + difference * share, a_squares + b_squares + difference**2 * a_count * share])
+def _pooled(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and sum of squared deviations over parts of given counts: all (parts, C), or counts (parts, 1)."""
+    mean = (counts * means).sum(0) / counts.sum(0).clamp(min=1)
+    return mean, (squares + counts * (means - mean).square()).sum(0)

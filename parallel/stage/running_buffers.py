@@ -1,12 +1,14 @@
 """The running statistics inside normalisation layers: read, cleared, put back and exchanged between ranks.
 
-What both kinds of ``batchnorm`` and ``deferred_batchnorm`` do to a layer, and nothing of when they do it. Values are
-put back past autograd's version counters, because batch norm saves these buffers and never reads them.
+``FlatBuffers`` does each for all layers of a stage at once, in a few operations however many layers there are, none of
+which waits for a GPU. Values are put back past autograd's version counters, because batch norm saves these buffers and
+never reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,11 +16,6 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from parallel.comm.communicator import Communicator
-
-
-def channels_of(layer: _NormBase) -> int:
-    """Return the number of channels C that ``layer`` normalises."""
-    return layer.num_features
 
 
 def buffers_of(layer: _NormBase) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,37 +26,87 @@ def buffers_of(layer: _NormBase) -> tuple[Tensor, Tensor, Tensor]:
     return layer.running_mean.data, layer.running_var.data, layer.num_batches_tracked.data
 
 
-def clear_buffers(layer: _NormBase) -> None:
-    """Set the running statistics of ``layer`` to 0."""
-    for buffer in buffers_of(layer):
-        buffer.zero_()
-
-
-def exchanged_records(records: dict[int, Tensor], m: int, layers: list[_NormBase], ranks: Communicator) -> Tensor:
-    """Return the records of all microbatches, in order: (m, width) float64. All ranks call it.
+class FlatBuffers:
+    """Running statistics of ``layers`` as two flat tensors: the means of all layers with the variances of all behind
+    them, (2 S,) for S channels over all layers, and the numbers of updates, (L,).
 
     Args:
-        records: by microbatch, those made on this rank, (width,) each; no other rank has made them.
-        m: number of microbatches over all ranks.
-        layers: width is the sum of 2 C + 1 over them.
-        ranks: that made records.
+        layers: at least one, on one device.
     """
-    width = sum(2 * channels_of(layer) + 1 for layer in layers)
-    table = buffers_of(layers[0])[0].new_zeros((m, width), dtype=torch.float64)
-    for i, record in records.items():
-        table[i] = record
-    if ranks.world > 1:
-        ranks.all_reduce(table)
-    return table
+
+    def __init__(self, layers: Sequence[_NormBase]) -> None:
+        self.layers = list(layers)
+        channels = [layer.num_features for layer in layers]
+        self.sizes = [*channels, *channels]
+        self.width = sum(self.sizes)
+        self._constants: dict[tuple[float, ...], Tensor] = {}
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return copies of the values and of the numbers of updates."""
+        values, updates = self._buffers()
+        return torch.cat(values), torch.stack(updates)
+
+    def write(self, values: Tensor, updates: Tensor) -> None:
+        """Set what ``read`` gives."""
+        of_layers, counts = self._buffers()
+        values = values.to(functools.reduce(torch.promote_types, (buffer.dtype for buffer in of_layers)))
+        torch._foreach_copy_(of_layers, torch.split(values, self.sizes))
+        torch._foreach_copy_(counts, updates.unbind())
+
+    def clear(self) -> None:
+        """Set the running statistics to 0."""
+        for buffers in self._buffers():
+            torch._foreach_zero_(buffers)
+
+    def constant(self, *numbers: float) -> Tensor:
+        """Return ``numbers``, float64, on the device; they are copied there once."""
+        if numbers not in self._constants:
+            self._constants[numbers] = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        return self._constants[numbers]
+
+    def spread(self, of_layers: Tensor) -> Tensor:
+        """Return one number per value, (..., 2 S), from one per layer, (..., L)."""
+        return of_layers.index_select(-1, self._layer_of_value)
+
+    @functools.cached_property
+    def _layer_of_value(self) -> Tensor:
+        numbers = [k % len(self.layers) for k, size in enumerate(self.sizes) for _ in range(size)]
+        return torch.tensor(numbers, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return buffers_of(self.layers[0])[0].device
+
+    def exchanged(self, records: dict[int, Tensor], m: int, ranks: Communicator) -> tuple[Tensor, Tensor]:
+        """Return the records of all microbatches, in order: (m, 2 S) values and (m, L) counts. All ranks call it.
+
+        Args:
+            records: by microbatch, those made on this rank, (2 S + L,) float64 each; no other rank has made them.
+            m: number of microbatches over all ranks.
+            ranks: that made records.
+        """
+        width = self.width + len(self.layers)
+        table = torch.zeros((m, width), dtype=torch.float64, device=self._device)
+        for i, record in records.items():
+            table[i] = record
+        if ranks.world > 1:
+            ranks.all_reduce(table)
+        return table[:, : self.width], table[:, self.width :]
+
+    def _buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        means, variances, updates = zip(*map(buffers_of, self.layers), strict=True)
+        return [*means, *variances], list(updates)
 
 
 @contextmanager
-def untouched(layers: list[_NormBase]) -> Iterator[None]:
+def untouched(layers: Sequence[_NormBase]) -> Iterator[None]:
     """Put the layers' buffers back at the end of the block."""
-    before = [[buffer.clone() for buffer in buffers_of(layer)] for layer in layers]
+    if not layers:
+        yield
+        return
+    flat = FlatBuffers(layers)
+    before = flat.read()
     try:
         yield
     finally:
-        for layer, values in zip(layers, before, strict=True):
-            for buffer, value in zip(buffers_of(layer), values, strict=True):
-                buffer.copy_(value)
+        flat.write(*before)

@@ -187,7 +187,7 @@ class Stage:
         microbatch = self._in_flight.pop(i)
         if self._loss is not None:
             weight *= self.module.counted if isinstance(self.module, TeamStage) else 1
-            gradients = {LOSS: [torch.tensor(weight, dtype=self._loss_dtype, device=self._device)]}
+            gradients = {LOSS: [torch.full((), weight, dtype=self._loss_dtype, device=self._device)]}
         flows = [
             (edge, gradient)
             for name, edges in microbatch.roots.items()

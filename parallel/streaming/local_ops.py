@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.rule import Cells, Chained, Mirrored, Resample, Window
+from parallel.space.rule import Cells, Chained, Mirrored, Resample
 from parallel.space.span import Span
 from parallel.streaming.patch import Patch
 
@@ -121,19 +121,22 @@ def pool_mean(patch: Patch, rules: Rules, counts_pads: bool, divisor: int | None
     kernel, stride = tuple(rule.kernel for rule in rules), tuple(rule.stride for rule in rules)
     if divisor is not None:
         return F.avg_pool2d(patch.padded(), kernel, stride, divisor_override=divisor)
-    counts = [_counted(patch, rules[axis], axis, counts_pads) for axis in (0, 1)]
-    if all(set(axis) == {rule.kernel} for axis, rule in zip(counts, rules, strict=True)):
+    limits = [
+        (-rule.before, side + rule.after) if counts_pads else (0, side)
+        for rule, side in zip(rules, patch.sides, strict=True)
+    ]
+    if all(
+        limit[0] <= box.start * rule.stride - rule.before
+        and (box.stop - 1) * rule.stride - rule.before + rule.kernel <= limit[1]
+        for box, rule, limit in zip(patch.box, rules, limits, strict=True)
+    ):
         return F.avg_pool2d(patch.padded(), kernel, stride)
     sums = F.avg_pool2d(patch.padded(), kernel, stride, divisor_override=1)
-    rows, columns = (torch.tensor(axis, dtype=sums.dtype, device=sums.device) for axis in counts)
-    return sums / (rows[:, None] * columns)
-
-
-def _counted(patch: Patch, rule: Window, axis: int, counts_pads: bool) -> list[int]:
-    """By row of the output: the rows of its window that count."""
-    least, most = (-rule.before, patch.sides[axis] + rule.after) if counts_pads else (0, patch.sides[axis])
-    starts = (row * rule.stride - rule.before for row in range(*patch.box[axis]))
-    return [min(start + rule.kernel, most) - max(start, least) for start in starts]
+    counts: list[Tensor] = []
+    for box, rule, (least, most) in zip(patch.box, rules, limits, strict=True):
+        starts = torch.arange(*box, device=sums.device) * rule.stride - rule.before
+        counts.append(((starts + rule.kernel).clamp(max=most) - starts.clamp(min=least)).to(sums.dtype))
+    return sums / (counts[0][:, None] * counts[1])
 
 
 def resample(patch: Patch, rules: Rules) -> Tensor:
@@ -148,7 +151,7 @@ def _looked_up(value: Tensor, patch: Patch, rule: Resample, axis: int) -> Tensor
     side, first = patch.sides[axis], patch.have[axis].start
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
     rows = torch.arange(*patch.box[axis], device=value.device, dtype=wide)
-    scale = torch.tensor(rule.scale(side), dtype=wide, device=value.device)
+    scale = rule.scale(side)
     if rule.how.startswith("nearest"):
         at = ((rows + 0.5) * scale if rule.how == "nearest-exact" else rows * scale).long().clamp(max=side - 1)
         return value.index_select(2 + axis, at - first)
@@ -164,9 +167,14 @@ def mirrored(patch: Patch, rules: tuple[Mirrored, Mirrored]) -> Tensor:
     """Return the box of a map padded by rows and columns of its own."""
     value = patch.tensor
     for axis, rule in enumerate(rules):
-        rows = [rule.source(row, patch.sides[axis]) - patch.have[axis].start for row in range(*patch.box[axis])]
-        if rows != list(range(value.shape[2 + axis])):
-            value = value.index_select(2 + axis, torch.tensor(rows, device=value.device))
+        box, have, last = patch.box[axis], patch.have[axis], patch.sides[axis] - 1
+        if (box.start - rule.before, box.stop - rule.before) == have:
+            continue
+        rows = torch.arange(*box, device=value.device) - rule.before  # as Mirrored.source, without a host tensor
+        if rule.how == "reflect":
+            rows = rows.abs()
+            rows = torch.minimum(rows, 2 * last - rows)
+        value = value.index_select(2 + axis, rows.clamp(0, last) - have.start)
     return value
 
 

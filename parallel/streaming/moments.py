@@ -82,16 +82,17 @@ class _Normalised(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, epsilon: float
     ) -> Tensor:
-        ctx.save_for_backward(x, mean, variance, weight)
+        y: Tensor
+        y, *saved = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, epsilon)
+        ctx.save_for_backward(x, mean, variance, weight, *saved)
         ctx.epsilon = epsilon
-        y: Tensor = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, epsilon)[0]
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, mean, variance, weight = ctx.saved_tensors
+        x, mean, variance, weight, *saved = ctx.saved_tensors
         to_x, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
-            gradients[0], x, weight, mean, variance, None, None, False, ctx.epsilon, [True, True, True]
+            gradients[0], x, weight, mean, variance, *saved, False, ctx.epsilon, [True, True, True]
         )
         scale = (variance + ctx.epsilon).rsqrt()
         return to_x, -weight * scale * to_bias, -0.5 * weight * scale.square() * to_weight, to_weight, to_bias, None

@@ -135,11 +135,18 @@ class Operation:
 
 @dataclass(frozen=True)
 class ChannelNorm:
-    """Scale and shift of a norm over all tiles, rows and columns; ``then``: what is done with its value."""
+    """Batch norm over all tiles, rows and columns.
+
+    Attributes:
+        affine: scale and shift.
+        then: what is done with its value.
+        count: px of all tiles.
+    """
 
     affine: Callable[[Arguments], tuple[Tensor | None, Tensor | None]]
     eps: float
     then: Callable[[Tensor], Tensor]
+    count: int
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class _Norm:
             raise SpansImage(ADVICE)
         sums = Operation(self._gather, sums=True, merge=merged, again=self._gather_again)
         priors = (Prior(MOMENTS, sums), *self.running)
-        norm = ChannelNorm(self.affine, self.eps, self.then) if self.over == (0, 2, 3) else None
+        norm = ChannelNorm(self.affine, self.eps, self.then, self.count) if self.over == (0, 2, 3) else None
         return Operation(self._normalise, first=priors, flops_each=100.0, norm=norm)
 
     def _wide(self, given: Any) -> Tensor:

@@ -242,8 +242,7 @@ class Member:
         assert region is not None
         template = None
         if node.name in region.forms:
-            _, dtype, device = region.forms[node.name]
-            template = torch.empty(0, dtype=dtype, device=device)
+            template = torch.empty(0, dtype=region.forms[node.name][1], device=self._pass.device)
         return Arguments(self._stage, node, patches, self._without_rows, may_change, known, template)
 
     def _without_rows(self, node: fx.Node) -> Any:
@@ -254,6 +253,5 @@ class Member:
         if node.name in region.constants:
             return region.constants[node.name]
         if self._plan.lies(node.name) == "parts":  # its type and device alone
-            _, dtype, device = region.forms[node.name]
-            return torch.empty(0, dtype=dtype, device=device)
+            return torch.empty(0, dtype=region.forms[node.name][1], device=self._pass.device)
         return self._known[node.name]

@@ -12,6 +12,7 @@ cost a message each way, in place of two.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ def normalised_side_by_side(
     bias = torch.zeros_like(weight) if shift is None else shift
     halos = beside.halos if beside else ()
     exchange = beside.exchange if beside else None
-    y, *others = _Normalised.apply(x, weight, bias, of_all, link, norm.eps, exchange, *halos)
+    y, *others = _Normalised.apply(x, weight, bias, of_all, link, norm, exchange, *halos)
     return norm.then(y), [norm.then(other) for other in others]
 
 
@@ -78,24 +79,28 @@ class _Normalised(torch.autograd.Function):
         bias: Tensor,
         of_all: Tensor,
         link: TeamLink,
-        epsilon: float,
+        norm: ChannelNorm,
         exchange: Exchange | None,
         *halos: Tensor,
     ) -> tuple[Tensor, ...]:
         count, mean, squares = (each.flatten() for each in of_all)
         mean, variance = mean.to(x.dtype), (squares / count).to(x.dtype)
-        ctx.save_for_backward(weight, mean, variance, x, *halos)
-        ctx.count, ctx.link, ctx.epsilon, ctx.exchange = float(count[0]), link, epsilon, exchange
-        return tuple(
-            torch.native_batch_norm(each, weight, bias, mean, variance, False, 0.0, epsilon)[0] for each in (x, *halos)
+        normalise = functools.partial(torch.native_batch_norm, training=False, momentum=0.0, eps=norm.eps)
+        values, means, deviations = zip(
+            *(normalise(part, weight, bias, mean, variance) for part in (x, *halos)),
+            strict=True,
         )
+        ctx.save_for_backward(weight, mean, variance, means[0], deviations[0], x, *halos)
+        ctx.count, ctx.link, ctx.epsilon, ctx.exchange = norm.count, link, norm.eps, exchange
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        weight, mean, variance, x, *halos = ctx.saved_tensors
-        to_weight, to_bias = _of_affine(ctx, gradients[0], x, weight, mean, variance)
+        weight, mean, variance, *saved, x = ctx.saved_tensors[:6]
+        halos, statistics = ctx.saved_tensors[6:], (weight, mean, variance, *saved)
+        to_weight, to_bias = _of_affine(ctx, gradients[0], x, statistics)
         for gradient, halo in zip(gradients[1:], halos, strict=True):
-            to_scale, to_shift = _of_affine(ctx, gradient, halo, weight, mean, variance)
+            to_scale, to_shift = _of_affine(ctx, gradient, halo, statistics)
             to_weight, to_bias = to_weight + to_scale, to_bias + to_shift
         to_x = None
         if ctx.needs_input_grad[0]:
@@ -117,11 +122,9 @@ class _Normalised(torch.autograd.Function):
         return to_x, to_weight, to_bias, *(None,) * (4 + len(halos))
 
 
-def _of_affine(
-    ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, variance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of scale and shift."""
+def _of_affine(ctx: Any, gradient: Tensor, x: Tensor, statistics: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Gradients of scale and shift; ``statistics``: weight, mean, variance and the two tensors saved by forward."""
     _, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
-        gradient, x, weight, mean, variance, None, None, False, ctx.epsilon, [False, True, True]
+        gradient, x, *statistics, False, ctx.epsilon, [False, True, True]
     )
     return to_weight, to_bias

@@ -47,6 +47,6 @@ class Pass:
 
     def hear_of_member_0(self) -> None:
         """Go on from the state that member 0, which drew alone, is in."""
-        state = self.random_state().to(self.device, torch.int32)
+        state = self.random_state().to("cpu", torch.int32)  # from host to host: no device is waited for
         said = self.link.sum(state if self.link.member == 0 else torch.zeros_like(state))
-        self.random = said.to("cpu", torch.uint8)
+        self.random = said.to(torch.uint8)

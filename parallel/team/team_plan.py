@@ -140,6 +140,20 @@ def plan_team(
     return TeamPlan(territory, region, region.ends_at)
 
 
+def _put_on_one_device(model: nn.Module) -> None:
+    """Where a rank has moved its own stages to its device, put tensors on the CPU, without data, in place of all."""
+    held: list[dict[str, Any]] = [part for m in model.modules() for part in (m._parameters, m._buffers)]
+    tensors = {id(tensor): tensor for values in held for tensor in values.values() if tensor is not None}
+    if len({tensor.device for tensor in tensors.values()}) < 2:
+        return
+    empty = {key: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for key, t in tensors.items()}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            empty[key] = nn.Parameter(empty[key], tensor.requires_grad)
+    for values in held:
+        values.update({name: empty[id(tensor)] for name, tensor in values.items() if tensor is not None})
+
+
 class TeamPlans:
     """Plans of a model for tiles and grids of all kinds, each made when it is first asked for.
 
@@ -160,5 +174,6 @@ class TeamPlans:
             nodes = list((traced.training if training else traced.evaluation).graph.nodes)
             with left_as_it_was(traced.model):
                 traced.model.train(training)
+                _put_on_one_device(traced.model)
                 self._made[key] = plan_team(traced.model, nodes, shape, grid, self._once)
         return self._made[key]

@@ -111,6 +111,7 @@ class DeviceFeed:
         copied = False
         try:
             for number in range(len(sizes)):
+                self._lane.await_computed()
                 self._look()
                 missing = sent.begin(1 + self._prefetch)
                 if self._prefetch and self._next is not None:

@@ -6,10 +6,12 @@ copied on a stream of its own, and microbatches that are made ahead on another; 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import numpy as np
 import torch
@@ -42,18 +44,19 @@ class DeviceLane:
         self.device = pixels.device
         self.copying: torch.cuda.Stream | None = None
         self.making: torch.cuda.Stream | None = None
+        self._given: torch.cuda.Event | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pixels = pixels
         self._beside = beside
         if isinstance(pixels, BoxMaker):
             return
         if self.device.type == "cuda":
-            self.copying = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.copying = feed_stream(self.device, "copying")
         if ahead and self.copying is None:
             self._thread = ThreadPoolExecutor(1, "microbatch-maker")
         elif ahead:
             # Not the copying stream: the next microbatch would wait for the next batch to be copied.
-            self.making = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.making = feed_stream(self.device, "making")
             self.making.wait_stream(torch.cuda.current_stream(self.device))  # for the normalisation's numbers
 
     def submit(self, make: Callable[[Maker], Part]) -> Future[Part]:
@@ -64,10 +67,21 @@ class DeviceLane:
         made.set_result(make(self._pixels))
         return made
 
+    def await_computed(self) -> None:
+        """Where a stream makes microbatches, wait until the GPU has computed all but the last given: a host ahead of it
+        would have more made, and each takes memory until it is computed."""
+        if self.making is None:
+            return
+        if self._given is not None:
+            self._given.synchronize()
+        self._given = torch.cuda.current_stream(self.device).record_event()
+
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; what microbatches are made with may be freed from now on."""
         if self._thread is not None:
             self._thread.shutdown()
+        if self.making is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.making)
 
     def _make_beside(self, make: Callable[[Maker], Part]) -> Part:
         with self._beside():
@@ -197,6 +211,17 @@ class DeviceBatch:
         stream.wait_event(self._copied)
         for tensor in (self._images, self._targets):
             tensor.record_stream(stream)  # of the copying stream's memory: not to be reused before this one is done
+
+
+@functools.cache
+def feed_stream(device: torch.device, use: Literal["copying", "making"]) -> torch.cuda.Stream:
+    """Return the stream of ``device`` for one use by all feeds of this process, one after the other.
+
+    torch hands out 32 streams in turn, to NCCL as well: with new ones for each validation, a feed would come to share a
+    stream with a receive, and wait for it.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def _made(microbatch: Part) -> Iterator[torch.Tensor]:

@@ -171,6 +171,8 @@ def test_a_row_is_the_median_of_its_repeats() -> None:
     assert row["time"] == {"compute": pytest.approx(1.8), "bubble": None, "transfer": None, "data": pytest.approx(0.2)}
     split = trial(2.0, step_seconds={"compute": 1.0, "bubble": 0.5, "transfer": 0.1})
     assert row_of(case("gpipe"), "m", [split], None)["time"]["transfer"] == pytest.approx(2 - 0.2 - 1.5)
+    unmeasured = trial(2.0, stages=2, step_seconds=None)
+    assert row_of(case("gpipe"), "m", [unmeasured], None)["time"] is None
 
 
 def test_one_repeat_that_fails_fails_the_row() -> None:
@@ -207,6 +209,12 @@ def test_nothing_is_claimed_for_other_work() -> None:
     assert found["master"]["loss_matches"] is True
     assert found["gpipe"]["loss_matches"] is False
     assert "nothing is claimed" in found["gpipe"]["claim"]
+
+
+@pytest.mark.parametrize(("precision", "matches"), [("fp32", False), ("tf32", True), ("bf16", True)])
+def test_losses_in_shorter_precision_may_differ_by_more(precision: str, matches: bool) -> None:
+    found = rows(ddp=[trial(1.0, precision=precision)], gpipe=[trial(9.0, loss=0.501, precision=precision)])
+    assert found["gpipe"]["loss_matches"] is matches
 
 
 def test_losses_on_other_numbers_of_ranks_may_differ_by_more() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+import torch
 
 from app.checks import host as host_check
 from app.checks import slides as slide_check
@@ -148,6 +149,21 @@ def test_without_mpi_the_extra_is_named(monkeypatch):
     findings = list(host_check.check_launchers({"launcher": launcher}))
     assert states(findings)["mpi4py"] == states(findings)["mpirun"] == "note"
     assert "megatile[mpi]" in found(findings, "mpi4py")
+
+
+def test_a_gpu_that_torch_has_no_kernels_for_is_a_fault(monkeypatch):
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: pytest.fail("computed on it"))
+    gpu = {
+        "name": "V100",
+        "memory_bytes": 16 << 30,
+        "bf16": False,
+        "missing_kernels": "GPU 0 needs cu126",
+    }
+    cpu = {"model": "a CPU", "cores": 1, "cores_of_machine": 1}
+    findings = list(host_check.check_devices({"cpu": cpu, "gpus": [gpu], "driver": "580", "cuda": "13.0"}))
+    assert states(findings)["gpu 0"] == "FAULT"
+    assert "cu126" in found(findings, "gpu 0")
+    assert "bf16 no" in found(findings, "gpu 0")
 
 
 def test_command_with_good_and_bad_slides(tmp_path, capsys):

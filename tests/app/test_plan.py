@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from app.launch.machine import usable_cores
 from app.plan import main
-from app.planning.machine import named_machine, this_machine
+from app.planning.machine import _calibrated, named_machine, this_machine
 from app.planning.table import print_largest, print_rows
 from parallel.cost.calibrated import CostModel, Curve
 from parallel.plan.largest_tile import LIMIT, LargestTile
@@ -112,6 +114,8 @@ def test_what_is_saved_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixtu
         ((*V100, "--link", "nvlink9"), "nvlink4"),
         ((*V100, "--model", "resnet19x"), "resnet"),
         ((*V100, "--precision", "bf16"), "bfloat16"),
+        (("--precision", "fp16"), "--precision fp16 is for --device-spec"),
+        (("--precision", "tf32"), "--precision tf32 needs a GPU"),
         (("--link", "nvlink2"), "--device-spec"),
         (("--network", "ndr-infiniband"), "--network is about a machine described by --device-spec"),
     ],
@@ -160,6 +164,20 @@ def test_the_precision_of_a_plan_is_that_of_training(device: str, precision: str
     machine = named_machine(device, 1 + device.count(","))
     assert machine.precision == precision
     assert (machine.autocast is not None) == (precision == "bf16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tf32"),
+    [("fp32", torch.float32, False), ("tf32", torch.float32, True), ("bf16", torch.bfloat16, False)],
+)
+def test_each_precision_has_a_calibration_of_its_own(
+    precision: str, dtype: torch.dtype, tf32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr("app.planning.machine.load_or_calibrate", lambda device, **settings: asked.append(settings))
+    _calibrated(torch.device("cuda", 0), 1, 1, precision, True)
+    assert (asked[0]["dtype"], asked[0]["tf32"]) == (dtype, tf32)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
+from app.training.engines import build_engine
 from app.training.exactness import in_precision
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.strategy import Strategy
@@ -28,9 +31,21 @@ def net(name: str, dtype: torch.dtype) -> nn.Module:
     return drawn_once(("engine", name, dtype), 5, lambda: in_precision(ALL_NETS[name][0](), dtype))
 
 
-def build(communicator: Communicator, name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> Engine:
+def build(
+    communicator: Communicator,
+    name: str,
+    strategy: Strategy,
+    steps: list[Batch],
+    device: torch.device = CPU,
+    **more: Any,
+) -> DataParallelEngine | Engine:
     model, loss = net(name, steps[0][0][0].dtype), ALL_NETS[name][1]
-    make = more.pop("make_optimizer", SGD)
+    make, batch = more.pop("make_optimizer", SGD), sum(len(images) for images, _ in steps[0])
+    if not strategy.splits:
+        tile = tuple(steps[0][0][0].shape[2:])
+        return build_engine(
+            strategy, model, loss, make, communicator, batch=batch, tile=tile, seed=SEED, device=device, **more
+        )
     return assemble(
         model,
         loss,
@@ -38,21 +53,21 @@ def build(communicator: Communicator, name: str, strategy: Strategy, steps: list
         communicator,
         strategy,
         shape=tuple(steps[0][0][0].shape),
-        batch=sum(len(images) for images, _ in steps[0]),
-        device=CPU,
+        batch=batch,
+        device=device,
         seed=SEED,
         **more,
     )
 
 
-def train(engine: TrainingEngine, steps: list[Batch], first: int = 0) -> list[float]:
+def train(engine: TrainingEngine, steps: list[Batch], first: int = 0, device: torch.device = CPU) -> list[float]:
     """What the ranks do: every rank is given what it wants and nothing else."""
     losses = []
     for step, batch in enumerate(steps, first):
         mine = [
             Microbatch(
-                batch[i][0] if engine.wants(i).images else None,
-                batch[i][1] if engine.wants(i).targets else None,
+                batch[i][0].to(device) if engine.wants(i).images else None,
+                batch[i][1].to(device) if engine.wants(i).targets else None,
                 tuple(batch[i][0].shape),
             )
             for i in engine.share
@@ -61,13 +76,23 @@ def train(engine: TrainingEngine, steps: list[Batch], first: int = 0) -> list[fl
     return losses
 
 
-def run(communicator: Communicator, name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> dict[str, Any]:
-    engine = build(communicator, name, strategy, steps, **more)
-    losses = train(engine, steps)
-    gradients = {key: value.clone() for key, value in engine.gradients().items()}
-    images = steps[0][0][0]
-    predicted = engine.predict(Microbatch(images if engine.predict_wants.images else None, None, tuple(images.shape)))
-    return {"losses": losses, "gradients": gradients, "state": engine.state_dict(), "predicted": predicted}
+def run(
+    communicator: Communicator,
+    name: str,
+    strategy: Strategy,
+    steps: list[Batch],
+    device: torch.device = CPU,
+    **more: Any,
+) -> dict[str, Any]:
+    """Train and predict; return what came out, on the CPU."""
+    engine = build(communicator, name, strategy, steps, device, **more)
+    losses = train(engine, steps, device=device)
+    gradients = {key: value.clone().cpu() for key, value in engine.gradients().items()}
+    images = steps[0][0][0].to(device)
+    asks = engine.predict_wants.images
+    predicted = engine.predict(Microbatch(images if asks else None, None, tuple(images.shape)))
+    state, predicted = _on_cpu((engine.state_dict(), predicted))
+    return {"losses": losses, "gradients": gradients, "state": state, "predicted": predicted}
 
 
 def on_threads(name: str, strategy: Strategy, steps: list[Batch], **more: Any) -> list[dict[str, Any]]:
@@ -93,6 +118,10 @@ def assert_equal(ranks: list[dict[str, Any]], plain: PlainRun, dtype: torch.dtyp
     assert largest_error(plain.model, state["model"]) <= 10 * tolerance
     assert state["optimizer"]["state"].keys() == plain.optimizer["state"].keys()
     assert any(rank["predicted"] is not None for rank in ranks)
+
+
+def _on_cpu(output: Any) -> Any:
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output)
 
 
 def _flat(output: Any) -> dict[str, torch.Tensor]:

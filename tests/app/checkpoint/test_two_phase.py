@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from app.checkpoint import two_phase
+from app.checkpoint import file, two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.checkpoint.periodic import Checkpoints
 from app.checkpoint.shared_buffer import SharedBuffer
@@ -74,6 +74,21 @@ def test_file_is_that_of_a_blocking_write_to_the_last_bit(tmp_path: Path, checkp
     assert (tmp_path / "last.pt").read_bytes() == expected
     assert (tmp_path / "best.pt").samefile(tmp_path / "last.pt")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["best.pt", "blocking.pt", "last.pt"]
+
+
+def test_a_fault_of_the_device_is_not_one_of_the_disk(
+    tmp_path: Path, checkpoints: TwoPhaseCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(file, "write_state", fail)
+    monkeypatch.setattr(Snapshot, "complete", fail)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        save_checkpoint(tmp_path / "last.pt", {})
+    checkpoints.begin({"model": {}, "optimizer": {}}, frozenset(), tmp_path / "last.pt", None)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        checkpoints.finish()
 
 
 def test_buffer_is_reused_and_grows(tmp_path: Path, checkpoints: TwoPhaseCheckpoints) -> None:

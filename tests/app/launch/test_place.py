@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from app.launch import place as module
-from app.launch.place import choose_autocast, device_of, place, rank_cores
+from app.launch.place import choose_device, device_of, place, rank_cores
+from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
+from parallel.comm import torch_comm
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.kinds import RankKind
 from parallel.comm.mixed_comm import MixedCommunicator
@@ -26,7 +33,7 @@ def test_denormal_numbers_are_zero_on_a_cpu() -> None:
 def be_rank(monkeypatch: pytest.MonkeyPatch, local_rank: int, ranks: int, cores: int = 16) -> None:
     """One of ``ranks`` of a machine, the second of two."""
     numbers = {"RANK": ranks + local_rank, "WORLD_SIZE": 2 * ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks}
-    for name, value in numbers.items():
+    for name, value in (numbers | module.CUDA_VARIABLES).items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(module, "usable_cores", lambda: cores)
 
@@ -52,31 +59,95 @@ def test_ranks_on_the_cpu_have_the_cores_that_others_leave(
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("world", "asked", "expected"),
+    [
+        (2, "auto", {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+        (2, "cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+        (1, "auto", {"CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
+    ],
+)
+def test_variables_of_cuda_are_set_before_it_starts(
+    world: int, asked: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where the user has set them."""
+    environ = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
+    monkeypatch.setattr(os, "environ", environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "12"})
+    found = dict[str, str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.update(os.environ) or False)
+    assert choose_device(asked, 0).type == "cpu"
+    found = found or dict(os.environ)
+    assert {name: value for name, value in found.items() if name.startswith("CUDA_")} == expected
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, settings: StrategySettings, ranks: int) -> str:
+    """The message of the first rank of a machine, once all its ranks have refused ``settings``."""
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    for local_rank in range(1, ranks):
+        be_rank(monkeypatch, local_rank, ranks)
+        with pytest.raises(SystemExit, match="2"):
+            place(settings)
+    be_rank(monkeypatch, 0, ranks)
+    with pytest.raises(ValueError, match="--") as refused:
+        place(settings)
+    return str(refused.value)
+
+
 def test_a_mixed_run_without_a_gpu_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for local_rank in range(3):
-        be_rank(monkeypatch, local_rank, 3)
-        with pytest.raises(ValueError, match=r"--device mixed: no usable GPU was found; .* or use --device cpu"):
-            place(MIXED)
+    said = refusal(monkeypatch, MIXED, 3)
+    assert "--device mixed: no usable GPU was found" in said
+    assert "or use --device cpu" in said
 
 
-def test_the_last_ranks_of_a_machine_are_on_its_cpu_and_none_rounds_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = True
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[int, int]]]:
+    """Two GPUs, by number: their compute capabilities, and a torch with kernels for 7.5 and 8.0. Afterwards TF32 is as
+    it was."""
+    capabilities = {0: (8, 6), 1: (8, 0)}
+    index = lambda device: device if isinstance(device, int) else device.index  # noqa: E731
+    for name, fake in {
+        "is_available": lambda: True,
+        "device_count": lambda: len(capabilities),
+        "set_device": lambda _: None,
+        "get_arch_list": lambda: ["sm_75", "sm_80"],
+        "get_device_capability": lambda device: capabilities[index(device)],
+        "get_device_name": lambda device: "Tesla V100-SXM2-16GB",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    yield capabilities
+    matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def test_the_last_ranks_of_a_machine_are_on_its_cpu(
+    gpus: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
-    try:
-        for local_rank in (2, 0, 1):
-            be_rank(monkeypatch, local_rank, 3)
-            found.append(str(device_of(MIXED)))
-            assert torch.backends.cudnn.allow_tf32 == (local_rank == 2)  # the ranks on GPUs come after it
-        assert not torch.backends.cuda.matmul.allow_tf32
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
+    for local_rank in (2, 0, 1):
+        be_rank(monkeypatch, local_rank, 3)
+        found.append(str(device_of(MIXED)))
     assert found == ["cpu", "cuda:0", "cuda:1"]
     assert MIXED.computed_precision == "fp32"
+
+
+def test_a_gpu_without_kernels_is_not_chosen(
+    gpus: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks of a machine then compute on its CPU, and the first warns; a GPU that no rank uses does not matter."""
+    gpus[1] = (7, 0)
+    be_rank(monkeypatch, 0, 1)
+    assert str(choose_device("auto", 0)) == "cuda:0"
+    for local_rank in (0, 1):
+        be_rank(monkeypatch, local_rank, 2)
+        assert str(choose_device("auto", local_rank)) == "cpu"
+    (warning,) = caplog.messages
+    said = refusal(monkeypatch, StrategySettings("ddp", device="cuda", ranks=2), 2)
+    for message in (warning, said):
+        assert "GPU 1 (Tesla V100-SXM2-16GB" in message
+        assert "cu126" in message
+    assert str(choose_device("cpu", 0)) == "cpu"
 
 
 GPU, CPU = RankKind("a", "cuda", "GPU-0"), RankKind("a", "cpu")
@@ -88,6 +159,23 @@ def test_ranks_on_gpus_share_none() -> None:
 
     with pytest.raises(CommunicationError, match=r"--device mixed: ranks share a GPU, .*more of them on its CPU"):
         run_on_threads(3, joined)
+
+
+@pytest.mark.parametrize(
+    ("rank", "units", "said"),
+    [(0, "0012", "ranks 0 and 1 share GPU 0 of a: NCCL is off"), (1, "0012", ""), (0, "0123", "")],
+)
+def test_ranks_that_share_a_gpu_are_named_once(
+    rank: int, units: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    be_rank(monkeypatch, rank, 4)
+    joined = SimpleNamespace(rank=rank, kinds=[RankKind("a boot", "cuda", unit) for unit in units])
+    monkeypatch.setattr(torch_comm, "TorchCommunicator", lambda *_: joined)
+    settings = StrategySettings("ddp", ranks=4)
+    launch = find_launch()
+    assert launch is not None
+    assert module._join(settings, torch.device("cuda", 0), launch) is joined
+    assert [record.getMessage()[: len(said)] for record in caplog.records] == [said] * bool(said)
 
 
 @pytest.mark.parametrize("asked", [None, "host", "device"])
@@ -104,11 +192,39 @@ def test_sums_go_the_way_that_is_asked_for(asked: str | None) -> None:
     assert run_on_threads(2, summed) == [(asked or "device", 3.0)] * 2
 
 
-@pytest.mark.parametrize("emulated", [False, True])
-def test_bf16_that_a_gpu_only_emulates_is_not_chosen(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V100 and T4 say that they support it, at a fraction of the speed of float32."""
-    supported = lambda including_emulation=True: including_emulation or not emulated  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    assert choose_autocast("auto", torch.device("cuda")) == (None if emulated else torch.bfloat16)
-    assert choose_autocast("auto", torch.device("cpu")) is None
-    assert choose_autocast("bf16", torch.device("cuda")) == torch.bfloat16
+@pytest.mark.parametrize(
+    ("asked", "capability", "decided"),
+    [
+        ("auto", (8, 0), "bf16"),
+        ("auto", (7, 0), "fp32"),  # V100 and T4 emulate bf16, at a fraction of the speed of float32
+        ("auto", (7, 5), "fp32"),
+        ("auto", None, "fp32"),
+        ("fp32", (8, 0), "fp32"),
+        ("tf32", (8, 0), "tf32"),
+        ("bf16", (7, 0), "bf16"),
+        ("bf16", None, "bf16"),
+    ],
+)
+def test_tf32_is_on_with_tf32_alone(
+    asked: Any,
+    capability: tuple[int, int] | None,
+    decided: str,
+    gpus: dict[int, tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
+    gpus[0] = capability or (8, 0)
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+    found = place(StrategySettings("single", device="cuda" if capability else "cpu", precision=asked))
+    assert found.precision == decided
+    assert found.autocast == (torch.bfloat16 if decided == "bf16" else None)
+    assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == (decided == "tf32")
+
+
+@pytest.mark.parametrize(("device", "named"), [("cpu", "a CPU"), ("cuda", "Tesla V100")])
+def test_tf32_is_refused_where_there_is_none(
+    device: Any, named: str, gpus: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.update({0: (7, 5), 1: (7, 5)})
+    said = refusal(monkeypatch, StrategySettings("ddp", device=device, precision="tf32", ranks=2), 2)
+    assert f"--precision tf32 needs a GPU of compute capability 8.0 or more; got {named}" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -13,7 +14,7 @@ import tifffile
 import torch
 from shapely.geometry import shape
 
-from app.prediction import share, whole_slide
+from app.prediction import computation, share, whole_slide
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import load_model
 from pipelines.catalog.failures import FailedSlides
@@ -355,6 +356,32 @@ def test_a_table_gives_slides_their_mpp_after_the_first_start(slides, tmp_path):
     for refused in (start("a,1\nb,0.25", "--mpp-table", table), start("")):
         assert refused.returncode == 2
         assert "a: mpp: made with 0.5, asked is " in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "lower --batch (now 4)"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "--stream 512"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), "app.doctor"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "app.doctor"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_fault_of_the_device_ends_the_run_and_makes_no_slide_bad(
+    fault, advice, slides, checkpoint, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise fault
+
+    monkeypatch.setattr(share, "predict_slide", fail)
+    done = predict(slides, checkpoint, tmp_path / "out")
+    assert done.returncode == 1
+    assert f"error: a: {fault}" in done.stderr
+    assert advice in done.stderr
+    assert not FailedSlides(tmp_path / "out" / "failed_slides.csv").rows()
+    with pytest.raises(type(fault)), computation.rank_faults("a", SimpleNamespace(alone=False)):
+        fail()  # of one of several ranks
 
 
 def test_each_slide_has_its_split_and_patient(slides, checkpoint, tmp_path):

@@ -59,3 +59,14 @@ def test_odd_content_is_named(change: Callable[[dict[str, Any]], None], says: st
     with pytest.raises(RunError, match=says) as fault:
         load_model(path, CLASSIFIER, CPU)
     assert str(path) in str(fault.value)
+
+
+def test_a_run_in_tf32_is_predicted_in_float32_without_a_gpu(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=64, mpp=0.5, precision="tf32")
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        load_model(path, CLASSIFIER, CPU)
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -218,3 +218,13 @@ def test_shares_that_do_not_fit(given: dict[str, Any], said: str) -> None:
     asked = StrategySettings(**{"parallel": "ddp", "ranks": 2, **given})
     assert [fault for fault in strategy_faults(asked) if said in fault], strategy_faults(asked)
     assert not strategy_faults(StrategySettings(parallel="ddp", ranks=2, shares="3,1"))
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "ahead"), [("cuda", None, None), ("cpu", None, 0), ("cuda", "3MiB", 3 << 20)]
+)
+def test_the_window_of_offloading_follows_the_largest_activation_on_a_gpu(
+    device: str, given: str | None, ahead: int | None
+) -> None:
+    settings = StrategySettings("single", offload="overlap", offload_ahead=given)
+    assert settings.to_strategy(device).policy.ahead == ahead

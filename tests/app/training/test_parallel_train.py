@@ -81,7 +81,7 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
 
     def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
         folder = RunFolder(config.out)
-        placement = RankPlace(communicator, torch.device("cpu"), None)
+        placement = RankPlace(communicator, torch.device("cpu"))
         watchdog = Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
         session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.launch.signals import Interrupt
 from app.training import run_folder
-from app.training.loop import TrainingLoop
+from app.training.loop import TrainingLoop, _random_state, _set_random_state
 from app.training.run_folder import RunFolder
 from pipelines.stream.stream import TileStream
 from tests.app.conftest import QUICK, Train, summary_of
@@ -119,6 +120,39 @@ def test_another_precision_is_taken_with_a_warning(
     done = train(*command, "--precision", "bf16", "--resume", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "warning: precision bf16 from step 3 on, fp32 before" in done.stderr
+
+
+def test_a_checkpoint_with_states_of_eight_gpus_is_resumed_where_there_are_fewer(
+    half: Path,
+    whole: Path,
+    command: tuple[str | Path, ...],
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checkpoints of earlier versions hold a state for each GPU of the host; the numbers do not depend on them."""
+    shutil.copytree(half, tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "last.pt"
+    state = load_checkpoint(last)
+    state["random"]["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 8
+    save_checkpoint(last, state)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: [()[k] for k, _ in enumerate(states)])
+    done = train(*command, "--device", "cpu", "--resume", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(whole)
+    assert equal(model_of(tmp_path / "run"), model_of(whole))
+
+
+def test_a_rank_sets_the_generator_of_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, given, seen = torch.device("cuda", 1), torch.zeros(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda where: given)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, where: seen.append((state, where)))
+    state = _random_state(device)
+    _set_random_state(state, device)
+    _set_random_state(state | {"cuda": [given] * 8}, device)
+    _set_random_state(state | {"cuda": []}, device)  # of a run on the CPU
+    assert seen == [(given, device)] * 2
 
 
 @pytest.mark.process

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from app.training.run_info import describe_environment, describe_launcher, find_program
+from app.training.run_info import describe_environment, describe_gpus, describe_launcher, find_program
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE")
 
@@ -20,6 +21,23 @@ def test_environment_is_json_and_tells_versions():
     assert told["openslide_library"].startswith("4.")
     assert told["python"] == ".".join(map(str, sys.version_info[:3]))
     assert len(told["gpus"]) == torch.cuda.device_count()
+
+
+def test_gpus_are_described_as_they_are_chosen(monkeypatch):
+    for name, fake in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: SimpleNamespace(
+            name="GPU", total_memory=1, major=(8, 7)[index], minor=0
+        ),
+        "get_device_capability": lambda index: ((8, 0), (7, 0))[index],
+        "get_device_name": lambda index: "GPU",
+        "get_arch_list": lambda: ["sm_75", "sm_80"],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    first, second = describe_gpus()["gpus"]
+    assert (first["bf16"], first["missing_kernels"]) == (True, "")
+    assert (second["bf16"], "cu126" in second["missing_kernels"]) == (False, True)
 
 
 def test_environment_tells_nothing_of_the_user():

@@ -117,7 +117,7 @@ def train(config: RunConfig, dataset: Dataset) -> RunFolder:
     (config.out / "config.yaml").write_text("{}")
 
     def rank(communicator: Communicator, _: None) -> None:
-        placement = RankPlace(communicator, torch.device("cpu"), None)
+        placement = RankPlace(communicator, torch.device("cpu"))
         watchdog = Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
         session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)

@@ -7,12 +7,14 @@ import collections
 from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from app.launch.watchdog_process import WAITING_LONGER_S
 from parallel.comm import torch_comm, torch_links
 from parallel.comm.kinds import RankKind
 from parallel.comm.torch_comm import TorchCommunicator
@@ -33,13 +35,21 @@ class FakeDistributed:
     def __init__(self) -> None:
         self.calls: list[Pair] = []
         self.met: list[Pair] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.options: list[Any] = []
+        self.ProcessGroupNCCL = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
 
-    def new_group(self, pair: Pair, timeout: timedelta, backend: str) -> Pair:
-        assert backend == "nccl"
-        self.calls.append(pair)
-        return pair
+    def new_group(
+        self, ranks: Pair, timeout: timedelta, backend: str | None, pg_options: Any = None, **_: object
+    ) -> Pair:
+        """The default backend's are the subgroups, of which torch counts the names apart."""
+        if backend == "nccl":
+            self.calls.append(ranks)
+            self.options.append(pg_options)
+        return ranks
 
     def isend(self, tensor: torch.Tensor, peer: int, group: Pair) -> FakeDistributed:
+        self.dtypes.add(tensor.dtype)
         self.met.append(group)
         return self
 
@@ -49,8 +59,8 @@ class FakeDistributed:
         """Nothing is under way."""
 
 
-def connected(monkeypatch: pytest.MonkeyPatch, rank: int, pairs: Collection[Pair]) -> FakeDistributed:
-    """What ``rank`` of ``WORLD`` makes, eight GPUs a host, when it joins and connects."""
+def joined(monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple[FakeDistributed, TorchCommunicator]:
+    """``rank`` of ``WORLD``, eight GPUs a host."""
     fake = FakeDistributed()
     for module in (torch_comm, torch_links):
         monkeypatch.setattr(module, "dist", fake)
@@ -58,7 +68,12 @@ def connected(monkeypatch: pytest.MonkeyPatch, rank: int, pairs: Collection[Pair
     monkeypatch.setattr(torch_comm, "join_group", lambda *_: kinds)
     for name, value in {"RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_RANK": rank % 8, "LOCAL_WORLD_SIZE": 8}.items():
         monkeypatch.setenv(name, str(value))
-    communicator = TorchCommunicator(torch.device("cuda", rank % 8), 60, 60, kinds[rank])
+    return fake, TorchCommunicator(torch.device("cuda", rank % 8), 60, 60, kinds[rank])
+
+
+def connected(monkeypatch: pytest.MonkeyPatch, rank: int, pairs: Collection[Pair]) -> FakeDistributed:
+    """What ``rank`` of ``WORLD`` makes when it joins and connects."""
+    fake, communicator = joined(monkeypatch, rank)
     with FakeTensorMode():
         communicator.connect(pairs)
         first = len(fake.calls), len(fake.met)
@@ -120,6 +135,54 @@ def test_pairs_of_ranks() -> None:
     assert Placement(1, 2, 4).pairs({(0, 1): False, (1, 2): False, (0, 2): True}) == ((0, 1), (1, 0))
 
 
+def test_a_subgroup_uses_links_that_the_whole_run_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups that made links of their own would give them the same names, and connect across."""
+    made = []
+    for rank in (1, 2):
+        fake, communicator = joined(monkeypatch, rank)
+        groups = [communicator.subgroup(ranks) for ranks in ((0, 1), (2, 3))]
+        (group,) = [own for own in groups if own is not None]
+        with FakeTensorMode():
+            with pytest.raises(AssertionError, match="connect the whole run before"):
+                group.connect([(0, 1)])
+            communicator.connect([(0, 1), (2, 3)])
+            group.connect([(0, 1)])
+        made.append((fake.calls, fake.met))
+    assert made == [([(0, 1), (2, 3)], [(0, 1)]), ([(0, 1), (2, 3)], [(2, 3)])]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64])
+def test_links_send_bytes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has no type for some of these."""
+    fake, communicator = joined(monkeypatch, 0)
+    with FakeTensorMode():
+        communicator.connect([(0, 1), (1, 0)])
+        communicator.isend(torch.empty(3, 4, dtype=dtype, device="cuda"), 1, 0)
+        communicator.irecv(torch.empty((), dtype=dtype, device="cuda"), 1, 0)
+    assert fake.dtypes == {torch.uint8}
+
+
+def test_links_take_few_thread_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = connected(monkeypatch, 0, [(0, 1), (1, 0)])
+    assert [options.config.max_ctas for options in fake.options] == [4, 4]
+    assert fake.options[0] is not fake.options[1]  # torch writes the name of the group there
+
+
+def test_groups_on_gpus_outlast_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends the rank that waits, whoever keeps it waiting."""
+    waits = dict[str, float]()
+    monkeypatch.setattr(
+        torch_comm, "join_group", lambda _, kind, *rest: waits.update({kind.kind: rest[2].total_seconds()}) or (kind,)
+    )
+    monkeypatch.setattr(torch_comm, "has_gpu_each", lambda _: False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for kind in ("cpu", "cuda"):
+        TorchCommunicator(torch.device(kind), 100, 60, RankKind("host", kind))
+    assert waits["cpu"] == 100
+    assert waits["cuda"] > 100 + WAITING_LONGER_S
+
+
 def test_ranks_that_were_never_connected_are_named() -> None:
     with pytest.raises(AssertionError, match="rank 1 was never connected to send to rank 3"):
         Links(1, timedelta(seconds=1), torch.device("cpu")).isend(torch.zeros(1), 3)
@@ -131,8 +194,8 @@ def talk(communicator: Any, _: Any) -> list[list[float]]:
     links = Links(rank, timedelta(seconds=60), torch.device("cpu"), backend="gloo")
     forward = [(n, (n + 1) % world) for n in range(world)]
     # Each rank is told in another order, and of links that it has no part in.
-    links.make(forward[rank:] + forward[:rank])
-    links.make([(target, source) for source, target in forward])
+    links.make(forward[rank:] + forward[:rank], by_all=True)
+    links.make([(target, source) for source, target in forward], by_all=True)
     after, before = (rank + 1) % world, (rank - 1) % world
     places = [torch.zeros(2) for _ in range(2)]
     works = [links.irecv(places[0], before), links.irecv(places[1], after)]

@@ -10,9 +10,16 @@ import torch
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.messages import Messenger, TensorForm, take_apart
+from parallel.engine.team_transfers import TeamTransfers
+from parallel.schedule.action import Action
+from parallel.schedule.placement import Placement
+from parallel.schedule.seating import Seating
+from parallel.team.routes import Parcel
 from tests.helpers.small_nets import Pair
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("meta")
+"""Stands for a GPU, but for its numbers."""
 
 
 def a_value() -> dict[str, Any]:
@@ -117,3 +124,71 @@ def test_every_layout_has_a_form(tensor: torch.Tensor) -> None:
     like = TensorForm.of(tensor).empty(CPU)
     assert like.shape == tensor.shape
     assert like.stride() == tensor.stride() or tensor.numel() <= 12
+
+
+class Recording:
+    """Records the kind of device of each message, from both of its ends."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner, self.kinds = inner, list[str]()
+
+    def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        self.kinds.append(tensor.device.type)
+        return self.inner.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        self.kinds.append(tensor.device.type)
+        return self.inner.irecv(tensor, peer, tag)
+
+
+def test_a_tensor_on_the_host_is_received_on_the_host() -> None:
+    """A random state, or a CPU tensor of the user's model. NCCL would wait for it for ever."""
+
+    def talk(communicator: Communicator, _: Any) -> list[str]:
+        recording = Recording(communicator)
+        messenger = Messenger(recording, DEVICE)  # type: ignore[arg-type]
+        value = {"map": torch.ones(2, 3, device=DEVICE), "table": torch.arange(3.0, requires_grad=True)}
+        for _repeat in range(2):
+            if communicator.rank == 0:
+                gradient = messenger.send(1, "values", value).gradient()
+                _, (table,) = messenger.post_tensors(1, gradient).wait()
+            else:
+                form, (arrived, table) = messenger.post(0, "values").wait()
+                assert arrived.device.type == "meta"
+                messenger.send_tensors(0, [table], form.gradient().tensors)
+            assert table.tolist() == [0, 1, 2]
+        messenger.finish()
+        return recording.kinds
+
+    sent, received = run_on_threads(2, talk, timeout_s=30)
+    assert sent == received == ["cpu", "cpu", "meta", "cpu", "cpu", "meta", "cpu", "cpu"]
+
+
+def test_values_of_a_rank_on_the_cpu_arrive_on_the_device() -> None:
+    form = TensorForm.of(torch.zeros(2), CPU)
+    assert form.empty(DEVICE).device == DEVICE
+    assert TensorForm.of(torch.zeros(2, device=DEVICE), DEVICE).empty(CPU).device == CPU
+
+
+def test_gradients_of_a_host_tensor_add_up_on_the_host_between_teams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TeamTransfers, "parcels", lambda *_: [Parcel("table", 0, 0), Parcel("table", 0, 1)])
+    seating = Seating(Placement(1, 2, 2, teams=(1, 2)))
+
+    def talk(communicator: Communicator, _: Any) -> None:
+        messenger, rank = Messenger(communicator, DEVICE), communicator.rank
+        routes, links = {(0, 1): ("table",)}, {(0, 1): True}
+        transfers = TeamTransfers(routes, links, seating, messenger, rank, lambda *_: pytest.fail("no plan is asked"))
+        if rank == 0:
+            transfers.give(Action.parse("0F0"), {"table": torch.ones(3, requires_grad=True)})
+            transfers.send(Action.parse("0SEND_F0>1"), (1, 3, 8, 8))
+            transfers.post_back(Action.parse("0RECV_B0<1"))
+            (gradient,) = transfers.take_back(Action.parse("0B0"))["table"]
+            assert gradient.tolist() == [3, 3, 3]
+        else:
+            transfers.post(Action.parse("1RECV_F0<0"), (1, 3, 8, 8))
+            transfers.take(Action.parse("1F0"))
+            transfers.give_back(Action.parse("1B0"), {"table": [torch.full((3,), float(rank))]})
+            transfers.send_back(Action.parse("1SEND_B0>0"))
+        messenger.finish()
+
+    run_on_threads(3, talk, timeout_s=30)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
-from parallel.offload.copies import Copies
+from parallel.offload.copies import Copies, Mark
 from parallel.offload.host_pool import HostPool, rounded
 from parallel.offload.overlap import OverlapOffload
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, steps_of, strategy_for
-from tests.helpers.late_copies import LateCopies
+from tests.helpers.late_copies import LateCopies, LateMark
 
 KIB = 1024
 NUMBERS = KIB // 4
@@ -23,7 +24,7 @@ def tensors(count: int) -> list[torch.Tensor]:
     return [torch.full((NUMBERS,), float(k)) for k in range(count)]
 
 
-def offload(copies: Copies | None = None, **more: int) -> tuple[OverlapOffload, ActivationMeter]:
+def offload(copies: Copies | None = None, **more: Any) -> tuple[OverlapOffload, ActivationMeter]:
     meter, copies = ActivationMeter(), copies or Copies()
     return OverlapOffload(copies, HostPool(copies, more.pop("budget", None)), meter=meter, **more), meter
 
@@ -143,9 +144,67 @@ def test_a_step_that_is_given_up_frees_nothing_that_is_still_copied() -> None:
     assert (meter.bytes, moves.pool.bytes) == (0, 0)
 
 
+class Logged(LateCopies):
+    """Copies of a GPU that write down, in the order of the computing stream, what begins and what is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[object] = []
+
+    def to_host(self, source: torch.Tensor, into: torch.Tensor) -> Mark:
+        mark = super().to_host(source, into)
+        self.log.append(mark)
+        return mark
+
+    def to_device(self, source: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        target, mark = super().to_device(source)
+        self.log.append(mark)
+        return target, mark
+
+    def wait(self, mark: Mark) -> None:
+        if mark is not None and mark in self.log:
+            self.log.append(("wait", mark))
+        super().wait(mark)
+
+    def serial(self) -> int:
+        """Return the copies between whose begin and first wait nothing is computed."""
+        marks = [mark for mark in self.log if isinstance(mark, LateMark)]
+        waits = [(mark, self.log.index(("wait", mark))) for mark in marks if ("wait", mark) in self.log]
+        return sum("computed" not in self.log[self.log.index(mark) : at] for mark, at in waits)
+
+
+@pytest.mark.parametrize(
+    ("size", "ahead", "most"),
+    [(64, None, 128), (300, None, 600), (300, 256, 600), (300, 1, 600), (300, 600, 600), (300, 1200, 1200)],
+)
+def test_copies_run_while_something_is_computed_whatever_the_size(size: int, ahead: int | None, most: int) -> None:
+    copies = Logged()
+    moves, meter = offload(copies, ahead=ahead)
+    flight, packed = moves.flight(), []
+    for k in range(6):
+        packed.append(flight.pack(torch.full((size // 4,), float(k))))
+        assert meter.bytes <= most
+        copies.log.append("computed")
+    for k in reversed(range(6)):
+        assert packed.pop().unpack().eq(k).all()
+        copies.log.append("computed")
+    assert moves.pool.peak_bytes
+    assert copies.serial() == 0
+
+
+def test_a_window_of_nothing_waits_for_each_copy() -> None:
+    copies = Logged()
+    moves, meter = offload(copies, ahead=0)
+    packed = moves.flight().pack(torch.zeros(NUMBERS))
+    assert meter.bytes == 0
+    assert packed.unpack().eq(0).all()
+    assert copies.serial() == 2
+
+
 LATE = {
     "overlap": ActivationPolicy(offload="overlap", smallest=0),
     "overlap, ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=20_000),
+    "overlap, twice the largest ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=None),
     "overlap, far ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=200_000),
     "block and overlap": ActivationPolicy(recompute="block", offload="overlap", smallest=0, ahead=10_000),
     "stage and overlap": ActivationPolicy(recompute="stage", offload="overlap", smallest=0),

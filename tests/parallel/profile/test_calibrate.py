@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -27,9 +29,11 @@ from parallel.cost.shapes import ROUND, Product, products
 from parallel.graph.layers import LayerGraph
 from parallel.graph.op import Convolution
 from parallel.profile import calibrate as calibration
+from parallel.profile import calibrate_worker
 from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import calibrate, calibration_key, fit_model, load_or_calibrate
 from parallel.profile.core_use import CoreUse, others_now
+from parallel.profile.gpus import Gpu
 from parallel.profile.op_timing import MOVING
 from parallel.trace.trace import trace
 
@@ -194,6 +198,38 @@ def test_each_way_of_running_has_a_calibration_of_its_own(monkeypatch, tmp_path:
     ]
     assert len({kept_at(key) for key in keys}) == len(keys)
     assert all(kept_at(key).parent == tmp_path / "megatile" for key in keys)
+
+
+def test_a_gpu_has_a_calibration_for_fp32_and_one_for_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrations of earlier versions say nothing of it, as convolutions were in TF32: they are not used."""
+    gpu = Gpu("NVIDIA A100", 1 << 30, 1 << 30, "8.0", bf16=True, missing_kernels="")
+    monkeypatch.setattr(calibration, "gpu_at", lambda index: gpu)
+    keys = [calibration_key(torch.device("cuda", 0), 1, 1, torch.float32, True, tf32=tf32) for tf32 in (False, True)]
+    assert [key["tf32"] for key in keys] == [False, True]
+    assert "tf32" not in KEY
+    started: list[dict[str, Any]] = []
+
+    def run(settings: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+        started.extend(settings)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(calibration, "_run", run)
+    for tf32 in (False, True):
+        with pytest.raises(RuntimeError, match="enough"):
+            calibrate(torch.device("cuda", 0), tf32=tf32)
+    assert [settings["tf32"] for settings in started] == [False, True]
+
+
+def test_the_process_of_a_calibration_computes_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    switched: list[bool] = []
+    settings = {"device": "cpu", "threads": torch.get_num_threads(), "dtype": "float32", "channels_last": True}
+    settings |= {"heap_kept": False, "tf32": True, "seconds": 0.0, "seed": 0}
+    monkeypatch.setattr(sys, "argv", ["", json.dumps(settings)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    monkeypatch.setattr(calibrate_worker, "readings", lambda *_: iter(()))
+    monkeypatch.setattr(calibrate_worker, "set_tf32", switched.append)
+    calibrate_worker.main()
+    assert switched == [True]
 
 
 def test_a_longer_calibration_replaces_a_shorter_one(monkeypatch, tmp_path: Path, made_up: CostModel) -> None:

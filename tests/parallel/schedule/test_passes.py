@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,14 +12,18 @@ from hypothesis import strategies as st
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
 from parallel.schedule.check import check
-from parallel.schedule.dependencies import Links
+from parallel.schedule.dependencies import Dependencies, Links, users_or_makers
 from parallel.schedule.passes import add_communication, add_recompute, add_reduction, lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.simulate import simulate
+from parallel.schedule.step_cost import LinkCost, StageCost
 from parallel.schedule.text import from_csv
+from parallel.schedule.timeline import Span
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)
+RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 def rows(*texts: str) -> Schedule:
@@ -186,31 +191,61 @@ def test_channels_are_first_in_first_out(mesh: tuple[Schedule, Placement, Links]
 
 
 @given(meshes(), st.booleans())
-def test_receives_are_announced_one_compute_action_ahead(
+def test_receives_are_announced_one_compute_action_ahead_but_not_before_what_the_message_depends_on(
     mesh: tuple[Schedule, Placement, Links], recompute: bool
 ) -> None:
-    """The gradient of what the rank has just sent is the exception: its shapes were not known before. It, and what
-    comes behind it on the channel, is announced as soon as that is."""
     schedule, placement, links = mesh
-    for actions in lower(schedule, placement, links, recompute=recompute).values():
+    lowered = lower(schedule, placement, links, recompute=recompute)
+    computed = {rank: [a for a in actions if a.kind in COMPUTE] for rank, actions in lowered.items()}
+    for actions in lowered.values():
         for n, receive in enumerate(actions):
-            if receive.kind not in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+            if receive.kind not in RECEIVES:
                 continue
-            forward = receive.kind is Kind.RECEIVE_FORWARD
-            users = [replace(receive, kind=k, peer=None) for k in ((Kind.FORWARD,) if forward else BEGINS_BACKWARD)]
             between = [a for a in actions[n:] if a.kind in COMPUTE]
-            ahead = min(between.index(user) for user in users if user in between)
-            if ahead == 0:
-                earlier = [a for a in actions[:n] if a.kind in COMPUTE]
-                peer = placement.rank_of(receive.peer or 0, receive.replica)
-                held_up = [
-                    a
-                    for a in actions
-                    if a.kind is Kind.RECEIVE_BACKWARD
-                    and placement.rank_of(a.peer or 0, a.replica) == peer
-                    and replace(a, kind=Kind.FORWARD, peer=None) in earlier[-1:]
-                ]
-                assert not earlier or held_up, f"{receive} in {texts({0: actions})}"
+            ahead = min(between.index(user) for user in users_or_makers(receive) if user in between)
+            depends_on = ancestors(receive.other_end, computed, placement, links)
+            assert depends_on.isdisjoint(between[:ahead]), f"{receive} in {texts({0: actions})}"
+            earlier = [a for a in actions[:n] if a.kind in COMPUTE]
+            assert ahead or not earlier or earlier[-1] in depends_on, f"{receive} in {texts({0: actions})}"
+
+
+def ancestors(send: Action, computed: Schedule, placement: Placement, links: Links) -> set[Action]:
+    """All computations that must be over before ``send`` can be: of its own rank, and of those that it waits for."""
+    before: dict[Action, list[Action]] = {}
+    for actions in computed.values():
+        for n, action in enumerate(actions):
+            before[action] = actions[max(0, n - 1) : n]
+    for action, direct in before.items():
+        direct += Dependencies(placement, links).computed_before(action)
+    found: set[Action] = set()
+    left = list(users_or_makers(send))
+    while left:
+        action = left.pop()
+        action = action if action in before else action.as_kind(Kind.BACKWARD_INPUT)
+        if action in before and action not in found:
+            found.add(action)
+            left += before[action]
+    return found
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_announcing_receives_late_costs_nothing(name: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that depends on an action of its receiver cannot be sent before that action is over."""
+    placement = placement_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule, links = build_schedule(name, placement, 2 if name == "mast" else 6), chain(placement)
+    costs = [StageCost(1.0 + 0.3 * (stage % 3), 2.0, 1.1, 0.9, 0) for stage in range(placement.stages)]
+    slow = {pair: LinkCost(0.7, 0.7) for pair in links}
+
+    def spans() -> Mapping[int, tuple[Span, ...]]:
+        return simulate(lower(schedule, placement, links), placement, costs, slow).spans
+
+    late = spans()
+    none = [0] * depth
+    monkeypatch.setattr(
+        Dependencies, "over_before", lambda _, own: {a: none for actions in own.values() for a in actions}
+    )
+    assert late == spans()
 
 
 @given(meshes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu.counts import Counts
 from parallel.comm.local import LocalCommunicator
 from parallel.stage.batchnorm import OrderedStatistics, RunningStatistics, running_statistics
 from parallel.stage.deferred_batchnorm import DeferredStatistics
@@ -184,3 +186,49 @@ def test_deferred_refuses_other_layers() -> None:
     module = nn.Sequential(nn.InstanceNorm2d(2, track_running_stats=True), nn.SyncBatchNorm(2))
     with pytest.raises(ValueError, match="got InstanceNorm2d, SyncBatchNorm"):
         running_statistics(module, LocalCommunicator(), "deferred")
+
+
+def counted_step(module: nn.Module, mode: Any, forward: bool) -> Counts:
+    """The operations of a step of two ranks, of rank 0; its second step, as constants go to a device once."""
+    ranks: Any = Pair(2)
+    counts = Counts([*module.buffers(), *module.parameters()])
+
+    def rank(k: int) -> None:
+        own = module if k == 0 else copy.deepcopy(module)
+        statistics = running_statistics(own, ranks, mode)
+        for step in range(2):
+            with counts.counting() if step and k == 0 else contextlib.nullcontext():
+                statistics.begin_step(M)
+                for i in range(k, M, 2):
+                    with statistics.microbatch(i, 1):
+                        if forward:
+                            own(torch.ones(2, 2, 3, 3, dtype=torch.float64) + i)
+                statistics.end_step()
+
+    threads = [threading.Thread(target=rank, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return counts
+
+
+@pytest.mark.parametrize("mode", ["per-microbatch", "deferred"])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_statistics_do_not_wait_for_a_device(mode: Any, momentum: float | None) -> None:
+    counts = counted_step(nn.Sequential(*(nn.BatchNorm2d(2, momentum=momentum) for _ in range(3))).double(), mode, True)
+    # torch's own layer reads its number of updates where momentum is None, but for deferred statistics, which set it.
+    assert set(counts.syncs) <= {"stage/test_batchnorm.py rank: _local_scalar_dense"}
+    assert not counts.syncs or momentum is None
+
+
+def test_operations_do_not_grow_with_the_number_of_layers() -> None:
+    counts = [
+        sum(
+            counted_step(
+                nn.Sequential(*(nn.BatchNorm2d(2) for _ in range(n))), "per-microbatch", False
+            ).operations.values()
+        )
+        for n in (2, 20)
+    ]
+    assert counts[0] == counts[1] <= 30 * M

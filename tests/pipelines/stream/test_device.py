@@ -19,7 +19,7 @@ from pipelines.stream import stain
 from pipelines.stream.augment import AugmentSettings, draw
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed, allocate_pinned
-from pipelines.stream.device_batch import DeviceBatch, DeviceLane
+from pipelines.stream.device_batch import DeviceBatch, DeviceLane, feed_stream
 from pipelines.stream.device_pixels import NORMALISATION, PixelMaker
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import pool_of, tile_table
@@ -358,11 +358,29 @@ def test_streams_wait_for_each_other_and_memory_is_kept_for_them(
     assert torch.equal(made(feed, batch_of(2), [1, 1])[0], expected)
     ahead = ["making waits for side", "kept for making", "kept for making", "making records"]
     taken = ["computing waits for making", "kept for computing", "kept for computing"]
+    held = ["host waits for computing", "computing records"]  # or more would be made than the GPU has computed
     assert [note.rstrip(" 123") for note in notes] == (
-        ["side records", *ahead, *ahead, *taken, "host waits for side", *taken]
+        ["side records", held[1], *ahead, *ahead, *taken, *held, "host waits for side", *taken]
         if prefetch
         else ["side records", "computing waits for side", *taken[1:], "host waits for side"]
     )
+
+
+def test_all_feeds_of_a_device_share_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation has a feed of its own, and torch hands out 32 streams in turn."""
+    cuda, made_streams, notes = torch.device("cuda", 0), itertools.count(), list[str]()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(f"stream {next(made_streams)}", notes))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("computing", notes))
+    monkeypatch.setattr(Stream, "wait_stream", Stream.wait_event, raising=False)
+    pixels = PixelMaker(CPU, NONE, 0)
+    pixels.device = cuda
+    feed_stream.cache_clear()
+    try:
+        lanes = [DeviceLane(pixels, True, contextlib.nullcontext) for _ in range(20)]
+    finally:
+        feed_stream.cache_clear()
+    assert next(made_streams) == 2
+    assert lanes[0].copying is lanes[-1].copying is not lanes[-1].making
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -1,0 +1,105 @@
+"""While a GPU computes a batch of windows the one before it is given, with the numbers of a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from app.prediction import trained_model
+from app.prediction.computation import InParts, Spread
+from app.prediction.trained_model import TrainedModel, load_model
+from app.prediction.whole_slide import _answers
+from pipelines.slides.slide import SlideError
+from pipelines.stream.device_pixels import PixelMaker
+from pipelines.tiles.stain_fit import StainFit
+from tests.helpers.hand_made_checkpoint import CLASSIFIER, write_checkpoint
+from tests.helpers.sim_gpu import simulated
+
+SIDE, COUNT, BATCH = 64, 5, 2
+FIT = StainFit("macenko", (0.6, 0.7, 0.3, 0.1, 0.9, 0.2, 1.5, 1.0))
+
+
+class Windows:
+    """As ``SlideWindows``; the last cannot be read."""
+
+    stain = FIT
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def region(self, i: int) -> int:
+        return i
+
+
+class Slide:
+    def read(self, region: int) -> NDArray[np.uint8]:
+        if region == COUNT - 1:
+            raise SlideError("damaged")
+        return np.random.default_rng(region).integers(256, size=(SIDE, SIDE, 3), dtype=np.uint8)
+
+
+def answers(model: TrainedModel, target: StainFit | None) -> list[tuple[int, Any]]:
+    model = dataclasses.replace(model, stain_target=target)
+    return [*_answers(Slide(), Windows(), model, BATCH)]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("run") / "best.pt", CLASSIFIER, tile=SIDE, mpp=0.5)
+
+
+@pytest.mark.parametrize("spread", [None, Spread(parameters=True)], ids=["whole", "by the engine"])
+@pytest.mark.parametrize("target", [None, StainFit("macenko", (*FIT.numbers[:6], 1.0, 1.2))], ids=["plain", "stained"])
+def test_a_batch_is_waited_for_when_the_next_is_asked(
+    path: Path, spread: Spread | None, target: StainFit | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = functools.partial(load_model, path, CLASSIFIER, spread=spread, batch=BATCH)
+    expected = answers(load(torch.device("cpu")), target)
+    assert [i for i, _ in expected] == list(range(COUNT))
+    assert expected[-1][1] == "damaged"
+    notes: list[str] = []
+    begin = TrainedModel.begin
+
+    def noted(*args: Any) -> Callable[[], Any]:
+        notes.append("asked")
+        wait = begin(*args)
+        assert wait is not None
+        return lambda: (notes.append("waited"), wait())[1]
+
+    monkeypatch.setattr(TrainedModel, "begin", noted)
+    with simulated(1, late=0) as gpus:
+        model = load(torch.device("cuda", 0))
+        assert isinstance(model.computation, InParts) == (spread is not None)
+        waits = gpus.process.hazards.syncs
+        waits.clear()
+        given = answers(model, target)
+        assert not gpus.found
+    assert notes == ["asked", "asked", "waited", "asked", "waited", "waited"]
+    making = sum(count for place, count in waits.items() if "device_pixels" in place)  # a maker of pixels, once
+    assert (waits.total() - making, making) in ((3, 0), (3, 4)), waits
+    for (i, values), (number, other) in zip(given, expected, strict=True):
+        assert i == number
+        assert isinstance(values, str) if isinstance(other, str) else np.allclose(values, other, atol=1e-6)
+
+
+def test_one_maker_of_pixels_is_kept_for_a_slide(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PixelMaker] = []
+
+    class Counted(PixelMaker):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(trained_model, "PixelMaker", Counted)
+    model = load_model(path, CLASSIFIER, torch.device("cpu"), batch=BATCH)
+    before = len(made)
+    answers(model, FIT)
+    assert len(made) - before == 1

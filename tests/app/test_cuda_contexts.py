@@ -1,0 +1,192 @@
+"""A command that starts ranks or makes plans opens no CUDA context: a GPU may admit one process only (finding 7)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import app
+import parallel
+from app.benchmark import campaign
+from app.benchmark.trial import Trial
+from app.planning.machine import CUDA_CONTEXT, this_machine
+from parallel.cost.calibrated import CostModel
+from parallel.profile import calibrate, calibrate_worker, gpus
+from parallel.profile.copy_speed import load_or_measure_copies
+from tests.app.conftest import QUICK
+from tests.helpers.in_process import call
+from tests.parallel.profile.test_calibrate import KEY, made_up_readings
+
+GIB = 1 << 30
+PROPERTIES = {"name": "NVIDIA Test", "memory_bytes": 16 * GIB, "capability": "8.0", "bf16": True, "missing_kernels": ""}
+ANSWERS: dict[str, Any] = {
+    "read_gpus": [PROPERTIES, PROPERTIES],
+    "read_gpu": PROPERTIES | {"free_bytes": 15 * GIB},
+    "gpu_copies": [1e10, 2e10],
+}
+"""Function -> what the process that calls it prints."""
+
+
+@pytest.fixture(scope="module")
+def model() -> CostModel:
+    return calibrate.fit_model(made_up_readings(60), KEY, 1.0)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A machine with two GPUs as this process may see it: opening a context is an error, and is recorded."""
+    found: list[str] = []
+
+    def open_context() -> None:
+        found.append("context")
+        raise AssertionError("this process opens a CUDA context")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", open_context)  # which C++ calls as well
+    return found
+
+
+@pytest.fixture
+def asked(opened: list[str], model: CostModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """What other processes are asked about the GPUs; they answer at once."""
+    asked: list[str] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if command[:2] != [sys.executable, "-c"] or "parallel.profile" not in command[2]:
+            raise FileNotFoundError  # what else a command asks, such as git, is not installed here
+        name = next(name for name in ANSWERS if f"{name}(" in command[2])
+        asked.append(name)
+        return subprocess.CompletedProcess(command, 0, f"a line\n{json.dumps(ANSWERS[name])}\n", "")
+
+    def calibrates(settings: list[dict[str, Any]], _: float) -> list[dict[str, Any]]:
+        asked.append(f"calibrate {len(settings)}")
+        return []
+
+    def starts(*_: Any) -> int:
+        asked.append("ranks")
+        return 0
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(calibrate, "_run", calibrates)
+    monkeypatch.setattr(calibrate, "fit_model", lambda *_: model)
+    monkeypatch.setattr("parallel.comm.torch_launch.launch_ranks", starts)
+    gpus.gpu_at.cache_clear()
+    yield asked
+    gpus.gpu_at.cache_clear()
+
+
+PLANS = ["read_gpu", "calibrate 1", "gpu_copies"]
+TRAIN = ("--slides", "SLIDES", *QUICK, "--steps", "2", "--out", "OUT", "--ranks", "2")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "expected"),
+    [
+        ("app.plan", ("--model", "resnet18", "--tile", "64", "--ranks", "2"), PLANS),
+        ("app.train", (*TRAIN, "--parallel", "auto"), ["read_gpus", *PLANS, "ranks"]),
+        ("app.train", (*TRAIN, "--parallel", "ddp", "--recompute", "optimal"), ["read_gpus", *PLANS, "ranks"]),
+        ("app.bench", ("--slides", "SLIDES", "--tiles", "256", "--ranks", "2", "--out", "OUT"), ["read_gpus"]),
+        ("app.doctor", ("--out", "OUT"), ["read_gpus"]),
+        ("app.predict", ("--slides", "SLIDES", "--checkpoint", "x.pt", "--out", "OUT", "--ranks", "2"), ["ranks"]),
+        ("app.verify", ("--parallel", "ddp", "--ranks", "2", "--communicator", "gloo"), ["ranks"]),
+    ],
+    ids=["plan", "train-auto", "train-optimal", "bench", "doctor", "predict", "verify"],
+)
+def test_a_command_opens_no_context_before_its_ranks(
+    command: str,
+    words: tuple[str, ...],
+    expected: list[str],
+    asked: list[str],
+    opened: list[str],
+    classify_slides: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(campaign, "run_trial", lambda *_: Trial("cannot", "not run"))
+    monkeypatch.setattr("app.doctor.check_devices", lambda _: [])  # computes on each GPU, and starts nothing after it
+    places = {"SLIDES": str(classify_slides), "OUT": str(tmp_path / "run")}
+    done = call(command, *[places.get(word, word) for word in words])
+    assert opened == []
+    assert asked == expected, done.stderr
+
+
+@pytest.mark.usefixtures("asked", "opened")
+def test_a_plan_knows_what_the_other_process_told() -> None:
+    machine = this_machine(4, device="cuda")
+    assert machine.precision == "bf16"
+    assert machine.cluster.name == "NVIDIA Test"
+    assert machine.cluster.lanes == 2
+    assert machine.cluster.memory_bytes == 15 * GIB // 2 - CUDA_CONTEXT
+    assert machine.cluster.copy_bandwidth == pytest.approx(4e10 / 3)
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_process_that_has_a_context_asks_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a rank that plans, the GPU may admit no other process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: torch.enable_grad())
+    monkeypatch.delattr(subprocess, "run")
+    monkeypatch.delattr(subprocess, "Popen")
+    monkeypatch.setattr(gpus, "read_gpu", lambda _: ANSWERS["read_gpu"])
+    read: list[str] = []
+
+    def readings_of(settings: dict[str, Any]) -> list[dict[str, Any]]:
+        read.append(settings["device"])
+        return []
+
+    monkeypatch.setattr(calibrate, "readings_of", readings_of)
+    gpus.gpu_at.cache_clear()
+    assert gpus.gpu_at(0).free_bytes == 15 * GIB
+    assert calibrate._run([{"device": "cuda:0"}], 1.0) == []
+    assert read == ["cuda:0"]
+    monkeypatch.setattr("parallel.profile.copy_speed.gpu_copies", lambda name: (1e9, 3e9))
+    assert load_or_measure_copies(torch.device("cuda", 0)).bandwidth == pytest.approx(1.5e9)
+    gpus.gpu_at.cache_clear()
+
+
+def test_a_process_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise subprocess.CalledProcessError(1, [], stderr="a trace\nCUDA-capable device(s) is/are busy\n")
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    with pytest.raises(RuntimeError, match="busy"):
+        gpus.in_cuda_process(gpus.read_gpu, 0)
+
+
+@pytest.mark.process
+def test_what_another_process_returns_comes_back() -> None:
+    assert gpus.in_cuda_process(gpus.read_gpus) == gpus.read_gpus()
+    settings = {"device": "cpu", "dtype": "float32", "channels_last": True, "seconds": 0.0, "seed": 0}
+    assert next(calibrate_worker.readings_of(settings | {"heap_kept": False, "tf32": False}))["what"] == "fresh"
+
+
+def test_no_module_opens_a_context_when_it_is_imported(opened: list[str]) -> None:
+    def ours() -> dict[str, Any]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("app", "parallel")}
+
+    loaded = ours()
+    for name in loaded:
+        del sys.modules[name]
+    try:
+        for package in (app, parallel):
+            for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                if "mpi_" not in found.name:  # they start MPI
+                    importlib.import_module(found.name)
+        assert len(ours()) > 300
+    finally:
+        for name in ours():
+            del sys.modules[name]
+        sys.modules.update(loaded)
+    assert opened == []

@@ -1,0 +1,416 @@
+"""torch.cuda, and what tensors say of their device, as they are with simulated GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pkgutil
+import threading
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.sim_gpu.dispatch import Dispatch
+from tests.helpers.sim_gpu.hazards import NO_TRACES
+from tests.helpers.sim_gpu.timeline import Work
+
+if TYPE_CHECKING:
+    from tests.helpers.sim_gpu.gpus import Gpus
+
+CHANGED = ("to", "tolist", "numpy", "record_stream", "__deepcopy__", "__reduce_ex__")
+PLAIN = {name: getattr(Tensor, name) for name in CHANGED}
+MAKERS = ("empty", "empty_strided", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn", "randint")
+LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+FACTORIES = {name: getattr(torch, name) for name in (*MAKERS, *LIKE, "randperm")}
+NEW = {name: getattr(Tensor, name) for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")}
+AS_TENSOR = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+
+
+def patches(gpus: Gpus, patch: pytest.MonkeyPatch) -> None:
+    """Put all in place until ``patch`` ends."""
+    Stream, Event = stream_class(gpus), event_class(gpus)
+    functions = {**_devices(gpus), **_streams(gpus, Stream), **_memory(gpus), **_random(gpus)}
+    for name, value in {**functions, "Stream": Stream, "Event": Event}.items():
+        patch.setattr(torch.cuda, name, value)
+    patch.setattr("torch.cuda._sanitizer.traceback", NO_TRACES)
+    for name, value in _tensor_methods(gpus, Stream).items():
+        patch.setattr(Tensor, name, value)
+    for name, plain in AS_TENSOR.items():
+        patch.setattr(torch, name, functools.partial(_made_on_host, plain))
+    for name, plain in FACTORIES.items():
+        patch.setattr(torch, name, _saying_its_device(gpus, plain))
+    for name, plain in NEW.items():
+        patch.setattr(Tensor, name, _saying_its_device(gpus, plain))
+    for name in ("parallel.offload.copies.copy_streams", "pipelines.stream.device_batch.feed_stream"):
+        patch.setattr(name, _once_a_process(gpus, pkgutil.resolve_name(name)))
+    run = threading.Thread.run
+    start = threading.Thread.start
+
+    def start_within(thread: threading.Thread) -> None:
+        thread._take_process = gpus.inherit()  # type: ignore[attr-defined]
+        start(thread)
+
+    def run_within(thread: threading.Thread) -> None:
+        thread._take_process()  # type: ignore[attr-defined]
+        with Dispatch(gpus):
+            run(thread)
+
+    patch.setattr(threading.Thread, "start", start_within)
+    patch.setattr(threading.Thread, "run", run_within)
+
+
+def stream_class(gpus: Gpus) -> type:
+    """``torch.cuda.Stream``."""
+
+    class Stream:
+        def __init__(self, device: Any = None, priority: int = 0, of: Any = None) -> None:
+            gpus.open_context()
+            index = gpus.current_device if device is None else _index(gpus, device)
+            self.line = of or gpus.pool_stream(index)
+            self.device = torch.device("cuda", self.line.device)
+            self.device_index, self.stream_id, self.cuda_stream = self.line.device, self.line.number, self.line.number
+
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
+
+        def wait_stream(self, stream: Any) -> None:
+            self.wait_event(stream.record_event())
+
+        def record_event(self, event: Any = None) -> Any:
+            event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self)
+            return event
+
+        def query(self) -> bool:
+            return not self.line.pending
+
+        def synchronize(self) -> None:
+            gpus.timeline.force(self.line.last, f"{gpus.process} waits for a stream")
+            gpus.process.hazards.host_waits("stream.synchronize", stream=self.line.number)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.line is self.line
+
+        def __hash__(self) -> int:
+            return hash(self.line)
+
+    return Stream
+
+
+def event_class(gpus: Gpus) -> type:
+    """``torch.cuda.Event``; times are those at which the host recorded it."""
+
+    class Event:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+            gpus.open_context()
+            self._timed, self._work, self._number, self._ran = enable_timing, None, None, 0.0
+
+        def record(self, stream: Any = None) -> None:
+            stream = stream or torch.cuda.current_stream()
+            self._number = gpus.process.hazards.record(stream.line.number)
+            self._work: Work | None = gpus.timeline.launch(stream.line, "event")
+
+        def wait(self, stream: Any = None) -> None:
+            stream = stream or torch.cuda.current_stream()
+            if self._work is not None:
+                gpus.process.hazards.wait(stream.line.number, self._number)
+                gpus.timeline.launch(stream.line, "wait", after=[self._work])
+
+        def query(self) -> bool:
+            return self._work is None or self._work.done
+
+        def synchronize(self) -> None:
+            if self._work is not None:
+                gpus.timeline.force([self._work], f"{gpus.process} waits for an event")
+                gpus.process.hazards.host_waits("event.synchronize", event=self._number)
+
+        def elapsed_time(self, end: Any) -> float:
+            """In ms: one for each kernel between them."""
+            if not (self._timed and end._timed and self.query() and end.query()):
+                raise RuntimeError("events without timing, or not done")
+            return float(end._number - self._number)
+
+    return Event
+
+
+def _devices(gpus: Gpus) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def device(index: Any) -> Iterator[None]:
+        before = gpus.current_device
+        gpus.current_device = _index(gpus, index)
+        try:
+            yield
+        finally:
+            gpus.current_device = before
+
+    def set_device(index: Any) -> None:
+        gpus.current_device = _index(gpus, index)
+        gpus.open_context()
+
+    def properties(index: Any = None) -> Any:
+        number = gpus.current_device if index is None else _index(gpus, index)
+        return types.SimpleNamespace(
+            name=f"Simulated GPU {number}",
+            total_memory=gpus.memories.limit,
+            major=9,
+            minor=0,
+            multi_processor_count=1,
+            uuid=f"simulated-{number}",
+        )
+
+    return {
+        "is_available": lambda: gpus.count > 0,
+        "device_count": lambda: gpus.count,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "current_device": lambda: gpus.current_device,
+        "set_device": set_device,
+        "device": device,
+        "get_device_properties": properties,
+        "get_device_name": lambda index=None: properties(index).name,
+        "get_device_capability": lambda index=None: (9, 0),
+        "get_arch_list": lambda: ["sm_90"],
+        "is_bf16_supported": lambda including_emulation=True: True,
+    }  # fmt: skip
+
+
+def _streams(gpus: Gpus, Stream: type) -> dict[str, Any]:
+    def current_stream(device: Any = None) -> Any:
+        index = gpus.current_device if device is None else _index(gpus, device)
+        return Stream(of=gpus.current_stream(index))
+
+    @contextlib.contextmanager
+    def stream(new: Any) -> Iterator[None]:
+        if new is None:
+            yield
+            return
+        before, of_its_device = gpus.current_device, gpus.current_stream(new.line.device)
+        gpus.current_device = new.line.device
+        gpus.set_stream(new.line)
+        try:
+            yield
+        finally:
+            gpus.set_stream(of_its_device)
+            gpus.current_device = before
+
+    def synchronize(device: Any = None) -> None:
+        index = gpus.current_device if device is None else _index(gpus, device)
+        works = [work for line in gpus.timeline.streams_of(index) for work in line.last]
+        gpus.timeline.force(works, f"{gpus.process} waits for its device")
+        gpus.process.hazards.host_waits("torch.cuda.synchronize")
+
+    def default_stream(device: Any = None) -> Any:
+        return Stream(of=gpus.defaults[gpus.current_device if device is None else _index(gpus, device)])
+
+    return {
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "stream": stream,
+        "set_stream": lambda new: gpus.set_stream(new.line),
+        "synchronize": synchronize,
+    }
+
+
+def _memory(gpus: Gpus) -> dict[str, Any]:
+    def of(counter: dict[int, int]) -> Any:
+        return lambda device=None: counter[gpus.current_device if device is None else _index(gpus, device)]
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        gpus.open_context()
+        return gpus.memories.limit - of(gpus.memories.used)(device), gpus.memories.limit
+
+    def reset_peak(device: Any = None) -> None:
+        index = gpus.current_device if device is None else _index(gpus, device)
+        gpus.memories.peak[index] = gpus.memories.used[index]
+
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        gpus.memories.limit = int(gpus.memories.limit * fraction)
+
+    def register(address: int, bytes_: int, flags: int = 0) -> int:
+        gpus.open_context()
+        gpus.memories.register(address, bytes_, gpus.process)
+        return 0
+
+    def unregister(address: int) -> int:
+        gpus.memories.unregister(address)
+        return 0
+
+    runtime = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    return {
+        "memory_allocated": of(gpus.memories.used),
+        "memory_reserved": of(gpus.memories.used),
+        "max_memory_allocated": of(gpus.memories.peak),
+        "reset_peak_memory_stats": reset_peak,
+        "set_per_process_memory_fraction": set_fraction,
+        "mem_get_info": mem_get_info,
+        "empty_cache": lambda: None,
+        "cudart": lambda: runtime,
+    }
+
+
+def _random(gpus: Gpus) -> dict[str, Any]:
+    class Generators:
+        def __getitem__(self, index: int) -> torch.Generator:
+            return gpus.process.generators[index]
+
+        def __len__(self) -> int:
+            return gpus.count
+
+    def generator(device: Any) -> torch.Generator:
+        index = _index(gpus, "cuda" if device is None else device)
+        return gpus.process.generators[index]
+
+    def seed_all(seed: int) -> None:
+        for each in gpus.process.generators:
+            each.manual_seed(seed)
+
+    def set_all(states: Any) -> None:
+        for index, state in enumerate(states):
+            gpus.process.generators[index].set_state(state)  # IndexError with fewer GPUs, as torch's
+
+    return {
+        "default_generators": Generators(),
+        "manual_seed": lambda seed: generator(None).manual_seed(seed),
+        "manual_seed_all": seed_all,
+        "get_rng_state": lambda device=None: generator(device).get_state(),
+        "set_rng_state": lambda state, device=None: generator(device).set_state(state),
+        "get_rng_state_all": lambda: [each.get_state() for each in gpus.process.generators],
+        "set_rng_state_all": set_all,
+    }
+
+
+def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
+    of_base = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+
+    def device(tensor: Tensor) -> torch.device:
+        index = gpus.device_of(tensor)
+        return of_base(tensor) if index is None else torch.device("cuda", index)
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy = kwargs.pop("copy", False)
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        where, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if where is not None and where.type == "meta":
+            return PLAIN["to"](tensor, where)  # type: ignore[no-any-return]
+        target = device(tensor) if where is None else where
+        index, here = gpus.index(target), gpus.device_of(tensor)
+        same = index == here and dtype in (None, tensor.dtype)
+        if index == here and not copy and (same or dtype is not None) and memory_format is None:
+            return tensor if same else PLAIN["to"](tensor, dtype)  # type: ignore[no-any-return]
+        if index == here:
+            given = {} if memory_format is None else {"memory_format": memory_format}
+            return PLAIN["to"](tensor, dtype or tensor.dtype, copy=copy, **given)  # type: ignore[no-any-return]
+        target = torch.device("cpu") if index is None else torch.device("cuda", index)
+        return Moved.apply(tensor, target, dtype, non_blocking, memory_format)  # type: ignore[no-any-return]
+
+    class Moved(torch.autograd.Function):
+        """A copy to another device; its gradient comes back."""
+
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, where: Any, dtype: Any, non_blocking: bool, memory_format: Any) -> Tensor:
+            ctx.back = device(tensor), tensor.dtype
+            with gpus.from_python():
+                return torch.ops.aten._to_copy.default(  # type: ignore[no-any-return]
+                    tensor, device=where, dtype=dtype, non_blocking=non_blocking, memory_format=memory_format
+                )
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+            return to(gradient, *ctx.back), None, None, None, None
+
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        memory = gpus.memories.of(tensor)
+        assert memory is not None, "record_stream of a tensor on the CPU"
+        memory.recorded.add(stream.line)
+
+    def tolist(tensor: Tensor) -> Any:
+        return PLAIN["tolist"](to(tensor, "cpu"))
+
+    def numpy(tensor: Tensor, **kwargs: Any) -> Any:
+        if gpus.device_of(tensor) is not None:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        return PLAIN["numpy"](tensor, **kwargs)
+
+    def is_pinned(tensor: Tensor, device: Any = None) -> bool:
+        memory = gpus.memories.of(tensor)
+        return memory is not None and memory.device is None
+
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if gpus.device_of(tensor) is None:
+            return PLAIN["__deepcopy__"](tensor, memo)  # type: ignore[no-any-return]
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            asks = tensor.requires_grad
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(copied, asks) if is_parameter else copied.requires_grad_(asks)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
+    def reduce(tensor: Tensor, protocol: int) -> Any:
+        """What ``torch.save`` writes; it is read back on the CPU."""
+        if gpus.device_of(tensor) is not None:
+            tensor = to(tensor.detach(), "cpu").requires_grad_(tensor.requires_grad)
+        return PLAIN["__reduce_ex__"](tensor, protocol)
+
+    def new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+        return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
+
+    return {
+        "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce,
+        "new_tensor": new_tensor,
+        "device": property(device),
+        "is_cuda": property(lambda tensor: gpus.device_of(tensor) is not None),
+        "is_cpu": property(lambda tensor: device(tensor).type == "cpu"),
+        "to": to,
+        "cuda": lambda tensor, where=None, non_blocking=False: to(tensor, where or "cuda", non_blocking=non_blocking),
+        "cpu": lambda tensor: to(tensor, "cpu"),
+        "get_device": lambda tensor: -1 if gpus.device_of(tensor) is None else gpus.device_of(tensor),
+        "pin_memory": lambda tensor, where=None: torch.ops.aten._pin_memory.default(tensor),
+        "is_pinned": is_pinned,
+        "record_stream": record_stream,
+        "tolist": tolist,
+        "numpy": numpy,
+    }
+
+
+def _once_a_process(gpus: Gpus, cached: Any) -> Any:
+    """A function that gives what a process has once, and keeps it."""
+    kept = functools.cache(lambda process, *args: cached.__wrapped__(*args))
+    return lambda *args: kept(gpus.process, *args)
+
+
+def _made_on_host(plain: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+    """``torch.tensor`` and ``torch.as_tensor``, which ask for a device where no simulation sees it."""
+    made: Tensor = plain(*args, **kwargs)
+    if pin_memory:
+        made = made.pin_memory()
+    if device is None or made.device == torch.device(device):
+        return made
+    return made.detach().to(device).requires_grad_(made.requires_grad)
+
+
+def _saying_its_device(gpus: Gpus, plain: Any) -> Any:
+    """A factory that Python calls: if it says that it makes something on the CPU, that is meant. C++ within other
+    operations says the same of all tensors."""
+
+    @functools.wraps(plain)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if plain in NEW.values():
+            kwargs.setdefault("device", args[0].device)
+        with gpus.from_python():
+            return plain(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return made
+
+
+def _index(gpus: Gpus, device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    device = torch.device(device)
+    return gpus.current_device if device.index is None else device.index

@@ -1,0 +1,466 @@
+"""torch.distributed over NCCL and Gloo between simulated GPUs: ``run_ranks`` runs ranks as threads that talk by it.
+
+Stands in for ``torch.distributed`` in ``parallel.comm.torch_*``. Tensors of a GPU go over NCCL: each communicator has a
+stream on each member, on which its operations run in turn, each at one time on all members; ``wait`` is that of a
+stream. The first operation holds the host until all members have come. Tensors of the host go over Gloo, by tags.
+What NCCL would refuse raises what it raises there; what would hang, or mix up numbers, is a ``Hang`` that says why.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as real
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from parallel.comm import torch_comm, torch_group, torch_links
+from parallel.comm.replicate import AveragedModule
+from parallel.comm.torch_comm import TorchCommunicator
+from tests.helpers.sim_gpu.hazards import HOST
+from tests.helpers.sim_gpu.memory import true
+from tests.helpers.sim_gpu.timeline import Hang, Meeting, Stream, Timeline, Work
+
+if TYPE_CHECKING:
+    from tests.helpers.sim_gpu.gpus import Gpus, Process
+
+NCCL_TYPES = {
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+}
+OPPOSITE = {"send": "receive", "receive": "send"}
+
+
+def run_ranks(gpus: Gpus, world: int, function: Callable[[TorchCommunicator], Any], timeout_s: float = 60) -> list[Any]:
+    """Call ``function`` with the communicator of each of ``world`` ranks, which take the GPUs in turn; return what they
+    give, in order."""
+
+    def rank_of(rank: int) -> Any:
+        device = torch.device("cuda", rank % gpus.count)
+        torch.cuda.set_device(device)
+        communicator = TorchCommunicator(device, timeout_s, timeout_s)
+        result = function(communicator)
+        communicator.close()
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        Distributed(gpus, world).put_in(patch)
+        return gpus.run(world, rank_of)
+
+
+@dataclass(eq=False)
+class Group:
+    """A process group, as one of its members has it.
+
+    Attributes:
+        ranks: of the whole run.
+        number: of this member in it.
+        backends: "gloo" or "nccl" for each type of device.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    number: int
+    backends: dict[str, str]
+    collectives: int = 0
+    members: dict[str, Member] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Share:
+    """What one member brings to an operation."""
+
+    who: str
+    operation: str
+    tensor: Tensor
+    work: GlooWork | None = None
+
+    def check(self, other: Share, name: str) -> None:
+        """Raise a ``Hang`` unless this and what another member brought are one operation."""
+        alike = self.tensor.numel() == other.tensor.numel() and self.tensor.dtype == other.tensor.dtype
+        if not alike or OPPOSITE.get(self.operation, self.operation) != other.operation:
+            raise Hang(f"{name}: {self} meets {other}: numbers are mixed up, or both hang")
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.tensor.numel()} {self.tensor.dtype} on {self.who}"
+
+
+@dataclass(eq=False)
+class Member:
+    """A member of an NCCL communicator.
+
+    Attributes:
+        shared: by all members: what each has brought to operation n.
+    """
+
+    stream: Stream
+    shared: dict[int, tuple[Meeting, dict[int, Share]]]
+    count: int = 0
+    last: Work | None = None
+
+
+class NcclWork:
+    """What an operation over NCCL returns; as in torch, it holds the tensor until ``wait``, or until it is done."""
+
+    def __init__(self, gpus: Gpus, tensor: Tensor, stream: Stream, done: Any) -> None:
+        self._gpus, self._stream, self._done = gpus, stream, done
+        self._tensor: Tensor | None = tensor
+
+    def wait(self) -> bool:
+        self._done.wait(torch.cuda.current_stream(self._stream.device))
+        self._tensor = None
+        return True
+
+    def is_completed(self) -> bool:
+        done: bool = self._done.query()
+        if done and self._tensor is not None:  # not waited for: its memory is given out again after this operation
+            memory = self._gpus.memories.of(self._tensor)
+            assert memory is not None
+            memory.recorded.add(self._stream)
+            self._tensor = None
+        return done
+
+    def let_go(self) -> bool:
+        """Return whether the tensor is not held any longer; torch's watchdog looks, too."""
+        return self._tensor is None or self.is_completed()
+
+
+class GlooWork:
+    """What an operation over Gloo returns; of a receive, only ``wait`` tells whether it is done."""
+
+    def __init__(self, gpus: Gpus, what: str, tensor: Tensor, arrive: Callable[[], object]) -> None:
+        self._gpus, self._what, self._tensor, self._arrive = gpus, what, tensor, arrive
+        self.met = self._waited = False
+        self._touch()
+
+    def wait(self) -> bool:
+        self._gpus.timeline.block(lambda: self.met, f"{self._what} waits")
+        if not self._waited:
+            self._touch()
+            self._arrive()
+        self._waited = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._waited or (self.met and "send" in self._what)
+
+    def _touch(self) -> None:
+        """The host uses the tensor, which may be page-locked."""
+        memory = self._gpus.memories.of(self._tensor)
+        if memory is not None:
+            self._gpus.process.hazards.access(HOST, self._what, [], [memory.number])
+
+
+class Departures:
+    """Of messages over Gloo, without the thread: nobody would see that it hangs."""
+
+    def add(self, wait: Any) -> Any:
+        return wait.__self__
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Store:
+    """The key-value store of a run."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._values: dict[str, bytes] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._timeline.lock:
+            self._values[key] = value.encode() if isinstance(value, str) else value
+            self._timeline.note()
+
+    def wait(self, keys: Iterable[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._timeline.block(lambda key=key: key in self._values, f"the store has no {key}")  # type: ignore[misc]
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._timeline.lock:
+            self._counts[key] += amount
+            return self._counts[key]
+
+
+class Environment(collections.UserDict[str, str]):
+    """``os.environ``, with what a launcher tells each rank."""
+
+    def __init__(self, gpus: Gpus, world: int) -> None:
+        super().__init__(os.environ)
+        self._gpus, self._size = gpus, str(world)
+
+    def __getitem__(self, name: str) -> str:
+        if name in ("RANK", "LOCAL_RANK"):
+            return str(self._gpus.process.rank)
+        return self._size if name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") else super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") or super().__contains__(name)
+
+
+class Distributed:
+    """The names of ``torch.distributed`` that are used."""
+
+    DistError, DistBackendError, DistNetworkError = real.DistError, real.DistBackendError, real.DistNetworkError
+    ProcessGroupNCCL = getattr(real, "ProcessGroupNCCL", None)
+
+    def __init__(self, gpus: Gpus, world: int) -> None:
+        self._gpus, self._world = gpus, world
+        self._store = Store(gpus.timeline)
+        self._defaults: dict[Process, Group] = {}
+        self._counts: collections.Counter[Process] = collections.Counter()
+        self._made: dict[str, str] = {}
+        self._came: dict[str, dict[int, tuple[str, int]]] = {}
+        self._shared: dict[str, Any] = collections.defaultdict(dict)
+        self._mail: dict[tuple[Any, ...], collections.deque[Share]] = collections.defaultdict(collections.deque)
+        self._watched: dict[Process, list[NcclWork]] = collections.defaultdict(list)
+        self.distributed_c10d = types.SimpleNamespace(_get_default_store=lambda: self._store)
+
+    def put_in(self, patch: pytest.MonkeyPatch) -> None:
+        """In place of ``torch.distributed``, until ``patch`` ends."""
+        for module in (torch_comm, torch_links, torch_group):
+            patch.setattr(module, "dist", self)
+        patch.setattr(torch_comm, "DistributedDataParallel", self._replicated)
+        patch.setattr(torch_group, "open_store", lambda *_: self._store)
+        patch.setattr(torch_group, "join_attempt", lambda store, *_: store)
+        patch.setattr(torch_group, "call_with_timeout", lambda call, _: call())
+        patch.setattr(os, "environ", Environment(self._gpus, self._world))
+        patch.setattr(torch_comm, "Departures", Departures)
+
+    def init_process_group(self, backend: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        assert (rank, world_size) == (self._gpus.process.rank, self._world)
+        self._counts[self._gpus.process] = 1
+        self._defaults[self._gpus.process] = self._make("0", range(world_size), backend)
+
+    def destroy_process_group(self) -> None:
+        del self._defaults[self._gpus.process]
+
+    @property
+    def group(self) -> Any:
+        return types.SimpleNamespace(WORLD=self._defaults.get(self._gpus.process))
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+    ) -> Any:
+        """Groups are named by how many this rank has made before; all ranks make the same ones, or, with local
+        synchronization, those of the group."""
+        process, ranks = self._gpus.process, sorted(ranks)
+        if use_local_synchronization and process.rank not in ranks:
+            return real.GroupMember.NON_GROUP_MEMBER
+        count = self._counts[process]
+        self._counts[process] += 1
+        name = f"{count} of {ranks} alone" if use_local_synchronization else f"{count}"
+        return self._make(name, ranks, backend or self._made["0"].split(" over ")[1])
+
+    def isend(self, tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> Any:
+        return self._message("send", tensor, dst, group, tag)
+
+    def irecv(self, tensor: Tensor, src: int, group: Group | None = None, tag: int = 0) -> Any:
+        return self._message("receive", tensor, src, group, tag)
+
+    def all_reduce(self, tensor: Tensor, op: Any = None, group: Group | None = None, async_op: bool = False) -> Any:
+        assert op is None, "only sums"
+        return self._collective("all_reduce", tensor, group, async_op, _sum)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None, async_op: bool = False) -> Any:
+        root = self._group(group).ranks.index(src)
+        run: Callable[[list[Tensor]], object] = lambda tensors: [each.copy_(tensors[root]) for each in tensors]  # noqa: E731
+        return self._collective(f"broadcast from {src}", tensor, group, async_op, run)
+
+    def barrier(self, group: Group | None = None) -> None:
+        self._collective("barrier", torch.empty(0), group, False, lambda _: None)
+
+    def _group(self, group: Group | None) -> Group:
+        return group or self._defaults[self._gpus.process]
+
+    def _make(self, name: str, ranks: Sequence[int], backend: str) -> Any:
+        rank = self._gpus.process.rank
+        told = f"{list(ranks)} over {backend}"
+        with self._gpus.timeline.lock:
+            known = self._made.setdefault(name, told)
+            if known != told:
+                raise Hang(f"group {name}: rank {rank} makes one of ranks {told}, another rank one of ranks {known}")
+        if rank not in ranks:
+            return real.GroupMember.NON_GROUP_MEMBER
+        kinds = dict(part.split(":") for part in backend.split(",")) if ":" in backend else {}
+        backends = kinds or ({"cuda": "nccl"} if backend == "nccl" else {"cpu": backend, "cuda": backend})
+        number = list(ranks).index(rank)
+        if "gloo" in backends.values():  # connects its members at once
+            self._come(f"group {name} of ranks {told}", number, len(ranks), -1)
+        return Group(name, tuple(ranks), number, backends)
+
+    def _come(self, name: str, number: int, size: int, device: int) -> None:
+        """Return once all members of ``name`` have come."""
+        process, timeline = self._gpus.process, self._gpus.timeline
+        with timeline.lock:
+            came = self._came.setdefault(name, {})
+            if number in came:
+                raise Hang(f"{process} and {came[number][0]} both come to {name} as its member {number}")
+            if device >= 0 and any(other == device for _, other in came.values()):
+                raise real.DistBackendError(f"NCCL error: invalid usage: Duplicate GPU detected: cuda:{device}")
+            came[number] = str(process), device
+            timeline.note()
+            timeline.block(lambda: len(came) == size, f"{process} waits for the members of {name}")
+
+    def _backend(self, tensor: Tensor, group: Group) -> str:
+        kind = tensor.device.type
+        if kind not in group.backends:
+            raise RuntimeError(f"No backend type associated with device type {kind}")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+        if group.backends[kind] == "nccl" and tensor.dtype not in NCCL_TYPES:
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+        return group.backends[kind]
+
+    def _message(self, operation: str, tensor: Tensor, peer: int, group: Group | None, tag: int) -> Any:
+        group, rank = self._group(group), self._gpus.process.rank
+        if self._backend(tensor, group) == "nccl":
+            pair = sorted((group.number, group.ranks.index(peer)))
+            key, number = f"{pair[0]}:{pair[1]}", pair.index(group.number)
+            return self._over_nccl(group, key, number, 2, operation, tensor, True, _handed_over)
+        if tensor.is_cuda:
+            raise RuntimeError("ProcessGroupGloo::send: unsupported device type cuda")
+        what = f"{self._gpus.process}: Gloo's {operation}, tag {tag}, of rank {peer}"
+        work = GlooWork(self._gpus, what, tensor, lambda: None)
+        own, way = Share(what, operation, tensor, work), (rank, peer) if operation == "send" else (peer, rank)
+        with self._gpus.timeline.lock:
+            waiting = self._mail[group.name, *way, tag, OPPOSITE[operation]]
+            if not waiting:
+                self._mail[group.name, *way, tag, operation].append(own)
+                return work
+            other = waiting.popleft()
+            own.check(other, "Gloo")
+            self._perform([own, other], lambda _: _handed_over([own, other]))
+        return work
+
+    def _collective(
+        self, operation: str, tensor: Tensor, group: Group | None, async_op: bool, run: Callable[[list[Tensor]], object]
+    ) -> Any:
+        group = self._group(group)
+        size = len(group.ranks)
+        of_shares: Callable[[Sequence[Share]], object] = lambda shares: run([share.tensor for share in shares])  # noqa: E731
+        if self._backend(tensor, group) == "nccl":
+            return self._over_nccl(group, "all", group.number, size, operation, tensor, async_op, of_shares)
+        host = tensor.cpu() if tensor.is_cuda else tensor
+        what = f"{self._gpus.process}: Gloo's {operation} in group {group.name} of ranks {list(group.ranks)}"
+        work = GlooWork(self._gpus, what, host, lambda: tensor is host or tensor.copy_(host))
+        group.collectives += 1
+        with self._gpus.timeline.lock:
+            shares = self._shared[f"{group.name} {group.collectives}"]
+            own = Share(what, operation, host, work)
+            for other in shares.values():
+                own.check(other, f"Gloo, group {group.name}")
+            shares[group.number] = own
+            if len(shares) == size:
+                self._perform([shares[number] for number in range(size)], of_shares)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _perform(self, shares: Sequence[Share], run: Callable[[Sequence[Share]], object]) -> None:
+        with torch.no_grad(), _disable_current_modes():
+            run(shares)
+        for share in shares:
+            assert share.work is not None
+            share.work.met = True
+        self._gpus.timeline.note()
+
+    def _over_nccl(
+        self,
+        group: Group,
+        key: str,
+        number: int,
+        size: int,
+        operation: str,
+        tensor: Tensor,
+        async_op: bool,
+        run: Callable[[Sequence[Share]], object],
+    ) -> Any:
+        """Launch an operation of the communicator ``key`` of a group, as its member ``number``."""
+        gpus, process, device = self._gpus, self._gpus.process, tensor.get_device()
+        with gpus.timeline.lock:
+            name = f"communicator {key} of group {group.name} of ranks {list(group.ranks)}"
+            if key not in group.members:  # its id is in the store of all ranks, by the name of the group and the key
+                self._come(f"communicator {key} of group {group.name}", number, size, device)
+                group.members[key] = Member(gpus.pool_stream(device), self._shared[f"{group.name}/{key}"])
+            member, memory = group.members[key], gpus.memories.of(tensor)
+            assert memory is not None
+            stream = member.stream if async_op else gpus.current_stream(device)
+            if async_op:
+                torch.cuda.Stream(of=stream).wait_stream(torch.cuda.current_stream(device))  # type: ignore[call-arg]
+            reads_only = operation in ("send", f"broadcast from {process.rank}")
+            process.hazards.access(
+                stream.number, f"NCCL's {operation}", [memory.number], [] if reads_only else [memory.number]
+            )
+            shares: dict[int, Share] = {}
+            meeting = Meeting(size, lambda: run([shares[number] for number in range(size)]))
+            meeting, shares = member.shared.setdefault(member.count, (meeting, shares))
+            own = Share(str(process), operation, true(tensor, memory))
+            for other in shares.values():
+                own.check(other, f"{name}, operation {member.count}")
+            shares[number] = own
+            member.count += 1
+            last = [] if member.last is None else [member.last]
+            member.last = gpus.timeline.launch(stream, f"{operation}, {name}", after=last, meeting=meeting)
+            if not async_op:
+                return None
+            done = torch.cuda.Stream(of=stream).record_event()  # type: ignore[call-arg]
+            work = NcclWork(gpus, tensor, stream, done)
+            watched = self._watched[process]
+            watched[:] = [each for each in (*watched, work) if not each.let_go()]
+            return work
+
+    def _replicated(
+        self, module: nn.Module, device_ids: Any = None, process_group: Any = None, bucket_cap_mb: Any = None, **_: Any
+    ) -> nn.Module:
+        """``DistributedDataParallel``: its checks, and its results by ``AveragedModule``: its reducer is C++."""
+        devices = {parameter.device for parameter in module.parameters()}
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise RuntimeError("DistributedDataParallel is not needed when no parameter requires a gradient.")
+        if len({device.type for device in devices}) > 1:
+            raise ValueError("DistributedDataParallel's input module must be on the same type of devices")
+        if device_ids and (len(devices) > 1 or {device.type for device in devices} == {"cpu"}):
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
+                f"modules or CPU modules, but got device_ids {device_ids} and module parameters {devices}."
+            )
+        group = self._group(process_group)
+        ranks: Any = types.SimpleNamespace(
+            world=len(group.ranks),
+            broadcast=lambda tensor, source=0: self.broadcast(tensor, group.ranks[source], group),
+            iall_reduce=lambda tensor: self.all_reduce(tensor, group=group, async_op=True),
+        )
+        return AveragedModule(module, ranks, None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)))
+
+
+def _handed_over(shares: Sequence[Share]) -> None:
+    source, target = shares if shares[0].operation.startswith("send") else shares[::-1]
+    target.tensor.copy_(source.tensor)
+
+
+def _sum(tensors: Sequence[Tensor]) -> None:
+    """In order of rank, whoever comes last."""
+    for tensor in tensors[1:]:
+        tensors[0].add_(tensor)
+    for tensor in tensors[1:]:
+        tensor.copy_(tensors[0])

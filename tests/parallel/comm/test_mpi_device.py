@@ -1,0 +1,169 @@
+"""Tensors on a GPU over MPI, with an MPI and a GPU that only record: nothing blocks, and the order is kept."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.comm import objects
+
+MODULES = ("mpi4py", "parallel.comm.mpi_comm", "parallel.comm.mpi_counters", "parallel.comm.mpi_request")
+GPU = 3
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+    def record_stream(self, stream: Any) -> None:
+        stream.calls.append("record_stream")
+
+
+class Event:
+    def __init__(self) -> None:
+        self.over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
+class Stream:
+    """Keeps what it is asked; its events are over when the test says so."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.calls: list[str] = []
+        self.events: list[Event] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.calls.append("wait_stream")
+
+    def record_event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+    def synchronize(self) -> None:
+        pytest.fail("the host waits for the GPU")
+
+
+class FakeMpi:
+    """Records the operations handed to it; all are over at once."""
+
+    Exception = type("Exception", (RuntimeError,), {})
+    COMM_TYPE_SHARED = THREAD_MULTIPLE = 3
+    BYTE = UINT8_T = INT32_T = INT64_T = FLOAT = DOUBLE = 1
+    buffer = SimpleNamespace(fromaddress=lambda address, size: size)
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.COMM_WORLD = self
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in ("Isend", "Irecv"):
+            return lambda memory, peer, tag: self._begin(name, tag)
+        if name == "Iallreduce":
+            return lambda place, memory: self._begin(name, -1)
+        if name in ("Dup", "Split_type"):
+            return lambda *_: self
+        return lambda *_: {"Get_size": 2, "Query_thread": 3}.get(name, 0)
+
+    def _begin(self, name: str, tag: int) -> Any:
+        self.begun.append((name, tag))
+        return SimpleNamespace(Test=lambda: True)
+
+
+class Fixture(SimpleNamespace):
+    mpi: FakeMpi
+    computing: Stream
+    devices: list[int]
+    make: Callable[[], Any]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
+    for name in MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    mpi, computing, devices, made = FakeMpi(), Stream(), list[torch.device](), list[Any]()
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(objects, "pinned_like", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def make() -> Any:
+        module = importlib.import_module("parallel.comm.mpi_comm")
+        made.append(module.MpiCommunicator(5, 2))
+        return made[-1]
+
+    yield Fixture(mpi=mpi, computing=computing, devices=devices, make=make)
+    for communicator in made:
+        communicator.progress.stop()
+        atexit.unregister(communicator.progress.stop)
+
+
+def test_copies_to_the_host_run_beside_the_device_and_keep_the_order(gpu: Fixture) -> None:
+    communicator = gpu.make()
+    assert not communicator._device_memory  # this process has no CUDA-aware MPI
+    sent = torch.arange(4.0).as_subclass(OnGpu)
+    works = [
+        communicator.isend(sent, 1, 5),
+        communicator.iall_reduce(sent),
+        communicator.isend(torch.zeros(1), 1, 6),
+    ]
+    assert gpu.mpi.begun == []  # what is on the host does not overtake, either
+    assert communicator._leaving.calls == ["wait_stream", "record_stream"] * 2
+    first, second = communicator._leaving.events
+    second.over = True
+    assert not any(work.done() for work in works)
+    first.over = True
+    for work in works:
+        work.wait()
+    assert gpu.mpi.begun == [("Isend", 5), ("Iallreduce", -1), ("Isend", 6)]
+    assert gpu.devices == [GPU]  # of the thread that calls MPI
+
+
+def test_received_data_are_copied_to_the_device_without_waiting(gpu: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = list[bool]()
+    monkeypatch.setattr(OnGpu, "copy_", lambda _, source, non_blocking=False: copied.append(non_blocking))
+    gpu.make().irecv(torch.zeros(4).as_subclass(OnGpu), 1, 5).wait()
+    assert copied == [True]
+
+
+@pytest.mark.parametrize(("variable", "direct"), [(None, True), ("1", True), ("0", False)])
+def test_device_memory_is_given_to_mpi_once_it_is_computed_and_unless_switched_off(
+    variable: str | None, direct: bool, gpu: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = SimpleNamespace(MPIX_Query_cuda_support=lambda: 1)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: query)
+    if variable is not None:
+        monkeypatch.setenv("MEGATILE_CUDA_AWARE_MPI", variable)
+    communicator = gpu.make()
+    work = communicator.isend(torch.arange(4.0).as_subclass(OnGpu), 1, 5)
+    assert gpu.mpi.begun == []
+    events = gpu.computing.events if direct else communicator._leaving.events
+    assert len(events) == 1
+    events[0].over = True
+    work.wait()
+    assert gpu.mpi.begun == [("Isend", 5)]
+
+
+def test_a_fault_of_the_gpu_is_not_that_of_another_rank(gpu: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(event: Event) -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
+
+    monkeypatch.setattr(Event, "query", fail)
+    work = gpu.make().isend(torch.arange(4.0).as_subclass(OnGpu), 1, 5)
+    with pytest.raises(torch.AcceleratorError):
+        work.wait()

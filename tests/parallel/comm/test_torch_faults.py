@@ -1,0 +1,67 @@
+"""Faults of the own device are not reported as the end of another rank; device_ids of DDP only for GPU parameters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parallel.comm import torch_comm
+from parallel.comm.communicator import CommunicationError
+from parallel.comm.torch_comm import TorchCommunicator, TorchWork, is_lost_peer
+
+NCCL_MEMORY = dist.DistBackendError(
+    "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 4194304 bytes"
+)
+CUDA_MEMORY = dist.DistBackendError("NCCL error\nLast error:\nCuda failure 2 'out of memory'")
+LOST = dist.DistBackendError("NCCL communicator was aborted on rank 1")
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+DEVICE = torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "is_lost"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, False),
+        (NCCL_MEMORY, torch.OutOfMemoryError, False),
+        (CUDA_MEMORY, torch.OutOfMemoryError, False),
+        (DEVICE, torch.AcceleratorError, False),
+        (LOST, CommunicationError, True),
+        (GLOO, CommunicationError, True),
+    ],
+    ids=[
+        "out of memory",
+        "NCCL's calloc",
+        "NCCL out of memory",
+        "device fault",
+        "NCCL lost a rank",
+        "Gloo lost a rank",
+    ],
+)
+def test_faults_keep_their_kind(fault: RuntimeError, expected: type[RuntimeError], is_lost: bool) -> None:
+    def wait() -> None:
+        raise fault
+
+    with pytest.raises(expected, match=r"(?i)memory|rank|peer"):
+        TorchWork(SimpleNamespace(wait=wait), [], "rank 0 of 2: irecv").wait()
+    assert is_lost_peer(fault) == is_lost
+
+
+@pytest.mark.parametrize(("parameters", "device_ids"), [("cpu", None), ("cuda", [torch.device("cuda", 0)])])
+def test_device_ids_only_where_all_parameters_are_on_the_gpu(
+    parameters: str, device_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP refuses them for parameters that --developer offload-state=parameters keeps on the host."""
+    given = dict[str, Any]()
+    monkeypatch.setattr(torch_comm, "DistributedDataParallel", lambda _, **settings: given.update(settings))
+    communicator = object.__new__(TorchCommunicator)
+    communicator._device, communicator._group = torch.device("cuda", 0), None
+    with FakeTensorMode():
+        communicator.replicate(nn.Linear(2, 2, device=parameters))
+    assert given["device_ids"] == device_ids
