@@ -17,17 +17,19 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.gpu import largest, offload_time, precision, report, run, smoke, study
+from benchmarks.gpu import largest, offload_time, precision, report, run, smoke, smoke_engines, study
 from benchmarks.gpu.setting import Setting, attempt
 from benchmarks.gpu.work import Problem
 from benchmarks.offload_study.measure import copy_figures, measure_model
 from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
 from benchmarks.offload_study.published import published_ratio
+from parallel.comm.local import LocalCommunicator
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copy_clock import CopyTime
 from tests.helpers.benchmark_run import run_on_forked_ranks
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
+from tests.helpers.sim_gpu import simulated
 
 pytestmark = pytest.mark.bench
 
@@ -75,6 +77,19 @@ def test_smoke_runs_every_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert len(rows) == len(smoke.ALONE) + len(smoke.TOGETHER) + len(smoke.COMMANDS)
     assert all(len(smoke.line(row)) == len(smoke.HEADER) for row in rows)
     assert all(row["error"] <= row["allowed"] for row in rows if "syncs" not in row)
+
+
+def test_smoke_rows_on_a_simulated_gpu(tmp_path: Path) -> None:
+    """What they do on CUDA alone. The simulated GPU has neither autocast nor storages of its own."""
+    names = ("plain step against the CPU", "stream", "offload, overlap", "recompute", "syncs, single")
+    cases = [smoke._case(tiny(), 1, *case) for case in smoke.ALONE if case[0] in names]
+    with simulated(1, late=0) as gpus:
+        argument = {"device": "cuda", "rows": str(tmp_path / "rows"), "cases": cases}
+        smoke_engines.run_all(LocalCommunicator(), argument)
+        assert not gpus.found
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["name"] for row in rows if row["passed"]] == list(names)
+    assert rows[-1]["syncs"] < 2
 
 
 def test_smoke_goes_on_behind_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.step import Microbatch
+from parallel.profile.gpu import set_tf32
 from parallel.schedule.microbatch import split_batch
 
 SEED = 0
@@ -90,7 +91,7 @@ def run_all(communicator: Communicator, argument: Mapping[str, Any]) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", communicator.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        set_tf32(False)
     if communicator.world == 1:
         communicator = LocalCommunicator()
     for case in argument["cases"]:
