@@ -39,6 +39,7 @@ ALONE: tuple[tuple[str, str, str, str], ...] = (
 TOGETHER: tuple[tuple[str, str, str, str], ...] = (
     ("spatial", "plain", "resnet", "--parallel spatial --grid 2x1"),
     ("spatial, bf16", "bf16", NET, "--parallel spatial --grid 2x1"),
+    ("1f1b, stream, bf16", "bf16", NET, "--parallel 1f1b --stream BOX"),
     ("1f1b, dropout in two stages", "plain", DROPPING, "--parallel 1f1b"),
     ("ddp, parameters on the host", "plain", NET, "--parallel ddp --developer offload-state=parameters"),
     ("syncs, ddp", "syncs", "resnet", "--parallel ddp"),

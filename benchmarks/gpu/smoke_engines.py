@@ -124,7 +124,7 @@ def _against_float32(communicator: Communicator, case: Row, device: torch.device
     plain = PlainTraining(trial).step(0)
     gradients = engine.gradients()
     engine.close()
-    cosines = [F.cosine_similarity(gradients[k].flatten(), g.flatten(), 0) for k, g in plain.gradients.items()]
+    cosines = [F.cosine_similarity(g.flatten(), plain.gradients[k].flatten(), 0) for k, g in gradients.items()]
     row = _row(1.0 - float(min(cosines)), BF16_ANGLE, "1 - cosine")
     return {**row, "passed": row["passed"] and abs(loss - plain.loss) <= BF16_LOSS * abs(plain.loss)}
 
@@ -249,7 +249,9 @@ def _microbatches(engine: MeasuredEngine, trial: ExactnessTrial, step: int) -> l
     found = [trial.microbatch(step, i, engine.wants(i)) for i in engine.share]
     if not trial.by_boxes:
         return found
-    return [part._replace(images=CroppedImages(part.images)) for part in found if isinstance(part.images, Tensor)]
+    return [
+        part._replace(images=CroppedImages(part.images)) if isinstance(part.images, Tensor) else part for part in found
+    ]
 
 
 def _errors(communicator: Communicator, case: Row, device: torch.device, dtype: torch.dtype) -> Errors | None:
