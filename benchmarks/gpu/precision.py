@@ -1,7 +1,6 @@
 """Mixed precision: images per second and memory in bfloat16 beside float32, with and without offload.
 
-Takes nothing; gives a row per model and type. Steps take turns. In float32 products are computed as torch computes them
-by default, which on a GPU may be with shorter mantissas in convolutions (TF32).
+Takes nothing; gives a row per model and type. Steps take turns. float32 is without TF32, as ``--precision fp32``.
 """
 
 from __future__ import annotations

@@ -30,16 +30,17 @@ from benchmarks.gpu import report
 from benchmarks.gpu.setting import GIB, Row, Setting, told
 from benchmarks.machine import measured_on
 from benchmarks.results import write_results
+from parallel.profile.gpu import set_tf32
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SHARES = {"copies": 0.04, "offload_time": 0.34, "ranks": 0.09, "study": 0.23, "precision": 0.08, "largest": 0.22}
 """Part -> of the time, in the order in which they run. What a part leaves goes to those after it."""
 PARTS = ("smoke", *SHARES)
-SMOKE_S, SMOKE_CPU_S = 120.0, 400.0
-"""That the smoke part may take, on a GPU and on a CPU, which may be busy."""
-FULL_S, QUICK_S = 300.0, 15.0
-"""Of the parts that are timed, on a GPU and at tiny sizes, where most of it is spent starting processes."""
+SMOKE_S, SEVERAL_S, SMOKE_CPU_S = 120.0, 180.0, 400.0
+"""That the smoke part may take: on one GPU, on several, which have more rows, and on a CPU, which may be busy."""
+ALL_S, QUICK_S = 420.0, 15.0
+"""Of all parts on GPUs; of those that are timed at tiny sizes, where most of it is spent starting processes."""
 MOST_LOG = 20_000
 """Characters of a part's output that are kept."""
 GRACE_S, BUSY_GRACE_S = 45.0, 150.0
@@ -87,7 +88,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(arguments: argparse.Namespace, parts: dict[str, ModuleType]) -> dict[str, Any]:
     device = _device(arguments)
-    seconds = arguments.seconds or (FULL_S if device.type == "cuda" else QUICK_S)
+    smoke_s, seconds = SMOKE_CPU_S, arguments.seconds or QUICK_S
+    if device.type == "cuda":
+        smoke_s = SMOKE_S if torch.cuda.device_count() == 1 else SEVERAL_S
+        seconds = arguments.seconds or ALL_S - smoke_s
     result: dict[str, Any] = {
         "device": _device_text(device),
         "driver": _driver_text(device),
@@ -100,7 +104,7 @@ def _measure(arguments: argparse.Namespace, parts: dict[str, ModuleType]) -> dic
     }
     timed = [name for name in parts if name in SHARES]
     if "smoke" in parts:
-        _one_part(arguments, "smoke", SMOKE_S if device.type == "cuda" else SMOKE_CPU_S, result, parts)
+        _one_part(arguments, "smoke", smoke_s, result, parts)
     until_s = time.perf_counter() + seconds
     for number, name in enumerate(timed):
         rest = sum(SHARES[other] for other in timed[number:])
@@ -170,6 +174,7 @@ def _run_part(arguments: argparse.Namespace) -> None:
     device = _device(arguments)
     if device.type == "cpu":
         torch.set_num_threads(1)
+    set_tf32(False)  # as with --precision fp32
     part = importlib.import_module(f"benchmarks.gpu.{arguments.part}")
     setting = Setting(device, arguments.until)  # a clock that all processes of a machine share
     with arguments.rows.open("a") as file:

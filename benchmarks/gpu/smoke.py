@@ -1,4 +1,4 @@
-"""What runs on this machine with the numbers of the plain step, in two minutes, before anything is timed.
+"""What runs on this machine with the numbers of the plain step, before anything is timed.
 
 Takes nothing; gives a row per feature, the same rows under torch's CUDA sanitizer, and counts of host synchronisations.
 A row has passed, has not (NO), or was not run: a package is missing, there are too few GPUs, or its time was used up.
