@@ -5,18 +5,18 @@ Takes a compute-only schedule, the placement and the links between stages; gives
 Four passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
 2024). They take it that ``check`` found nothing wrong with the schedule.
 
-A receive only announces that a message is awaited; the compute action that needs it waits. Receives are announced one
-compute action ahead, so that messages travel while ranks compute, but never before an action that the message depends
-on: a receive over NCCL holds the device until its message comes, and that action may have to wait for the device.
+A receive only announces that a message is awaited; the compute action that needs it waits. ``announce`` says when:
+about one compute action ahead, so that messages travel while ranks compute.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Kind, Schedule
-from parallel.schedule.dependencies import Dependencies, Links, users_or_makers
+from parallel.schedule.announce import announce
+from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.placement import Placement
 from parallel.schedule.step_cost import StageCost, seconds_by_kind
 
@@ -112,28 +112,16 @@ def _with_recompute(actions: list[Action]) -> Iterator[Action]:
 
 
 def add_communication(schedule: Schedule, placement: Placement, links: Links) -> Schedule:
-    """Sends after the compute action that makes what they send, receives one compute action before the one in need.
+    """Sends after the compute action that makes what they send, receives about one compute action before the one in
+    need.
 
     The receives of a rank from another stand in the order in which that one sends, so that a channel between two ranks
-    needs no tags; where that order asks for it, a receive is announced further ahead. A message that depends on an
-    action of the rank that receives it is announced after that action, as are gradients after the message that they
-    belong to, which tells their shapes. Stages on one rank exchange nothing.
+    needs no tags; where that order asks for it, a receive is announced further ahead. The gradient of a message is
+    never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
     """
-    positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
     between = Dependencies(placement, links)
     sends = {action: between.sends_after(action, rank) for rank, actions in schedule.items() for action in actions}
-    over = between.over_before(schedule)
-    channels: dict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
-    for rank, actions in schedule.items():
-        for action in actions:
-            for send in sends[action]:
-                target = peer_rank(send, placement, rank)
-                channels[rank, target].append((send.other_end, over[action][target % placement.depth]))
-
-    receives: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
-    for (_, target), channel in sorted(channels.items()):
-        for (receive, _), position in zip(channel, _announced(channel, positions), strict=True):
-            receives[target][position].append(receive)
+    receives = announce(schedule, sends, placement, between)
     return {
         rank: [
             each
@@ -148,22 +136,6 @@ def peer_rank(action: Action, placement: Placement, rank: int) -> int:
     """The rank at the other end of a send or receive of ``rank``."""
     assert action.peer is not None
     return placement.rank_beside(rank, action.peer, action.replica)
-
-
-def _announced(channel: Sequence[tuple[Action, int]], positions: Mapping[Action, int]) -> list[int]:
-    """Positions of the compute actions before which the receives of a channel are announced, in ascending order.
-
-    Args:
-        channel: receives, each with the number of actions of its rank that its message depends on.
-    """
-    announced = []
-    latest = len(positions)
-    for receive, earliest in reversed(channel):
-        needed_at = next(positions[user] for user in users_or_makers(receive) if user in positions)
-        latest = min(latest, max(0, needed_at - 1))
-        announced.append(max(latest, earliest))
-    announced.reverse()
-    return announced
 
 
 def add_reduction(schedule: Schedule, placement: Placement, *, at_end: bool = False) -> Schedule:
