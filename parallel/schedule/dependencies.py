@@ -98,6 +98,30 @@ class Dependencies:
                             before[user].append(receive)
         return before
 
+    def over_before(self, schedule: Schedule) -> dict[Action, list[int]]:
+        """Return how many actions of each rank of its group are over once an action of ``schedule`` is, at the least.
+
+        Args:
+            schedule: compute-only, one that comes to its end.
+        """
+        depth = self._placement.depth
+        over: dict[Action, list[int]] = {}
+        own = {rank: [0] * depth for rank in schedule}
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in schedule.items():
+                place = rank % depth
+                for action in actions[own[rank][place] :]:
+                    needed = [a if a in over else a.as_kind(Kind.BACKWARD_INPUT) for a in self.computed_before(action)]
+                    if any(each not in over for each in needed):
+                        break
+                    before = [over[each] for each in needed]
+                    over[action] = own[rank] = list(map(max, own[rank], *before)) if before else own[rank].copy()
+                    own[rank][place] += 1
+                    moved = True
+        return over
+
     def _makers(self, action: Action) -> list[int]:
         """Stages whose outputs F needs, or whose gradients B and I need."""
         if action.kind is Kind.FORWARD:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
 from parallel.schedule.check import check
-from parallel.schedule.dependencies import Dependencies, Links
+from parallel.schedule.dependencies import Links
 from parallel.schedule.passes import add_communication, add_recompute, add_reduction, lower
 from parallel.schedule.placement import Placement
+from parallel.schedule.progress import Progress
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.step_cost import LinkCost, StageCost
@@ -91,7 +92,8 @@ def test_stage_that_is_complete_first_is_summed_first() -> None:
 
 def test_sums_follow_the_sends_that_others_wait_for() -> None:
     lowered = lower(rows("0F0 0B0 1:1F1 1:1B1", "1F0 1B0 1:0F1 1:0B1"), PAIR, {(0, 1): True})
-    assert texts(lowered)[0].endswith("1:1B1 1:1SEND_B1>0 1:1REDUCE")
+    assert texts(lowered)[0].endswith("1:1B1 1:1SEND_B1>0 0REDUCE 1:1REDUCE")
+    assert texts(lower(rows("0F0 0B0", "0F1 0B1"), Placement(2, 1, 1), {})) == ["0F0 0B0 0REDUCE", "0F1 0B1 0REDUCE"]
 
 
 def test_copy_without_microbatches_is_summed() -> None:
@@ -191,29 +193,10 @@ def test_channels_are_first_in_first_out(mesh: tuple[Schedule, Placement, Links]
 def test_no_rank_gets_stuck_where_each_action_waits_for_its_device(
     mesh: tuple[Schedule, Placement, Links], recompute: bool
 ) -> None:
-    """A device has come to its end once all messages before have gone or come, as those of NCCL are kernels."""
+    """A device has come to its end once the messages and sums before are over, as those of NCCL are kernels."""
     schedule, placement, links = mesh
-    lowered = add_communication(add_recompute(schedule) if recompute else schedule, placement, links)
-    needs = Dependencies(placement, links)
-    begun = {rank: list[Action]() for rank in lowered}
-    at, over = dict.fromkeys(lowered, 0), set[Action]()
-
-    def can_go_on(rank: int, action: Action) -> bool:
-        if action.kind in PER_PEER:
-            return True
-        messages = begun[rank] + needs.receives_before(action, rank)
-        return all(message in over and message.other_end in over for message in messages)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in lowered.items():
-            while at[rank] < len(actions) and can_go_on(rank, action := actions[at[rank]]):
-                begun[rank] += [action] if action.kind in PER_PEER else []
-                over.add(action)
-                at[rank] += 1
-                moved = True
-    assert all(at[rank] == len(lowered[rank]) for rank in lowered), f"stuck at {at} of {texts(lowered)}"
+    lowered = lower(schedule, placement, links, recompute=recompute)
+    assert not Progress(lowered, placement, links, lowered=True).device_stops(), texts(lowered)
 
 
 @pytest.mark.parametrize("depth", [2, 4])
