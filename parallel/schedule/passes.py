@@ -5,20 +5,25 @@ Takes a compute-only schedule, the placement and the links between stages; gives
 Four passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
 2024). They take it that ``check`` found nothing wrong with the schedule.
 
-A receive only announces that a message is awaited; the compute action that needs it waits. Receives are announced one
-compute action ahead, so that messages travel while ranks compute, but never before an action that the message depends
-on: a receive over NCCL holds the device until its message comes, and that action may have to wait for the device.
+A receive only announces that a message is awaited; the compute action that needs it waits. ``announce`` says when:
+about one compute action ahead, so that messages travel while ranks compute.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Kind, Schedule
-from parallel.schedule.dependencies import Dependencies, Links, users_or_makers
+from parallel.schedule.announce import announce
+from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.placement import Placement
+from parallel.schedule.progress import Progress
 from parallel.schedule.step_cost import StageCost, seconds_by_kind
+
+NO_LINKS: Links = MappingProxyType({})
 
 
 def lower(
@@ -38,11 +43,15 @@ def lower(
         recompute: keep no activations between the forward pass of a microbatch and its backward pass.
         offload: move them to the host meanwhile.
         costs: of the stages, for ``offload``.
-        reduce_at_end: sum no gradients before everything is computed.
+        reduce_at_end: sum no gradients before everything is computed. So it is, too, where ranks with two stages would
+            else wait for each other's sums in a circle.
     """
     if recompute:
         schedule = add_recompute(schedule)
-    lowered = add_reduction(add_communication(schedule, placement, links), placement, at_end=reduce_at_end)
+    sent = add_communication(schedule, placement, links)
+    lowered = add_reduction(sent, placement, links, at_end=reduce_at_end)
+    if placement.replicas > 1 and Progress(lowered, placement, links, lowered=True).device_stops():
+        lowered = add_reduction(sent, placement, links, at_end=True)
     return add_offload(lowered, costs) if offload else lowered
 
 
@@ -112,28 +121,16 @@ def _with_recompute(actions: list[Action]) -> Iterator[Action]:
 
 
 def add_communication(schedule: Schedule, placement: Placement, links: Links) -> Schedule:
-    """Sends after the compute action that makes what they send, receives one compute action before the one in need.
+    """Sends after the compute action that makes what they send, receives about one compute action before the one in
+    need.
 
     The receives of a rank from another stand in the order in which that one sends, so that a channel between two ranks
-    needs no tags; where that order asks for it, a receive is announced further ahead. A message that depends on an
-    action of the rank that receives it is announced after that action, as are gradients after the message that they
-    belong to, which tells their shapes. Stages on one rank exchange nothing.
+    needs no tags; where that order asks for it, a receive is announced further ahead. The gradient of a message is
+    never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
     """
-    positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
     between = Dependencies(placement, links)
     sends = {action: between.sends_after(action, rank) for rank, actions in schedule.items() for action in actions}
-    over = between.over_before(schedule)
-    channels: dict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)
-    for rank, actions in schedule.items():
-        for action in actions:
-            for send in sends[action]:
-                target = peer_rank(send, placement, rank)
-                channels[rank, target].append((send.other_end, over[action][target % placement.depth]))
-
-    receives: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
-    for (_, target), channel in sorted(channels.items()):
-        for (receive, _), position in zip(channel, _announced(channel, positions), strict=True):
-            receives[target][position].append(receive)
+    receives = announce(schedule, sends, placement, between)
     return {
         rank: [
             each
@@ -150,54 +147,69 @@ def peer_rank(action: Action, placement: Placement, rank: int) -> int:
     return placement.rank_beside(rank, action.peer, action.replica)
 
 
-def _announced(channel: Sequence[tuple[Action, int]], positions: Mapping[Action, int]) -> list[int]:
-    """Positions of the compute actions before which the receives of a channel are announced, in ascending order.
-
-    Args:
-        channel: receives, each with the number of actions of its rank that its message depends on.
-    """
-    announced = []
-    latest = len(positions)
-    for receive, earliest in reversed(channel):
-        needed_at = next(positions[user] for user in users_or_makers(receive) if user in positions)
-        latest = min(latest, max(0, needed_at - 1))
-        announced.append(max(latest, earliest))
-    announced.reverse()
-    return announced
-
-
-def add_reduction(schedule: Schedule, placement: Placement, *, at_end: bool = False) -> Schedule:
+def add_reduction(
+    schedule: Schedule, placement: Placement, links: Links = NO_LINKS, *, at_end: bool = False
+) -> Schedule:
     """A REDUCE of each stage that several ranks hold, on each of them, as early as its last B or W allows, or
     ``at_end`` of everything.
 
     Sums are collective: ranks that hold the same stages begin them in the same order, which is that of the number of
-    compute actions that the slowest of them has done by then. A rank with both replicas of a stage sums them once.
+    compute actions that the slowest of them has done by then. A rank with both replicas of a stage sums them once. A
+    sum over NCCL holds the device until all holders have begun it, so that no rank begins one before an action of its
+    own that another holder needs to come that far.
     """
-    last: dict[tuple[int, int], int] = {}  # (rank, stage) -> position of its last backward action
+    computed = {rank: [action for action in actions if action.kind in COMPUTE] for rank, actions in schedule.items()}
+    last: dict[tuple[int, int], int] = {}  # (rank, stage) -> compute actions up to its last backward action
     done: dict[int, int] = defaultdict(int)  # stage -> compute actions
-    for rank, actions in schedule.items():
-        computed = 0
-        for position, action in enumerate(actions):
-            computed += action.kind in COMPUTE
+    for rank, actions in computed.items():
+        for count, action in enumerate(actions, 1):
             if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                last[rank, action.stage] = position
-                done[action.stage] = max(done[action.stage], computed)
-    order = [stage for stage in sorted(done, key=lambda s: (done[s], s)) if placement.is_summed(stage)]
-    lowered: Schedule = {}
-    for rank, actions in schedule.items():
-        replicas: dict[int, int] = {}
-        for stage, replica in placement.held_by(rank):
-            replicas.setdefault(stage, replica)
-        after: dict[int, list[Action]] = defaultdict(list)
-        # A copy that no microbatch went through is summed all the same.
-        position = len(actions) - 1 if at_end else -1
-        for stage in order:
-            if stage in replicas:
-                if (rank, stage) in last:
-                    position = max(position, _end_of_sends(actions, last[rank, stage]))
-                after[position].append(Action(Kind.REDUCE, stage, None, replicas[stage]))
-        lowered[rank] = after[-1] + [each for n, action in enumerate(actions) for each in (action, *after[n])]
-    return lowered
+                last[rank, action.stage] = count
+                done[action.stage] = max(done[action.stage], count)
+    over = Dependencies(placement, links).over_before(computed) if placement.replicas > 1 else {}
+    counts = {rank: len(actions) if at_end else 0 for rank, actions in computed.items()}
+    after: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
+    for stage in sorted(done, key=lambda s: (done[s], s)):
+        if not placement.is_summed(stage):
+            continue
+        holders = placement.holders(stage)
+        for rank in holders:  # a copy that no microbatch went through is summed all the same
+            counts[rank] = max(counts[rank], last.get((rank, stage), 0))
+        if over:
+            _meet(holders, counts, computed, over, placement)
+        for rank in holders:
+            replica = min(replica for held, replica in placement.held_by(rank) if held == stage)
+            after[rank][counts[rank]].append(Action(Kind.REDUCE, stage, None, replica))
+    return {rank: list(_with_sums(actions, after[rank])) for rank, actions in schedule.items()}
+
+
+def _meet(
+    holders: Sequence[int],
+    counts: dict[int, int],
+    computed: Schedule,
+    over: Mapping[Action, Sequence[int]],
+    placement: Placement,
+) -> None:
+    """Raise ``counts``, compute actions of each holder before a sum, by what other holders need to come that far."""
+    moved = True
+    while moved:
+        moved = False
+        for rank, other in itertools.permutations(holders, 2):
+            if counts[other] and placement.group_of(rank) == placement.group_of(other):
+                needed = over[computed[other][counts[other] - 1]][rank % placement.depth]
+                moved = moved or needed > counts[rank]
+                counts[rank] = max(counts[rank], needed)
+
+
+def _with_sums(actions: list[Action], after: Mapping[int, Sequence[Action]]) -> Iterator[Action]:
+    """``actions`` with those that come ``after`` so many compute actions, and after what these send."""
+    yield from after.get(0, ())
+    count = 0
+    for position, action in enumerate(actions):
+        yield action
+        count += action.kind in COMPUTE
+        if count and position == _end_of_sends(actions, position) and action.kind in (*COMPUTE, *SENDS):
+            yield from after.get(count, ())
 
 
 def _end_of_sends(actions: list[Action], position: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,18 +11,17 @@ from hypothesis import strategies as st
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
 from parallel.schedule.check import check
-from parallel.schedule.dependencies import Dependencies, Links, users_or_makers
+from parallel.schedule.dependencies import Links
 from parallel.schedule.passes import add_communication, add_recompute, add_reduction, lower
 from parallel.schedule.placement import Placement
+from parallel.schedule.progress import Progress
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.step_cost import LinkCost, StageCost
 from parallel.schedule.text import from_csv
-from parallel.schedule.timeline import Span
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)
-RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 def rows(*texts: str) -> Schedule:
@@ -94,7 +92,8 @@ def test_stage_that_is_complete_first_is_summed_first() -> None:
 
 def test_sums_follow_the_sends_that_others_wait_for() -> None:
     lowered = lower(rows("0F0 0B0 1:1F1 1:1B1", "1F0 1B0 1:0F1 1:0B1"), PAIR, {(0, 1): True})
-    assert texts(lowered)[0].endswith("1:1B1 1:1SEND_B1>0 1:1REDUCE")
+    assert texts(lowered)[0].endswith("1:1B1 1:1SEND_B1>0 0REDUCE 1:1REDUCE")
+    assert texts(lower(rows("0F0 0B0", "0F1 0B1"), Placement(2, 1, 1), {})) == ["0F0 0B0 0REDUCE", "0F1 0B1 0REDUCE"]
 
 
 def test_copy_without_microbatches_is_summed() -> None:
@@ -191,61 +190,25 @@ def test_channels_are_first_in_first_out(mesh: tuple[Schedule, Placement, Links]
 
 
 @given(meshes(), st.booleans())
-def test_receives_are_announced_one_compute_action_ahead_but_not_before_what_the_message_depends_on(
+def test_no_rank_gets_stuck_where_each_action_waits_for_its_device(
     mesh: tuple[Schedule, Placement, Links], recompute: bool
 ) -> None:
+    """A device has come to its end once the messages and sums before are over, as those of NCCL are kernels."""
     schedule, placement, links = mesh
     lowered = lower(schedule, placement, links, recompute=recompute)
-    computed = {rank: [a for a in actions if a.kind in COMPUTE] for rank, actions in lowered.items()}
-    for actions in lowered.values():
-        for n, receive in enumerate(actions):
-            if receive.kind not in RECEIVES:
-                continue
-            between = [a for a in actions[n:] if a.kind in COMPUTE]
-            ahead = min(between.index(user) for user in users_or_makers(receive) if user in between)
-            depends_on = ancestors(receive.other_end, computed, placement, links)
-            assert depends_on.isdisjoint(between[:ahead]), f"{receive} in {texts({0: actions})}"
-            earlier = [a for a in actions[:n] if a.kind in COMPUTE]
-            assert ahead or not earlier or earlier[-1] in depends_on, f"{receive} in {texts({0: actions})}"
-
-
-def ancestors(send: Action, computed: Schedule, placement: Placement, links: Links) -> set[Action]:
-    """All computations that must be over before ``send`` can be: of its own rank, and of those that it waits for."""
-    before: dict[Action, list[Action]] = {}
-    for actions in computed.values():
-        for n, action in enumerate(actions):
-            before[action] = actions[max(0, n - 1) : n]
-    for action, direct in before.items():
-        direct += Dependencies(placement, links).computed_before(action)
-    found: set[Action] = set()
-    left = list(users_or_makers(send))
-    while left:
-        action = left.pop()
-        action = action if action in before else action.as_kind(Kind.BACKWARD_INPUT)
-        if action in before and action not in found:
-            found.add(action)
-            left += before[action]
-    return found
+    assert not Progress(lowered, placement, links, lowered=True).device_stops(), texts(lowered)
 
 
 @pytest.mark.parametrize("depth", [2, 4])
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_announcing_receives_late_costs_nothing(name: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message that depends on an action of its receiver cannot be sent before that action is over."""
+def test_receives_are_posted_early_enough(name: str, depth: int) -> None:
+    """At the most 2 % are lost against receives that are all posted at the beginning."""
     placement = placement_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
-    schedule, links = build_schedule(name, placement, 2 if name == "mast" else 6), chain(placement)
-    costs = [StageCost(1.0 + 0.3 * (stage % 3), 2.0, 1.1, 0.9, 0) for stage in range(placement.stages)]
-    slow = {pair: LinkCost(0.7, 0.7) for pair in links}
-
-    def spans() -> Mapping[int, tuple[Span, ...]]:
-        return simulate(lower(schedule, placement, links), placement, costs, slow).spans
-
-    late = spans()
-    none = [0] * depth
-    monkeypatch.setattr(
-        Dependencies, "over_before", lambda _, own: {a: none for actions in own.values() for a in actions}
-    )
-    assert late == spans()
+    schedule, links = build_schedule(name, placement, 2 if name == "mast" else 8), chain(placement)
+    costs = [StageCost(1.0 + 0.1 * (stage % 3), 2.0, 1.1, 0.9, 0) for stage in range(placement.stages)]
+    slow = {pair: LinkCost(0.1, 0.1) for pair in links}
+    soonest = simulate(schedule, placement, costs, slow).makespan_s
+    assert simulate(add_communication(schedule, placement, links), placement, costs, slow).makespan_s <= 1.02 * soonest
 
 
 @given(meshes())

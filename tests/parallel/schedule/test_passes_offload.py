@@ -36,7 +36,7 @@ def costs(copy_s: float) -> list[StageCost]:
 def test_everything_of_a_small_step() -> None:
     schedule = rows("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     assert texts(lower(schedule, TWO_RANKS, CHAIN, offload=True)) == [
-        "0F0 0SEND_F0>1 0O0 0RECV_B0<1 0P0 0F1 0SEND_F1>1 0O1 0RECV_B1<1 0P1 0B0 0B1",
+        "0F0 0SEND_F0>1 0O0 0P0 0F1 0SEND_F1>1 0O1 0RECV_B0<1 0RECV_B1<1 0P1 0B0 0B1",
         "1RECV_F0<0 1F0 1RECV_F1<0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0",
     ]
 
