@@ -6,6 +6,7 @@ which JSON can hold too. Ranks talk over Gloo or MPI. What they print goes to th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -13,9 +14,12 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from benchmarks.launching import AS_IN_A_CONTAINER
@@ -36,34 +40,59 @@ def run_on_ranks(
     *,
     launcher: Literal["torch", "mpi"] = "torch",
     timeout_s: float = TIMEOUT_S,
+    limit_s: float | None = None,
+    device: str = "cpu",
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Any]:
     """Results of ``target(communicator, argument)``, in order of rank.
 
     Args:
-        launcher: torch: Gloo; mpi: the mpirun beside this Python.
+        launcher: torch: Gloo or NCCL; mpi: the mpirun beside this Python.
         timeout_s: how long a rank waits for another.
+        limit_s: seconds after which ranks that are still at it are ended; None: no limit.
+        device: cuda: of torch's ranks each takes a GPU, in turn, and talks over NCCL if each has its own.
+        env: variables beside those of this process.
 
     Raises:
-        RuntimeError: a rank failed; it has printed why.
+        RuntimeError: a rank failed, and has printed why: the first line of its error; or the limit was reached.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "argument.json").write_text(json.dumps(argument))
-        rank = [sys.executable, "-m", "benchmarks.ranks", target, name, launcher, str(timeout_s)]
+        rank = [sys.executable, "-m", "benchmarks.ranks", target, name, launcher, str(timeout_s), device]
         if launcher == "mpi":
             command = [str(MPIRUN), "-n", str(world), *rank]
         else:
             start = "import sys; from parallel.comm.torch_launch import launch_ranks as launch; "
             start += f"sys.exit(launch({world}, sys.argv[1:]))"
             command = [sys.executable, "-c", start, *rank]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **AS_IN_A_CONTAINER, "OMP_NUM_THREADS": "1"})
-        if done.returncode:
-            raise RuntimeError(f"{target} on {world} ranks ended with exit code {done.returncode}")
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **AS_IN_A_CONTAINER, "OMP_NUM_THREADS": "1", **env}
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise RuntimeError(f"still running after {limit_s:.0f} s") from None
+        if code:
+            errors = sorted(folder.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
+            told = f": {errors[0].read_text()}" if errors else ""
+            raise RuntimeError(f"{target} on {world} ranks ended with exit code {code}{told}")
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher and its ranks, which have sessions of their own."""
+    launcher = psutil.Process(process.pid)
+    for each in (*launcher.children(recursive=True), launcher):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+
+
 def main() -> None:
-    target, folder, launcher, timeout_s = sys.argv[1], Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    target, name, launcher, seconds, kind = sys.argv[1:]
+    folder, timeout_s, device = Path(name), float(seconds), torch.device(kind)
     module, _, function = target.partition(":")
     torch.set_num_threads(1)
     communicator: Communicator
@@ -74,11 +103,15 @@ def main() -> None:
     else:
         from parallel.comm.torch_comm import TorchCommunicator
 
-        communicator = TorchCommunicator(torch.device("cpu"), timeout_s, timeout_s)
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        communicator = TorchCommunicator(device, timeout_s, timeout_s)
     argument = json.loads((folder / "argument.json").read_text())
     try:
         result = getattr(importlib.import_module(module), function)(communicator, argument)
-    except BaseException:
+    except BaseException as fault:
+        (folder / f"{communicator.rank}.error").write_text(traceback.format_exception_only(fault)[0].splitlines()[0])
         traceback.print_exc()
         sys.stderr.flush()
         communicator.abort()

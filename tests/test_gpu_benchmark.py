@@ -6,22 +6,30 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from benchmarks.gpu import largest, offload_time, precision, report, study
+from benchmarks.gpu import largest, offload_time, precision, report, run, smoke, smoke_engines, study
 from benchmarks.gpu.setting import Setting, attempt
 from benchmarks.gpu.work import Problem
 from benchmarks.offload_study.measure import copy_figures, measure_model
 from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
 from benchmarks.offload_study.published import published_ratio
+from parallel.comm.local import LocalCommunicator
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copy_clock import CopyTime
+from tests.helpers.benchmark_run import run_on_forked_ranks
+from tests.helpers.forked import launched_here
+from tests.helpers.in_process import call
+from tests.helpers.sim_gpu import simulated
 
 pytestmark = pytest.mark.bench
 
@@ -39,11 +47,11 @@ def _one_thread() -> None:
 
 
 def test_command_writes_what_it_measured(tmp_path: Path) -> None:
-    command = ["-m", "benchmarks.gpu.run", "--quick", "--seconds", "2", "--out", str(tmp_path), "--parts", "copies"]
+    command = ["benchmarks/gpu/run.sh", "--quick", "--seconds", "2", "--out", str(tmp_path), "--parts", "copies"]
     done = subprocess.run(
-        [sys.executable, *command, "ranks"],
+        ["bash", *command, "ranks"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -53,6 +61,83 @@ def test_command_writes_what_it_measured(tmp_path: Path) -> None:
     assert not result["gpu"]
     assert all(part["rows"] and "fault" not in part for part in result["parts"].values()), result
     assert "No GPU was there" in (tmp_path / report.TEXT_NAME).read_text()
+
+
+def test_smoke_runs_every_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU all rows but those under the CUDA sanitizer; ranks are forked, and commands run in this process."""
+
+    def run(module: str, *words: str | Path, env: Mapping[str, str], limit_s: float) -> Any:
+        with launched_here(Path(tempfile.mkdtemp(dir=tmp_path))):
+            return call(module, *words, env={"OMP_NUM_THREADS": "1", **env})
+
+    monkeypatch.setattr(smoke, "run_on_ranks", run_on_forked_ranks)
+    monkeypatch.setattr(smoke, "run_process", run)
+    rows = list(smoke.rows(tiny(600.0)))
+    assert [row["name"] for row in rows if not row["passed"]] == []
+    assert len(rows) == len(smoke.ALONE) + len(smoke.TOGETHER) + len(smoke.COMMANDS)
+    assert all(len(smoke.line(row)) == len(smoke.HEADER) for row in rows)
+    assert all(row["error"] <= row["allowed"] for row in rows if "syncs" not in row)
+
+
+def test_smoke_rows_on_a_simulated_gpu(tmp_path: Path) -> None:
+    """What they do on CUDA alone. The simulated GPU has neither autocast nor storages of its own."""
+    names = ("plain step against the CPU", "stream", "offload, overlap", "recompute", "syncs, single")
+    cases = [smoke._case(tiny(), 1, *case) for case in smoke.ALONE if case[0] in names]
+    with simulated(1, late=0) as gpus:
+        argument = {"device": "cuda", "rows": str(tmp_path / "rows"), "cases": cases}
+        smoke_engines.run_all(LocalCommunicator(), argument)
+        assert not gpus.found
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["name"] for row in rows if row["passed"]] == list(names)
+    assert rows[-1]["syncs"] < 2
+
+
+def test_smoke_goes_on_behind_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pretended GPU: rows before and behind a failure are there, and all run once more under the sanitizer."""
+    started: list[tuple[int, dict[str, str], list[str]]] = []
+
+    def run_on_ranks(world: int, target: str, argument: Any, *, env: dict[str, str], **_: Any) -> None:
+        cases = argument["cases"]
+        started.append((world, env, [case["name"] for case in cases]))
+        passed = [{**case, "passed": True, "error": 0.0, "allowed": 1.0, "seconds": 1.0} for case in cases]
+        fine = next((k for k, case in enumerate(cases) if case["name"] in ("stream", "spatial")), len(cases))
+        Path(argument["rows"]).write_text("".join(json.dumps(row) + "\n" for row in passed[:fine]))
+        if fine < len(cases):
+            said = "ValueError: save_mean" if world == 1 else "ModuleNotFoundError: No module named 'tyro'"
+            raise RuntimeError(f"t on {world} ranks ended with exit code 1: {said}")
+
+    def run_process(module: str, *_: object, env: Mapping[str, str], limit_s: float) -> Any:
+        raise subprocess.TimeoutExpired(module, limit_s)
+
+    monkeypatch.setattr(smoke, "run_on_ranks", run_on_ranks)
+    monkeypatch.setattr(smoke, "run_process", run_process)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    rows = list(smoke.rows(Setting(torch.device("cuda:0"), time.perf_counter() + 60)))
+    launches = [(1, False), (2, False), (1, True), (2, True)]
+    assert [(world, bool(env)) for world, env, _ in started] == [launch for launch in launches for _ in range(2)]
+    assert all(env in ({}, {"TORCH_CUDA_SANITIZER": "1"}) for _, env, _ in started)
+    states = {(row["name"], row["sanitized"]): row["passed"] for row in rows}
+    assert states["stream", False] is states["stream", True] is False
+    assert states["recompute", False] is states["recompute", True] is True
+    assert states["spatial", False] is None, "a package was missing"
+    assert states["app.train --resume", False] is None, "there was no time"
+    assert states["app.predict --stages 2", True] is None, "there was one GPU"
+    shown = {smoke.line(row) for row in rows}
+    assert ("stream", "no", "1", "-", "-", "NO", "-", "exit code 1: ValueError: save_mean") in shown
+    assert not any(row["sanitized"] and row["run"] == "syncs" for row in rows if "run" in row)
+
+
+def test_exit_code_says_whether_rows_passed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row: dict[str, Any] = {"sanitized": False, "name": "stream", "ranks": 1, "over": "-"}
+    result = {"device": "a GPU", "driver": "1", "gpu": True, "link": "", "command": "c", "environment": "e", "date": ""}
+    for passed, code, said in ((True, 0, "none failed"), (None, 0, "1 were not run"), (False, 1, "1 FAILED: stream")):
+        result["parts"] = {"smoke": {"rows": [{**row, "passed": passed, "failure": "why"}]}}
+        (tmp_path / "gpu.json").write_text(json.dumps(result))
+        monkeypatch.setattr(sys, "argv", ["run", "--from", str(tmp_path / "gpu.json"), "--parts", "smoke"])
+        assert run.main() == code
+        assert said in capsys.readouterr().out
 
 
 def test_offload_keeps_less_and_moves_what_it_does_not_keep() -> None:
@@ -161,7 +246,8 @@ def test_a_fault_is_a_row() -> None:
     row = attempt({"model": "vgg19"}, run)
     assert row == {"model": "vgg19", "fault": "out of memory"}
     part = {"rows": [row], "fault": "stopped after 3 s"}
-    result = {"device": "cpu", "gpu": False, "link": "", "command": "c", "environment": "e", "parts": {"study": part}}
+    result = {"device": "cpu", "driver": "none", "gpu": False, "link": "", "command": "c", "environment": "e"}
+    result["parts"] = {"study": part}
     text = report.text_of(result, {"study": study})
     assert "- model vgg19: out of memory" in text
     assert "The part ended early: stopped after 3 s." in text

@@ -6,6 +6,7 @@ Takes numbers of ranks and names of devices; gives a ``Machine``: a cluster, and
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from app.launch.machine import cpu_model, memory_bytes, usable_cores
 from app.launch.place import Precision, autocast_of, decide_precision, device_kind
 from parallel.cost.calibrated import CostModel
-from parallel.cost.cluster import Cluster
+from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES, Cluster
 from parallel.cost.devices import DeviceSpec, LinkSpec, device_named, link_named
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.cost.roofline import BANDWIDTH, cost_on
@@ -29,6 +30,8 @@ from parallel.profile.gpus import gpu_at
 from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_links
 from pipelines.catalog.counted import counted
 
+log = logging.getLogger(__name__)
+
 CUDA_CONTEXT = 600 << 20
 """Bytes that CUDA takes of each GPU for each process, about."""
 ADDITION = "add"
@@ -38,6 +41,10 @@ NODE_HOST_BYTES = 256 << 30
 """Host memory of a node of machines that are described by a data sheet."""
 RANKS_PER_CORE = 2
 """Ranks that are started at most to measure how they talk: more on the same cores would tell nothing else."""
+RANKS_PER_GPU = 2
+"""The same, of ranks that share GPUs."""
+GPU_LINK = "pcie4"
+"""Between GPUs whose links are not measured."""
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -107,17 +114,16 @@ def this_machine(
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
     on_host = min(left, available // 2) if host_memory is None else host_memory  # half, as ``host_share``
     between = link_named(network)
+    cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
+    if where.type == "cuda" and lanes >= per_node:  # over NCCL
+        cluster = dataclasses.replace(cluster, link_bytes=LINK_BYTES, communicator_bytes=COMMUNICATOR_BYTES)
     if not timed:
-        cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
         return Machine(cluster, _no_times, autocast, used)
     model = _calibrated(where, threads, together, used, channels_last)
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
-    moving, kind = _moving_speed(model), where.type
-    cluster = Cluster(
-        name, limit, per_node, lanes, INSTANT, between, moving, kind, copy_bandwidth=copies, host_bytes=on_host
-    )
-    if kind == "cuda":
-        cluster = dataclasses.replace(cluster, inside=link_named("pcie4"))
+    cluster = dataclasses.replace(cluster, update_bandwidth=_moving_speed(model), copy_bandwidth=copies)
+    if where.type == "cuda":
+        cluster = _linked_gpus(cluster)
     elif per_node > 1:
         cluster = _linked(cluster, _links(min(per_node, RANKS_PER_CORE * usable_cores()), threads))
 
@@ -165,9 +171,9 @@ def _calibrated(device: torch.device, threads: int, together: int, precision: st
     )
 
 
-def _links(ranks: int, threads: int) -> LinkSpeed:
+def _links(ranks: int, threads: int, device: str = "cpu") -> LinkSpeed:
     """Between ranks of this machine; the user is told when it takes a while."""
-    path = links_kept_at(ranks, threads)
+    path = links_kept_at(ranks, threads, device)
     if path is None or not path.exists():
         print(
             f"measuring messages and sums between {ranks} ranks of this machine, about {TAKES_S} s"
@@ -175,7 +181,7 @@ def _links(ranks: int, threads: int) -> LinkSpeed:
             file=sys.stderr,
             flush=True,
         )
-    return load_or_measure_links(ranks, threads=threads)
+    return load_or_measure_links(ranks, threads=threads, device=device)
 
 
 def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
@@ -188,6 +194,25 @@ def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
         told=told,
         beside_backward=speed.beside_backward,
         gathering=speed.gathering,
+    )
+
+
+def _linked_gpus(cluster: Cluster) -> Cluster:
+    """Return ``cluster`` with its links as measured: over NCCL, or over Gloo where ranks share a GPU. Where they cannot
+    be, as where other ranks hold the GPUs, with ``GPU_LINK``."""
+    if cluster.per_node == 1:
+        return dataclasses.replace(cluster, inside=link_named(GPU_LINK))
+    try:
+        speed = _links(min(cluster.per_node, RANKS_PER_GPU * torch.cuda.device_count()), 1, "cuda")
+    except RuntimeError as fault:
+        log.warning("%s: planned with %s between GPUs", fault, GPU_LINK)
+        return dataclasses.replace(cluster, inside=link_named(GPU_LINK))
+    return dataclasses.replace(
+        cluster,
+        inside=speed.messages,
+        sums=speed.sums,
+        link_bytes=round(speed.link_bytes),
+        communicator_bytes=round(speed.communicator_bytes),
     )
 
 
@@ -239,7 +264,7 @@ def named_machine(
             not have.
     """
     specs = devices_named(device, ranks)
-    inside, between = link_named(link or "pcie4"), link_named(network)
+    inside, between = link_named(link or GPU_LINK), link_named(network)
     if precision == "auto":
         precision = "bf16" if all("bfloat16" in spec.flops for spec in specs) else "fp32"
     dtype = DTYPES[precision]
@@ -259,6 +284,8 @@ def named_machine(
         BANDWIDTH * min(spec.bandwidth for spec in specs),
         copy_bandwidth=min(link_named(spec.host_link).bandwidth for spec in specs),
         host_bytes=NODE_HOST_BYTES // per_node if host_memory is None else host_memory,
+        link_bytes=LINK_BYTES,
+        communicator_bytes=COMMUNICATOR_BYTES,
     )
 
     def seconds(graph: LayerGraph, spec: DeviceSpec) -> float:

@@ -25,9 +25,11 @@ from app.prediction.computation import InParts, Spread, Whole
 from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
+from app.training.engines import choose_algorithms
 from app.training.memory_layout import takes_channels_last
 from app.training.run_slides import SlideColumns
 from models.registry import build_model
+from parallel.offload.copies import read_later
 from parallel.profile.gpu import has_bf16, set_tf32
 from pipelines.catalog.slide_state import SlideState
 from pipelines.labels.class_names import positive_class
@@ -180,15 +182,8 @@ class TrainedModel:
         expected = (len(self.classes),) if self.task == "classify" else (len(self.classes), *shape[2:])
         if tuple(logits.shape[1:]) != expected:
             raise ValueError(_other_values(self.name, tuple(logits.shape[1:]), len(self.classes), shape))
-        values = logits.softmax(1).to("cpu", non_blocking=True)
-        done = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
-
-        def wait() -> NDArray[np.float32]:
-            if done is not None:
-                done.synchronize()
-            return values.numpy()
-
-        return wait
+        wait = read_later(logits.softmax(1))
+        return lambda: wait().numpy()
 
 
 def load_model(
@@ -254,6 +249,7 @@ def load_model(
     else:
         computation = InParts(module, spread, pixels, autocast, side, batch)
     set_tf32(precision == "tf32")
+    choose_algorithms((spread or Spread()).strategy(), device, fixed=settings["tile"] != "slide")
     if task == "segment" and settings["tile"] == "slide":
         raise ValueError(
             f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "

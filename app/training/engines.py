@@ -98,6 +98,24 @@ def build_engine(
     )
 
 
+def choose_algorithms(strategy: Strategy, device: torch.device, *, fixed: bool, limited: bool = False) -> None:
+    """Let cuDNN time its algorithms at the first convolution of each shape, and keep the fastest, where that pays.
+
+    It does not where tiles differ in size, or come in boxes. Algorithms that are timed take work space as far as memory
+    is free, which is not for runs that save memory; and cuDNN waits for all that the device was given, which a pipeline
+    may not: a message may be awaited there that another rank sends later.
+
+    Args:
+        fixed: all tiles have one size.
+        limited: memory is limited by ``--memory``.
+    """
+    policy = strategy.policy
+    saves = limited or policy.saves or policy.state != "none" or policy.stream is not None
+    if device.type == "cuda":
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.backends.cudnn.benchmark = fixed and not (saves or strategy.splits or deterministic)
+
+
 def _whole(
     strategy: Strategy,
     model: nn.Module,

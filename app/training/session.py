@@ -26,7 +26,7 @@ from app.settings.run import EPOCHS, RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset
 from app.training.drawn_tiles import DrawnTiles
-from app.training.engines import build_engine, build_optimizer
+from app.training.engines import build_engine, build_optimizer, choose_algorithms
 from app.training.model import build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
@@ -242,6 +242,13 @@ def build_session(
         autocast=placement.autocast,
         watchdog=watchdog,
         host=host,
+    )
+
+    choose_algorithms(
+        strategy,
+        placement.device,
+        fixed=dataset.tiles.sides is None,
+        limited=config.strategy.memory is not None,
     )
 
     def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:

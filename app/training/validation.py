@@ -24,6 +24,7 @@ from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_def
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
+from parallel.offload.copies import read_later
 from parallel.stage.stage import Loss, SummedLoss
 from parallel.streaming.images import whole
 
@@ -107,28 +108,18 @@ def evaluate(
     score = _PixelScore(loss, classes) if isinstance(loss, SummedLoss) else None
     sums = torch.zeros((len(rows), width), dtype=torch.float64)
     unread = torch.zeros(len(rows), dtype=torch.int64)
+    put: Callable[[], None] | None = None
     with engine.predicting(), microbatches() as stream:
         for part in stream:
             unread[part.rows[~part.readable]] = 1
             output = engine.predict(part.microbatch, score.sums if score else None)
-            if output is None:
-                continue  # another rank of the group has it
-            assert part.microbatch.targets is not None
-            if not part.readable.any():
-                continue
-            where = torch.from_numpy(part.rows[part.readable])
-            kept = torch.from_numpy(part.readable)
-            # One tile at a time: the mean over a microbatch cannot be taken apart again.
-            if score:
-                output = output.cpu()[kept]
-                losses[where] = score.losses(output, math.prod(part.microbatch.targets.shape[1:]))
-                sums[where] = output[:, -width:]
-            else:
-                targets = whole(part.microbatch.targets)[kept.to(output.device)]
-                output = output[kept.to(output.device)]
-                each = [loss(output[i : i + 1], targets[i : i + 1]) for i in range(len(where))]
-                losses[where] = torch.stack(each).double().cpu()
-                sums[where] = output.softmax(1).double().cpu()
+            if output is None or not part.readable.any():
+                continue  # another rank of the group has it, or nobody
+            before, put = put, _begin_scores(part, output, score or loss, losses, sums)
+            if before is not None:
+                before()  # while a GPU computes the one that was begun
+    if put is not None:
+        put()
     for gathered in (losses, sums, unread):
         communicator.all_reduce(gathered)
     sums[unread > 0] = 0  # pixels and targets may be read on two ranks: each has said what it could not read
@@ -138,6 +129,34 @@ def evaluate(
     if dataset.task == "classify":
         return _classification(dataset, rows, slide, readable, sums.numpy(), mean_loss, settings)
     return _segmentation(dataset, slide, readable, sums.numpy(), mean_loss)
+
+
+def _begin_scores(
+    part: Outputs, output: Tensor, score: Loss | _PixelScore, losses: Tensor, sums: Tensor
+) -> Callable[[], None]:
+    """Begin to score the tiles of a microbatch; return what waits for a GPU and puts losses and sums in their rows."""
+    assert part.microbatch.targets is not None
+    kept = np.flatnonzero(part.readable)
+    where = torch.from_numpy(part.rows[kept])
+    if isinstance(score, _PixelScore):
+        pixels, of_tiles = math.prod(part.microbatch.targets.shape[1:]), read_later(output)
+
+        def put_sums() -> None:
+            own = of_tiles()[kept]
+            losses[where] = score.losses(own, pixels)
+            sums[where] = own[:, -sums.shape[1] :]
+
+        return put_sums
+    targets = whole(part.microbatch.targets)
+    # One tile at a time: the mean over a microbatch cannot be taken apart again.
+    each = [score(output[i : i + 1], targets[i : i + 1]) for i in kept.tolist()]
+    of_losses, of_tiles = read_later(torch.stack(each).double()), read_later(output.softmax(1).double())
+
+    def put() -> None:
+        losses[where] = of_losses()
+        sums[where] = of_tiles()[kept]
+
+    return put
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def write(out: Path, result: dict[str, Any], parts: Mapping[str, ModuleType]) ->
 
 def text_of(result: dict[str, Any], parts: Mapping[str, ModuleType]) -> str:
     """What was measured, part by part."""
-    lines = [f"Device: {result['device']}. {result['link']}\n"]
+    lines = [f"Device: {result['device']}; driver {result['driver']}. {result['link']}\n", _verdict(result)]
     if not result["gpu"]:
         lines.append("No GPU was there: sizes are tiny, and these figures show that everything runs, nothing more.\n")
     for name, part in parts.items():
@@ -38,6 +38,24 @@ def text_of(result: dict[str, Any], parts: Mapping[str, ModuleType]) -> str:
             lines.append(f"The part ended early: {found['fault']}.\n")
     lines.append(f"Written by `{result['command']}`: {result['environment']}.\n")
     return "\n".join(lines)
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """Return what did not pass: rows that say so, and a smoke part that ended early."""
+    found = [str(row.get("name", _named(row))) for row in _rows(result) if row.get("passed") is False]
+    return found + ["the smoke part ended early"] * ("fault" in result["parts"].get("smoke", {}))
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    """Return what came of the rows that pass or fail, as a line."""
+    states = [row["passed"] for row in _rows(result) if "passed" in row]
+    said = f"Of {len(states)} rows that pass or fail, {states.count(True)} passed, {states.count(None)} were not run"
+    failed = failures(result)
+    return f"{said}, and {len(failed)} FAILED: {', '.join(failed)}.\n" if failed else f"{said}, none failed.\n"
+
+
+def _rows(result: dict[str, Any]) -> list[Row]:
+    return [row for part in result["parts"].values() for row in part["rows"]]
 
 
 def _table(rows: list[Row], part: ModuleType) -> str:

@@ -1,9 +1,10 @@
-"""Everything that needs a GPU, measured by one command in a few minutes; the same command runs on a CPU at tiny sizes.
+"""Everything that needs a GPU, tried and measured by one command in a few minutes; on a CPU at tiny sizes.
 
 Takes seconds; gives ``gpu.json`` and ``gpu.md``, written anew after every row. Each part is a process of its own with a
-share of the time, so that one that crashes, hangs or spoils the device takes no other with it.
+share of the time, so that one that crashes, hangs or spoils the device takes no other with it. Exit code 1: a row did
+not pass.
 
-    python -m benchmarks.gpu.run [--out DIR] [--seconds 420] [--quick] [--parts copies ...] [--from gpu.json] [--write]
+    python -m benchmarks.gpu.run [--out DIR] [--seconds 300] [--quick] [--parts smoke ...] [--from gpu.json] [--write]
 """
 
 from __future__ import annotations
@@ -24,26 +25,33 @@ from typing import Any
 
 import torch
 
+from app.training.run_info import output_of
 from benchmarks.gpu import report
 from benchmarks.gpu.setting import GIB, Row, Setting, told
 from benchmarks.machine import measured_on
 from benchmarks.results import write_results
+from parallel.profile.gpu import set_tf32
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SHARES = {"copies": 0.04, "offload_time": 0.34, "ranks": 0.09, "study": 0.23, "precision": 0.08, "largest": 0.22}
 """Part -> of the time, in the order in which they run. What a part leaves goes to those after it."""
-QUICK_S = 15.0
-"""Of a run at tiny sizes; most of it is spent starting processes."""
+PARTS = ("smoke", *SHARES)
+SMOKE_S, SEVERAL_S, SMOKE_CPU_S = 120.0, 180.0, 400.0
+"""That the smoke part may take: on one GPU, on several, which have more rows, and on a CPU, which may be busy."""
+ALL_S, QUICK_S = 420.0, 15.0
+"""Of all parts on GPUs; of those that are timed at tiny sizes, where most of it is spent starting processes."""
+MOST_LOG = 20_000
+"""Characters of a part's output that are kept."""
 GRACE_S, BUSY_GRACE_S = 45.0, 150.0
 """That a part may take beyond its share to end what it is at, and on a CPU, which may be busy, to start."""
 
 
-def main() -> None:
+def main() -> int:
     arguments = _parser().parse_args()
     if arguments.part:
         _run_part(arguments)
-        return
+        return 0
     parts = {name: importlib.import_module(f"benchmarks.gpu.{name}") for name in arguments.parts}
     if arguments.published is not None:
         result = json.loads(arguments.published.read_text())
@@ -57,14 +65,17 @@ def main() -> None:
         name = "".join(letter if letter.isalnum() else "-" for letter in f"{result['device']}-{result['date']}".lower())
         (HERE / "results" / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         write_results(HERE / "README.md", text)
+    return 1 if report.failures(result) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "bench-data" / "gpu", help="folder for gpu.json and gpu.md")
-    parser.add_argument("--seconds", type=float, help="of all parts together; default: 420, or 15 where sizes are tiny")
+    parser.add_argument(
+        "--seconds", type=float, help="of the timed parts together; default: 300, or 15 where sizes are tiny"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes on the CPU, though there is a GPU")
-    parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--from", dest="published", type=Path, help="measure nothing: show a gpu.json made elsewhere")
     parser.add_argument(
         "--write", action="store_true", help="put the tables into README.md, and gpu.json into results/"
@@ -77,10 +88,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(arguments: argparse.Namespace, parts: dict[str, ModuleType]) -> dict[str, Any]:
     device = _device(arguments)
-    seconds = arguments.seconds or (420.0 if device.type == "cuda" else QUICK_S)
-    until_s = time.perf_counter() + seconds
+    smoke_s, seconds = SMOKE_CPU_S, arguments.seconds or QUICK_S
+    if device.type == "cuda":
+        smoke_s = SMOKE_S if torch.cuda.device_count() == 1 else SEVERAL_S
+        seconds = arguments.seconds or ALL_S - smoke_s
     result: dict[str, Any] = {
         "device": _device_text(device),
+        "driver": _driver_text(device),
         "gpu": device.type == "cuda",
         "link": _link_text(device),
         "date": date.today().isoformat(),
@@ -88,10 +102,13 @@ def _measure(arguments: argparse.Namespace, parts: dict[str, ModuleType]) -> dic
         "command": f"python -m benchmarks.gpu.run --seconds {seconds:g}",
         "parts": {},
     }
-    for number, name in enumerate(parts):
-        rest = sum(SHARES[other] for other in list(parts)[number:])
+    timed = [name for name in parts if name in SHARES]
+    if "smoke" in parts:
+        _one_part(arguments, "smoke", smoke_s, result, parts)
+    until_s = time.perf_counter() + seconds
+    for number, name in enumerate(timed):
+        rest = sum(SHARES[other] for other in timed[number:])
         share = max(1.0, (until_s - time.perf_counter()) * SHARES[name] / rest)
-        print(f"{name}: {share:.0f} s", flush=True)
         _one_part(arguments, name, share, result, parts)
     return result
 
@@ -100,6 +117,7 @@ def _one_part(
     arguments: argparse.Namespace, name: str, seconds: float, result: dict[str, Any], parts: dict[str, ModuleType]
 ) -> None:
     """Run a part in a process of its own, and write what there is whenever it has another row."""
+    print(f"{name}: {seconds:.0f} s", flush=True)
     found: dict[str, Any] = {"rows": [], "seconds": seconds}
     result["parts"][name] = found
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +138,7 @@ def _one_part(
         elif child.returncode:
             last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
             found["fault"] = f"exit code {child.returncode}: {last[:300]}"
-        found["log"] = log.read_text(errors="replace")[-2000:]
+        found["log"] = log.read_text(errors="replace")[-MOST_LOG:]
         found["taken_s"] = time.perf_counter() - began
         _take(rows, found, arguments.out, result, parts, always=True)
 
@@ -156,6 +174,7 @@ def _run_part(arguments: argparse.Namespace) -> None:
     device = _device(arguments)
     if device.type == "cpu":
         torch.set_num_threads(1)
+    set_tf32(False)  # as with --precision fp32
     part = importlib.import_module(f"benchmarks.gpu.{arguments.part}")
     setting = Setting(device, arguments.until)  # a clock that all processes of a machine share
     with arguments.rows.open("a") as file:
@@ -180,7 +199,14 @@ def _device_text(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     memory = torch.cuda.get_device_properties(device).total_memory / GIB
-    return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
+
+
+def _driver_text(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return f"{(output_of(query) or 'unknown').splitlines()[0]}, torch built for CUDA {torch.version.cuda}"
 
 
 def _link_text(device: torch.device) -> str:
@@ -193,4 +219,4 @@ def _link_text(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

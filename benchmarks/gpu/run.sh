@@ -1,19 +1,33 @@
 #!/usr/bin/env bash
-# The GPU benchmark on a bare machine: installs carried wheels (wheels.sh makes them) for what cannot be imported, then
-# measures. Arguments go to `python -m benchmarks.gpu.run`.
+# The GPU benchmark on a machine that has Python and torch: installs what cannot be imported into a folder of its own,
+# from carried wheels (wheels.sh downloads them), else from the package index; then measures. torch is left as it is.
+# Arguments go to `python -m benchmarks.gpu.run`.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
 python=${PYTHON:-python3}
+export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
 declare -A module=([psutil]=psutil [pillow]=PIL [openslide_python]=openslide [openslide_bin]=openslide_bin
-  [simplejpeg]=simplejpeg [tifffile]=tifffile [imagecodecs]=imagecodecs)
+  [simplejpeg]=simplejpeg [tifffile]=tifffile [imagecodecs]=imagecodecs [tyro]=tyro [docstring_parser]=docstring_parser
+  [typeguard]=typeguard [pyyaml]=yaml)
 shopt -s nullglob
 for wheel in benchmarks/gpu/wheels/*.whl; do
   name=$(basename "${wheel%%-*}")
-  "$python" -c "import ${module[$name]}" 2>/dev/null ||
+  "$python" -c "import ${module[${name,,}]}" 2>/dev/null ||
     "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$site" "$wheel" ||
-    echo "$wheel could not be installed: what needs it is skipped"
+    echo "$wheel could not be installed: what needs it is not run"
 done
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m benchmarks.gpu.run "$@"
+# timm and torchvision would bring a torch of their own.
+mapfile -t wanted < <("$python" -c "
+import tomllib
+names = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']
+print(*(name for name in names if not name.startswith(('torch', 'timm'))), sep='\n')")
+"$python" -m pip install --quiet --retries 0 --timeout 10 --prefix "$site" "${wanted[@]}" ||
+  echo "packages are missing, and no package index was reached: what needs them is not run"
+for folder in "$site"/lib/python*/site-packages "$site"/local/lib/python*/dist-packages; do
+  PYTHONPATH="$folder:$PYTHONPATH"
+done
+"$python" -m benchmarks.gpu.run "$@"

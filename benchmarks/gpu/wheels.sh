@@ -9,5 +9,5 @@ rm -rf wheels
 "$python" -m pip download --quiet --no-deps --only-binary=:all: --dest wheels --python-version 3.12 --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
   --platform manylinux2014_x86_64 --platform any \
-  psutil pillow openslide-python openslide-bin simplejpeg tifffile imagecodecs
+  psutil pillow openslide-python openslide-bin simplejpeg tifffile imagecodecs tyro docstring-parser typeguard pyyaml
 du -sh wheels

@@ -16,9 +16,12 @@ from parallel.schedule.simulate_shared import Device
 FILL = {"cuda": 0.9, "cpu": 0.75}
 """Part of a rank's memory that a plan fills, by kind of device: allocators keep a reserve beside what lives. Up to a
 third of it on a CPU, with large tiles in a U-Net (``parallel.profile.malloc``)."""
-LIBRARIES = {"cuda": 0, "cpu": 128 << 20}
-"""Bytes that a rank takes at most beside these: work space and reordered copies of oneDNN, what Gloo copies; as
-measured in ``benchmarks/plan_accuracy``."""
+LIBRARIES = {"cuda": 512 << 20, "cpu": 128 << 20}
+"""Bytes that a rank takes at most beside these. On a CPU work space and reordered copies of oneDNN, and what Gloo
+copies, as measured in ``benchmarks/plan_accuracy``; on a GPU work space of cuDNN and cuBLAS, assumed."""
+LINK_BYTES, COMMUNICATOR_BYTES = 32 << 20, 128 << 20
+"""Bytes of a GPU that NCCL allocates for messages from one rank to another, and for sums of several ranks; assumed
+where they are not measured. A channel takes 4 to 10 MiB for each neighbour."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Cluster:
         copy_bandwidth: bytes per second between a rank's device and the host, each way, while all ranks copy.
         host_bytes: of the host's memory that each rank may fill with what it moves there.
         told: the link that members of a team inside a node seem to have while they compute, where that is another.
+        link_bytes, communicator_bytes: of a rank's memory, that NCCL allocates for each rank that it sends to or
+            receives from, and for each group of ranks that it sums with; 0 between CPUs.
         speeds: of the ranks, as multiples of that which the times of layers are for, the slowest's; empty: 1.
     """
 
@@ -57,6 +62,8 @@ class Cluster:
     copy_bandwidth: float = math.inf
     host_bytes: float = math.inf
     told: LinkSpec | None = None
+    link_bytes: int = 0
+    communicator_bytes: int = 0
     speeds: tuple[float, ...] = ()
 
     def speeds_of(self, ranks: Sequence[int]) -> tuple[float, ...]:

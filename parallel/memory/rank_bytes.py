@@ -40,6 +40,7 @@ class RankBytes:
         transient: live only while the action runs: values and gradients on their way, gradients of a layer's
             parameters before they are added, and what the update works out.
         boundary: messages received ahead, and such that have not left.
+        communication: what NCCL allocates.
     """
 
     parameters: int
@@ -48,10 +49,12 @@ class RankBytes:
     activations: int
     transient: int
     boundary: int
+    communication: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.boundary
+        model = self.parameters + self.gradients + self.optimizer
+        return model + self.activations + self.transient + self.boundary + self.communication
 
 
 def in_flight(schedule: Schedule, placement: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -113,6 +113,19 @@ class CudaCopies(Copies):
                 target.copy_(source, non_blocking=True)
             end.record()
         return end
+
+
+def read_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy ``tensor`` to the host; return what waits for the copy and gives it."""
+    values = tensor.to("cpu", non_blocking=True)
+    done = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def wait() -> Tensor:
+        if done is not None:
+            done.synchronize()
+        return values
+
+    return wait
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
+from parallel.plan.communicators import communication_bytes
 from parallel.plan.limit import Limit
 from parallel.plan.policy_cost import policy_costs
 from parallel.plan.side_by_side import TeamParts
@@ -232,7 +233,7 @@ class StageCache:
         graph, costs = self.of(candidate)
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
-        memory, limit = self._memory_of(candidate), float(self.cluster.usable_bytes)
+        memory, limit = self._memory_of(candidate), self._limit(candidate)
         slots, device = self.task.slots, self.cluster.kind
         if not candidate.splits:
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
@@ -272,6 +273,10 @@ class StageCache:
 
     def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
         """Return the bytes of a rank of the first group; of any where each computes the whole model."""
+        computing = self._computing_bytes(candidate, partition, rank)
+        return dataclasses.replace(computing, communication=communication_bytes(candidate, self.cluster))
+
+    def _computing_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
         memory, policy = self._memory_of(candidate), candidate.policy
         boxes = self._streamed if policy.stream is not None else None
         if boxes is not None and not candidate.splits:
@@ -352,12 +357,16 @@ class StageCache:
     def _rule(self, candidate: Strategy) -> MemoryRule:
         schedule, placement = schedule_of(candidate)
         return MemoryRule(
-            (float(self.cluster.usable_bytes),) * candidate.depth,
+            (self._limit(candidate),) * candidate.depth,
             in_flight(schedule, placement),
             2.0 + self.task.slots,
             2.0 if candidate.shard_optimizer else None,
             candidate.policy.stagewise,
         )
+
+    def _limit(self, candidate: Strategy) -> float:
+        """Return the bytes that computing may take of a rank."""
+        return float(self.cluster.usable_bytes - communication_bytes(candidate, self.cluster))
 
 
 def slower_link(candidate: Strategy, cluster: Cluster, source: int, target: int) -> LinkSpec | None:

@@ -189,7 +189,7 @@ class StreamedStages:
         parts = {
             "parameters": held.parameters + held.optimizer,
             "box": box,
-            "after boxes": held.total - held.parameters - held.optimizer - box,
+            "after boxes": held.total - held.communication - held.parameters - held.optimizer - box,
         }
         what = max(parts, key=lambda name: parts[name])
         return Limit(what, parts[what], str(strategy.policy.stream) if what == "box" else "")

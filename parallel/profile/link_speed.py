@@ -1,9 +1,10 @@
 """The speed of messages and sums between ranks of this machine, measured in some seconds and kept.
 
-Takes how many ranks will run on the machine's cores; gives a ``LinkSpeed``. So many are started and talk over Gloo as
-those of a run do: messages there and back, messages between ranks that compute, sums by themselves, and the sums and
-gathered parameters of DistributedDataParallel and FSDP2 beside backward passes that need the same cores. Kept beside
-calibrations, one file for each processor, number of cores, version of torch, threads and ranks; none is shipped.
+Takes how many ranks will run on the machine's cores or GPUs; gives a ``LinkSpeed``. So many are started and talk as
+those of a run do. Over Gloo: messages there and back, messages between ranks that compute, sums by themselves, and the
+sums and gathered parameters of DistributedDataParallel and FSDP2 beside backward passes that need the same cores. On
+GPUs, over NCCL, or over Gloo where they share one: messages between neighbours, sums, and what NCCL allocates. Kept
+beside calibrations, one file for each device, number of cores, version of torch, threads and ranks; none is shipped.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class LinkSpeed:
         gathering: times half a sum that FSDP2 holds up a pass by gathering or scattering.
         told_s: seconds that an exchange holds up two members of a team (``MemberPass``).
         others: share of the cores that other programs took meanwhile.
+        link_bytes, communicator_bytes: of a GPU's memory that NCCL allocates for messages from one rank to another, and
+            for sums of several; 0 on CPUs.
     """
 
     message_bandwidth: float
@@ -58,6 +61,8 @@ class LinkSpeed:
     gathering: float
     told_s: float
     others: float = 0.0
+    link_bytes: float = 0.0
+    communicator_bytes: float = 0.0
 
     @property
     def messages(self) -> LinkSpec:
@@ -75,17 +80,17 @@ class LinkSpeed:
         return LinkSpec("sums of ranks of this machine", self.sum_bandwidth, self.sum_s)
 
 
-def links_kept_at(ranks: int, threads: int) -> Path | None:
+def links_kept_at(ranks: int, threads: int, device: str = "cpu") -> Path | None:
     """Return the file of the speed between ``ranks`` of ``threads`` each, whether there is one or not."""
-    return kept_at(_key(ranks, threads), "links")
+    return kept_at(_key(ranks, threads, device), "links")
 
 
-def load_or_measure_links(ranks: int, *, threads: int = 1) -> LinkSpeed:
+def load_or_measure_links(ranks: int, *, threads: int = 1, device: str = "cpu") -> LinkSpeed:
     """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_links``.
 
     One of an earlier version is measured anew, and one that was taken on a busy machine as soon as that is calm.
     """
-    path = links_kept_at(ranks, threads)
+    path = links_kept_at(ranks, threads, device)
     kept = _load(path)
     if kept is not None:
         if kept.others <= BUSY or others_now() > BUSY:
@@ -95,23 +100,24 @@ def load_or_measure_links(ranks: int, *, threads: int = 1) -> LinkSpeed:
             "gone",
             100 * kept.others,
         )
-    speed = measure_links(ranks, threads=threads)
+    speed = measure_links(ranks, threads=threads, device=device)
     if speed.others > BUSY:
         log.warning(
             "other programs took %.0f %% of the cores while messages and sums between ranks were measured: real ones "
             "may be faster; measured again once this machine is calm",
             100 * speed.others,
         )
-    keep(path, json.dumps({"format": FORMAT, "key": _key(ranks, threads), **asdict(speed)}))
+    keep(path, json.dumps({"format": FORMAT, "key": _key(ranks, threads, device), **asdict(speed)}))
     return speed
 
 
-def measure_links(ranks: int, *, threads: int = 1, rounds: int = ROUNDS) -> LinkSpeed:
+def measure_links(ranks: int, *, threads: int = 1, device: str = "cpu", rounds: int = ROUNDS) -> LinkSpeed:
     """Return the speed from medians over ``rounds``, after a warm-up.
 
     Args:
         ranks: started for it; 2 or more.
         threads: of each.
+        device: "cpu", or "cuda", of which ranks may share one.
 
     Raises:
         RuntimeError: the ranks did not come to an end; says what they printed last.
@@ -119,8 +125,8 @@ def measure_links(ranks: int, *, threads: int = 1, rounds: int = ROUNDS) -> Link
     use = CoreUse()
     with tempfile.TemporaryDirectory(prefix="megatile-links-") as name:
         path = Path(name) / "seconds.json"
-        settings = json.dumps({"ranks": ranks, "threads": threads, "rounds": rounds, "path": str(path)})
-        command = [sys.executable, "-m", "parallel.profile.link_worker", "start", settings]
+        settings = {"ranks": ranks, "threads": threads, "device": device, "rounds": rounds, "path": str(path)}
+        command = [sys.executable, "-m", "parallel.profile.link_worker", "start", json.dumps(settings)]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
             last = done.stderr.strip().splitlines()[-1:] or [f"nothing; exit code {done.returncode}"]
@@ -132,11 +138,12 @@ def measure_links(ranks: int, *, threads: int = 1, rounds: int = ROUNDS) -> Link
                 f"started to measure it said: {last[0]}. Plan with --device-spec and the name of a device instead"
             )
         seconds = json.loads(path.read_text())
-    return dataclasses.replace(speed_of(seconds, ranks), others=use.others())
+    return dataclasses.replace(speed_of(seconds, ranks), others=use.others() if device == "cpu" else 0.0)
 
 
 def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
-    """Return the speed that follows from ``seconds``, as ``link_worker.measure`` returns them.
+    """Return the speed that follows from ``seconds``, as ``link_worker`` measures them. GPUs are taken to sum and send
+    beside computation as fast as by themselves.
 
     A ring sends 2 (n - 1) / n of what n ranks sum, in 2 (n - 1) turns (Patarasuk and Yuan 2009).
     """
@@ -144,12 +151,22 @@ def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
     moved = max(seconds["message"] - seconds["empty_message"], 1e-9)
     summed = max(seconds["sum"] - seconds["empty_sum"], 1e-9)
     sum_bandwidth = turns / ranks * seconds["sum_bytes"] / summed
-    of_net = turns / ranks * seconds["net_bytes"] / sum_bandwidth + seconds["empty_sum"]
-    return LinkSpeed(
+    speed = LinkSpeed(
         message_bandwidth=seconds["message_bytes"] / moved,
         message_s=seconds["empty_message"],
         sum_bandwidth=sum_bandwidth,
         sum_s=seconds["empty_sum"] / turns,
+        beside_backward=1.0,
+        gathering=1.0,
+        told_s=seconds["empty_message"],
+        link_bytes=seconds.get("link_bytes", 0.0),
+        communicator_bytes=seconds.get("communicator_bytes", 0.0),
+    )
+    if "alone" not in seconds:
+        return speed
+    of_net = turns / ranks * seconds["net_bytes"] / sum_bandwidth + seconds["empty_sum"]
+    return dataclasses.replace(
+        speed,
         beside_backward=max(0.0, seconds["replicated"] - seconds["alone"]) / of_net,
         # Gathered for each of the two passes, and scattered once.
         gathering=max(0.0, seconds["sharded"] - seconds["alone"]) / 3 / (of_net / 2),
@@ -157,9 +174,10 @@ def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
     )
 
 
-def _key(ranks: int, threads: int) -> dict[str, Any]:
-    known = calibration_key(torch.device("cpu"), threads, ranks, torch.float32, False)
-    return {name: value for name, value in known.items() if name != "format"}
+def _key(ranks: int, threads: int, device: str) -> dict[str, Any]:
+    known = calibration_key(torch.device(device), threads, ranks, torch.float32, False)
+    gpus = {} if device == "cpu" else {"gpus": torch.cuda.device_count()}
+    return {name: value for name, value in known.items() if name != "format"} | gpus
 
 
 def _load(path: Path | None) -> LinkSpeed | None:
@@ -177,4 +195,5 @@ def _load(path: Path | None) -> LinkSpeed | None:
             TAKES_S,
         )
         return None
-    return LinkSpeed(**{field.name: float(kept[field.name]) for field in dataclasses.fields(LinkSpeed)})
+    fields = dataclasses.fields(LinkSpeed)
+    return LinkSpeed(**{field.name: float(kept[field.name]) for field in fields if field.name in kept})

@@ -1,15 +1,17 @@
-"""Ranks that measure how fast they talk to each other: messages, also between ranks that compute, sums, and both ways
-of data parallelism.
+"""Ranks that measure how fast they talk to each other: messages and sums; on CPUs also messages between ranks that
+compute, and both ways of data parallelism; on GPUs also what NCCL allocates.
 
 Started by ``link_speed``, as ``start`` with its settings as JSON; starts the ranks, of which the first writes the
 medians, in seconds, to the path that the settings name.
 
-    python -m parallel.profile.link_worker start '{"ranks": 2, "threads": 1, "rounds": 7, "path": "seconds.json"}'
+    python -m parallel.profile.link_worker start '{"ranks": 2, "threads": 1, "device": "cpu", "rounds": 7, ...}'
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator
+from parallel.comm.objects import gather_objects
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_launch import launch_ranks
 from parallel.profile.malloc import keep_freed_memory
@@ -33,6 +36,10 @@ MESSAGE_BYTES = 16 << 20
 """Of a large tile's activations."""
 SUM_BYTES = 24 << 20
 """About a bucket of gradients."""
+GPU_BYTES = 64 << 20
+"""Of a message and of a sum between GPUs."""
+SIDE_BY_SIDE = 8
+"""Messages there and back, or sums, that GPUs are given before the clock is read."""
 CONVOLUTIONS, CHANNELS, SIDE, TILES = 3, 512, 7, 4
 """A net whose weights are many beside its arithmetic, as at the end of a ResNet."""
 WARM_UP = 2
@@ -79,6 +86,76 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     return medians | counts | {"exchanges": exchanges[0]}
 
 
+def measure_gpus(communicator: Communicator, device: torch.device, rounds: int) -> dict[str, float] | None:
+    """Return, on rank 0, median seconds of messages between neighbours and of sums, and the bytes that NCCL allocates
+    for a link and for a communicator that sums: the most that a rank has measured. Every rank calls it.
+
+    Args:
+        rounds: that count, after ``WARM_UP``.
+    """
+    rank, world = communicator.rank, communicator.world
+    word, large = (torch.zeros(count, device=device) for count in (1, GPU_BYTES // 4))
+    chain = [(first, first + 1) for first in range(world - 1)]
+    free = [_free_bytes(device)]
+    communicator.connect([*chain, *(pair[::-1] for pair in chain)])
+    free.append(_free_bytes(device))
+    communicator.all_reduce(word)
+    free.append(_free_bytes(device))
+    found = {
+        "link_bytes": max(0, free[0] - free[1]) / (2 * sum(rank in pair for pair in chain)),
+        "communicator_bytes": float(max(0, free[1] - free[2])),
+    }
+    for name, tensor in (("empty_", word), ("", large)):
+        runs = [functools.partial(_sums, communicator, tensor)]
+        # Neighbours talk two by two: 0 and 1, 2 and 3, then 1 and 2, 3 and 4.
+        for first in (0, 1):
+            peer = rank + 1 if rank % 2 == first else rank - 1
+            runs.append(functools.partial(_round_trips, communicator, tensor, peer))
+        sum_s, *there_and_back_s = (_median_s(communicator, device, run, rounds) / SIDE_BY_SIDE for run in runs)
+        found |= {f"{name}sum": sum_s, f"{name}message": max(there_and_back_s) / 2}
+    of_ranks = gather_objects(communicator, found)
+    if of_ranks is None:
+        return None
+    most = {name: max(of_rank[name] for of_rank in of_ranks) for name in found}
+    return most | {"message_bytes": GPU_BYTES, "sum_bytes": GPU_BYTES}
+
+
+def _median_s(communicator: Communicator, device: torch.device, run: Callable[[], None], rounds: int) -> float:
+    seconds = []
+    for _ in range(WARM_UP + rounds):
+        torch.cuda.synchronize(device)
+        communicator.barrier()
+        begun = time.perf_counter()
+        run()
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _sums(communicator: Communicator, tensor: Tensor) -> None:
+    for _ in range(SIDE_BY_SIDE):
+        communicator.all_reduce(tensor)
+
+
+def _round_trips(communicator: Communicator, tensor: Tensor, peer: int) -> None:
+    """Send ``tensor`` to ``peer`` and back, one after the other in the order of the device; nothing without a peer."""
+    if not 0 <= peer < communicator.world:
+        return
+    buffer = torch.empty_like(tensor)
+    for _ in range(SIDE_BY_SIDE):
+        if communicator.rank < peer:
+            communicator.isend(tensor, peer, 0).wait()
+            communicator.irecv(buffer, peer, 0).wait()
+        else:
+            communicator.irecv(buffer, peer, 0).wait()
+            communicator.isend(buffer, peer, 0).wait()
+
+
 def _there_and_back(communicator: Communicator, tensor: Tensor) -> None:
     """Send ``tensor`` and back between every two neighbours at once; the last of an odd number of ranks has none."""
     rank, peer = communicator.rank, communicator.rank ^ 1
@@ -120,8 +197,13 @@ def main() -> int:
     torch.set_num_threads(settings["threads"])
     keep_freed_memory()  # as ranks do when they are placed
     torch.manual_seed(0)
-    communicator = TorchCommunicator(CPU, WAITS_S, WAITS_S)
-    medians = measure(communicator, settings["rounds"])
+    device = CPU
+    if settings["device"] == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    communicator = TorchCommunicator(device, WAITS_S, WAITS_S)
+    rounds = settings["rounds"]
+    medians = measure(communicator, rounds) if device == CPU else measure_gpus(communicator, device, rounds)
     if communicator.rank == 0:
         Path(settings["path"]).write_text(json.dumps(medians))
     communicator.close()

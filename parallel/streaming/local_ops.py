@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.rule import Cells, Chained, Mirrored, Resample
+from parallel.space.rule import Cells, Chained, Mirrored, Resample, Window
 from parallel.space.span import Span
 from parallel.streaming.patch import Patch
 
@@ -121,22 +121,25 @@ def pool_mean(patch: Patch, rules: Rules, counts_pads: bool, divisor: int | None
     kernel, stride = tuple(rule.kernel for rule in rules), tuple(rule.stride for rule in rules)
     if divisor is not None:
         return F.avg_pool2d(patch.padded(), kernel, stride, divisor_override=divisor)
-    limits = [
-        (-rule.before, side + rule.after) if counts_pads else (0, side)
-        for rule, side in zip(rules, patch.sides, strict=True)
-    ]
+    limits = [_counting_rows(rule, side, counts_pads) for rule, side in zip(rules, patch.sides, strict=True)]
+    sizes = list(zip(patch.box, rules, limits, strict=True))
     if all(
-        limit[0] <= box.start * rule.stride - rule.before
-        and (box.stop - 1) * rule.stride - rule.before + rule.kernel <= limit[1]
-        for box, rule, limit in zip(patch.box, rules, limits, strict=True)
+        limit.start <= box.start * rule.stride - rule.before
+        and (box.stop - 1) * rule.stride - rule.before + rule.kernel <= limit.stop
+        for box, rule, limit in sizes
     ):
         return F.avg_pool2d(patch.padded(), kernel, stride)
     sums = F.avg_pool2d(patch.padded(), kernel, stride, divisor_override=1)
     counts: list[Tensor] = []
-    for box, rule, (least, most) in zip(patch.box, rules, limits, strict=True):
+    for box, rule, limit in sizes:
         starts = torch.arange(*box, device=sums.device) * rule.stride - rule.before
-        counts.append(((starts + rule.kernel).clamp(max=most) - starts.clamp(min=least)).to(sums.dtype))
+        counts.append(((starts + rule.kernel).clamp(max=limit.stop) - starts.clamp(min=limit.start)).to(sums.dtype))
     return sums / (counts[0][:, None] * counts[1])
+
+
+def _counting_rows(rule: Window, side: int, counts_pads: bool) -> Span:
+    """Return the rows, of the image and padded, that count in means."""
+    return Span(-rule.before, side + rule.after) if counts_pads else Span(0, side)
 
 
 def resample(patch: Patch, rules: Rules) -> Tensor:

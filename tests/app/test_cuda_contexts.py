@@ -20,6 +20,8 @@ from app.benchmark import campaign
 from app.benchmark.trial import Trial
 from app.planning.machine import CUDA_CONTEXT, this_machine
 from parallel.cost.calibrated import CostModel
+from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES
+from parallel.cost.devices import link_named
 from parallel.profile import calibrate, calibrate_worker, gpus
 from parallel.profile.copy_speed import load_or_measure_copies
 from tests.app.conftest import QUICK
@@ -34,6 +36,15 @@ ANSWERS: dict[str, Any] = {
     "gpu_copies": [1e10, 2e10],
 }
 """Function -> what the process that calls it prints."""
+MESSAGES = {"empty_message": 1e-5, "message": 1e-5 + 1e-3, "message_bytes": 1e8}
+LINKS = MESSAGES | {
+    "empty_sum": 4e-5,
+    "sum": 4e-5 + 1e-3,
+    "sum_bytes": 5e7,
+    "link_bytes": 2e7,
+    "communicator_bytes": 3e8,
+}
+"""What ranks on GPUs measure of their links."""
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +73,11 @@ def asked(opened: list[str], model: CostModel, monkeypatch: pytest.MonkeyPatch, 
     asked: list[str] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if "parallel.profile.link_worker" in command:
+            settings = json.loads(command[-1])
+            asked.append(f"links of {settings['ranks']} on {settings['device']}")
+            Path(settings["path"]).write_text(json.dumps(LINKS))
+            return subprocess.CompletedProcess(command, 0, "", "")
         if command[:2] != [sys.executable, "-c"] or "parallel.profile" not in command[2]:
             raise FileNotFoundError  # what else a command asks, such as git, is not installed here
         name = next(name for name in ANSWERS if f"{name}(" in command[2])
@@ -86,7 +102,7 @@ def asked(opened: list[str], model: CostModel, monkeypatch: pytest.MonkeyPatch, 
     gpus.gpu_at.cache_clear()
 
 
-PLANS = ["read_gpu", "calibrate 1", "gpu_copies"]
+PLANS = ["read_gpu", "calibrate 1", "gpu_copies", "links of 2 on cuda"]
 TRAIN = ("--slides", "SLIDES", *QUICK, "--steps", "2", "--out", "OUT", "--ranks", "2")
 
 
@@ -121,14 +137,34 @@ def test_a_command_opens_no_context_before_its_ranks(
     assert asked == expected, done.stderr
 
 
-@pytest.mark.usefixtures("asked", "opened")
-def test_a_plan_knows_what_the_other_process_told() -> None:
+@pytest.mark.usefixtures("opened")
+def test_a_plan_knows_what_the_other_processes_measured(asked: list[str]) -> None:
     machine = this_machine(4, device="cuda")
+    assert asked[-1] == "links of 4 on cuda"
     assert machine.precision == "bf16"
     assert machine.cluster.name == "NVIDIA Test"
     assert machine.cluster.lanes == 2
     assert machine.cluster.memory_bytes == 15 * GIB // 2 - CUDA_CONTEXT
     assert machine.cluster.copy_bandwidth == pytest.approx(4e10 / 3)
+    assert machine.cluster.inside.bandwidth == pytest.approx(1e11)
+    assert machine.cluster.inside.latency_s == 1e-5
+    assert machine.cluster.sum_s(50_000_000, range(4)) == pytest.approx(1e-3 + 4e-5)
+    assert (machine.cluster.link_bytes, machine.cluster.communicator_bytes) == (2e7, 3e8)
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("ranks", "expected"), [(2, (LINK_BYTES, COMMUNICATOR_BYTES)), (4, (0, 0))])
+def test_links_that_cannot_be_measured_are_assumed(
+    ranks: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("all CUDA-capable devices are busy")
+
+    monkeypatch.setattr("app.planning.machine.load_or_measure_links", fails)
+    cluster = this_machine(ranks, device="cuda").cluster
+    assert cluster.inside == link_named("pcie4")
+    assert (cluster.link_bytes, cluster.communicator_bytes) == expected
+    assert "busy: planned with pcie4" in caplog.text
 
 
 @pytest.mark.usefixtures("opened")

@@ -12,7 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import benchmarks.ranks
 from tests.helpers.forked import run_module, run_ranks
+
+STARTED = benchmarks.ranks.run_on_ranks
 
 
 def assert_runs(command: str, says: str) -> None:
@@ -26,26 +29,24 @@ def assert_runs(command: str, says: str) -> None:
 
 def run(module: str, *arguments: str) -> None:
     """In the forked process: the command alone on its machine, its ranks forked too."""
-    import benchmarks.ranks
-
-    started = benchmarks.ranks.run_on_ranks
-
-    def run_on_ranks(
-        world: int, target: str, argument: Any, *, launcher: Any = "torch", timeout_s: float = 200
-    ) -> list[Any]:
-        if launcher != "torch":
-            return started(world, target, argument, launcher=launcher, timeout_s=timeout_s)
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            (folder / "argument.json").write_text(json.dumps(argument))
-            words = [target, name, launcher, str(timeout_s)]
-            codes, printed = run_ranks(world, "benchmarks.ranks", words, folder, timeout_s)
-            print(printed)
-            if any(codes):
-                raise RuntimeError(f"{target} on {world} ranks ended with {codes}")
-            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-
-    benchmarks.ranks.run_on_ranks = run_on_ranks
+    benchmarks.ranks.run_on_ranks = run_on_forked_ranks
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[variable]
     run_module(module, arguments)
+
+
+def run_on_forked_ranks(
+    world: int, target: str, argument: Any, *, launcher: Any = "torch", timeout_s: float = 200, **others: Any
+) -> list[Any]:
+    """As ``benchmarks.ranks.run_on_ranks``; ranks of torch are forked, on the CPU."""
+    if launcher != "torch":
+        return STARTED(world, target, argument, launcher=launcher, timeout_s=timeout_s)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "argument.json").write_text(json.dumps(argument))
+        words = [target, name, launcher, str(timeout_s), others.get("device", "cpu")]
+        codes, printed = run_ranks(world, "benchmarks.ranks", words, folder, others.get("limit_s", timeout_s))
+        print(printed)
+        if any(codes):
+            raise RuntimeError(f"{target} on {world} ranks ended with {codes}")
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]

@@ -20,6 +20,8 @@ from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.strategy import Strategy
 from tests.helpers.plain_step import TOLERANCE, Batch, PlainRun, largest_error, plain_run
+from tests.helpers.sim_gpu import simulated
+from tests.helpers.sim_gpu.ranks import run_ranks
 from tests.helpers.small_nets import ALL_NETS, batch_of, drawn_once
 
 SEED, LR = 11, 0.05
@@ -99,8 +101,22 @@ def on_threads(name: str, strategy: Strategy, steps: list[Batch], **more: Any) -
     return run_on_threads(strategy.ranks, lambda c, _: run(c, name, strategy, steps, **more), timeout_s=60)
 
 
-def assert_equal(ranks: list[dict[str, Any]], plain: PlainRun, dtype: torch.dtype) -> None:
-    tolerance = TOLERANCE[dtype]
+def on_gpus(
+    name: str, strategy: Strategy, steps: list[Batch], late: int | None = None, sync_every: int | None = None
+) -> list[dict[str, Any]]:
+    """As ``on_threads``, on a simulated GPU for each rank; no race may be found."""
+    with simulated(strategy.ranks, late, sync_every=sync_every) as gpus:
+        ranks = run_ranks(
+            gpus, strategy.ranks, lambda c: run(c, name, strategy, steps, device=torch.device("cuda", c.rank))
+        )
+        assert not gpus.found
+    return ranks
+
+
+def assert_equal(
+    ranks: list[dict[str, Any]], plain: PlainRun, dtype: torch.dtype, tolerance: float | None = None
+) -> None:
+    tolerance = tolerance or TOLERANCE[dtype]
     found: dict[str, Any] = {}
     for rank in ranks:
         assert rank["losses"] == pytest.approx(plain.losses, rel=tolerance)

@@ -184,7 +184,7 @@ def test_what_a_named_strategy_computes_again_is_planned(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("app.planning.machine.this_machine", machine)
     wide = replace(CONFIG, index=IndexSettings(tile=512, stride=512))
-    named = StrategySettings("gpipe", ranks=2, recompute="optimal", memory="500MiB", cuts="layer2")
+    named = StrategySettings("gpipe", ranks=2, recompute="optimal", memory="1140MiB", cuts="layer2")
     config = replace(wide, strategy=named)
     (said,) = run(config, tmp_path)
     assert said.startswith("plan: gpipe 1 x 2, m=4 +recompute optimal")
@@ -193,7 +193,7 @@ def test_what_a_named_strategy_computes_again_is_planned(tmp_path: Path, monkeyp
     assert strategy.cuts[0].startswith("layer2")
     assert strategy.policy.chosen
     with pytest.raises(RunError, match="--recompute optimal found nothing of gpipe"):
-        run(replace(wide, strategy=replace(named, memory="150MiB")), tmp_path)
+        run(replace(wide, strategy=replace(named, memory="790MiB")), tmp_path)
     plenty = replace(wide, strategy=replace(named, parallel="ddp", cuts="", memory="16GiB"))
     run(plenty, tmp_path)
     assert chosen(plenty, tmp_path).policy.chosen == ()

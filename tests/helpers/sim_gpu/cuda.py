@@ -37,6 +37,8 @@ def patches(gpus: Gpus, patch: pytest.MonkeyPatch) -> None:
     for name, value in {**functions, "Stream": Stream, "Event": Event}.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr("torch.cuda._sanitizer.traceback", NO_TRACES)
+    for module in (torch, torch.random):
+        patch.setattr(module, "default_generator", HostGenerator(gpus))
     for name, value in _tensor_methods(gpus, Stream).items():
         patch.setattr(Tensor, name, value)
     for name, plain in AS_TENSOR.items():
@@ -251,6 +253,16 @@ def _memory(gpus: Gpus) -> dict[str, Any]:
         "empty_cache": lambda: None,
         "cudart": lambda: runtime,
     }
+
+
+class HostGenerator:
+    """``torch.default_generator``: that of the process."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpus.process.generator, name)
 
 
 def _random(gpus: Gpus) -> dict[str, Any]:

@@ -36,6 +36,8 @@ EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+HOST_GENERATOR = torch.default_generator
+"""That of torch: each process of a simulation has another."""
 SYNCHRONISING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -89,8 +91,18 @@ class Dispatch(TorchDispatchMode):
             or func is aten._local_scalar_dense.default
             or _by_mask(func, args)
         ):
-            return self._now(func, args, kwargs, stream, memories)
-        return self._launch(func, args, kwargs, stream, memories)
+            made = self._now(func, args, kwargs, stream, memories)
+        else:
+            made = self._launch(func, args, kwargs, stream, memories)
+        new = {
+            memory.number
+            for leaf in tree_leaves(made)
+            if isinstance(leaf, Tensor) and (memory := gpus.memories.of(leaf))
+        }
+        new -= {memory.number for _, memory in memories if memory is not None}
+        if new and func not in EMPTY:
+            gpus.process.hazards.access(stream.number, str(func), [], new)
+        return made
 
     # What follows is called with the lock held.
 
@@ -104,7 +116,8 @@ class Dispatch(TorchDispatchMode):
             changed = {id(tensor) for tensor in _written(func, args, kwargs)}
             written = {memory.number for tensor, memory in memories if memory and id(tensor) in changed}
             gpus.process.hazards.access(HOST, f"{func}", numbers - written, written)
-        made = func(*args, **kwargs)
+        random = gpus.process.generator if torch.Tag.nondeterministic_seeded in func.tags else None
+        made = _drawn(lambda: func(*args, **kwargs), random)
         return gpus.memories.pin(made, gpus.process) if pinned else made
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -178,7 +191,7 @@ class Dispatch(TorchDispatchMode):
         gpus = self._gpus
         if func in EMPTY:
             return gpus.empty(func(*tree_map(_meta, args), **kwargs, device="meta"), stream.device)
-        gpus.process.launches += 1
+        gpus.launched(stream.device)
         self._access(func, args, kwargs, stream, memories)
         inner, named = self._inner(args), self._inner(kwargs)
         random = gpus.process.generators[stream.device] if torch.Tag.nondeterministic_seeded in func.tags else None
@@ -353,13 +366,13 @@ def _drawn(run: Callable[[], Any], generator: torch.Generator | None) -> Any:
     """Run a kernel that draws from torch's own generator with the state of another."""
     if generator is None:
         return run()
-    own = torch.default_generator.get_state()
-    torch.default_generator.set_state(generator.get_state())
+    own = HOST_GENERATOR.get_state()
+    HOST_GENERATOR.set_state(generator.get_state())
     try:
         return run()
     finally:
-        generator.set_state(torch.default_generator.get_state())
-        torch.default_generator.set_state(own)
+        generator.set_state(HOST_GENERATOR.get_state())
+        HOST_GENERATOR.set_state(own)
 
 
 def _by_mask(func: Any, args: Any) -> bool:

@@ -8,6 +8,7 @@ waits, findings. ``run`` starts one for each rank; threads that those start belo
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.sim_gpu.dispatch import Dispatch
+from tests.helpers.sim_gpu.dispatch import HOST_GENERATOR, Dispatch
 from tests.helpers.sim_gpu.hazards import Hazards
 from tests.helpers.sim_gpu.memory import Memories, poison
 from tests.helpers.sim_gpu.timeline import Stream, Timeline
@@ -30,7 +31,7 @@ class Process:
 
     Attributes:
         rank: its number.
-        generators: of each GPU.
+        generators: of each GPU; ``generator`` is that of the CPU.
         launches: kernels so far.
         contexts: devices that it has opened.
     """
@@ -38,6 +39,8 @@ class Process:
     def __init__(self, rank: int, gpus: int) -> None:
         self.rank = rank
         self.generators = [torch.Generator() for _ in range(gpus)]
+        self.generator = HOST_GENERATOR.clone_state()
+        self.random = random.Random(rank)
         self.hazards = Hazards()
         self.launches = 0
         self.contexts: set[int] = set()
@@ -53,10 +56,12 @@ class Gpus:
         count: GPUs.
         late: as for ``Timeline``.
         limit: bytes of each.
+        sync_every: as for ``simulated``.
     """
 
-    def __init__(self, count: int, late: int | None, limit: int) -> None:
+    def __init__(self, count: int, late: int | None, limit: int, sync_every: int | None = None) -> None:
         self.count = count
+        self.sync_every = sync_every
         self.timeline = Timeline(late)
         self.memories = Memories(limit)
         self.processes: list[Process] = [Process(0, count)]
@@ -132,6 +137,14 @@ class Gpus:
     def note_device(self, device: int | None) -> None:
         """An operation of this thread runs on ``device``, None on the host."""
         self._local.before = device
+
+    def launched(self, device: int) -> None:
+        """A kernel is going to be launched; see ``sync_every``."""
+        process = self.process
+        process.launches += 1
+        if self.sync_every and process.random.randrange(self.sync_every) == 0:
+            works = [work for line in self.timeline.streams_of(device) for work in line.last]
+            self.timeline.force(works, f"{process} waits for its device before kernel {process.launches}")
 
     def index(self, device: torch.device) -> int | None:
         """Return the number of a device, None of the CPU."""
@@ -218,16 +231,20 @@ class Gpus:
 
 
 @contextlib.contextmanager
-def simulated(count: int = 1, late: int | None = None, limit: int = 1 << 40) -> Iterator[Gpus]:
+def simulated(
+    count: int = 1, late: int | None = None, limit: int = 1 << 40, sync_every: int | None = None
+) -> Iterator[Gpus]:
     """Let torch have ``count`` GPUs.
 
     Args:
         late: None runs kernels and copies at once; 0 as late as the order allows; another number is a seed.
         limit: bytes of each GPU.
+        sync_every: the host waits for its device before one kernel of so many, drawn at random, as it does where memory
+            has to be freed before more can be had. The waits order nothing: races are found all the same.
     """
     from tests.helpers.sim_gpu.cuda import patches
 
-    gpus = Gpus(count, late, limit)
+    gpus = Gpus(count, late, limit, sync_every)
     with pytest.MonkeyPatch.context() as patch:
         patches(gpus, patch)
         with Dispatch(gpus):

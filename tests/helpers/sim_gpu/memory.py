@@ -136,7 +136,10 @@ def true(tensor: Tensor, memory: Memory) -> Tensor:
     if memory.device is None:
         return tensor.detach()
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(memory.truth, *place)
+    inner = torch.empty(0, dtype=tensor.dtype).set_(memory.truth, *place)
+    if tensor.is_conj():
+        inner = inner.conj()
+    return torch._neg_view(inner) if tensor.is_neg() else inner
 
 
 def poison(storage: torch.UntypedStorage) -> None:

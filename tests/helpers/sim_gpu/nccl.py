@@ -1,4 +1,4 @@
-"""torch.distributed over NCCL and Gloo between simulated GPUs: ``run_ranks`` runs ranks as threads that talk by it.
+"""torch.distributed over NCCL and Gloo between simulated GPUs, for ``ranks``.
 
 Stands in for ``torch.distributed`` in ``parallel.comm.torch_*``. Tensors of a GPU go over NCCL: each communicator has a
 stream on each member, on which its operations run in turn, each at one time on all members; ``wait`` is that of a
@@ -9,25 +9,20 @@ What NCCL would refuse raises what it raises there; what would hang, or mix up n
 from __future__ import annotations
 
 import collections
-import os
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 import torch.distributed as real
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parallel.comm import torch_comm, torch_group, torch_links
-from parallel.comm.replicate import AveragedModule
-from parallel.comm.torch_comm import TorchCommunicator
 from tests.helpers.sim_gpu.hazards import HOST
 from tests.helpers.sim_gpu.memory import true
-from tests.helpers.sim_gpu.timeline import Hang, Meeting, Stream, Timeline, Work
+from tests.helpers.sim_gpu.timeline import Hang, Meeting, Stream, Work
 
 if TYPE_CHECKING:
     from tests.helpers.sim_gpu.gpus import Gpus, Process
@@ -37,23 +32,6 @@ NCCL_TYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
 }
 OPPOSITE = {"send": "receive", "receive": "send"}
-
-
-def run_ranks(gpus: Gpus, world: int, function: Callable[[TorchCommunicator], Any], timeout_s: float = 60) -> list[Any]:
-    """Call ``function`` with the communicator of each of ``world`` ranks, which take the GPUs in turn; return what they
-    give, in order."""
-
-    def rank_of(rank: int) -> Any:
-        device = torch.device("cuda", rank % gpus.count)
-        torch.cuda.set_device(device)
-        communicator = TorchCommunicator(device, timeout_s, timeout_s)
-        result = function(communicator)
-        communicator.close()
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        Distributed(gpus, world).put_in(patch)
-        return gpus.run(world, rank_of)
 
 
 @dataclass(eq=False)
@@ -121,22 +99,31 @@ class NcclWork:
 
     def is_completed(self) -> bool:
         done: bool = self._done.query()
-        if done and self._tensor is not None:  # not waited for: its memory is given out again after this operation
+        if done:
+            self.let_go()
+        return done
+
+    def is_held(self) -> bool:
+        """Return whether the tensor still is; torch's watchdog looks, too."""
+        return self._tensor is not None and not self.is_completed()
+
+    def let_go(self) -> None:
+        """If nothing has waited: the memory is given out again after this operation."""
+        if self._tensor is not None:
             memory = self._gpus.memories.of(self._tensor)
             assert memory is not None
             memory.recorded.add(self._stream)
             self._tensor = None
-        return done
-
-    def let_go(self) -> bool:
-        """Return whether the tensor is not held any longer; torch's watchdog looks, too."""
-        return self._tensor is None or self.is_completed()
 
 
 class GlooWork:
-    """What an operation over Gloo returns; of a receive, only ``wait`` tells whether it is done."""
+    """What an operation over Gloo returns.
 
-    def __init__(self, gpus: Gpus, what: str, tensor: Tensor, arrive: Callable[[], object]) -> None:
+    Args:
+        arrive: what is left to do in ``wait``, which alone tells that it is done; None of a send.
+    """
+
+    def __init__(self, gpus: Gpus, what: str, tensor: Tensor, arrive: Callable[[], object] | None) -> None:
         self._gpus, self._what, self._tensor, self._arrive = gpus, what, tensor, arrive
         self.met = self._waited = False
         self._touch()
@@ -145,12 +132,13 @@ class GlooWork:
         self._gpus.timeline.block(lambda: self.met, f"{self._what} waits")
         if not self._waited:
             self._touch()
-            self._arrive()
+            if self._arrive:
+                self._arrive()
         self._waited = True
         return True
 
     def is_completed(self) -> bool:
-        return self._waited or (self.met and "send" in self._what)
+        return self._waited or (self.met and self._arrive is None)
 
     def _touch(self) -> None:
         """The host uses the tensor, which may be page-locked."""
@@ -159,68 +147,14 @@ class GlooWork:
             self._gpus.process.hazards.access(HOST, self._what, [], [memory.number])
 
 
-class Departures:
-    """Of messages over Gloo, without the thread: nobody would see that it hangs."""
-
-    def add(self, wait: Any) -> Any:
-        return wait.__self__
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Store:
-    """The key-value store of a run."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._values: dict[str, bytes] = {}
-        self._counts: collections.Counter[str] = collections.Counter()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        with self._timeline.lock:
-            self._values[key] = value.encode() if isinstance(value, str) else value
-            self._timeline.note()
-
-    def wait(self, keys: Iterable[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self._timeline.block(lambda key=key: key in self._values, f"the store has no {key}")  # type: ignore[misc]
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        with self._timeline.lock:
-            self._counts[key] += amount
-            return self._counts[key]
-
-
-class Environment(collections.UserDict[str, str]):
-    """``os.environ``, with what a launcher tells each rank."""
-
-    def __init__(self, gpus: Gpus, world: int) -> None:
-        super().__init__(os.environ)
-        self._gpus, self._size = gpus, str(world)
-
-    def __getitem__(self, name: str) -> str:
-        if name in ("RANK", "LOCAL_RANK"):
-            return str(self._gpus.process.rank)
-        return self._size if name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") else super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") or super().__contains__(name)
-
-
 class Distributed:
     """The names of ``torch.distributed`` that are used."""
 
     DistError, DistBackendError, DistNetworkError = real.DistError, real.DistBackendError, real.DistNetworkError
     ProcessGroupNCCL = getattr(real, "ProcessGroupNCCL", None)
 
-    def __init__(self, gpus: Gpus, world: int) -> None:
+    def __init__(self, gpus: Gpus, world: int, store: Any) -> None:
         self._gpus, self._world = gpus, world
-        self._store = Store(gpus.timeline)
         self._defaults: dict[Process, Group] = {}
         self._counts: collections.Counter[Process] = collections.Counter()
         self._made: dict[str, str] = {}
@@ -228,25 +162,17 @@ class Distributed:
         self._shared: dict[str, Any] = collections.defaultdict(dict)
         self._mail: dict[tuple[Any, ...], collections.deque[Share]] = collections.defaultdict(collections.deque)
         self._watched: dict[Process, list[NcclWork]] = collections.defaultdict(list)
-        self.distributed_c10d = types.SimpleNamespace(_get_default_store=lambda: self._store)
+        self.distributed_c10d = types.SimpleNamespace(_get_default_store=lambda: store)
 
-    def put_in(self, patch: pytest.MonkeyPatch) -> None:
-        """In place of ``torch.distributed``, until ``patch`` ends."""
-        for module in (torch_comm, torch_links, torch_group):
-            patch.setattr(module, "dist", self)
-        patch.setattr(torch_comm, "DistributedDataParallel", self._replicated)
-        patch.setattr(torch_group, "open_store", lambda *_: self._store)
-        patch.setattr(torch_group, "join_attempt", lambda store, *_: store)
-        patch.setattr(torch_group, "call_with_timeout", lambda call, _: call())
-        patch.setattr(os, "environ", Environment(self._gpus, self._world))
-        patch.setattr(torch_comm, "Departures", Departures)
-
-    def init_process_group(self, backend: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    def init_process_group(self, backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
         assert (rank, world_size) == (self._gpus.process.rank, self._world)
         self._counts[self._gpus.process] = 1
+        self._default_backend = backend
         self._defaults[self._gpus.process] = self._make("0", range(world_size), backend)
 
     def destroy_process_group(self) -> None:
+        for work in self._watched[self._gpus.process]:
+            work.let_go()
         del self._defaults[self._gpus.process]
 
     @property
@@ -269,7 +195,7 @@ class Distributed:
         count = self._counts[process]
         self._counts[process] += 1
         name = f"{count} of {ranks} alone" if use_local_synchronization else f"{count}"
-        return self._make(name, ranks, backend or self._made["0"].split(" over ")[1])
+        return self._make(name, ranks, backend or self._default_backend)
 
     def isend(self, tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> Any:
         return self._message("send", tensor, dst, group, tag)
@@ -340,7 +266,7 @@ class Distributed:
         if tensor.is_cuda:
             raise RuntimeError("ProcessGroupGloo::send: unsupported device type cuda")
         what = f"{self._gpus.process}: Gloo's {operation}, tag {tag}, of rank {peer}"
-        work = GlooWork(self._gpus, what, tensor, lambda: None)
+        work = GlooWork(self._gpus, what, tensor, None if operation == "send" else lambda: None)
         own, way = Share(what, operation, tensor, work), (rank, peer) if operation == "send" else (peer, rank)
         with self._gpus.timeline.lock:
             waiting = self._mail[group.name, *way, tag, OPPOSITE[operation]]
@@ -427,30 +353,8 @@ class Distributed:
             done = torch.cuda.Stream(of=stream).record_event()  # type: ignore[call-arg]
             work = NcclWork(gpus, tensor, stream, done)
             watched = self._watched[process]
-            watched[:] = [each for each in (*watched, work) if not each.let_go()]
+            watched[:] = [each for each in (*watched, work) if each.is_held()]
             return work
-
-    def _replicated(
-        self, module: nn.Module, device_ids: Any = None, process_group: Any = None, bucket_cap_mb: Any = None, **_: Any
-    ) -> nn.Module:
-        """``DistributedDataParallel``: its checks, and its results by ``AveragedModule``: its reducer is C++."""
-        devices = {parameter.device for parameter in module.parameters()}
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise RuntimeError("DistributedDataParallel is not needed when no parameter requires a gradient.")
-        if len({device.type for device in devices}) > 1:
-            raise ValueError("DistributedDataParallel's input module must be on the same type of devices")
-        if device_ids and (len(devices) > 1 or {device.type for device in devices} == {"cpu"}):
-            raise ValueError(
-                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
-                f"modules or CPU modules, but got device_ids {device_ids} and module parameters {devices}."
-            )
-        group = self._group(process_group)
-        ranks: Any = types.SimpleNamespace(
-            world=len(group.ranks),
-            broadcast=lambda tensor, source=0: self.broadcast(tensor, group.ranks[source], group),
-            iall_reduce=lambda tensor: self.all_reduce(tensor, group=group, async_op=True),
-        )
-        return AveragedModule(module, ranks, None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)))
 
 
 def _handed_over(shares: Sequence[Share]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from parallel.cost.cluster import Cluster
+from parallel.cost.cluster import FILL, LIBRARIES, Cluster
 from parallel.cost.devices import LinkSpec
 
 INSIDE, BETWEEN = LinkSpec("fast", 100.0, 0.0), LinkSpec("slow", 10.0, 1.0)
@@ -43,4 +43,5 @@ def test_what_is_usable_is_what_is_needed() -> None:
     for kind in ("cpu", "cuda"):
         one = dataclasses.replace(cluster(), kind=kind, memory_bytes=1 << 30)
         assert one.needed_bytes(one.usable_bytes) == pytest.approx(1 << 30, abs=2)
-    assert dataclasses.replace(cluster(), kind="cpu").usable_bytes < cluster().usable_bytes < 1000
+        assert one.usable_bytes == pytest.approx(FILL[kind] * (1 << 30) - LIBRARIES[kind], abs=1)
+        assert dataclasses.replace(one, memory_bytes=1000).usable_bytes == 1  # libraries take all of it

@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.training.engines import build_engine
+from models.losses import TileClassLoss
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import ThreadGroup, run_on_threads
 from parallel.engine import data_parallel, engine, step
 from parallel.engine.grad_reducer import GradReducer
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
+from tests.helpers.sim_gpu import simulated
 
 META = torch.device("meta")
 M = 4
@@ -35,6 +38,7 @@ STRATEGIES = {
     "ddp": Strategy("ddp", 2, 1, M),
     "gpipe": Strategy("gpipe", 2, 2, M),
     "1f1b in two groups": Strategy("1f1b", 4, 2, M),
+    "deferred statistics": Strategy("1f1b", 4, 2, M, statistics="deferred"),
     "zero-bubble": Strategy("zero-bubble", 2, 2, M),
     "master, recomputed": Strategy("master", 2, 2, M, policy=ActivationPolicy("block")),
 }
@@ -42,7 +46,7 @@ STRATEGIES = {
 
 def net() -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU()),
+        *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(), nn.Linear(4, 2)),
     )
 
@@ -73,6 +77,39 @@ def test_a_step_reads_nothing_but_its_losses(name: str, monkeypatch: pytest.Monk
         return sum(made.step([microbatch for _ in made.share], number, 0.1).tiles for number in range(2))
 
     assert sum(run_on_threads(strategy.ranks, two_steps, timeout_s=20)) == 2 * M
+
+
+def test_a_team_reads_as_often_whatever_the_microbatches() -> None:
+    """Its members lack the gradients of what one of them computes alone, and read once a step whether any has them."""
+    cuda, shape = torch.device("cuda", 0), (1, 3, 16, 16)
+
+    def waits(m: int) -> list[int]:
+        group = ThreadGroup(2, 20)
+        strategy = Strategy("spatial", 2, 1, m, grids=(Grid(2, 1),))
+
+        def step_of(rank: int) -> int:
+            make = functools.partial(torch.optim.SGD, lr=0.1)
+            made = build_engine(
+                strategy,
+                net(),
+                TileClassLoss(None),
+                make,
+                group.communicator(rank),
+                batch=m,
+                tile=16,
+                seed=0,
+                device=cuda,
+            )
+            images, targets = torch.ones(shape).to(cuda), torch.zeros(1, dtype=torch.int64).to(cuda)
+            for number in range(2):
+                gpus.process.hazards.syncs.clear()  # indices of boxes go to the device in the first step
+                made.step([Microbatch(images, targets, shape)] * m, number, 0.1)
+            return gpus.process.hazards.syncs.total()
+
+        with simulated(1) as gpus:
+            return gpus.run(2, step_of)
+
+    assert waits(2) == waits(3) == [1, 1]
 
 
 def test_losses_are_read_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

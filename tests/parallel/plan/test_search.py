@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from parallel.cost.cluster import FILL, Cluster
+from parallel.cost.cluster import FILL, LIBRARIES, Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
@@ -60,9 +60,8 @@ def planner(
         cost = LayerCost(1.0 * tiles, 2.0 * tiles, 1.0 * tiles)
         return Costs((LayerCost(0, 0, 0), *[cost] * (len(graph.layers) - 2), LayerCost(0, 0, 0)), "test")
 
-    cluster = Cluster(
-        "test", round(memory / FILL["cuda"]), 8, 8, LINK, LINK, 1e18, copy_bandwidth=copies, host_bytes=host
-    )
+    whole = round((memory + LIBRARIES["cuda"]) / FILL["cuda"])
+    cluster = Cluster("test", whole, 8, 8, LINK, LINK, 1e18, copy_bandwidth=copies, host_bytes=host)
     return Planner(Task(graph, estimate, batch, 2, more), cluster)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from parallel.comm.thread_comm import run_on_threads
 from parallel.cost.cluster import Cluster
 from parallel.cost.layer_cost import LayerCost
 from parallel.plan.side_by_side import sum_in_team_s, with_talk
 from parallel.plan.step_time import forecast_whole
 from parallel.plan.talk import Halo, Sum, Talk
-from parallel.profile import link_speed
+from parallel.profile import link_speed, link_worker
 from parallel.profile.cache import keep, kept_text
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
 from parallel.strategy import Strategy
@@ -61,12 +64,31 @@ def test_what_is_not_slower_beside_a_backward_pass_takes_nothing() -> None:
     assert (speed.beside_backward, speed.gathering) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gpus_measure_messages_sums_and_what_nccl_allocates(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On threads; each reading of the free memory finds 40 MiB less of it."""
+    free = itertools.count(0, -40 << 20)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 0))
+    monkeypatch.setattr(link_worker, "GPU_BYTES", 4096)
+    measured = run_on_threads(ranks, lambda rank, _: link_worker.measure_gpus(rank, torch.device("cpu"), 2))
+    assert measured[1:] == [None] * (ranks - 1)
+    speed = speed_of(measured[0], ranks)
+    assert speed.message_s > 0
+    assert speed.message_bandwidth > 0
+    assert speed.sum_bandwidth > 0
+    assert speed.link_bytes >= (10 << 20)
+    assert speed.communicator_bytes >= (40 << 20)
+    assert (speed.beside_backward, speed.gathering) == (1.0, 1.0)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, int]]:
     """(ranks, threads) of each measurement that is made."""
     found: list[tuple[int, int]] = []
 
-    def measure(ranks: int, *, threads: int) -> LinkSpeed:
+    def measure(ranks: int, *, threads: int, device: str) -> LinkSpeed:
+        assert device == "cpu"
         found.append((ranks, threads))
         return dataclasses.replace(SPEED, message_s=ranks * 1e-4)
 

@@ -168,7 +168,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         replaced(Patch, "padded", lambda self, fill=0.0, whole=Patch.padded: whole(self)), GRID),
     "means divide by the px that count": (
         OPERATIONS["mean pool, ceil, pads do not count"].make,
-        replaced(local_ops, "_counted", lambda patch, rule, axis, pads: [rule.kernel] * patch.box[axis].size), GRID),
+        replaced(local_ops, "_counting_rows", lambda rule, side, pads: Span(-rule.kernel, side + rule.kernel)), GRID),
     # PhysicsNeMo: 4 + 4 rows where there are 7.
     "the first needed row follows the stride": (
         OPERATIONS["convolution 3x3, stride 2, no pad"].make,

@@ -1,0 +1,137 @@
+"""Rows of the smoke part that are commands as a user types them: training, resuming and prediction on synthetic slides.
+
+Takes a device and a folder for slides and runs; gives a row per case. Each command is a process of its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from benchmarks.gpu.setting import Row, Setting
+
+ROOT = Path(__file__).parents[2]
+MODEL = "benchmarks.gpu.smoke_engines:dropping"
+TILE_PX, STEPS = 64, 4
+ALLOWED = 1e-3
+"""Largest relative error of a loss, and error of a score, of two runs that should be the same: kernels may differ."""
+SLIDES, SLIDE_PX = 4, 512
+STOP_AFTER = "SMOKE_STOP_AFTER"
+"""Variable with the number of updates after which ``smoke_engines.dropping`` asks its process to stop."""
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+class Commands:
+    """The commands of one smoke test.
+
+    Args:
+        folder: for slides and runs, which later cases compare themselves with.
+        env: variables beside those of this process.
+        run: runs ``python -m module words`` as ``run_process`` does.
+    """
+
+    def __init__(self, setting: Setting, folder: Path, env: Mapping[str, str], run: Run) -> None:
+        self._setting, self._folder, self._env, self._run = setting, folder, env, run
+
+    def resume(self, name: str) -> Row:
+        """Train in one go; train, stop, and resume: the same losses."""
+        whole = self._trained("whole")
+        return self._resumed(name, whole, {})
+
+    def resume_on_fewer(self, name: str) -> Row:
+        """Train on all GPUs, and resume where only the first is visible."""
+        whole = self._trained("whole-ddp", "--ranks", "2", "--parallel", "ddp")
+        return self._resumed(name, whole, {"CUDA_VISIBLE_DEVICES": "0"}, "--ranks", "2", "--parallel", "ddp")
+
+    def predict(self, name: str, ranks: int) -> Row:
+        """Predict on ranks that hold a stage each: the scores of one rank."""
+        checkpoint = self._trained("whole") / "checkpoints" / "last.pt"
+        words = ("--slides", self._slides(), "--checkpoint", checkpoint, "--model", MODEL, "--device", self._device)
+        found = []
+        for out, more in (("predict-1", ()), (name, ("--ranks", str(ranks), "--stages", "2"))):
+            if not (self._folder / out).exists():
+                self._call("app.predict", *words, "--out", self._folder / out, *more)
+            found.append(_columns(self._folder / out / "slides.csv", "score_"))
+        return _compared(*found)
+
+    @property
+    def _device(self) -> str:
+        return self._setting.device.type
+
+    def _slides(self) -> Path:
+        folder = self._folder / "slides"
+        if not folder.exists():
+            self._call("app.synth", folder, "--slides", str(SLIDES), "--size", str(SLIDE_PX))
+        return folder
+
+    def _resumed(self, name: str, whole: Path, env: Mapping[str, str], *first: str) -> Row:
+        run = self._folder / name
+        self._train(run, *first, env={STOP_AFTER: str(STEPS // 2)})
+        self._train(run, "--resume", env=env)
+        return _compared(*(_columns(run / "metrics.csv", "loss") for run in (whole, run)))
+
+    def _trained(self, name: str, *words: str) -> Path:
+        run = self._folder / name
+        if not run.exists():
+            self._train(run, *words)
+        return run
+
+    def _train(self, run: Path, *words: str, env: Mapping[str, str] = MappingProxyType({})) -> None:
+        settings: list[str | Path] = [
+            "--slides",
+            self._slides(),
+            "--model",
+            MODEL,
+            "--tile",
+            str(TILE_PX),
+            "--batch",
+            "4",
+        ]
+        settings += ["--microbatches", "2", "--precision", "fp32", "--device", self._device, "--validation", "0"]
+        settings += ["--steps", str(STEPS), "--checkpoint-every", "1", "--developer", "twin-steps=0", "--out", run]
+        if "--parallel" not in words:
+            settings += ["--parallel", "single"]
+        self._call("app.train", *settings, *words, env=env)
+
+    def _call(self, module: str, *words: str | Path, env: Mapping[str, str] = MappingProxyType({})) -> None:
+        done = self._run(module, *words, env={**self._env, **env}, limit_s=max(20.0, self._setting.left_s))
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "rror" in line] or done.stderr.splitlines()[-1:]
+            raise RuntimeError(f"{module} ended with exit code {done.returncode}: {(lines or ['nothing said'])[0]}")
+
+
+def run_process(
+    module: str, *words: str | Path, env: Mapping[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module words``.
+
+    Raises:
+        TimeoutExpired: it took longer than ``limit_s``.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", module, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+
+
+def _columns(path: Path, beginning: str) -> list[float]:
+    """Return the numbers of all columns whose names begin so."""
+    with path.open() as file:
+        return [
+            float(value) for row in csv.DictReader(file) for name, value in row.items() if name.startswith(beginning)
+        ]
+
+
+def _compared(expected: list[float], found: list[float]) -> Row:
+    error = max(abs(ours - theirs) / max(abs(theirs), 1e-9) for theirs, ours in zip(expected, found, strict=True))
+    return {"error": error, "allowed": ALLOWED, "passed": error <= ALLOWED}

@@ -1,0 +1,155 @@
+"""Ranks of a run, as threads with a simulated GPU each, that talk through the project's ``TorchCommunicator``.
+
+``run_ranks`` gives each thread what a process would have of its own: rank and world in the environment, a device, and
+``torch.distributed`` (``nccl.Distributed``).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.comm import objects, replicate, torch_comm, torch_group, torch_links
+from parallel.comm.communicator import Communicator
+from parallel.comm.torch_comm import TorchCommunicator
+from parallel.offload import rng
+from tests.helpers.sim_gpu.gpus import Gpus
+from tests.helpers.sim_gpu.nccl import Distributed
+from tests.helpers.sim_gpu.timeline import Timeline
+
+
+def run_ranks(gpus: Gpus, world: int, function: Callable[[TorchCommunicator], Any], timeout_s: float = 60) -> list[Any]:
+    """Call ``function`` with the communicator of each of ``world`` ranks, which take the GPUs in turn; return what they
+    give, in order.
+
+    Raises:
+        Hang: no rank can go on, or ranks do what NCCL would mix up.
+    """
+
+    def rank_of(rank: int) -> Any:
+        device = torch.device("cuda", rank % gpus.count)
+        torch.cuda.set_device(device)
+        communicator = TorchCommunicator(device, timeout_s, timeout_s)
+        result = function(communicator)
+        communicator.close()
+        return result
+
+    with within(gpus, world):
+        return gpus.run(world, rank_of)
+
+
+@contextlib.contextmanager
+def within(gpus: Gpus, world: int) -> Iterator[Distributed]:
+    """Let processes of ``gpus`` be ranks of a run of ``world``."""
+    store = Store(gpus.timeline)
+    distributed = Distributed(gpus, world, store)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch_comm, torch_links, torch_group):
+            patch.setattr(module, "dist", distributed)
+        patch.setattr(torch_group, "open_store", lambda *_: store)
+        patch.setattr(torch_group, "join_attempt", lambda store, *_: store)
+        patch.setattr(torch_group, "call_with_timeout", lambda call, _: call())
+        patch.setattr(torch_comm, "Departures", Departures)
+        patch.setattr(torch_comm, "DistributedDataParallel", Replicas(distributed))
+        patch.setattr(replicate, "broadcast_tensors", _broadcast_tensors)
+        patch.setattr(rng, "DRAWING", contextlib.nullcontext())  # each process has a generator of its own
+        patch.setattr(os, "environ", Environment(gpus, world))
+        yield distributed
+
+
+class Departures:
+    """Of messages over Gloo, without the thread: nobody would see that it hangs."""
+
+    def add(self, wait: Any) -> Any:
+        return wait.__self__
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Store:
+    """The key-value store of a run."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._values: dict[str, bytes] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._timeline.lock:
+            self._values[key] = value.encode() if isinstance(value, str) else value
+            self._timeline.note()
+
+    def wait(self, keys: Iterable[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._timeline.block(lambda key=key: key in self._values, f"the store has no {key}")  # type: ignore[misc]
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._timeline.lock:
+            self._counts[key] += amount
+            return self._counts[key]
+
+
+class Environment(collections.UserDict[str, str]):
+    """``os.environ``, with what a launcher tells each rank."""
+
+    def __init__(self, gpus: Gpus, world: int) -> None:
+        super().__init__(os.environ)
+        self._gpus, self._size = gpus, str(world)
+
+    def __getitem__(self, name: str) -> str:
+        if name in ("RANK", "LOCAL_RANK"):
+            return str(self._gpus.process.rank)
+        return self._size if name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") else super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") or super().__contains__(name)
+
+
+class Replicas:
+    """``DistributedDataParallel``: its checks, and its results by ``AveragedModule``, since its reducer is C++."""
+
+    def __init__(self, distributed: Distributed) -> None:
+        self._distributed = distributed
+
+    def __call__(
+        self, module: nn.Module, device_ids: Any = None, process_group: Any = None, bucket_cap_mb: Any = None, **_: Any
+    ) -> nn.Module:
+        parameters = list(module.parameters())
+        devices = {parameter.device for parameter in parameters}
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise RuntimeError("DistributedDataParallel is not needed when no parameter requires a gradient.")
+        if len({device.type for device in devices}) > 1:
+            raise ValueError("DistributedDataParallel's input module must be on the same type of devices")
+        if device_ids and (len(devices) > 1 or not parameters[0].is_cuda):
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
+                f"modules or CPU modules, but got device_ids {device_ids} and module parameters {devices}."
+            )
+        group = process_group or self._distributed.group.WORLD
+        ranks: Any = types.SimpleNamespace(
+            world=len(group.ranks),
+            broadcast=lambda tensor, source=0: self._distributed.broadcast(tensor, group.ranks[source], group),
+            iall_reduce=lambda tensor: self._distributed.all_reduce(tensor, group=group, async_op=True),
+        )
+        size = None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
+        return replicate.AveragedModule(module, ranks, size)
+
+
+def _broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
+    """That of torch, which takes parameters in host memory and buffers on the GPU."""
+    for on_gpu in (True, False):
+        objects.broadcast_tensors(communicator, [each for each in tensors if each.is_cuda is on_gpu], source)

@@ -1,0 +1,59 @@
+"""Strategies on simulated GPUs, a rank each, over the project's own communicator: the numbers of the plain step, and no
+race, whether kernels and messages run at once, as late as their order allows, or in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.memory.policy import ActivationPolicy
+from parallel.space.team import Grid
+from parallel.strategy import Strategy
+from tests.helpers.engine_runs import assert_equal, on_gpus, plain, steps_of, strategy_for
+
+M = 3
+STRIPS = Grid(2, 1)
+OFFLOAD = ActivationPolicy(offload="overlap", smallest=0)
+STRATEGIES = {
+    **{name: strategy_for(name, 2, m=M) for name in ("gpipe", "interleaved", "zero-bubble", "mast", "master")},
+    "1f1b": strategy_for("1f1b", 3, m=M),
+    "bidirectional": strategy_for("bidirectional", 2, m=4),
+    "hybrid": strategy_for("1f1b", 2, groups=2, m=2),
+    "ddp": Strategy("ddp", 2, 1, M),
+    "spatial": Strategy("spatial", 2, 1, 2, grids=(STRIPS,)),
+    "teams in 1f1b": Strategy("1f1b", 4, 2, 2, grids=(STRIPS, STRIPS)),
+    "halves of the optimizer state": strategy_for("master", 2, m=2, shard_optimizer=True),
+    "offload": strategy_for("1f1b", 2, m=M, policy=OFFLOAD),
+    "offload, ahead": strategy_for("gpipe", 2, m=M, policy=ActivationPolicy("none", (), "overlap", 20_000, 512)),
+    "recompute blocks": strategy_for("gpipe", 2, m=M, policy=ActivationPolicy("block")),
+    "recompute stages, offload": strategy_for("1f1b", 2, m=M, policy=ActivationPolicy("stage", (), "overlap", 0, 0)),
+    "optimizer on the host": strategy_for("1f1b", 2, m=M, policy=ActivationPolicy(optimizer=True)),
+    "parameters on the host": strategy_for("1f1b", 2, m=M, policy=ActivationPolicy(optimizer=True, parameters=True)),
+    "ddp, parameters on the host": Strategy("ddp", 2, 1, M, policy=ActivationPolicy(optimizer=True, parameters=True)),
+    "ddp, offload": Strategy("ddp", 2, 1, M, policy=OFFLOAD),
+    "ddp, streamed": Strategy("ddp", 2, 1, 2, policy=ActivationPolicy(stream=8)),
+    "1f1b, streamed": Strategy("1f1b", 2, 2, 2, policy=ActivationPolicy(stream=8)),
+}
+
+
+QUICK = {"late": set(STRATEGIES) - {"1f1b, streamed"}, "at once": {"1f1b", "ddp"}, "in between": {"1f1b", "ddp"}}
+"""Most is found where all is as late as may be: the quick lane has little else."""
+CASES = [
+    pytest.param(name, late, id=f"{name}, {said}", marks=() if name in QUICK[said] else pytest.mark.long)
+    for name in STRATEGIES
+    for said, late in {"late": 0, "at once": None, "in between": 1}.items()
+]
+
+
+@pytest.mark.parametrize(("name", "late"), CASES)
+def test_strategies(name: str, late: int | None) -> None:
+    """The net draws in two stages."""
+    strategy = STRATEGIES[name]
+    ranks = on_gpus("skips", strategy, steps_of(strategy.m), late)
+    assert_equal(ranks, plain("skips", strategy.m), torch.float64, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("late", [None, 0])
+def test_complex_values(late: int | None) -> None:
+    strategy = strategy_for("1f1b", 2, m=M)
+    assert_equal(on_gpus("fourier", strategy, steps_of(M), late), plain("fourier", M), torch.float64, tolerance=1e-12)
