@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from benchmarks.gpu.work import Problem
 from benchmarks.offload_study.measure import copy_figures, measure_model
 from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
 from benchmarks.offload_study.published import published_ratio
-from parallel.comm.local import LocalCommunicator
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copy_clock import CopyTime
 from tests.helpers.benchmark_run import run_on_forked_ranks
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
 from tests.helpers.sim_gpu import simulated
+from tests.helpers.sim_gpu.ranks import run_ranks
 
 pytestmark = pytest.mark.bench
 
@@ -79,17 +79,17 @@ def test_smoke_runs_every_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert all(row["error"] <= row["allowed"] for row in rows if "syncs" not in row)
 
 
-def test_smoke_rows_on_a_simulated_gpu(tmp_path: Path) -> None:
-    """What they do on CUDA alone. The simulated GPU has neither autocast nor storages of its own."""
-    names = ("plain step against the CPU", "stream", "offload, overlap", "recompute", "syncs, single")
-    cases = [smoke._case(tiny(), 1, *case) for case in smoke.ALONE if case[0] in names]
-    with simulated(1, late=0) as gpus:
+@pytest.mark.parametrize(("ranks", "table"), [(1, smoke.ALONE), (2, smoke.TOGETHER)])
+def test_smoke_rows_on_simulated_gpus(ranks: int, table: Sequence[tuple[str, str, str, str]], tmp_path: Path) -> None:
+    """What they do on CUDA alone. Simulated GPUs have no autocast."""
+    cases = [smoke._case(tiny(), ranks, *case) for case in table if case[1] != "bf16"]
+    with simulated(ranks, late=0) as gpus:
         argument = {"device": "cuda", "rows": str(tmp_path / "rows"), "cases": cases}
-        smoke_engines.run_all(LocalCommunicator(), argument)
+        run_ranks(gpus, ranks, lambda communicator: smoke_engines.run_all(communicator, argument))
         assert not gpus.found
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert [row["name"] for row in rows if row["passed"]] == list(names)
-    assert rows[-1]["syncs"] < 2
+    assert [row["name"] for row in rows if row["passed"]] == [case["name"] for case in cases]
+    assert all(row["syncs"] < 2 for row in rows if row["run"] == "syncs")
 
 
 def test_smoke_goes_on_behind_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ torch is imported only where its answer is asked for.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ from typing import Any
 
 from app.launch.machine import cpu_model, memory_bytes, usable_cores
 from app.settings.slurm import find_task
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where the packages lie; of a checkout, its root."""
@@ -93,7 +96,11 @@ def describe_gpus() -> dict[str, Any]:
 
     from parallel.profile.gpus import describe_gpus as find_gpus
 
-    gpus = find_gpus()
+    try:
+        gpus = find_gpus()
+    except OSError as fault:
+        log.warning("%s", fault)
+        gpus = []
     versions = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {"gpus": gpus, "cuda": torch.version.cuda, "driver": versions.splitlines()[0] if versions else None}
 

@@ -51,7 +51,7 @@ def _verdict(result: dict[str, Any]) -> str:
     states = [row["passed"] for row in _rows(result) if "passed" in row]
     said = f"Of {len(states)} rows that pass or fail, {states.count(True)} passed, {states.count(None)} were not run"
     failed = failures(result)
-    return f"{said}, and {len(failed)} FAILED: {', '.join(failed)}.\n" if failed else f"{said}, none failed.\n"
+    return f"{said}, and {len(failed)} FAILED: {'; '.join(failed)}.\n" if failed else f"{said}, none failed.\n"
 
 
 def _rows(result: dict[str, Any]) -> list[Row]:

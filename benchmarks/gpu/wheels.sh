@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What `benchmarks.gpu` imports besides torch, torchvision and numpy, as wheels for Python 3.12 on Linux: for a machine
 # that reaches no package index. Only what is missing there is installed (run.sh). Without OpenCV, which is too large to
-# carry, slides are not read and made pictures take their place.
+# carry, slides are not read: made pictures take their place, and the smoke part runs no commands.
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}

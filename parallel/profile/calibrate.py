@@ -32,7 +32,7 @@ from parallel.graph.op import Convolution
 from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate_worker import readings_of
 from parallel.profile.core_use import BUSY, CoreUse, others_now
-from parallel.profile.gpus import gpu_at
+from parallel.profile.gpus import gpu_at, last_error
 
 log = logging.getLogger(__name__)
 
@@ -234,10 +234,10 @@ def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, A
             out, err = worker.communicate(timeout=4 * seconds + 300)
             own_readings = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
             if not any(reading["what"] == "convolution" for reading in own_readings):
-                last = err.strip().splitlines()[-1:] or [f"nothing; exit code {worker.returncode}"]
+                last = last_error(err) or f"nothing; exit code {worker.returncode}"
                 raise RuntimeError(
                     f"a calibration has to time operations on {settings[0]['device']}, and its process said: "
-                    f"{last[0]}. Plan with --device-spec and the name of a device instead"
+                    f"{last}. Plan with --device-spec and the name of a device instead"
                 )
             readings += own_readings
     return readings

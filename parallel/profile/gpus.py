@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from parallel.profile.gpu import has_bf16, missing_kernels
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
+ADVICE = "see which programs nvidia-smi shows on them, or use --device cpu"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def in_cuda_process(function: Callable[..., Any], *arguments: object) -> Any:
         arguments: numbers and strings.
 
     Raises:
-        RuntimeError: the process failed; says what it printed last.
+        OSError: the process failed; says why.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return function(*arguments)
@@ -62,15 +64,19 @@ def in_cuda_process(function: Callable[..., Any], *arguments: object) -> Any:
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
         )
     except subprocess.CalledProcessError as fault:
-        last = fault.stderr.strip().splitlines()[-1:] or [f"nothing; exit code {fault.returncode}"]
-        raise RuntimeError(
-            f"the GPUs of this machine cannot be used: {last[0]}. Run python -m app.doctor, or use --device cpu"
-        ) from None
+        reason = last_error(fault.stderr) or f"nothing; exit code {fault.returncode}"
+        raise OSError(f"a process that asked for this machine's GPUs said: {reason}; {ADVICE}") from None
     except subprocess.TimeoutExpired:
-        raise RuntimeError(
-            f"the GPUs of this machine did not answer within {TIMEOUT_S:g} s: look at nvidia-smi, or use --device cpu"
-        ) from None
+        raise OSError(f"this machine's GPUs did not answer within {TIMEOUT_S:g} s; {ADVICE}") from None
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def last_error(printed: str) -> str:
+    """Return the line of ``printed``, by a process that failed, that names its last exception, else the last line.
+    Exceptions of CUDA have several lines."""
+    lines = printed.strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or lines or [""])[-1]
 
 
 def describe_gpus() -> list[dict[str, Any]]:

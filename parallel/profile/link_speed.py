@@ -26,6 +26,7 @@ from parallel.cost.devices import LinkSpec
 from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import calibration_key
 from parallel.profile.core_use import BUSY, CoreUse, others_now
+from parallel.profile.gpus import last_error
 
 log = logging.getLogger(__name__)
 
@@ -129,13 +130,13 @@ def measure_links(ranks: int, *, threads: int = 1, device: str = "cpu", rounds: 
         command = [sys.executable, "-m", "parallel.profile.link_worker", "start", json.dumps(settings)]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-            last = done.stderr.strip().splitlines()[-1:] or [f"nothing; exit code {done.returncode}"]
+            last = last_error(done.stderr) or f"nothing; exit code {done.returncode}"
         except subprocess.TimeoutExpired:
-            last = [f"nothing for {TIMEOUT_S:g} s"]
+            last = f"nothing for {TIMEOUT_S:g} s"
         if not path.exists():
             raise RuntimeError(
                 f"a plan has to know how fast {ranks} ranks of this machine talk to each other, and those that were "
-                f"started to measure it said: {last[0]}. Plan with --device-spec and the name of a device instead"
+                f"started to measure it said: {last}. Plan with --device-spec and the name of a device instead"
             )
         seconds = json.loads(path.read_text())
     return dataclasses.replace(speed_of(seconds, ranks), others=use.others() if device == "cpu" else 0.0)

@@ -16,9 +16,11 @@ import torch
 
 import app
 import parallel
+from app import plan
 from app.benchmark import campaign
 from app.benchmark.trial import Trial
 from app.planning.machine import CUDA_CONTEXT, this_machine
+from app.training.run_info import describe_gpus
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES
 from parallel.cost.devices import link_named
@@ -192,13 +194,21 @@ def test_a_process_that_has_a_context_asks_no_other(monkeypatch: pytest.MonkeyPa
     gpus.gpu_at.cache_clear()
 
 
-def test_a_process_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("opened")
+def test_a_process_that_fails_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = "a trace\ntorch.AcceleratorError: CUDA-capable device(s) is/are busy\nCompile with TORCH_USE_CUDA_DSA\n"
+
     def fails(*_: Any, **__: Any) -> None:
-        raise subprocess.CalledProcessError(1, [], stderr="a trace\nCUDA-capable device(s) is/are busy\n")
+        raise subprocess.CalledProcessError(1, [], stderr=printed)
 
     monkeypatch.setattr(subprocess, "run", fails)
-    with pytest.raises(RuntimeError, match="busy"):
-        gpus.in_cuda_process(gpus.read_gpu, 0)
+    gpus.gpu_at.cache_clear()
+    assert plan.main(["--model", "resnet18", "--tile", "64"]) == 1
+    assert "said: torch.AcceleratorError: CUDA-capable device(s) is/are busy; see" in capsys.readouterr().err
+    assert describe_gpus()["gpus"] == []
+    assert "are busy; see" in caplog.text
 
 
 @pytest.mark.process

@@ -237,6 +237,8 @@ def test_cuda_takes_a_right_call(kernel: str) -> None:
     assert cuda_faults(call_of(kernel)) == []
 
 
-@pytest.mark.parametrize(("kernel", "changed", "keyword"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("kernel", "changed", "keyword"), REFUSED, ids=lambda value: ",".join(value) if isinstance(value, dict) else value
+)
 def test_cuda_refuses(kernel: str, changed: dict[str, Any], keyword: str) -> None:
     assert any(keyword in fault for fault in cuda_faults(call_of(kernel, **changed)))

@@ -52,9 +52,11 @@ def put_back() -> Iterator[None]:
     root = logging.getLogger()
     logs, level = list(root.handlers), root.level
     threads, decoding, random = torch.get_num_threads(), cv2.getNumThreads(), torch.get_rng_state()
+    benchmark = torch.backends.cudnn.benchmark
     try:
         yield
     finally:
+        torch.backends.cudnn.benchmark = benchmark
         torch.set_rng_state(random)
         cv2.setNumThreads(decoding)
         torch.set_num_threads(threads)

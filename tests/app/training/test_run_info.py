@@ -26,6 +26,7 @@ def test_environment_is_json_and_tells_versions():
 def test_gpus_are_described_as_they_are_chosen(monkeypatch):
     for name, fake in {
         "is_available": lambda: True,
+        "is_initialized": lambda: True,  # it asks no other process
         "device_count": lambda: 2,
         "get_device_properties": lambda index: SimpleNamespace(
             name="GPU", total_memory=1, major=(8, 7)[index], minor=0

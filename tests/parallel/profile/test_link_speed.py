@@ -22,6 +22,8 @@ from parallel.profile import link_speed, link_worker
 from parallel.profile.cache import keep, kept_text
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
 from parallel.strategy import Strategy
+from tests.helpers.sim_gpu import simulated
+from tests.helpers.sim_gpu.ranks import run_ranks
 
 SPEED = LinkSpeed(4e9, 1e-4, 1e9, 3e-4, 2.5, 6.0, 1e-3)
 SIZE = 30_000_000
@@ -80,6 +82,20 @@ def test_gpus_measure_messages_sums_and_what_nccl_allocates(ranks: int, monkeypa
     assert speed.link_bytes >= (10 << 20)
     assert speed.communicator_bytes >= (40 << 20)
     assert (speed.beside_backward, speed.gathering) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (3, 3), (4, 2)])
+def test_gpus_talk_over_nccl_and_over_gloo_where_they_are_shared(
+    ranks: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_worker, "GPU_BYTES", 4096)
+    with simulated(count, late=0) as gpus:
+        found, *others = run_ranks(
+            gpus, ranks, lambda rank: link_worker.measure_gpus(rank, torch.device("cuda", rank.rank % count), 1)
+        )
+        assert not gpus.found
+    assert others == [None] * (ranks - 1)
+    assert all(found[name] > 0 for name in ("empty_message", "message", "empty_sum", "sum"))
 
 
 @pytest.fixture

@@ -193,8 +193,10 @@ def counted_step(module: nn.Module, mode: Any, forward: bool) -> Counts:
     ranks: Any = Pair(2)
     counts = Counts([*module.buffers(), *module.parameters()])
 
+    copies = module, copy.deepcopy(module)
+
     def rank(k: int) -> None:
-        own = module if k == 0 else copy.deepcopy(module)
+        own = copies[k]
         statistics = running_statistics(own, ranks, mode)
         for step in range(2):
             with counts.counting() if step and k == 0 else contextlib.nullcontext():
