@@ -157,7 +157,7 @@ class Distributed:
         self._gpus, self._world = gpus, world
         self._defaults: dict[Process, Group] = {}
         self._counts: collections.Counter[Process] = collections.Counter()
-        self._made: dict[str, str] = {}
+        self._made: dict[str, tuple[str, int]] = {}
         self._came: dict[str, dict[int, tuple[str, int]]] = {}
         self._shared: dict[str, Any] = collections.defaultdict(dict)
         self._mail: dict[tuple[Any, ...], collections.deque[Share]] = collections.defaultdict(collections.deque)
@@ -222,9 +222,9 @@ class Distributed:
         rank = self._gpus.process.rank
         told = f"{list(ranks)} over {backend}"
         with self._gpus.timeline.lock:
-            known = self._made.setdefault(name, told)
+            known, first = self._made.setdefault(name, (told, rank))
             if known != told:
-                raise Hang(f"group {name}: rank {rank} makes one of ranks {told}, another rank one of ranks {known}")
+                raise Hang(f"group {name}: rank {rank} makes one of ranks {told}, rank {first} one of ranks {known}")
         if rank not in ranks:
             return real.GroupMember.NON_GROUP_MEMBER
         kinds = dict(part.split(":") for part in backend.split(",")) if ":" in backend else {}

@@ -10,6 +10,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import assert_equal, on_gpus, plain, steps_of, strategy_for
+from tests.helpers.lanes import long_where
 
 M = 3
 STRIPS = Grid(2, 1)
@@ -50,6 +51,18 @@ def test_strategies(name: str, late: int | None) -> None:
     """The net draws in two stages."""
     strategy = STRATEGIES[name]
     ranks = on_gpus("skips", strategy, steps_of(strategy.m), late)
+    assert_equal(ranks, plain("skips", strategy.m), torch.float64, tolerance=1e-12)
+
+
+SHARP = ("1f1b", "interleaved", "master", "mast", "hybrid")
+"""Whose receives and sums most easily come before what they depend on."""
+
+
+@pytest.mark.parametrize("name", long_where(STRATEGIES, *set(STRATEGIES) - set(SHARP)))
+def test_any_rank_may_wait_for_its_device_at_any_time(name: str) -> None:
+    """As where memory has to be freed: no receive and no sum that holds a device depends on what comes after it."""
+    strategy = STRATEGIES[name]
+    ranks = on_gpus("skips", strategy, steps_of(strategy.m), sync_every=3)
     assert_equal(ranks, plain("skips", strategy.m), torch.float64, tolerance=1e-12)
 
 
