@@ -37,6 +37,7 @@ def patches(gpus: Gpus, patch: pytest.MonkeyPatch) -> None:
     for name, value in {**functions, "Stream": Stream, "Event": Event}.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr("torch.cuda._sanitizer.traceback", NO_TRACES)
+    patch.setattr(torch.accelerator, "is_available", lambda: False)  # optimizers ask it whether a graph is captured
     for module in (torch, torch.random):
         patch.setattr(module, "default_generator", HostGenerator(gpus))
     for name, value in _tensor_methods(gpus, Stream).items():
