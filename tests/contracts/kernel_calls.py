@@ -120,7 +120,7 @@ def form_faults(calls: Iterable[Call], reference: Iterable[Call]) -> list[str]:
 
 
 def cuda_faults(call: Call) -> list[str]:
-    """Return what CUDA's kernel refuses of a call that the CPU's takes (torch 2.14, aten/src/ATen/native)."""
+    """Return what CUDA's kernel refuses of a call that the CPU's takes, as read in aten/src/ATen/native."""
     checks = _batch_norm_checks(call) if "norm" in call.kernel else _convolution_checks(call)
     tensors = [value for value in call.arguments.values() if isinstance(value, Tensor)]
     # Every kernel: is_same_device / checkAllSameGPU.
