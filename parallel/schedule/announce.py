@@ -15,12 +15,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.dependencies import Dependencies, users_or_makers
+from parallel.schedule.dependencies import SECONDS, Dependencies, users_or_makers
 from parallel.schedule.placement import Placement
-from parallel.schedule.step_cost import StageCost, seconds_by_kind
-
-SECONDS = seconds_by_kind(StageCost(1.0, 2.0, 1.0, 1.0, 0))
-"""Of any stage, to say which of two actions comes first."""
 
 Receives = dict[int, dict[int, list[Action]]]
 """Rank -> position of a compute action -> receives posted right before it."""

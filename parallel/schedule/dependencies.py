@@ -11,9 +11,13 @@ from collections.abc import Mapping
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, Action, Kind, Schedule
 from parallel.schedule.placement import Placement
+from parallel.schedule.step_cost import StageCost, seconds_by_kind
 
 Links = Mapping[tuple[int, int], bool]
 """(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""
+
+SECONDS = seconds_by_kind(StageCost(1.0, 2.0, 1.0, 1.0, 0))
+"""Of the actions of any stage, to say which of two comes first."""
 
 
 def users_or_makers(message: Action) -> tuple[Action, ...]:
@@ -98,29 +102,30 @@ class Dependencies:
                             before[user].append(receive)
         return before
 
-    def over_before(self, schedule: Schedule) -> dict[Action, list[int]]:
-        """Return how many actions of each rank of its group are over once an action of ``schedule`` is, at the least.
+    def in_order(self, schedule: Schedule) -> dict[Action, int]:
+        """Return the place of each action among those of all ranks: in the order in which they begin if messages take
+        no time, and all stages are as long as each other.
 
         Args:
             schedule: compute-only, one that comes to its end.
         """
-        depth = self._placement.depth
-        over: dict[Action, list[int]] = {}
-        own = {rank: [0] * depth for rank in schedule}
+        begins: dict[Action, float] = {}
+        ends: dict[Action, float] = {}
+        at, clock = dict.fromkeys(schedule, 0), dict.fromkeys(schedule, 0.0)
         moved = True
         while moved:
             moved = False
             for rank, actions in schedule.items():
-                place = rank % depth
-                for action in actions[own[rank][place] :]:
-                    needed = [a if a in over else a.as_kind(Kind.BACKWARD_INPUT) for a in self.computed_before(action)]
-                    if any(each not in over for each in needed):
+                for action in actions[at[rank] :]:
+                    needed = [a if a in ends else a.as_kind(Kind.BACKWARD_INPUT) for a in self.computed_before(action)]
+                    if any(each not in ends for each in needed):
                         break
-                    before = [over[each] for each in needed]
-                    over[action] = own[rank] = list(map(max, own[rank], *before)) if before else own[rank].copy()
-                    own[rank][place] += 1
+                    begins[action] = max([clock[rank], *(ends[each] for each in needed)])
+                    ends[action] = clock[rank] = begins[action] + SECONDS[action.kind]
+                    at[rank] += 1
                     moved = True
-        return over
+        order = sorted(begins, key=lambda a: (begins[a], a.stage if a.kind is Kind.FORWARD else -a.stage))
+        return {action: place for place, action in enumerate(order)}
 
     def _makers(self, action: Action) -> list[int]:
         """Stages whose outputs F needs, or whose gradients B and I need."""

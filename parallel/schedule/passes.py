@@ -11,19 +11,15 @@ about one compute action ahead, so that messages travel while ranks compute.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Kind, Schedule
 from parallel.schedule.announce import announce
 from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.placement import Placement
-from parallel.schedule.progress import Progress
 from parallel.schedule.step_cost import StageCost, seconds_by_kind
-
-NO_LINKS: Links = MappingProxyType({})
 
 
 def lower(
@@ -43,15 +39,11 @@ def lower(
         recompute: keep no activations between the forward pass of a microbatch and its backward pass.
         offload: move them to the host meanwhile.
         costs: of the stages, for ``offload``.
-        reduce_at_end: sum no gradients before everything is computed. So it is, too, where ranks with two stages would
-            else wait for each other's sums in a circle.
+        reduce_at_end: sum no gradients before everything is computed.
     """
     if recompute:
         schedule = add_recompute(schedule)
-    sent = add_communication(schedule, placement, links)
-    lowered = add_reduction(sent, placement, links, at_end=reduce_at_end)
-    if placement.replicas > 1 and Progress(lowered, placement, links, lowered=True).device_stops():
-        lowered = add_reduction(sent, placement, links, at_end=True)
+    lowered = add_reduction(add_communication(schedule, placement, links), placement, links, at_end=reduce_at_end)
     return add_offload(lowered, costs) if offload else lowered
 
 
@@ -147,69 +139,34 @@ def peer_rank(action: Action, placement: Placement, rank: int) -> int:
     return placement.rank_beside(rank, action.peer, action.replica)
 
 
-def add_reduction(
-    schedule: Schedule, placement: Placement, links: Links = NO_LINKS, *, at_end: bool = False
-) -> Schedule:
-    """A REDUCE of each stage that several ranks hold, on each of them, as early as its last B or W allows, or
-    ``at_end`` of everything.
+def add_reduction(schedule: Schedule, placement: Placement, links: Links, *, at_end: bool = False) -> Schedule:
+    """A REDUCE of each stage that several ranks hold, on each of them, as early as the last B or W of all of them
+    allows, or ``at_end`` of everything.
 
-    Sums are collective: ranks that hold the same stages begin them in the same order, which is that of the number of
-    compute actions that the slowest of them has done by then. A rank with both replicas of a stage sums them once. A
-    sum over NCCL holds the device until all holders have begun it, so that no rank begins one before an action of its
-    own that another holder needs to come that far.
+    Sums are collective: all ranks begin them in one order, each after its actions that begin no later than the last one
+    that adds to a copy. An action may wait for its device, and so, over NCCL, for sums that other ranks have not begun.
+    A rank with both replicas of a stage sums them once.
     """
     computed = {rank: [action for action in actions if action.kind in COMPUTE] for rank, actions in schedule.items()}
-    last: dict[tuple[int, int], int] = {}  # (rank, stage) -> compute actions up to its last backward action
-    done: dict[int, int] = defaultdict(int)  # stage -> compute actions
-    for rank, actions in computed.items():
-        for count, action in enumerate(actions, 1):
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                last[rank, action.stage] = count
-                done[action.stage] = max(done[action.stage], count)
-    over = Dependencies(placement, links).over_before(computed) if placement.replicas > 1 else {}
-    counts = {rank: len(actions) if at_end else 0 for rank, actions in computed.items()}
-    after: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in schedule}
-    for stage in sorted(done, key=lambda s: (done[s], s)):
-        if not placement.is_summed(stage):
-            continue
-        holders = placement.holders(stage)
-        for rank in holders:  # a copy that no microbatch went through is summed all the same
-            counts[rank] = max(counts[rank], last.get((rank, stage), 0))
-        if over:
-            _meet(holders, counts, computed, over, placement)
-        for rank in holders:
-            replica = min(replica for held, replica in placement.held_by(rank) if held == stage)
-            after[rank][counts[rank]].append(Action(Kind.REDUCE, stage, None, replica))
-    return {rank: list(_with_sums(actions, after[rank])) for rank, actions in schedule.items()}
-
-
-def _meet(
-    holders: Sequence[int],
-    counts: dict[int, int],
-    computed: Schedule,
-    over: Mapping[Action, Sequence[int]],
-    placement: Placement,
-) -> None:
-    """Raise ``counts``, compute actions of each holder before a sum, by what other holders need to come that far."""
-    moved = True
-    while moved:
-        moved = False
-        for rank, other in itertools.permutations(holders, 2):
-            if counts[other] and placement.group_of(rank) == placement.group_of(other):
-                needed = over[computed[other][counts[other] - 1]][rank % placement.depth]
-                moved = moved or needed > counts[rank]
-                counts[rank] = max(counts[rank], needed)
-
-
-def _with_sums(actions: list[Action], after: Mapping[int, Sequence[Action]]) -> Iterator[Action]:
-    """``actions`` with those that come ``after`` so many compute actions, and after what these send."""
-    yield from after.get(0, ())
-    count = 0
-    for position, action in enumerate(actions):
-        yield action
-        count += action.kind in COMPUTE
-        if count and position == _end_of_sends(actions, position) and action.kind in (*COMPUTE, *SENDS):
-            yield from after.get(count, ())
+    order = Dependencies(placement, links).in_order(computed)
+    done: dict[int, int] = {}  # stage -> place of the last backward action of any rank
+    for action, place in order.items():
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            done[action.stage] = max(done.get(action.stage, 0), place)
+    summed = [stage for stage in sorted(done, key=done.__getitem__) if placement.is_summed(stage)]
+    lowered: Schedule = {}
+    for rank, actions in schedule.items():
+        replicas: dict[int, int] = {}
+        for stage, replica in placement.held_by(rank):
+            replicas.setdefault(stage, replica)
+        after: dict[int, list[Action]] = defaultdict(list)
+        for stage in summed:
+            if stage in replicas:  # a copy that no microbatch went through is summed all the same
+                before = [n for n, action in enumerate(actions) if order.get(action, math.inf) <= done[stage]]
+                last = len(actions) - 1 if at_end else _end_of_sends(actions, before[-1]) if before else -1
+                after[last].append(Action(Kind.REDUCE, stage, None, replicas[stage]))
+        lowered[rank] = after[-1] + [each for n, action in enumerate(actions) for each in (action, *after[n])]
+    return lowered
 
 
 def _end_of_sends(actions: list[Action], position: int) -> int:

@@ -7,10 +7,9 @@ it waits for has happened, so what stops here stops on any machine.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
-from parallel.schedule.action import COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
+from parallel.schedule.action import SENDS, Action, Kind, Schedule
 from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.placement import Placement
 
@@ -42,7 +41,6 @@ class Progress:
 
     def __init__(self, schedule: Schedule, placement: Placement, links: Links, *, lowered: bool) -> None:
         self._schedule = schedule
-        self._placement = placement
         self._between = Dependencies(placement, links)
         self._lowered = lowered
         self._actions = {action for actions in schedule.values() for action in actions}
@@ -85,40 +83,6 @@ class Progress:
             for rank, n in sorted(position.items())
             if n < len(self._schedule[rank])
         ]
-
-    def device_stops(self) -> list[int]:
-        """Ranks that do not come to their end when each computation of a lowered schedule waits for all that its rank
-        has begun: messages until they are sent and awaited, sums until all ranks that hold the stage have begun them.
-        """
-        passed: set[Action] = set()
-        summing: dict[int, set[int]] = defaultdict(set)  # stage -> ranks
-        begun: dict[int, list[Action]] = {rank: [] for rank in self._schedule}
-        position = dict.fromkeys(self._schedule, 0)
-
-        def is_over(action: Action) -> bool:
-            if action.kind is Kind.REDUCE:
-                return len(summing[action.stage]) == len(self._placement.holders(action.stage))
-            return action in passed and action.other_end in passed
-
-        moved = True
-        while moved:
-            moved = False
-            for rank, actions in self._schedule.items():
-                while position[rank] < len(actions):
-                    action = actions[position[rank]]
-                    if action.kind in COMPUTE:
-                        begun[rank] = [each for each in begun[rank] if not is_over(each)]
-                        if begun[rank] or not all(map(is_over, self._between.receives_before(action, rank))):
-                            break
-                    elif action.kind is Kind.REDUCE:
-                        begun[rank].append(action)
-                        summing[action.stage].add(rank)
-                    elif action.kind in PER_PEER:
-                        begun[rank].append(action)
-                        passed.add(action)
-                    position[rank] += 1
-                    moved = True
-        return [rank for rank, n in sorted(position.items()) if n < len(self._schedule[rank])]
 
     def _needed(self, action: Action, rank: int) -> list[Action]:
         """What a computation waits for of other stages; what it needs of its own stands before it on its rank."""

@@ -108,7 +108,7 @@ def test_the_size_reaches_the_engine(asked: str | None, ddp: int, master: int) -
     for staged in run_on_threads(2, made, "master"):
         assert isinstance(staged, Engine)
         assert len(staged._work.reducers[1].buckets) == master
-        (actions, _) = (staged.schedule[rank] for rank in range(2))
+        (_, actions) = (staged.schedule[rank] for rank in range(2))
         sums = [str(action).endswith("REDUCE") for action in actions]
         assert sums[-2:] == [asked == "0", True]
 
