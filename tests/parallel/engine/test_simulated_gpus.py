@@ -20,6 +20,7 @@ STRATEGIES = {
     "1f1b": strategy_for("1f1b", 3, m=M),
     "bidirectional": strategy_for("bidirectional", 2, m=4),
     "hybrid": strategy_for("1f1b", 2, groups=2, m=2),
+    "hybrid of eight": strategy_for("bidirectional", 4, groups=2, m=2),
     "ddp": Strategy("ddp", 2, 1, M),
     "spatial": Strategy("spatial", 2, 1, 2, grids=(STRIPS,)),
     "teams in 1f1b": Strategy("1f1b", 4, 2, 2, grids=(STRIPS, STRIPS)),
