@@ -87,7 +87,9 @@ class Engine:
         forwards = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.FORWARD}
         self._wants = {i: Wants((0, i) in forwards, (self._last, i) in forwards) for i in work.share}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
-        self._completing = frozenset(completing_backwards(self._actions))
+        # Sums in a backward pass hold a GPU until the other rank of a pair begins them, which may need that pass first.
+        completing = completing_backwards(self._actions) if work.placement.replicas == 1 else ()
+        self._completing = frozenset(completing)
         self._finishing = frozenset(last_backwards(self._actions))
         self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
         if self._observer:

@@ -33,7 +33,8 @@ class Process:
         rank: its number.
         generators: of each GPU; ``generator`` is that of the CPU.
         launches: kernels so far.
-        contexts: devices that it has opened.
+        device: the GPU that it chose first.
+        contexts: GPUs that it has opened.
     """
 
     def __init__(self, rank: int, gpus: int) -> None:
@@ -43,6 +44,7 @@ class Process:
         self.random = random.Random(rank)
         self.hazards = Hazards()
         self.launches = 0
+        self.device: int | None = None
         self.contexts: set[int] = set()
 
     def __str__(self) -> str:
@@ -71,9 +73,11 @@ class Gpus:
 
     @property
     def found(self) -> list[str]:
-        """What all processes found."""
+        """What all processes found, and contexts that they opened on GPUs other than the one they chose first."""
         self.give_out_freed()
-        return [f"{process}: {line}" for process in self.processes for line in process.hazards.found]
+        found = [f"{process}: {line}" for process in self.processes for line in process.hazards.found]
+        chosen = [process for process in self.processes if process.device is not None]
+        return found + [f"{p}, on GPU {p.device}, opens {p.contexts}" for p in chosen if p.contexts - {p.device}]
 
     @property
     def process(self) -> Process:
@@ -90,6 +94,8 @@ class Gpus:
         if not 0 <= device < self.count:
             raise torch.AcceleratorError("CUDA error: invalid device ordinal")
         self._local.device = device
+        if self.process.device is None:
+            self.process.device = device
 
     def open_context(self) -> None:
         """A call of the runtime opens the current device, if that has not been."""

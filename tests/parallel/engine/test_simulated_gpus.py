@@ -55,7 +55,7 @@ def test_strategies(name: str, late: int | None) -> None:
     assert_equal(ranks, plain("skips", strategy.m), torch.float64, tolerance=1e-12)
 
 
-SHARP = ("1f1b", "interleaved", "master", "mast", "hybrid")
+SHARP = ("1f1b", "interleaved", "master", "mast", "bidirectional", "hybrid")
 """Whose receives and sums most easily come before what they depend on."""
 
 
