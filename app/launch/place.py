@@ -42,10 +42,9 @@ Precision = Literal["fp32", "tf32", "bf16"]
 GPU_RANK_CORES = 2
 """Of a rank on a GPU: one to tell it what to compute, one to read tiles. The ranks on the CPU need the others."""
 
-CUDA_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-"""Of a rank among others, unless the user has set them. A receive over NCCL holds its stream until the sender comes:
-streams that share a hardware queue (of 8 by default) would wait behind it, and so would the loading of a kernel at its
-first use. Loading all of them at the start takes more GPU memory."""
+HARDWARE_QUEUES = "32"
+"""Of a GPU, for a rank among others. A receive over NCCL holds its stream until the sender comes, and streams that share
+a queue (of 8 by default) would wait behind it."""
 
 NO_GPU = "--device {}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu"
 
@@ -253,8 +252,7 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
         ValueError: a GPU is asked for, and there is none or torch has no kernels for it.
     """
     if asked != "cpu" and (launch := find_launch()) and launch.world > 1:
-        for name, value in CUDA_VARIABLES.items():  # before anything asks CUDA
-            os.environ.setdefault(name, value)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", HARDWARE_QUEUES)  # before anything asks CUDA
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

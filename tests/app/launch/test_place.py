@@ -60,24 +60,20 @@ def test_ranks_on_the_cpu_have_the_cores_that_others_leave(
 
 
 @pytest.mark.parametrize(
-    ("world", "asked", "expected"),
-    [
-        (2, "auto", {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
-        (2, "cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
-        (1, "auto", {"CUDA_DEVICE_MAX_CONNECTIONS": "12"}),
-    ],
+    ("world", "asked", "own", "expected"),
+    [(2, "auto", None, "32"), (2, "auto", "12", "12"), (2, "cpu", None, None), (1, "auto", None, None)],
 )
-def test_variables_of_cuda_are_set_before_it_starts(
-    world: int, asked: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_hardware_queues_are_set_before_cuda_starts(
+    world: int, asked: str, own: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not where the user has set them."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
     environ = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
-    monkeypatch.setattr(os, "environ", environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "12"})
-    found = dict[str, str]()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.update(os.environ) or False)
+    monkeypatch.setattr(os, "environ", environ | ({name: own} if own else {}))
+    found: list[str | None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.append(os.environ.get(name)))
     assert choose_device(asked, 0).type == "cpu"
-    found = found or dict(os.environ)
-    assert {name: value for name, value in found.items() if name.startswith("CUDA_")} == expected
+    assert (found or [os.environ.get(name)]) == [expected]
 
 
 def test_ranks_of_a_machine_share_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
