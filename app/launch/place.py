@@ -43,8 +43,8 @@ GPU_RANK_CORES = 2
 """Of a rank on a GPU: one to tell it what to compute, one to read tiles. The ranks on the CPU need the others."""
 
 HARDWARE_QUEUES = "32"
-"""Of a GPU, for a rank among others. A receive over NCCL holds its stream until the sender comes, and streams that share
-a queue (of 8 by default) would wait behind it."""
+"""Of a GPU, for a rank among others. A receive over NCCL holds its stream until the sender comes, and streams that
+share a queue (of 8 by default) would wait behind it."""
 
 NO_GPU = "--device {}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu"
 

@@ -33,7 +33,7 @@ def test_denormal_numbers_are_zero_on_a_cpu() -> None:
 def be_rank(monkeypatch: pytest.MonkeyPatch, local_rank: int, ranks: int, cores: int = 16) -> None:
     """One of ``ranks`` of a machine, the second of two."""
     numbers = {"RANK": ranks + local_rank, "WORLD_SIZE": 2 * ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks}
-    for name, value in (numbers | module.CUDA_VARIABLES).items():
+    for name, value in (numbers | {"CUDA_DEVICE_MAX_CONNECTIONS": module.HARDWARE_QUEUES}).items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(module, "usable_cores", lambda: cores)
 
