@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -75,18 +76,18 @@ def test_prediction_follows_the_checkpoint(
     run: Path, classify_slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[StainFit] = []
-    probabilities = TrainedModel.probabilities
+    begin = TrainedModel.begin
 
     def told(
         model: TrainedModel, images: np.ndarray, shape: tuple[int, ...], stain: StainFit | None = None
-    ) -> np.ndarray:
+    ) -> Callable[[], np.ndarray]:
         assert stain is not None
         asked.append(stain)
-        with_it, without = (probabilities(model, images, shape, fit) for fit in (stain, None))
-        assert np.abs(with_it - without).max() > 1e-4, "it was not normalised"
+        with_it, without = (begin(model, images, shape, fit) for fit in (stain, None))
+        assert np.abs(with_it() - without()).max() > 1e-4, "it was not normalised"
         return with_it
 
-    monkeypatch.setattr(TrainedModel, "probabilities", told)
+    monkeypatch.setattr(TrainedModel, "begin", told)
     slides = tmp_path / "slides"
     slides.mkdir()
     spec = find_slides(classify_slides)[0]
