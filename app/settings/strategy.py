@@ -138,8 +138,8 @@ class StrategySettings:
     """Where gradients are summed with --device mixed. host: in the memory of each machine, then between machines;
     device: a CPU rank hands its gradients to a GPU rank, and the GPUs sum. Default: device."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """bf16: mixed precision; tf32: float32 with mantissas of 10 bits in products and convolutions; fp32: float32
-    everywhere. auto: bf16 on GPUs that compute in it (since Ampere, as TF32), fp32 elsewhere."""
+    """bf16: mixed precision; tf32: float32 with 10-bit mantissas in products and convolutions; fp32: float32.
+    auto: bf16 on GPUs that compute in it (Ampere and later, as TF32), fp32 elsewhere."""
     channels_last: Suppress[bool] = True
     """Memory layout of images and convolutions; faster on most hardware."""
     timeout_s: Suppress[float] = 1800.0
