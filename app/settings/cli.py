@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import errno
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -37,6 +38,9 @@ from pipelines.slides.printable import printable
 from pipelines.slides.slide import SlideError
 
 Config = TypeVar("Config")
+
+_TYRO = threading.Lock()
+"""tyro keeps its state in globals while it parses; ranks that are threads parse at the same time."""
 
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -138,11 +142,15 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
         description += (
             f" What hardly anybody sets is under `{BLOCK}:` there, or given as --{BLOCK} KEY=VALUE: docs/developer.md."
         )
-    config = tyro.cli(config_type, args=argv, prog=prog, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    with _TYRO:
+        config = tyro.cli(
+            config_type, args=argv, prog=prog, description=description, config=(tyro.conf.OmitArgPrefixes,)
+        )
     if developer:
         block_type = dataclasses.make_dataclass(BLOCK, [(name, hidden[name]) for name in developer])
         words = [f"--{name.replace('_', '-')}={text}" for name, text in developer.items()]
-        block = tyro.cli(block_type, args=words, prog=f"{prog} --{BLOCK}", config=(tyro.conf.FlagConversionOff,))
+        with _TYRO:
+            block = tyro.cli(block_type, args=words, prog=f"{prog} --{BLOCK}", config=(tyro.conf.FlagConversionOff,))
         config = with_values(config, vars(block))
     if show:
         print(yaml.safe_dump(in_blocks(config), sort_keys=False), end="")

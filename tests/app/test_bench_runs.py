@@ -35,13 +35,13 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) 
     ]
     asked += ["--ranks", "2", "--repeats", "1"]
     first = bench_run(*asked, "--strategies", "ddp", "mast")
-    assert first.returncode == 0, first.stderr
+    assert first.returncode == 0, first.stdout + first.stderr
     assert "mast computes 2 microbatches" in first.stdout
     refused = bench_run(*asked, "--strategies", "ddp")
     assert refused.returncode == 2
     assert "--resume" in refused.stderr
     second = bench_run(*asked, "--strategies", "ddp", "mast", "master", "--resume")
-    assert second.returncode == 0, second.stderr
+    assert second.returncode == 0, second.stdout + second.stderr
     assert second.stdout.count("images/s (") == 1  # the one that was added
     found = json.loads((out / "bench.json").read_text())
     assert [(row["strategy"], row["status"]) for row in found["rows"]] == [
@@ -67,7 +67,7 @@ def test_groups_of_stages_are_measured_as_a_user_starts_them(classify_slides: Pa
     asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
     asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
     done = bench_run(*asked, "--strategies", "ddp", "gpipe", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     ddp, gpipe = json.loads((out / "bench.json").read_text())["rows"]
     assert (gpipe["strategy"], gpipe["status"], gpipe["ranks"], gpipe["stages"]) == ("gpipe 2 x 2", "ok", 4, 2)
     assert (ddp["status"], ddp["stages"], gpipe["loss_matches"]) == ("ok", None, True)
@@ -80,7 +80,7 @@ def test_teams_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_pat
     asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
     asked += ["--ranks", "4", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
     done = bench_run(*asked, "--strategies", "ddp", "spatial", "1f1b@2x1", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((out / "bench.json").read_text())["rows"]
     assert [(row["strategy"], row["grid"], row["status"]) for row in found] == [
         ("ddp", None, "ok"),

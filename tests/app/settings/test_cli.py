@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from tyro.conf import Suppress
 
-from app.settings.cli import RunError, run_command
+from app.settings.cli import RunError, parse, run_command
 from app.settings.fields import arguments_for, flat
 from app.settings.run import DataSettings, RunConfig
 from pipelines.slides.slide import SlideError
@@ -50,6 +51,18 @@ class Settings:
 def run(argv: list[str], body=None) -> tuple[int, list[Settings]]:
     seen: list[Settings] = []
     return run_command(Settings, body or seen.append, argv, "prog"), seen
+
+
+def test_threads_parse_side_by_side() -> None:
+    """Ranks of one process did: "Unrecognized options", seldom. tyro keeps its state in globals."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            parsed = list(pool.map(lambda _: parse(Settings, ["--slides", "a", "--lr", "0.25"], "prog"), range(40)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert {settings.part.lr for settings in parsed if settings} == {0.25}
 
 
 def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
