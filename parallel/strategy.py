@@ -252,7 +252,7 @@ class Strategy:
             schedule = build_schedule(self.name, placement, self.m, self.shares)
         else:
             schedule = from_csv(self.schedule_csv)
-        check(schedule, placement, links)
+            check(schedule, placement, links)  # errors show it as it was written; passes need a right one
         lowered = lower(
             schedule,
             placement,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.layer_times.measured import measure
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
@@ -27,7 +28,6 @@ from parallel.cost.shapes import products
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.profile.calibrate import LONG_S, QUICK_S, calibrate
 from parallel.profile.malloc import keep_freed_memory
-from parallel.profile.measure_layers import measure
 from parallel.trace.trace import trace
 
 OUT = Path(__file__).parents[2] / "bench-data"

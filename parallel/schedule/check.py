@@ -1,19 +1,19 @@
 """Proof, before any process starts, that a schedule computes what the model is and comes to its end.
 
-Takes a schedule, compute-only or lowered, where the stages are and what passes between them. Gives a short report, or
-one error with every fault. Progress alone does not prove a schedule right (a backward pass may stand before its forward
+Takes a schedule, compute-only or lowered, where the stages are and what passes between them. Raises one error with
+every fault. Progress alone does not prove a schedule right (a backward pass may stand before its forward
 pass and still not block anyone), so ownership, completeness and order are proved first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
-from parallel.schedule.check_messages import Channels
+from parallel.schedule.check_order import Channels, stops
+from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.placement import Placement
-from parallel.schedule.progress import Progress, Stop
 from parallel.schedule.text import ScheduleError, ScheduleFault
 
 EARLIER = {
@@ -27,27 +27,7 @@ EARLIER = {
 """What stands before an action of the same stage and microbatch, where it stands at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """What is worth knowing of a schedule that may be run.
-
-    Attributes:
-        microbatches: of the global batch, m.
-        lowered: messages are in the schedule; without them nothing is said about how values travel.
-        rendezvous_stops: where each rank would stop for ever if every send waited until its receive has begun.
-    """
-
-    microbatches: int
-    lowered: bool
-    rendezvous_stops: tuple[Stop, ...]
-
-    @property
-    def blocking_safe(self) -> bool:
-        """True when no message needs a buffer: the schedule runs through with sends that block."""
-        return not self.rendezvous_stops
-
-
-def check(schedule: Schedule, placement: Placement, links: Mapping[tuple[int, int], bool]) -> CheckReport:
+def check(schedule: Schedule, placement: Placement, links: Links) -> None:
     """Prove ``schedule`` right.
 
     Args:
@@ -58,21 +38,14 @@ def check(schedule: Schedule, placement: Placement, links: Mapping[tuple[int, in
         ScheduleError: it is not; has every fault, and the grid with the first faulty cell marked. Whether the schedule
             comes to its end is tried only when nothing else is wrong.
     """
-    actions = [action for row in schedule.values() for action in row]
-    lowered = any(action.kind not in COMPUTE for action in actions)
+    lowered = any(action.kind not in COMPUTE for row in schedule.values() for action in row)
     faults = [*_ranks(schedule, placement), *_owners(schedule, placement), *_repeats(schedule)]
     faults += [*_complete(schedule, placement), *_order(schedule)]
     if lowered:
         faults += Channels(schedule, placement, links).faults()
-    progress = Progress(schedule, placement, links, lowered=lowered)
-    if not faults:
-        faults += [
-            ScheduleFault(stop.reason, stop.rank, stop.position, stop.action) for stop in progress.buffered_stops()
-        ]
+    faults = faults or [*stops(schedule, Dependencies(placement, links), lowered=lowered)]
     if faults:
         raise ScheduleError(schedule, faults)
-    microbatches = len({action.microbatch for action in actions} - {None})
-    return CheckReport(microbatches, lowered, tuple(progress.rendezvous_stops()) if lowered else ())
 
 
 def _ranks(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFault]:

@@ -1,4 +1,4 @@
-"""Who needs whom: the one table behind ``passes``, ``check``, ``Progress`` and ``simulate``.
+"""Who needs whom: the one table behind ``passes``, ``check`` and ``simulate``.
 
 F needs what the stages before it made, B and I the gradients of the stages that used what it made: from the same rank
 as soon as they are computed, from other ranks by a message. Takes where the stages are and what passes between them;
@@ -7,7 +7,9 @@ gives the messages before and after each compute action, and all that must be ov
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, Action, Kind, Schedule
 from parallel.schedule.placement import Placement
@@ -24,6 +26,35 @@ def users_or_makers(message: Action) -> tuple[Action, ...]:
     """The computations of which one uses what a receive brings, or makes what a send sends."""
     forward = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
     return tuple(message.as_kind(kind) for kind in ((Kind.FORWARD,) if forward else BEGINS_BACKWARD))
+
+
+def begin_times(schedule: Schedule, needed: Callable[[Action, int], Sequence[Action]]) -> dict[Action, float]:
+    """Return when each action begins that ever does, if all stages are equally long and messages take no time.
+
+    Args:
+        needed: (action, rank) -> what must be over before the action begins, besides those before it on its rank. B of
+            a stage whose backward pass is split is over with I.
+    """
+    begins: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    at, clock = dict.fromkeys(schedule, 0), dict.fromkeys(schedule, 0.0)
+    waiting: dict[Action, list[int]] = defaultdict(list)  # for an action, the ranks
+    ready = deque(schedule)
+    while ready:
+        rank = ready.popleft()
+        for action in itertools.islice(schedule[rank], at[rank], None):
+            before = needed(action, rank)
+            if absent := [each for each in before if each not in ends]:
+                waiting[absent[0]].append(rank)
+                break
+            begins[action] = max([clock[rank], *(ends[each] for each in before)])
+            clock[rank] = begins[action] + SECONDS.get(action.kind, 0.0)
+            at[rank] += 1
+            whole = [action.as_kind(Kind.BACKWARD)] if action.kind is Kind.BACKWARD_INPUT else []
+            for each in (action, *whole):
+                ends[each] = clock[rank]
+                ready += waiting.pop(each, ())
+    return begins
 
 
 class Dependencies:
@@ -103,27 +134,12 @@ class Dependencies:
         return before
 
     def in_order(self, schedule: Schedule) -> dict[Action, int]:
-        """Return the place of each action among those of all ranks: in the order in which they begin if messages take
-        no time, and all stages are as long as each other.
+        """Return the place of each action among those of all ranks, in the order of ``begin_times``.
 
         Args:
             schedule: compute-only, one that comes to its end.
         """
-        begins: dict[Action, float] = {}
-        ends: dict[Action, float] = {}
-        at, clock = dict.fromkeys(schedule, 0), dict.fromkeys(schedule, 0.0)
-        moved = True
-        while moved:
-            moved = False
-            for rank, actions in schedule.items():
-                for action in actions[at[rank] :]:
-                    needed = [a if a in ends else a.as_kind(Kind.BACKWARD_INPUT) for a in self.computed_before(action)]
-                    if any(each not in ends for each in needed):
-                        break
-                    begins[action] = max([clock[rank], *(ends[each] for each in needed)])
-                    ends[action] = clock[rank] = begins[action] + SECONDS[action.kind]
-                    at[rank] += 1
-                    moved = True
+        begins = begin_times(schedule, lambda action, _: self.computed_before(action))
         order = sorted(begins, key=lambda a: (begins[a], a.stage if a.kind is Kind.FORWARD else -a.stage))
         return {action: place for place, action in enumerate(order)}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.schedule.check import CheckReport, check
+from parallel.schedule.check import check
 from parallel.schedule.generators import gpipe, one_f_one_b
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
@@ -23,8 +23,8 @@ def faults(text: str, placement: Placement = TWO_RANKS, links: dict[tuple[int, i
     return [str(fault) for fault in error.value.faults]
 
 
-def test_report_of_a_right_schedule() -> None:
-    assert check(from_csv(RIGHT), TWO_RANKS, CHAIN) == CheckReport(2, False, ())
+def test_right_schedule() -> None:
+    check(from_csv(RIGHT), TWO_RANKS, CHAIN)
 
 
 def test_action_on_the_rank_of_another_stage() -> None:
@@ -126,18 +126,18 @@ def test_skip_that_the_order_does_not_serve() -> None:
     """Right for a chain of chunks, but stage 2 also feeds stage 1, which comes earlier."""
     text, placement = "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", Placement(groups=1, depth=2, stages=4)
     chain = {(0, 1): True, (1, 2): True, (2, 3): True}
-    assert check(from_csv(text), placement, chain).microbatches == 1
+    check(from_csv(text), placement, chain)
     assert "rank 1, position 0, 1F0: waits for ever for 2F0" in faults(text, placement, chain | {(2, 1): True})
 
 
 def test_backward_waits_only_for_gradients_that_flow() -> None:
     text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
-    assert check(from_csv(text), TWO_RANKS, {(0, 1): False}).microbatches == 2
+    check(from_csv(text), TWO_RANKS, {(0, 1): False})
 
 
 def test_input_half_feeds_earlier_stages_before_the_weight_half_is_done() -> None:
     text = "0F0,0I0,0F1,0W0,0B1\n1F0,1I0,1F1,1B1,1W0\n"
-    assert check(from_csv(text), TWO_RANKS, CHAIN).microbatches == 2
+    check(from_csv(text), TWO_RANKS, CHAIN)
 
 
 def test_message_shows_the_grid_with_the_first_faulty_cell_marked() -> None:

@@ -19,7 +19,6 @@ from app.training.memory_layout import takes_channels_last
 from app.training.random_draws import refuse_draws
 from app.verify import VerifyCommand, verify
 from parallel.comm.local import LocalCommunicator
-from parallel.profile.layer_timing import time_layers
 from parallel.streaming.streamed_module import streamed
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.tile_size import refuse_tile_size
@@ -38,7 +37,6 @@ EXAMINATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "checkpoints": lambda model: checkpointed_norm(model, SHAPE, torch.float32),
     "trace": lambda model: trace(model, SHAPE),
     "trace, checked": lambda model: trace_alone(model, SHAPE, LocalCommunicator()),
-    "timing": lambda model: time_layers(trace(model, SHAPE), torch.zeros(SHAPE), 1),
     "boxes": lambda model: streamed(model, 32, SHAPE, LocalCommunicator()),
 }
 TRANSFORMERS = [

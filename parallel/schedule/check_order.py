@@ -1,8 +1,8 @@
-"""The messages of a lowered schedule: that each arrives, in time, and in the order in which it was sent.
+"""Order between ranks: messages of a schedule arrive, in time and in the order of the sends, and no rank is stuck.
 
-Takes a lowered schedule, where the stages are and what passes between them; gives the faults. Between two ranks, the
-order of receives is that of the sends, so that channels without tags (NCCL) deliver what was meant. Sums of gradients
-are messages too: ranks that hold copies of the same stages begin to sum them in the same order.
+Takes a schedule, where the stages are and what passes between them; gives the faults. Between two ranks, receives stand
+in the order of the sends, so that channels without tags (NCCL) deliver what was meant. Sums of gradients are messages
+too: ranks that hold copies of the same stages begin to sum them in the same order.
 """
 
 from __future__ import annotations
@@ -10,9 +10,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parallel.schedule.action import PER_PEER, SENDS, Action, Kind, Schedule
-from parallel.schedule.dependencies import Dependencies, Links, users_or_makers
+from parallel.schedule.dependencies import Dependencies, Links, begin_times, users_or_makers
 from parallel.schedule.placement import Placement
 from parallel.schedule.text import ScheduleFault
+
+
+def stops(schedule: Schedule, between: Dependencies, *, lowered: bool) -> Iterator[ScheduleFault]:
+    """Yield where ranks stop for ever if sends return at once and computations wait for the values that they need.
+
+    Args:
+        schedule: nothing in it is missing, repeated or, within one rank, before what it needs.
+        lowered: values come to other ranks by the messages in the schedule; otherwise as soon as they are computed.
+    """
+    actions = {action for row in schedule.values() for action in row}
+
+    def needed(action: Action, rank: int) -> list[Action]:
+        if not lowered:
+            return between.computed_before(action)
+        receives = between.receives_before(action, rank)
+        return between.computed_before(action, rank) + [receive.other_end for receive in receives]
+
+    begun = begin_times(schedule, needed)
+    over = begun.keys() | {action.as_kind(Kind.BACKWARD) for action in begun if action.kind is Kind.BACKWARD_INPUT}
+    for rank, row in sorted(schedule.items()):
+        position = next((n for n, action in enumerate(row) if action not in begun), None)
+        if position is not None:
+            absent = [each for each in needed(row[position], rank) if each not in over]
+            names = (str(each if each in actions else each.as_kind(Kind.BACKWARD_INPUT)) for each in absent)
+            yield ScheduleFault(f"waits for ever for {', '.join(names)}", rank, position, row[position])
 
 
 class Channels:
