@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from parallel.comm.communicator import Communicator
+from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.objects import broadcast_tensors
 from parallel.cost.stage_cost import nominal_costs
 from parallel.engine.engine import Engine, Observer
-from parallel.engine.grad_reducer import GradReducer
 from parallel.engine.inference import Inference
 from parallel.engine.messages import Messenger
 from parallel.engine.optimizer_step import Copy, MakeOptimizer, OptimizerStep

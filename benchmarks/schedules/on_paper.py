@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.schedules.ours import Durations, Ours
 from parallel.comm.communicator import Communicator
-from parallel.comm.gradient_buckets import BUCKET_BYTES
+from parallel.comm.grad_reducer import BUCKET_BYTES
 from parallel.comm.objects import gather_objects
 from parallel.graph.partition import Partition
 from parallel.schedule.action import Kind

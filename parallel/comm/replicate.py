@@ -8,15 +8,14 @@ Data Parallel Training, section 3.2: flat buckets in reverse order of the parame
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallel.comm.communicator import Communicator, Work
-from parallel.comm.gradient_buckets import Bucket, bucketed
+from parallel.comm.grad_reducer import Bucket, bucketed, on_gradient
 from parallel.comm.objects import broadcast_tensors
 
 
@@ -29,7 +28,7 @@ class AveragedModule(nn.Module):
     Args:
         module: dense parameters; those that need gradients now are averaged.
         communicator: the ranks that hold a replica.
-        bucket_bytes: of gradients summed at once; 0: all of one dtype; None: ``gradient_buckets.BUCKET_BYTES``.
+        bucket_bytes: of gradients summed at once; 0: all of one dtype; None: ``grad_reducer.BUCKET_BYTES``.
     """
 
     def __init__(self, module: nn.Module, communicator: Communicator, bucket_bytes: int | None = None) -> None:
@@ -44,9 +43,7 @@ class AveragedModule(nn.Module):
         broadcast_tensors(communicator, [*module.parameters(), *module.buffers()], 0)
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                hook = _counted(weakref.ref(self), bucket)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                weakref.finalize(self, handle.remove)
+                on_gradient(parameter, self._count, bucket)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -101,14 +98,3 @@ class AveragedModule(nn.Module):
             work.wait()
             bucket.flat.div_(self._communicator.world)
             bucket.settle()
-
-
-def _counted(owner: weakref.ref[AveragedModule], bucket: Bucket) -> Callable[[Tensor], None]:
-    """A hook that does not keep the replica alive: parameters outlive it."""
-
-    def count(_: Tensor) -> None:
-        replica = owner()
-        if replica is not None:
-            replica._count(bucket)
-
-    return count

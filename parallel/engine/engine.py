@@ -18,9 +18,8 @@ from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.device_clock import DeviceClock, Mark
-from parallel.engine.grad_reducer import completing_backwards, last_backwards
 from parallel.engine.inference import tiles_for
-from parallel.engine.rank_program import RankProgram
+from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, read_losses
 from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe

@@ -7,12 +7,12 @@ the last of the parameters has its gradient.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from parallel.comm.grad_reducer import on_gradient
 from parallel.engine.device_clock import DeviceClock, Mark
 from parallel.engine.step import Microbatch
 
@@ -35,11 +35,9 @@ class OwnTime:
         self._ended: Mark = None
         self._computed: list[tuple[int, Mark, Mark]] = []
         self._wait: tuple[Mark, Mark] | None = None
-        hook = _told(weakref.ref(self))
         for parameter in parameters:
             if parameter.requires_grad and device.type == "cpu":
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                weakref.finalize(self, handle.remove)
+                on_gradient(parameter, self._tell)
 
     def begin_step(self) -> None:
         self._computed, self._wait = [], None
@@ -80,14 +78,3 @@ class OwnTime:
 
     def _tell(self) -> None:
         self._ready = self._clock.mark()
-
-
-def _told(owner: weakref.ref[OwnTime]) -> Callable[[Tensor], None]:
-    """A hook that does not keep the stopwatch alive: parameters outlive it."""
-
-    def tell(_: Tensor) -> None:
-        watch = owner()
-        if watch is not None:
-            watch._tell()
-
-    return tell

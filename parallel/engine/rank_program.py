@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parallel.engine.grad_reducer import GradReducer
+from parallel.comm.grad_reducer import GradReducer
 from parallel.engine.inference import Inference
 from parallel.engine.messages import Messenger
 from parallel.engine.optimizer_step import OptimizerStep
 from parallel.engine.state_dict import FullStateDict
 from parallel.engine.transfers import StageTransfers
-from parallel.schedule.action import Schedule
+from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.placement import Placement
 from parallel.schedule.seating import Seating
 from parallel.schedule.shares import Shares
@@ -63,3 +63,26 @@ class RankProgram:
             ValueError: the schedule does not take so many microbatches of a group.
         """
         return replace(self, schedule=self.scheduled(shares), share=shares[self.seating.group_of(rank)])
+
+
+def completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
+    """Positions of the backward passes after which nothing but messages comes before the stage's REDUCE: its gradients
+    can be summed while it still runs, without overtaking the sum of another stage."""
+    computing: int | None = None
+    for position, action in enumerate(actions):
+        if action.kind is Kind.REDUCE:
+            if computing is not None and actions[computing].stage == action.stage:
+                yield computing
+            computing = None
+        elif action.kind is Kind.BACKWARD:
+            computing = position
+        elif action.kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE):
+            computing = None
+
+
+def last_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
+    """Positions of the backward passes that are their stage's last: gradients that stay on this rank are final as soon
+    as one adds to them. None of a stage with gradients of parameters that come after backward passes."""
+    split = {action.stage for action in actions if action.kind is Kind.BACKWARD_WEIGHT}
+    whole = ((a.stage, position) for position, a in enumerate(actions) if a.kind is Kind.BACKWARD)
+    yield from sorted({stage: position for stage, position in whole if stage not in split}.values())

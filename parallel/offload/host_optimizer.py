@@ -8,7 +8,6 @@ the step is applied. After Ren et al. 2021, ZeRO-Offload, sections 4 and 5.
 from __future__ import annotations
 
 import collections
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.comm.device_thread import on_current_device
+from parallel.comm.grad_reducer import on_gradient
 from parallel.offload.copies import Copies, Mark
 from parallel.offload.live_bytes import not_counted
 
@@ -70,8 +70,7 @@ class HostOptimizer:
         self._worker = ThreadPoolExecutor(1, "host-optimizer", on_current_device(nothing))
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                hook = _hook(weakref.ref(self), name)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                on_gradient(parameter, self._added, name)
 
     def begin_step(self) -> None:
         """Forget the step before, if it was not applied."""
@@ -218,17 +217,6 @@ def _copied(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if state is None:
         return None
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def _hook(optimizer: weakref.ref[HostOptimizer], name: str) -> Callable[[Tensor], None]:
-    """A parameter's hook is out of the garbage collector's sight: it must not hold what holds the parameter."""
-
-    def added(_: Tensor) -> None:
-        owner = optimizer()
-        if owner is not None:
-            owner._added(name)
-
-    return added
 
 
 def nothing() -> None:

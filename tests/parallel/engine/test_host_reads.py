@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.training.engines import build_engine
 from models.losses import TileClassLoss
 from parallel.comm.communicator import Communicator
+from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import ThreadGroup, run_on_threads
 from parallel.engine import data_parallel, engine, step
-from parallel.engine.grad_reducer import GradReducer
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid

@@ -10,7 +10,7 @@ from benchmarks.gpu.counts import STRATEGIES, Counts, count
 from tests.helpers.streaming import in_boxes
 
 M = 2
-STEP = {"step.py", "gradient_buckets.py"}
+STEP = {"step.py", "grad_reducer.py"}
 """Files that wait once a step and rank: for its losses, and for which parameters had no gradient."""
 MAPS = {"maps.py"}
 """Maps of boxes go to the host and back."""

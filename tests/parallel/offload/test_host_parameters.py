@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.grad_reducer import GradReducer
 from parallel.offload.copies import Copies, Mark
 from parallel.offload.host_optimizer import HostOptimizer
 from parallel.offload.host_parameters import HostParameters, buffers_to

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, Work
+from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.grad_reducer import GradReducer, last_backwards
+from parallel.engine.rank_program import last_backwards
 from parallel.schedule.action import Action
 
 

@@ -1,0 +1,182 @@
+"""Sum gradients over the ranks that hold a copy of the parameters: flat buckets, each begun once it is complete.
+
+Gradients are views into the buckets, so that backward adds into them in place and a bucket is summed without copying.
+The buckets stand in reverse order of the parameters, which is about the order in which backward completes them (Li et
+al. 2020, PyTorch Distributed, section 3.2).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.comm.communicator import Communicator, Work
+from parallel.comm.sent_bytes import sum_bytes
+
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed at once, unless asked otherwise."""
+
+
+class Bucket:
+    """Parameters of one dtype whose gradients lie in one flat tensor, with one number behind them per parameter: how
+    many ranks had a gradient for it. One that nobody had stays None, so that the optimizer passes it over as it would
+    in a single process.
+
+    Attributes:
+        touched: numbers of the parameters that this rank has a gradient for.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        first = parameters[0]
+        size = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
+        self.touched: set[int] = set()
+        self._ranks = self.flat[size:]
+        self.views: list[Tensor] = []
+        offset = 0
+        for parameter in parameters:
+            # A dense parameter's own strides fit into as many elements, whatever the order of its dims.
+            self.views.append(torch.as_strided(self.flat, parameter.shape, parameter.stride(), offset))
+            offset += parameter.numel()
+        self.missing = 0
+
+    def clear(self) -> None:
+        """Zero the gradients and put them where backward adds to them."""
+        self.flat.zero_()
+        self.touched.clear()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def count(self) -> None:
+        """Before the sum: put down which parameters this rank has a gradient for."""
+        self._ranks.fill_(1)
+        for number in self._untouched():
+            self._ranks[number].zero_()
+
+    def settle(self) -> None:
+        """After the sum: take the gradient from the parameters that nobody had one for. A rank that has them all knows
+        without reading from the device, which would wait for the sum."""
+        if untouched := self._untouched():
+            ranks = self._ranks.tolist()
+            for number in untouched:
+                if not ranks[number]:
+                    self.parameters[number].grad = None
+
+    def _untouched(self) -> list[int]:
+        return [number for number in range(len(self.parameters)) if number not in self.touched]
+
+
+class GradReducer:
+    """The gradients of one stage and the other ranks that hold it.
+
+    Args:
+        parameters: of the stage; all dense.
+        communicator: the ranks that hold a copy, this one among them.
+        overlap: sum while the last backward pass still runs; not where gradients of parameters come after it.
+        bucket_bytes: of gradients summed at once; 0: all of one dtype; None: ``BUCKET_BYTES``.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        communicator: Communicator,
+        *,
+        overlap: bool,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._communicator = communicator
+        needed = [p for p in parameters if p.requires_grad]
+        self.buckets = [Bucket(group) for group in bucketed(needed, bucket_bytes)]
+        self._works: list[Work] = []
+        self._armed = False
+        self._overlap = overlap
+        for place, bucket in enumerate(self.buckets):
+            for number, parameter in enumerate(bucket.parameters):
+                on_gradient(parameter, self._added, place, number)
+
+    @property
+    def sent_bytes(self) -> int:
+        """That this rank sends in a step."""
+        return sum(sum_bytes(bucket.flat.nbytes, self._communicator.world) for bucket in self.buckets)
+
+    def begin_step(self) -> None:
+        """Zero the gradients."""
+        assert not self._works
+        self._armed = False
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def arm(self) -> None:
+        """The next backward pass is the stage's last of this step: each bucket is summed as soon as it is complete."""
+        self._armed = self._overlap
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def begin(self) -> None:
+        """Begin to sum what has not been begun. Every rank that holds the stage comes here in the same order."""
+        self._armed = False
+        for bucket in self.buckets[len(self._works) :]:
+            self._sum(bucket)
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for bucket in self.buckets:
+            bucket.settle()
+
+    def _added(self, place: int, number: int) -> None:
+        """A gradient was added to parameter ``number`` of bucket ``place``."""
+        bucket = self.buckets[place]
+        bucket.touched.add(number)
+        if not self._armed:
+            return
+        bucket.missing -= 1
+        # In the order of the buckets, which is the same on every rank.
+        while len(self._works) < len(self.buckets) and self.buckets[len(self._works)].missing == 0:
+            self._sum(self.buckets[len(self._works)])
+
+    def _sum(self, bucket: Bucket) -> None:
+        bucket.count()
+        self._works.append(self._communicator.iall_reduce(bucket.flat))
+
+
+def bucketed(parameters: Sequence[nn.Parameter], bucket_bytes: int | None = None) -> list[list[nn.Parameter]]:
+    """``parameters`` from the last to the first, in runs of one dtype of at most ``bucket_bytes``, or one parameter.
+
+    Args:
+        bucket_bytes: 0: as long as the dtype is the same; None: ``BUCKET_BYTES``.
+    """
+    most = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    runs: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        own = parameter.numel() * parameter.element_size()
+        if not runs or runs[-1][0].dtype != parameter.dtype or (most and size + own > most):
+            runs.append([])
+            size = 0
+        runs[-1].append(parameter)
+        size += own
+    return runs
+
+
+def on_gradient(parameter: nn.Parameter, method: Callable[..., None], *arguments: Any) -> None:
+    """Call ``method(*arguments)`` whenever a gradient was added to ``parameter``, for as long as its owner lives.
+
+    The garbage collector does not see hooks: one that held its owner, which holds the parameter, would keep both.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def hook(_: Tensor) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(*arguments)
+
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    weakref.finalize(method.__self__, handle.remove)  # type: ignore[attr-defined]
