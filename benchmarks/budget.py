@@ -126,13 +126,6 @@ BUDGETS = [
     Budget("checkpoint stall in two phases, one per 10 steps", "checkpoint_stall", checkpoint_stall, 0.035, False),
     Budget("checkpoint stall, blocking, one per 100 steps", "engine", lambda r: r["checkpoint_stall"], 0.035, False),
     Budget(
-        "tickets, three workers that vary by 20 %, over the ideal step",
-        "workers",
-        lambda r: r["drift"][-1]["kinds"][-1]["over_ideal"],
-        1.06,
-        False,
-    ),
-    Budget(
         "shares auto after a worker slowed down, over the best ones",
         "workers",
         lambda r: r["slower"]["over_optimum"],

@@ -56,7 +56,6 @@ class Strategy:
         shares: microbatches of each group; empty: consecutive ones, as many for each.
         changes: steps from which other shares are in force.
         rebalanced: shares follow the speed of groups.
-        tickets: ranks that compute the whole model draw the microbatches of each step from each other.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Strategy:
     shares: Shares = ()
     changes: Changes = ()
     rebalanced: bool = False
-    tickets: bool = False
 
     @property
     def group_ranks(self) -> int:

@@ -30,7 +30,6 @@ FIGURES = {
     "microbatches": ("Microbatches per step", ""),
     "shares": ("Microbatches of each group", ""),
     "share_changes": ("Changes of them", ""),
-    "microbatches_drawn": ("Microbatches drawn, by rank", ""),
     "tile_px": ("Tile side", " px"),
     "slide_sides": ("Whole slides: smallest, median, largest", " px"),
     "mpp": ("Resolution", " µm/px"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.settings.strategy import AUTO, TICKETS, StrategySettings
+from app.settings.strategy import AUTO, StrategySettings
 
 
 def share_faults(settings: StrategySettings) -> list[str]:
@@ -17,19 +17,12 @@ def share_faults(settings: StrategySettings) -> list[str]:
         return [f"--parallel {settings.name} {why}, and takes no --shares {text}: use ddp, or leave it out"]
     if settings.schedule is not None:
         return [f"--developer schedule says who computes what: leave --shares {text} out"]
-    if text == TICKETS:
-        if settings.name == "ddp":
-            return []
-        return [
-            f"--shares {text} is for ranks that each compute the whole model, and --parallel {settings.name} lays down "
-            "before a step who computes what in it: use ddp, or --shares auto"
-        ]
     if text == AUTO:
         return _change_faults(settings)
     try:
         changes = settings.read_shares()
     except FileNotFoundError:
-        return [f"--shares takes equal, auto, tickets, counts such as 3,1, or a CSV file; there is no file {text}"]
+        return [f"--shares takes equal, auto, counts such as 3,1, or a CSV file; there is no file {text}"]
     except (OSError, ValueError) as fault:
         return [f"--shares {text}: {fault}"]
     faults, shares = [], changes[0][1]

@@ -41,8 +41,8 @@ Parallel = Literal[
 AHEAD = {"cuda": None, "cpu": 0}
 """``ActivationPolicy.ahead`` unless ``offload_ahead`` is given, by kind of device."""
 
-AUTO, TICKETS = "auto", "tickets"
-"""Of ``--shares``: they follow measured speeds; microbatches are drawn while a step runs."""
+AUTO = "auto"
+"""Of ``--shares``: they follow measured speeds."""
 
 JOIN_S = 50.0
 """Together with what connecting takes, a trouble of the start is told within a minute."""
@@ -85,13 +85,13 @@ class StrategySettings:
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
     """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per
-    group with mp-basic, 2 with mast, otherwise 2 per stage and group, with --shares auto and tickets 8 per group at
-    least, if the batch has as many tiles."""
+    group with mp-basic, 2 with mast, otherwise 2 per stage and group, with --shares auto 8 per group at least,
+    if the batch has as many tiles."""
     shares: str = "equal"
     """Microbatches that each rank with ddp, or each data-parallel group, computes of a step, for devices of unequal
     speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; auto: as the speeds measured in the run
-    ask for; with ddp, tickets: drawn while a step runs, the next by whoever is free; or a CSV file with the columns
-    microbatch,group, a line for each, or the shares.csv of an earlier run. The same numbers whoever computes what."""
+    ask for; or a CSV file with the columns microbatch,group, a line for each, or the shares.csv of an earlier run. The
+    same numbers whoever computes what."""
     recompute: str = "none"
     """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
     all but what enters a rank's stage; block: all but what enters a block of the model; a number: all but what enters
@@ -257,7 +257,7 @@ class StrategySettings:
             return self.microbatches
         if self.asked_shares:
             return sum(map(len, self.asked_shares[0][1]))
-        finer = FINE * self.groups if self.shares in (AUTO, TICKETS) else self.groups
+        finer = FINE * self.groups if self.shares == AUTO else self.groups
         if not self.splits:
             return max(self.groups, min(finer, self.batch))
         usual = max(finer, self.groups * default_microbatches(self.name, self.depth))
@@ -279,7 +279,7 @@ class StrategySettings:
             ValueError: they are neither counts nor a file of them.
             OSError: there is no such file.
         """
-        if self.shares in ("equal", AUTO, TICKETS):
+        if self.shares in ("equal", AUTO):
             return ()
         counts = parse_counts(self.shares)
         return read_changes(Path(self.shares).read_text()) if counts is None else ((0, counts),)
@@ -319,5 +319,4 @@ class StrategySettings:
             shares=self.asked_shares[0][1] if self.asked_shares else (),
             changes=self.asked_shares[1:],
             rebalanced=self.shares == AUTO,
-            tickets=self.shares == TICKETS,
         )

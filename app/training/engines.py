@@ -21,7 +21,6 @@ from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.engine.tickets import TicketEngine
 from parallel.engine.weight_average import keep_average
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import LR_SCALE, HostOptimizer
@@ -146,8 +145,7 @@ def _whole(
     if policy.optimizer:
         copies = Copies.for_device(device)
         host = HostOptimizer(make_optimizer, dict(model.named_parameters()), copies, resident=policy.parameters)
-    engine, shares = (TicketEngine, ()) if strategy.tickets else (DataParallelEngine, strategy.shares)
-    return engine(
+    return DataParallelEngine(
         model,
         loss,
         host.optimizer if host else make_optimizer(model.named_parameters()),
@@ -162,7 +160,7 @@ def _whole(
         device=device,
         bucket_bytes=strategy.gradient_bytes,
         updated=updated if policy.segmented or policy.moves else (),
-        shares=shares,
+        shares=strategy.shares,
     )
 
 

@@ -9,7 +9,6 @@ and the bound is the same for every model.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
-from parallel.engine.tickets import DrawnMicrobatches
 from parallel.schedule.microbatch import microbatch_seed
 from parallel.schedule.shares import Shares
 from parallel.space.span import Span
@@ -264,7 +262,7 @@ def verify_engine(
     for step in range(trial.steps):
         if step and trial.shares:
             engine.reshare(trial.shares[(step - 1) % len(trial.shares)])
-        microbatches = DrawnMicrobatches(engine.share, functools.partial(_made, trial, engine, step))
+        microbatches = (_made(trial, engine, step, i) for i in engine.share)
         loss = engine.step(microbatches, step, trial.lr).loss
         ranks = gather_objects(communicator, (loss, engine.gradients()))
         state = engine.state_dict()

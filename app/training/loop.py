@@ -134,7 +134,7 @@ class TrainingLoop:
                 wait_s = watch.lap()
                 result = self._step(batch, outcome.step)
                 step_s = wait_s + watch.lap()
-                stop = self._finish_step(result, self._tiles.replaced(batch), step_s, wait_s + self._tiles.waited_s)
+                stop = self._finish_step(result, self._tiles.replaced(batch), step_s, wait_s)
                 self._check_replaced()
                 self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
@@ -157,7 +157,8 @@ class TrainingLoop:
         session = self._session
         try:
             held = itertools.chain(session.engine.on_device(), self._tiles.held())
-            with self._tiles.microbatches(batch) as microbatches, self.memory.watching(held):
+            microbatches = self._tiles.microbatches(batch)
+            with self.memory.watching(held):
                 result = session.engine.step(microbatches, step, session.learning_rate(step))
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
@@ -200,8 +201,6 @@ class TrainingLoop:
         self._reshares = self._resharing.after(outcome.step, result)
         if self._reshares:
             outcome.shares = self._resharing.shares
-        if self._session.drawn is not None:
-            outcome.drawn = self._session.drawn.drawn
         return bool(votes[0])
 
     def _validation_due(self) -> bool:

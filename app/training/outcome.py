@@ -30,7 +30,6 @@ class Outcome:
         best: step, metric and value of the best validation so far.
         stale: validations since that one.
         shares: microbatches of each group as they were last, where they have changed.
-        drawn: microbatches that this rank drew.
     """
 
     throughput: Throughput
@@ -45,7 +44,6 @@ class Outcome:
     best: dict[str, Any] | None = None
     stale: int = 0
     shares: Shares = ()
-    drawn: int = 0
 
     def stopped_early(self, patience: int, total_steps: int) -> dict[str, Any] | None:
         """Return why and when the run ended before its last step, as the summary has it; None where it did not.

@@ -67,7 +67,7 @@ class Resharing:
         kept = strategy.rebalanced or self._changes or folder.shares.exists()
         asked = ((0, strategy.shares), *strategy.changes)
         if communicator.rank == 0 and kept and not says(folder.shares, asked):
-            self._log = SharesLog(folder.shares, step, self.shares, drawn=strategy.tickets)
+            self._log = SharesLog(folder.shares, step, self.shares)
 
     def after(self, step: int, result: StepResult) -> bool:
         """Take what this rank's microbatches took; True where other shares are in force once ``step`` steps are done.

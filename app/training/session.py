@@ -25,7 +25,6 @@ from app.settings.fields import flat
 from app.settings.run import EPOCHS, RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset
-from app.training.drawn_tiles import DrawnTiles
 from app.training.engines import build_engine, build_optimizer, choose_algorithms
 from app.training.model import build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
@@ -100,11 +99,6 @@ class Session:
     cache: TileCache | None
 
     @functools.cached_property
-    def drawn(self) -> DrawnTiles | None:
-        """What reads microbatches that ranks draw from each other; None: each computes its share."""
-        return DrawnTiles(self.stream, self.pixels, self.ranges, self.engine.share) if self.strategy.tickets else None
-
-    @functools.cached_property
     def epoch_length(self) -> int:
         """Samples of one pass; with --sample class rounded up to a multiple of the classes."""
         return self.stream.order.length
@@ -137,8 +131,6 @@ class Session:
     def close(self) -> None:
         """Close slides and leave the other ranks. The engine lets go of them first: a process group that something
         still holds when the interpreter ends takes the process down with it."""
-        if self.drawn is not None:
-            self.drawn.close()
         self.pool.close()
         self.engine.close()
         self.placement.communicator.close()
@@ -302,11 +294,9 @@ def _share_notes(strategy: Strategy) -> Iterator[str]:
     counts, groups = [len(share) for share in strategy.shares], strategy.groups
     if strategy.shares:
         yield f"shares of the {strategy.m} microbatches of a step: {', '.join(map(str, counts))}"
-    if strategy.tickets:
-        yield f"the {strategy.m} microbatches of a step are drawn by {groups} ranks, the next by whoever is free"
     if strategy.rebalanced:
         yield f"the {strategy.m} microbatches of a step are shared by {groups} ranks as their speeds ask for"
-    if strategy.m < FINE * groups and (strategy.shares or strategy.tickets or strategy.rebalanced):
+    if strategy.m < FINE * groups and (strategy.shares or strategy.rebalanced):
         lost = coarseness(strategy.m, groups)
         yield (
             f"{strategy.m} microbatches for {groups} follow speeds coarsely: even the best shares may take "

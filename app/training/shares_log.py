@@ -1,8 +1,7 @@
 """``shares.csv`` of a run folder: from which step on which rank computes which microbatch, true over every resume.
 
 Takes the shares in force when a run starts and whenever they change; gives a file with which ``--shares`` repeats them.
-A part of a run whose microbatches were drawn has lines without a group, and one whose beginning nobody wrote down has
-none of step 0: neither is taken for shares that could be repeated.
+A run whose beginning nobody wrote down has no line of step 0, and is not taken for shares that could be repeated.
 """
 
 from __future__ import annotations
@@ -21,25 +20,19 @@ class SharesLog:
         path: of the file; what it says of steps that are computed again is dropped.
         step: steps done when the run starts.
         shares: in force then.
-        drawn: microbatches are, and belong to nobody beforehand.
     """
 
-    def __init__(self, path: Path, step: int, shares: Shares, *, drawn: bool = False) -> None:
+    def __init__(self, path: Path, step: int, shares: Shares) -> None:
         self._log = CsvLog(path, CHANGING)
-        self._drawn = drawn
         self._log.cut_after(step)
-        known = [["" if cell is None else str(cell) for cell in row[1:]] for row in self._rows(step, shares)]
-        if _last_rows(path) != known:
+        if _last_rows(path) != [list(map(str, row[1:])) for row in rows_of(step, shares)]:
             self._log.cut_after(step - 1)
             self.add(step, shares)
 
     def add(self, step: int, shares: Shares) -> None:
         """``shares`` are in force once ``step`` steps are done."""
-        for row in self._rows(step, shares):
+        for row in rows_of(step, shares):
             self._log.add(dict(zip(CHANGING, row, strict=True)))
-
-    def _rows(self, step: int, shares: Shares) -> list[list[int | None]]:
-        return [[step, i, None if self._drawn else group] for step, i, group in rows_of(step, shares)]
 
 
 def _last_rows(path: Path) -> list[list[str]]:

@@ -6,7 +6,6 @@ the stream is, what was made ahead, whether ranks still have to settle what they
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -52,22 +51,14 @@ class StepTiles:
             self._feed.renew(batch)
         return batch
 
-    def microbatches(self, batch: Batch) -> AbstractContextManager[Iterable[Microbatch]]:
-        """The microbatches of a step on ``batch``, for as long as it takes."""
-        if self._session.drawn is not None:
-            return self._session.drawn.of_step(self._feed, batch)
-        return contextlib.nullcontext(microbatches_of(self._feed, batch, self._reading.sizes))
+    def microbatches(self, batch: Batch) -> Iterable[Microbatch]:
+        """Return the microbatches of a step on ``batch``."""
+        return microbatches_of(self._feed, batch, self._reading.sizes)
 
     def replaced(self, batch: Batch) -> int:
         """How many of the tiles that this rank accounts for in the step on ``batch`` stand in for one that cannot be
         read."""
-        drawn = self._session.drawn
-        return drawn.replaced if drawn else batch.replaced * self._session.engine.counted
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds of the last step in which it waited for tiles that were not read ahead."""
-        return self._session.drawn.waited_s if self._session.drawn else 0.0
+        return batch.replaced * self._session.engine.counted
 
     @property
     def unsettled(self) -> bool:

@@ -66,9 +66,9 @@ class RunSummary:
 
     def finished(self, peak_bytes: int) -> None:
         """The run came to its end, or was interrupted and saved. Called by all ranks."""
-        peaks = torch.zeros((7, self._communicator.world), dtype=torch.int64)
+        peaks = torch.zeros((6, self._communicator.world), dtype=torch.int64)
         own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
-        own += [*self._on_host, self._outcome.drawn]
+        own += self._on_host
         peaks[:, self._communicator.rank] = torch.tensor(own)
         self._communicator.all_reduce(peaks)
         self._add_up_cache()
@@ -97,7 +97,6 @@ class RunSummary:
                     [device_bytes],
                     [],
                     *([size] for size in self._on_host),
-                    [self._outcome.drawn],
                 ],
                 error,
             )
@@ -203,7 +202,6 @@ class RunSummary:
             "file_bytes": peaks[5] if self._session.host else None,
             "memory_limit_bytes": self._memory.limit,
             "sent_bytes": peaks[3] or None,
-            "microbatches_drawn": peaks[6] if self._session.drawn else None,
             "final_loss": outcome.loss,
             "metrics": outcome.metrics,
             "best": outcome.best,

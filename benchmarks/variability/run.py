@@ -54,7 +54,6 @@ CAUSES = {
     "heap": "freed memory given back, as glibc does",
     "checkpoints": "no checkpoint written",
     "collector": "Python's collector off",
-    "tickets": "microbatches drawn (--shares tickets)",
 }
 """What is taken away or changed, and how it is called in the table."""
 
@@ -78,7 +77,7 @@ class RecordingLoop(TrainingLoop):
 
 def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
     """A run of one rank: seconds of its microbatches by the clock and by the processor, and the idle parts of all."""
-    cause, tickets = argument["cause"], argument["cause"] == "tickets"
+    cause = argument["cause"]
     if cause == "cores":
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[communicator.rank]})
     if cause != "heap":
@@ -91,9 +90,7 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
         index=IndexSettings(tile=argument["tile"]),
         split=SplitSettings(validation=0.0),
         net=ModelSettings(model="resnet18"),
-        strategy=StrategySettings(
-            parallel="ddp", ranks=WORLD, batch=BATCH, microbatches=BATCH, shares="tickets" if tickets else "equal"
-        ),
+        strategy=StrategySettings(parallel="ddp", ranks=WORLD, batch=BATCH, microbatches=BATCH),
         score=ScoreSettings(),
         checkpoint=CheckpointSettings(checkpoint_every=every),
         steps=argument["steps"],

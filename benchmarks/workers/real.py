@@ -1,4 +1,4 @@
-"""Two ranks that compute, one of them at a third of the other's speed: equal shares, measured shares, tickets, alone.
+"""Two ranks that compute, one of them at a third of the other's speed: equal shares, measured shares, alone.
 
 Takes nothing; gives images per second of a real model. The second rank is stopped for two thirds of the time, a few
 hundredths of a second at once; each has a core of its own.
@@ -9,6 +9,7 @@ hundredths of a second at once; each has a core of its own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -30,7 +31,6 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
-from parallel.engine.tickets import DrawnMicrobatches, TicketEngine
 from parallel.schedule.best_shares import best_counts
 from parallel.schedule.shares import consecutive
 
@@ -54,7 +54,7 @@ while os.getppid() == rank and not ended:
     time.sleep(run_s)
 """
 RUN_S = 0.02
-KINDS = ("equal", "shares", "tickets", "the fast rank alone")
+KINDS = ("equal", "shares", "the fast rank alone")
 
 
 def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
@@ -76,21 +76,18 @@ def _in_turns(communicator: Communicator, tile: int, tiles: int, rounds: int) ->
     one = Microbatch(torch.randn(shape), torch.zeros(1, dtype=torch.int64), shape)
     torch.manual_seed(0)
 
-    def engine_of(kind: type[DataParallelEngine], ranks: Communicator, **shares: Any) -> DataParallelEngine:
+    def engine_of(ranks: Communicator, **shares: Any) -> DataParallelEngine:
         model: nn.Module = build_model("resnet18", classes=2, norm="batch", head="average")
         rule = torch.optim.SGD(model.parameters(), lr=0.0)
-        return kind(model, F.cross_entropy, rule, ranks, batch=tiles, m=tiles, **shares)
+        return DataParallelEngine(model, F.cross_entropy, rule, ranks, batch=tiles, m=tiles, **shares)
 
     def step(engine: DataParallelEngine) -> list[float]:
-        result = engine.step(DrawnMicrobatches(engine.share, lambda _: one), 0, 0.0)
+        result = engine.step(itertools.repeat(one), 0, 0.0)
         return [seconds for _, seconds in result.seconds]
 
-    engines = {
-        "equal": engine_of(DataParallelEngine, communicator),
-        "tickets": engine_of(TicketEngine, communicator),
-    }
+    engines = {"equal": engine_of(communicator)}
     if communicator.rank == 0:
-        engines["the fast rank alone"] = engine_of(DataParallelEngine, LocalCommunicator())
+        engines["the fast rank alone"] = engine_of(LocalCommunicator())
 
     def of_ranks(seconds: list[float]) -> list[float]:
         table = torch.zeros(communicator.world, dtype=torch.float64)
@@ -101,7 +98,7 @@ def _in_turns(communicator: Communicator, tile: int, tiles: int, rounds: int) ->
 
     step(engines["equal"])
     counts = best_counts(tiles, of_ranks([each for _ in range(3) for each in step(engines["equal"])]))
-    engines["shares"] = engine_of(DataParallelEngine, communicator, shares=consecutive(counts))
+    engines["shares"] = engine_of(communicator, shares=consecutive(counts))
     took: dict[str, list[float]] = {kind: [] for kind in KINDS}
     own: list[float] = []
     for turn in range(1 + rounds):
@@ -113,7 +110,6 @@ def _in_turns(communicator: Communicator, tile: int, tiles: int, rounds: int) ->
                 own += seconds
             if turn:
                 took[kind].append(time.perf_counter() - begun_s)
-    engines["tickets"].close()
     return {"took_s": took, "counts": counts, "seconds": of_ranks(own)}
 
 

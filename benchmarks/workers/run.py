@@ -1,4 +1,4 @@
-"""Workers of unequal and drifting speed that sleep instead of computing: shares, rebalanced shares and tickets.
+"""Workers of unequal and drifting speed that sleep instead of computing: fixed and rebalanced shares.
 
 Takes nothing; gives step times of real ranks over Gloo beside the formulas, the steps at which shares change, and what
 a step takes over the ideal one, in which all workers would end at once.
@@ -9,6 +9,7 @@ a step takes over the ideal one, in which all workers would end at once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -31,7 +32,6 @@ from benchmarks.sleeping_stages.model import SleepingModel
 from parallel.comm.communicator import Communicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch, StepResult
-from parallel.engine.tickets import DrawnMicrobatches, TicketEngine
 from parallel.schedule.best_shares import best_counts, step_seconds
 from parallel.schedule.microbatch import share_of
 from parallel.schedule.rebalancing import WINDOW
@@ -47,14 +47,14 @@ FORMULA_UNITS, DRIFT_UNITS = (0.5, 1.0, 2.0), (1, 2)
 
 SLOWER_AT = 50
 NOISE = 0.2
-ASKED = {"formula": 0.03, "optimum": 1.05, "changes": 1, "tickets": 1.06}
+ASKED = {"formula": 0.03, "optimum": 1.05, "changes": 1}
 
 
 class Workers:
     """One rank of ``WORLD``, which sleeps ``seconds`` for a microbatch.
 
     Args:
-        kind: equal, auto or tickets; or counts of microbatches.
+        kind: equal or auto; or counts of microbatches.
     """
 
     def __init__(self, communicator: Communicator, kind: str | Sequence[int], folder: Path, m: int = M) -> None:
@@ -63,8 +63,7 @@ class Workers:
         shares = () if isinstance(kind, str) else consecutive(kind)
         self.strategy = Strategy("ddp", WORLD, 1, m, shares=shares, rebalanced=kind == "auto")
         rule = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        engine = TicketEngine if kind == "tickets" else DataParallelEngine
-        self.engine = engine(self.model, _mean, rule, communicator, batch=m, m=m, shares=shares)
+        self.engine = DataParallelEngine(self.model, _mean, rule, communicator, batch=m, m=m, shares=shares)
         self.resharing = Resharing(self.strategy, communicator, RunFolder(folder), 0, None)
         self.changes: list[tuple[int, list[int]]] = []
 
@@ -74,8 +73,8 @@ class Workers:
         stage.forward_s, stage.backward_s = seconds / 3, seconds * 2 / 3  # type: ignore[assignment]
         self.communicator.barrier()
         begun_s = time.perf_counter()
-        drawn = DrawnMicrobatches(self.engine.share, lambda _: Microbatch(torch.ones(SHAPE), torch.zeros(1), SHAPE))
-        result: StepResult = self.engine.step(drawn, number, 0.0)
+        tiles = Microbatch(torch.ones(SHAPE), torch.zeros(1), SHAPE)
+        result: StepResult = self.engine.step(itertools.repeat(tiles), number, 0.0)
         took_s = time.perf_counter() - begun_s
         if self.resharing.after(number + 1, result):
             self.changes.append((number + 1, list(map(len, self.resharing.shares))))
@@ -165,9 +164,9 @@ def _noise(communicator: Communicator, unit_s: float, steps: int, folder: Path) 
 
 def _drift(communicator: Communicator, unit_s: float, steps: int, folder: Path) -> dict[str, Any]:
     """A CPU at 0.67 of the speed of two GPUs, all of them varying: seconds of all steps over those of ideal ones, in
-    which the workers end at once; equal shares, the best shares of the mean speeds, and tickets, in turns."""
+    which the workers end at once; equal shares and the best shares of the mean speeds, in turns."""
     seconds = [1.5 * unit_s, unit_s, unit_s]
-    kinds = {"equal": "equal", "best shares": best_counts(M, seconds), "tickets": "tickets"}
+    kinds = {"equal": "equal", "best shares": best_counts(M, seconds)}
     workers = {name: Workers(communicator, kind, folder) for name, kind in kinds.items()}
     took: dict[str, float] = dict.fromkeys(kinds, 0.0)
     ideal_s = 0.0
@@ -178,14 +177,10 @@ def _drift(communicator: Communicator, unit_s: float, steps: int, folder: Path) 
             took[name] += each.step(number, own[communicator.rank])
     counts = {name: [len(share_of(g, WORLD, M)) for g in range(WORLD)] for name in kinds}
     counts["best shares"] = list(kinds["best shares"])  # type: ignore[arg-type]
-    workers["tickets"].engine.close()
     return {
         "unit_s": unit_s,
         "steps": steps,
-        "kinds": [
-            {"name": name, "counts": None if name == "tickets" else counts[name], "over_ideal": took[name] / ideal_s}
-            for name in kinds
-        ],
+        "kinds": [{"name": name, "counts": counts[name], "over_ideal": took[name] / ideal_s} for name in kinds],
     }
 
 
@@ -226,13 +221,11 @@ def report(found: dict[str, Any], unit_s: float) -> str:
     drift = markdown_table(
         (
             "a CPU and two GPUs, 1.5 : 1 : 1, varying by 20 %",
-            "asked",
             *(f"{each['steps']} steps of {each['unit_s'] * 1000:g} ms a microbatch" for each in found["drift"]),
         ),
         [
             (
-                rows[0]["name"] + (f" {', '.join(map(str, rows[0]['counts']))}" if rows[0]["counts"] else ""),
-                f"{ASKED['tickets']}x the ideal at most" if rows[0]["name"] == "tickets" else "",
+                f"{rows[0]['name']} {', '.join(map(str, rows[0]['counts']))}",
                 *(f"{row['over_ideal']:.3f}x" for row in rows),
             )
             for rows in zip(*(each["kinds"] for each in found["drift"]), strict=True)
@@ -258,9 +251,6 @@ def missed(found: dict[str, Any]) -> list[str]:
             faults.append(f"{found['slower'][name]:.3f}x {against} two windows after a worker became slower")
     if len(found["noise"]["changes"]) > ASKED["changes"]:
         faults.append(f"{len(found['noise']['changes'])} changes under noise")
-    for each in found["drift"]:
-        if (tickets := each["kinds"][-1]["over_ideal"]) > ASKED["tickets"]:
-            faults.append(f"tickets of {each['unit_s'] * 1000:g} ms take {tickets:.3f}x the ideal")
     return faults
 
 

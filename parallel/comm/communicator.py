@@ -13,8 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.counters import Counters
-
 
 class CommunicationError(RuntimeError):
     """A rank that cannot be reached, or that stopped answering: says which operation on which rank."""
@@ -129,13 +127,6 @@ class Communicator(Protocol):
         """A communicator of ``ranks`` alone, renumbered 0..len-1 in the order given; None on ranks not among them.
 
         Every rank of this communicator calls it, all with the same arguments in the same order.
-        """
-        ...
-
-    def counters(self, count: int) -> Counters:
-        """Return ``count`` numbers that every rank may add to at any time.
-
-        Every rank of this communicator calls it, all with the same argument in the same order.
         """
         ...
 

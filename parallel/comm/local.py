@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Shards, Work, cannot_shard
-from parallel.comm.counters import Counters, MemoryCounters
 
 
 class Finished:
@@ -51,9 +50,6 @@ class LocalCommunicator:
 
     def subgroup(self, ranks: Sequence[int]) -> LocalCommunicator | None:
         return self if list(ranks) == [0] else None
-
-    def counters(self, count: int) -> Counters:
-        return MemoryCounters(count)
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         return module

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work, cannot_shard
-from parallel.comm.counters import Counters
 from parallel.comm.device_thread import on_current_device
 from parallel.comm.kinds import RankKind, are_mixed
 from parallel.comm.mixed_sums import DeviceSums, HostSums, Sums
@@ -145,9 +144,6 @@ class MixedCommunicator:
                 "is for --parallel ddp"
             )
         return self._inner.subgroup(ranks)
-
-    def counters(self, count: int) -> Counters:
-        return self._inner.counters(count)
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         # Not torch's own, which takes its replicas to be on devices of one kind.

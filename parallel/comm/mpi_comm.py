@@ -24,8 +24,6 @@ from parallel.comm.communicator import (
     Work,
     cannot_shard,
 )
-from parallel.comm.counters import Counters
-from parallel.comm.mpi_counters import MpiCounters
 from parallel.comm.mpi_request import MPI, MpiProgress, MpiWork
 from parallel.comm.objects import in_memory_order, pinned_like
 from parallel.comm.replicate import AveragedModule
@@ -142,11 +140,6 @@ class MpiCommunicator:
         part._device_memory, part._leaving = self._device_memory, self._leaving
         part._take(comm)
         return part
-
-    def counters(self, count: int) -> Counters:
-        alone = self.subgroup(range(self.world))
-        assert alone is not None
-        return MpiCounters(alone, count)
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module

@@ -83,11 +83,6 @@ class AveragedModule(nn.Module):
             parameter.grad = view
         self._works.append(self._communicator.iall_reduce(bucket.flat))
 
-    def average(self) -> None:
-        """Average what backward passes have added up under ``no_sync``, where no pass of this rank is to do it; every
-        rank calls it at the same time. Ranks that made no backward pass count with zeros."""
-        self._finish()
-
     @torch.no_grad()
     def _finish(self) -> None:
         """Put the averages into the gradients, at the end of backward."""

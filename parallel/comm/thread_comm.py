@@ -22,7 +22,6 @@ from parallel.comm.communicator import (
     Work,
     cannot_shard,
 )
-from parallel.comm.counters import Counters, MemoryCounters
 from parallel.comm.objects import in_memory_order
 from parallel.comm.replicate import AveragedModule
 
@@ -45,7 +44,6 @@ class ThreadGroup:
         self._sends: dict[Hashable, collections.deque[ThreadWork]] = collections.defaultdict(collections.deque)
         self._receives: dict[Hashable, collections.deque[ThreadWork]] = collections.defaultdict(collections.deque)
         self._meetings: dict[Hashable, dict[int, ThreadWork]] = collections.defaultdict(dict)
-        self._counters: dict[Hashable, MemoryCounters] = {}
 
     def communicator(self, rank: int) -> ThreadCommunicator:
         """What the thread of ``rank`` talks through."""
@@ -56,11 +54,6 @@ class ThreadGroup:
         with self.changed:
             self.broken = self.broken or reason
             self.changed.notify_all()
-
-    def counters(self, key: Hashable, count: int) -> Counters:
-        """Those of ``key``, made by the first thread that asks."""
-        with self.changed:
-            return self._counters.setdefault(key, MemoryCounters(count))
 
     def send(self, key: Hashable, work: ThreadWork) -> None:
         self._match(key, work, self._sends, self._receives, copy=lambda receive: _copy(work, receive))
@@ -181,10 +174,6 @@ class ThreadCommunicator:
             return None
         path = (*self._path, self._subgroups)
         return ThreadCommunicator(self._group, path, list(ranks).index(self.rank), len(ranks), self.local_rank)
-
-    def counters(self, count: int) -> Counters:
-        self._subgroups += 1
-        return self._group.counters((*self._path, self._subgroups), count)
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module

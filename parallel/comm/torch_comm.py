@@ -6,10 +6,8 @@ Only the modules named torch_* import torch.distributed.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import hashlib
 import inspect
 import os
 import sys
@@ -24,11 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comm.async_sends import Departures
 from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work
-from parallel.comm.counters import Counters
 from parallel.comm.handshake import KEY, prove_membership
 from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
 from parallel.comm.objects import in_memory_order, pinned_like
-from parallel.comm.torch_counters import torch_counters
 from parallel.comm.torch_group import join_group
 from parallel.comm.torch_links import Links
 
@@ -106,7 +102,6 @@ class TorchCommunicator:
         self._group: Any = None
         self._ranks = tuple(range(self.world))
         self._departures = Departures()
-        self._counted: collections.Counter[tuple[int, ...]] = collections.Counter()
         # All ranks decide from the same table, or some would make groups that the others do not.
         self.kinds = join_group(
             backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s
@@ -179,19 +174,6 @@ class TorchCommunicator:
         part.kinds = tuple(self.kinds[rank] for rank in ranks)
         part._prove_membership()
         return part
-
-    def counters(self, count: int) -> Counters:
-        self._counted[self._ranks] += 1
-        ranks = hashlib.blake2b(repr(self._ranks).encode(), digest_size=8).hexdigest()
-        name = f"counters-{ranks}-{self._counted[self._ranks]}"
-        made = None
-        for first in (True, False):  # those of an earlier attempt are gone before the others look
-            if first == (self.rank == 0):
-                described = f"rank {self.rank} of {self.world}"
-                made = torch_counters(dist.distributed_c10d._get_default_store(), name, count, described, first)
-            self.barrier()
-        assert made is not None
-        return made
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         on_gpu = all(parameter.is_cuda for parameter in module.parameters())  # they may be kept in host memory

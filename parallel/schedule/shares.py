@@ -60,7 +60,7 @@ def read_changes(text: str) -> Changes:
 
     Raises:
         ValueError: other columns, what is not a number, a microbatch missing or named twice, a group without one; not
-            as many microbatches and groups at each of the steps, or none at step 0; microbatches that were drawn.
+            as many microbatches and groups at each of the steps, or none at step 0.
     """
     head, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
     if head not in (COLUMNS, CHANGING):
@@ -68,8 +68,6 @@ def read_changes(text: str) -> Changes:
         raise ValueError(f"its first line is {asked}; got {','.join(head) or 'nothing'}")
     owners: dict[int, dict[int, int]] = {}
     for row in rows:
-        if head == CHANGING and row[-1:] == [""]:
-            raise ValueError(f"microbatches from step {row[0]} on were drawn, and nothing says by whom")
         if len(row) != len(head) or not all(word.strip().isascii() and word.strip().isdigit() for word in row):
             raise ValueError(f"a line is {len(head)} numbers from 0, {', '.join(head)}; got {','.join(row)}")
         *step, i, group = map(int, row)

@@ -30,7 +30,6 @@ class TileIterator:
         buffers: where batches are read to.
         threads: that read.
         fingerprint: all that decides what sample i is.
-        first: number of the first batch.
     """
 
     def __init__(
@@ -40,14 +39,13 @@ class TileIterator:
         buffers: BufferPool,
         threads: int,
         fingerprint: Callable[[], dict[str, str | int]],
-        first: int = 0,
     ) -> None:
         self._source = source
         self._reader = reader
         self._buffers = buffers
         self._threads = threads
         self._fingerprint = fingerprint
-        self._batch = first
+        self._batch = 0
         self._readahead: Readahead | None = None
         self._stop: Callable[[], object] = lambda: None
         self._closed = False

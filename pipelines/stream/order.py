@@ -8,7 +8,6 @@ those slides are open at a time.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -221,17 +220,6 @@ class BatchRequest:
     first_sample: int
     image: NDArray[np.bool_]
     target: NDArray[np.bool_]
-
-
-class RememberedOrder:
-    """An order whose last two epochs are kept, for batches that are asked for one by one."""
-
-    def __init__(self, order: Order) -> None:
-        self.length = order.length
-        self._epoch = functools.lru_cache(2)(order.epoch)
-
-    def epoch(self, number: int) -> Rows:
-        return self._epoch(number)
 
 
 @dataclass(frozen=True, eq=False)

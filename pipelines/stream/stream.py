@@ -23,14 +23,13 @@ from numpy.typing import NDArray
 
 from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.batch import Allocate, Batch, BufferPool
+from pipelines.stream.batch import Allocate, BufferPool
 from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import (
     Balance,
     IndexOrder,
     Order,
-    RememberedOrder,
     Rows,
     SampleSource,
     SlideShuffle,
@@ -230,10 +229,6 @@ class TileStream:
         parts = np.split(np.argsort(of_row, kind="stable"), np.cumsum(np.bincount(of_row))[:-1])
         return Balance(tuple(self._order(rows, k, len(classes)) for k, rows in enumerate(parts)), self.seed)
 
-    @cached_property
-    def _remembered(self) -> Order:
-        return RememberedOrder(self.order)
-
     def _order(self, rows: Rows, stratum: int, strata: int) -> Order:
         if self.open_slides is None:
             return IndexOrder(rows)
@@ -246,23 +241,6 @@ class TileStream:
 
     def __iter__(self) -> TileIterator:
         """Return an iterator over the batches of this rank, from the first on."""
-        return self._iterator(self.source, self.max_bytes, 0)
-
-    def read_batch(self, number: int, rows: Sequence[int]) -> Batch:
-        """Read one batch now: for what was not known beforehand to be this rank's.
-
-        Args:
-            number: of the global batch, from 0.
-            rows: of it, pixels and targets of all.
-
-        Raises:
-            SlideError: a sample could not be read, nor any tile in its place.
-        """
-        source = SampleSource(self._remembered, self.epochs, self.global_batch, (rows, rows, rows))
-        with replace(self, image_rows=tuple(rows), target_rows=tuple(rows))._iterator(source, 0, number) as tiles:
-            return next(tiles)
-
-    def _iterator(self, source: SampleSource, max_bytes: int, first: int) -> TileIterator:
         if self.reading is None:
             raise ValueError("the stream reads from no slides: add .read(pool) to it")
         target: Target = self.target or Labels(np.broadcast_to(np.int64(-1), len(self.tiles)))
@@ -279,7 +257,7 @@ class TileStream:
             (len(self.image_rows), *image_size),
             (len(self.target_rows), *target.shape(target_size)),
             target.dtype,
-            max_bytes,
+            self.max_bytes,
             self.allocate,
             self.tiles.size if differ else None,
             parts,
@@ -287,7 +265,7 @@ class TileStream:
         cut_after = parts if parts is not None and parts.varied_whole else None
         reading = replace(self.reading, crop=self.cut, parts=parts if cut_after is None else None)
         reader = SampleReader(reading, target, augment, FaultLog(reading.on_fault), cut_after)
-        return TileIterator(source, reader, buffers, self.threads, lambda: self.fingerprint, first)
+        return TileIterator(self.source, reader, buffers, self.threads, lambda: self.fingerprint)
 
     def _parts(self) -> TileParts | None:
         if self.boxes is None:

@@ -42,8 +42,6 @@ def test_every_strategy_is_exact(strategy: Any) -> None:
         ("gpipe", 4, 2, [1, 0, 1, 1], "float64"),
         ("master", 4, 2, "1,3", "float64"),
         ("ddp", 3, None, "5,2,1", "float32"),
-        ("ddp", 3, None, "tickets", "float64"),
-        ("ddp", 2, None, "tickets", "float32"),
     ],
 )
 def test_unequal_shares_are_exact(
@@ -58,7 +56,7 @@ def test_unequal_shares_are_exact(
     assert result is not None
     assert result.passed, result
     assert result.microbatches == asked.m > asked.groups
-    assert groups == "tickets" or asked.m == sum(map(len, asked.asked_shares[0][1]))
+    assert asked.m == sum(map(len, asked.asked_shares[0][1]))
     # In float32 the sum over ranks in another order than the plain step's is a rounding, which ``passed`` allows for.
     assert dtype == "float32" or 0 <= result.max_relative_error <= 1e-10
 

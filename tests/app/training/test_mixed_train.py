@@ -35,7 +35,7 @@ def as_if_on_gpus(*arguments: str) -> int:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("extra", [("--shares", "3,1"), ("--shares", "tickets", "--developer", "mixed-sums=host")])
+@pytest.mark.parametrize("extra", [("--shares", "3,1"), ("--shares", "2,2", "--developer", "mixed-sums=host")])
 def test_a_mixed_run_is_that_of_one_process(extra: tuple[str, ...], classify_slides: Path, tmp_path: Path) -> None:
     asked = [
         "--slides",

@@ -39,8 +39,6 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
-from parallel.engine.step import Microbatch
-from parallel.engine.tickets import TicketEngine
 from parallel.schedule.shares import read_changes
 from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
@@ -207,26 +205,6 @@ def test_ranks_read_their_shares_and_go_on_under_others(run: Run, single: Ran, t
         patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
         run(parallel="gpipe", ranks=4, stages=2, shares=f"{M - 1},1")
     assert_same(run(parallel="ddp", ranks=2, shares=f"1,{M - 1}", resume=tmp_path / "1"), single)
-
-
-def test_ranks_draw_microbatches_and_go_on_with_shares(
-    run: Run, single: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 is so late that the others compute most of its share, which they have not read ahead."""
-    compute, drawn = TicketEngine._accumulate, []
-
-    def late(engine: TicketEngine, i: int, microbatch: Microbatch, step: int) -> Any:
-        drawn.append((engine.share, i))
-        time.sleep(0.5 * (0 in engine.share))
-        return compute(engine, i, microbatch, step)
-
-    monkeypatch.setattr(TicketEngine, "_accumulate", late)
-    assert_same(run(parallel="ddp", ranks=2, shares="tickets"), single)
-    assert sum(i not in share for share, i in drawn) >= STEPS // 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
-        run(parallel="ddp", ranks=3, shares="tickets")
-    assert_same(run(parallel="ddp", ranks=2, resume=tmp_path / "1"), single)
 
 
 @pytest.mark.long
