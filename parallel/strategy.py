@@ -184,11 +184,6 @@ class Strategy:
         return self.grids[stage % self.depth] if self.grids else Grid()
 
     @property
-    def unfused(self) -> bool:
-        """No team fetches halos of several operations at once."""
-        return all(grid.fuse == 1 for grid in self.grids)
-
-    @property
     def team_faults(self) -> list[str]:
         """What teams cannot do, a line each."""
         faults = []
@@ -207,11 +202,6 @@ class Strategy:
             (self.statistics == "deferred", "deferred statistics are not of teams: keep them per-microbatch"),
             (self.shard_optimizer, "pairs share an optimizer between ranks, not teams: leave shard-optimizer out"),
             (bool(self.policy.parameters), "parameters on the host are not of teams: use offload-state=optimizer"),
-            (
-                self.policy.stream is not None and not self.unfused,
-                "members' parts in boxes fetch all that they look at of a map between parts at once: leave --stream or "
-                f"the :{max((grid.fuse for grid in self.grids), default=1)} out",
-            ),
         ):
             if self.grids and set_:
                 faults.append(word)

@@ -73,8 +73,7 @@ class StrategySettings:
     """How the ranks of a team divide each tile, rows x columns of boxes: 4x1 are four strips, 2x2 four quarters. With
     spatial one team computes the model, and more ranks make data-parallel groups; default: a strip for each rank. With
     strategies that split the model a team takes the place of each rank; several grids, comma separated, are of one
-    stage after the other, as 4x1,1x1. 2x1:3 fetches the halos of three operations at once, where no norm or other sum
-    lies between them: fewer messages, and rows along the borders are computed twice."""
+    stage after the other, as 4x1,1x1."""
     chunks: Suppress[int | None] = None
     """Stages on each rank, with interleaved; default: 2."""
     cuts: Suppress[str] = ""

@@ -19,14 +19,12 @@ from benchmarks.results import markdown_table, results, write_results
 from benchmarks.teams.delayed import shown_s
 from benchmarks.teams.engines import replayed_s
 from benchmarks.teams.hidden import WAYS
-from parallel.plan.candidates import FUSED
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python -m benchmarks.teams.run"
 ASKED_SPEED, ASKED_HIDDEN, DELAY_S = 0.90, 0.70, 0.002
 ASKED_ENGINE = {"1f1b": 1.1, "mp-basic": 1.3, "master": 1.3}
 GRID = "2x1"
-DELAYS_MS = (0, 2)
 
 
 def speed(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[str]]:
@@ -138,26 +136,10 @@ def messages(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[
     return markdown_table(header, lines), []
 
 
-def fused(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[str]]:
-    """Return the table of passes with halos of several operations at once, of those with each by itself."""
-    lines = []
-    for model, side in models:
-        argument = {"model": model, "side": side, "grid": GRID, "rounds": rounds, "delays_ms": DELAYS_MS}
-        took = run_on_ranks(2, "benchmarks.teams.fused:on_rank", argument)[0]
-        for delay_ms in DELAYS_MS:
-            alone, *others = (took[f"{delay_ms}, {fuse}"] for fuse in FUSED)
-            of = [median(a / b for a, b in zip(times, alone, strict=True)) for times in others]
-            lines.append([f"{model}, {side:,} px", f"{delay_ms} ms", _range(alone), *(f"{ratio:.3f}" for ratio in of)])
-            print(*lines[-1], sep=" | ", flush=True)
-    header = ["", "added to a message", "each by itself: a pass, s", *(f"{fuse} at once, of it" for fuse in FUSED[1:])]
-    return markdown_table(header, lines), []
-
-
 PARTS: dict[str, Callable[[Sequence[tuple[str, int]], int], tuple[str, list[str]]]] = {
     "speed": speed,
     "hidden": hidden,
     "messages": messages,
-    "fused": fused,
     "engine": engine,
 }
 

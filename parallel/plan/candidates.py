@@ -18,8 +18,6 @@ MAX_TEAM = 8
 """Members of a team at most in a search; of more, each has little to compute between two exchanges."""
 MAX_DEPTH = 32
 """Ranks that a model is spread over at most in a search; deeper pipelines have stages of a layer or two."""
-FUSED = (1, 2, 4)
-"""Operations whose halos a team fetches at once (``Grid.fuse``), as tried in a search."""
 
 
 def candidates(
@@ -80,8 +78,7 @@ def in_teams(
         for grid in grids_of(members):
             if "spatial" in names and depth in (None, 1):
                 for n in _microbatches("spatial", seats, batch, m):
-                    for fuse in FUSED:
-                        yield Strategy("spatial", ranks, 1, n, grids=(dataclasses.replace(grid, fuse=fuse),))
+                    yield Strategy("spatial", ranks, 1, n, grids=(grid,))
             split = [name for name in names if name not in (*WHOLE, "spatial", "zero-bubble")]
             for each in candidates(seats, batch, names=split, most_stages=most_stages, depth=depth, m=m):
                 yield dataclasses.replace(each, ranks=ranks, grids=(grid,) * each.depth)

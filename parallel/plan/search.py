@@ -35,7 +35,6 @@ from parallel.plan.step_time import (
 from parallel.plan.streamed import SIDES
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
-from parallel.space.side_by_side import SideBySide
 from parallel.strategy import Strategy
 
 GAIN = 4 / 3
@@ -159,7 +158,7 @@ class Planner:
         """Return the candidates with teams that the model's tiles can be divided among.
 
         Args:
-            rows_alone: only those that divide rows, and fetch halos of one operation at once.
+            rows_alone: only those that divide rows.
         """
         parts = self.cutting.teams if not self.task.one_copy and not self.cluster.speeds else None
         if ranks < 2 or parts is None:
@@ -168,8 +167,8 @@ class Planner:
         batch = self.task.batch
         made = in_teams(ranks, batch, names=names, most_stages=most, most_members=members, depth=depth, m=m)
         if rows_alone or ranks > PIPELINES:
-            made = (each for each in made if each.grids[0].columns == 1 and (each.unfused or not rows_alone))
-        return [candidate for candidate in made if _divides(parts.side(candidate.grids[0]))]
+            made = (each for each in made if each.grids[0].columns == 1)
+        return [candidate for candidate in made if parts.side(candidate.grids[0]).steps]
 
     def _no_teams(self, ranks: int) -> str:
         if ranks < 2:
@@ -227,7 +226,7 @@ class Planner:
             if fastest is not None:
                 return fastest
             tried = own + tried
-        if savings.boxes and candidate.unfused and (streamed := self._in_boxes(candidate)):
+        if savings.boxes and (streamed := self._in_boxes(candidate)):
             if streamed.fits:
                 return self._timed(streamed, seconds)
             tried = [streamed, *tried]
@@ -408,8 +407,3 @@ class Planner:
             return forecast_split(candidate, batch, stages, links, params, slots, self.cluster)
         (stage,), (size,) = stages, params
         return forecast_whole(candidate, batch, stage.forward_s, stage.backward_s, size, slots, self.cluster)
-
-
-def _divides(side: SideBySide) -> bool:
-    """Something is computed side by side; and where halos are asked to be fetched at once, some are."""
-    return bool(side.steps) and (side.territory.grid.fuse == 1 or bool(side.wide))

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parallel.space.borders import Borders, borders
 from parallel.space.boxes import StreamedModel
-from parallel.space.fused import wide_boxes
 from parallel.space.span import Span
 from parallel.space.step import PRIOR, Step
-from parallel.space.team import Box, Exchange, Grid, Territory, needs_of
+from parallel.space.team import Box, Exchange, Grid, Territory
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,12 @@ class SideBySide:
         steps: in order, up to the first whose map has no part for every member.
         sides: rows and columns of every map.
         ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
-        wide: by name of a value that members hold more of than their own, the box of each.
     """
 
     territory: Territory
     steps: tuple[Step, ...]
     sides: Mapping[str, tuple[int, int]]
     ends_at: tuple[str, str] | None
-    wide: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     @functools.cached_property
     def by_node(self) -> dict[str, tuple[Step, ...]]:
@@ -85,12 +82,8 @@ class SideBySide:
 
     def own(self, name: str) -> tuple[int, int]:
         """Return the most rows, and the most columns, that a member has of a map."""
-        held = self.held(name)
+        held = self.territory.all_owned(self.sides[name])
         return max(rows.size for rows, _ in held), max(columns.size for _, columns in held)
-
-    def held(self, name: str) -> tuple[Box, ...]:
-        """Return, by member, the box that it has of a map."""
-        return self.wide[name] if name in self.wide else self.territory.all_owned(self.sides[name])
 
     def share(self, name: str) -> float:
         """Return the part of a map that the largest member has."""
@@ -101,16 +94,14 @@ class SideBySide:
         for source in step.maps:
             if step.sums:
                 continue
-            if source in self.wide:
-                continue
-            fetch = _fetch(self.territory, source, step.rules, self.held(step.name), self.sides[source])
+            fetch = _fetch(self.territory, source, step.rules, self.sides[step.name], self.sides[source])
             if not fetch.exchange.quiet:
                 yield fetch
 
     def borders(self, step: Step, fetch: Fetch) -> list[Borders | None]:
         """Return, by member, how a convolution is taken apart into own part and halos; None where it is not."""
         exchange, whole = fetch.exchange, self.sides[fetch.source]
-        boxes = zip(self.held(step.name), exchange.boxes, exchange.owned, strict=True)
+        boxes = zip(self.territory.all_owned(self.sides[step.name]), exchange.boxes, exchange.owned, strict=True)
         return [borders(step.rules, made, have, own, whole) for made, have, own in boxes]
 
     def gathered(self, name: str) -> Fetch:
@@ -134,10 +125,7 @@ def divide_among(model: StreamedModel, grid: Grid) -> SideBySide:
             break
     while steps and steps[-1].plain:  # what is made of the last sums belongs to what follows
         steps.pop()
-    here = {step.name for step in steps}
-    later = {name for step in model.steps if step.name not in here for name in step.inputs}
-    wide = wide_boxes(territory, steps, model.sides, later.union(model.leaving))
-    return SideBySide(territory, tuple(steps), model.sides, ends_at, wide)
+    return SideBySide(territory, tuple(steps), model.sides, ends_at)
 
 
 def _too_small(sides: tuple[int, int], grid: Grid) -> str:
@@ -145,8 +133,8 @@ def _too_small(sides: tuple[int, int], grid: Grid) -> str:
 
 
 @functools.lru_cache(4096)
-def _fetch(territory: Territory, source: str, rules: tuple, made: tuple[Box, ...], taken: tuple[int, int]) -> Fetch:  # type: ignore[type-arg]
-    exchange = territory.needed(needs_of(rules, made, taken), taken)
+def _fetch(territory: Territory, source: str, rules: tuple, made: tuple[int, int], taken: tuple[int, int]) -> Fetch:  # type: ignore[type-arg]
+    exchange = territory.exchange(rules, made, taken)
     padded, lopsided = 0, False
     for need, box in zip(exchange.needs, exchange.boxes, strict=True):
         pads = [(has.start - wants.start, wants.stop - has.stop) for wants, has in zip(need, box, strict=True)]

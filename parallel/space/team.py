@@ -36,34 +36,29 @@ def is_told(size: int, members: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Members of a team, ``rows`` x ``columns`` of them: member r * columns + c has row r and column c of boxes.
-
-    Attributes:
-        fuse: operations whose halos are fetched at once, where they follow each other (``fused``).
-    """
+    """Members of a team, ``rows`` x ``columns`` of them: member r * columns + c has row r and column c of boxes."""
 
     rows: int = 1
     columns: int = 1
-    fuse: int = 1
 
     @property
     def members(self) -> int:
         return self.rows * self.columns
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}" + (f":{self.fuse}" if self.fuse > 1 else "")
+        return f"{self.rows}x{self.columns}"
 
     @classmethod
     def parse(cls, text: str) -> Grid:
-        """Return the grid that ``2x4`` says: two rows of four boxes; ``2x4:3``: halos of three operations at once.
+        """Return the grid that ``2x4`` says: two rows of four boxes.
 
         Raises:
             ValueError: other text, or a side of 0.
         """
-        found = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)(?::0*([1-9]\d*))?", text.strip(), re.ASCII)
+        found = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text.strip(), re.ASCII)
         if found is None:
-            raise ValueError(f"a grid is ROWSxCOLUMNS of members, as 2x1, 2x2 or 2x1:3; got {text!r}")
-        return cls(int(found[1]), int(found[2]), int(found[3] or 1))
+            raise ValueError(f"a grid is ROWSxCOLUMNS of members, as 2x1 or 2x2; got {text!r}")
+        return cls(int(found[1]), int(found[2]))
 
 
 @functools.lru_cache(1024)
@@ -147,14 +142,6 @@ class Territory:
     def exchange(self, rules: tuple[Rule, Rule], made: Sides, taken: Sides) -> Exchange:
         """Return what an operation exchanges, of the map of sides ``taken`` for one of sides ``made``."""
         return self._of(needs_of(rules, self.all_owned(made), taken), taken)
-
-    def kept(self, rules: tuple[Rule, Rule], made: Sequence[Box], held: Sequence[Box], taken: Sides) -> Exchange:
-        """Return the exchange in which nobody sends: every member holds what it needs to make its box of ``made``."""
-        needs = needs_of(rules, made, taken)
-        boxes = tuple(within(need, taken) for need in needs)
-        assert all(h.holds(b) for have, box in zip(held, boxes, strict=True) for h, b in zip(have, box, strict=True))
-        pieces = tuple((Piece(member, box),) for member, box in enumerate(boxes))
-        return Exchange(tuple(needs), boxes, pieces, tuple(held))
 
     def boxed(self, box: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return where the members' parts are cut into boxes of ``box`` px: rows and columns, in px of the tile."""

@@ -224,7 +224,7 @@ class Member:
     def _patch(self, node: fx.Node, operation: Operation, source: fx.Node, value: Any) -> Patch:
         plan, member = self._plan, self._link.member
         sides, exchange = plan.sides(source.name), plan.exchange(node.name, operation, source.name)
-        made = plan.owned(source.name, member) if operation.sums or operation.of_sums else plan.held(node.name, member)
+        made = plan.owned(source.name if operation.sums or operation.of_sums else node.name, member)
         return patch_of(exchange, member, value, made, sides, plan.dims(source.name))
 
     def _may_change(self, node: fx.Node, sources: Sequence[fx.Node], operation: Operation) -> bool:

@@ -40,7 +40,7 @@ class NodeRun:
             if name not in self._outputs:
                 self._finished.setdefault(user, []).append(name)
         self._entering = frozenset(self._inputs)
-        self._plans: weakref.WeakKeyDictionary[TeamPlan, tuple[TeamPlan, Hoisted]] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[TeamPlan, Hoisted] = weakref.WeakKeyDictionary()
 
     def run(
         self, stage: nn.Module, passing: Pass, values: Sequence[Any], asked: BoxSums | None = None
@@ -59,9 +59,9 @@ class NodeRun:
         known = {**dict(zip(self._inputs, values, strict=True)), **made}
         done = passing.plan.steps if made else frozenset()
         if passing.plan not in self._plans:
-            plan = passing.plan.of_run(self._nodes, self._outputs)
-            self._plans[passing.plan] = plan, hoisted(self._nodes, self._outputs, plan)
-        member = Member(stage, passing, known, self._random, self._entering, self._plans[passing.plan])
+            self._plans[passing.plan] = hoisted(self._nodes, self._outputs, passing.plan)
+        run = passing.plan, self._plans[passing.plan]
+        member = Member(stage, passing, known, self._random, self._entering, run)
         for node in self._nodes:
             if node.name in done:
                 continue

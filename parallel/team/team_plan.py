@@ -7,16 +7,15 @@ with each, or with member 0 alone. No parameter is read, nothing is sent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
-from parallel.space.fused import wide_boxes
 from parallel.space.rule import SAME, Rule
-from parallel.space.team import Box, Exchange, Grid, Territory, needs_of
+from parallel.space.team import Box, Exchange, Grid, Territory
 from parallel.streaming.operation import Operation
 from parallel.streaming.read_region import NothingInBoxes, read_region
 from parallel.streaming.region import Region
@@ -34,25 +33,11 @@ class TeamPlan:
     Attributes:
         region: what the members compute side by side; None where nothing can be.
         ends_at: (layer, reason) that ended it; None where all that has rows is in it.
-        wide: by name of a value that members hold more of than their own, the box of each (``fused``).
     """
 
     territory: Territory
     region: Region | None
     ends_at: tuple[str, str] | None
-    wide: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
-
-    def of_run(self, nodes: Sequence[fx.Node], outputs: Collection[str]) -> TeamPlan:
-        """Return the plan of ``nodes``, which are run one after the other: with what they hold beyond their own boxes.
-
-        Args:
-            outputs: names of values that are used after them.
-        """
-        if self.region is None or self.territory.grid.fuse == 1:
-            return self
-        region, here = self.region, set(nodes)
-        steps = [step for step in region.steps if region.nodes[step.name] in here]
-        return replace(self, wide=wide_boxes(self.territory, steps, region.sides, {*outputs, *region.leaving}))
 
     @functools.cached_property
     def steps(self) -> frozenset[str]:
@@ -81,20 +66,11 @@ class TeamPlan:
         """Return the box of a map that ``member`` has."""
         return self.territory.owned(member, self.sides(name))
 
-    def held(self, name: str, member: int) -> Box:
-        """Return the box of a map that ``member`` holds: its own, or more."""
-        return self.wide[name][member] if name in self.wide else self.owned(name, member)
-
     def exchange(self, node: str, operation: Operation, source: str) -> Exchange:
         """Return what the step of ``node`` exchanges of the map ``source``."""
         taken = self.sides(source)
         made = taken if operation.sums or operation.of_sums else self.sides(node)
         rules = (SAME, SAME) if operation.sums else operation.rules
-        if node in self.wide or source in self.wide:
-            boxes = self.wide.get(node) or self.territory.all_owned(made)
-            if source in self.wide:
-                return self.territory.kept(rules, boxes, self.wide[source], taken)
-            return self.territory.needed(needs_of(rules, boxes, taken), taken)
         return _exchange(self.territory, rules, made, taken)
 
     def gathered(self, name: str) -> Exchange:

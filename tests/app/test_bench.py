@@ -58,7 +58,7 @@ def test_teams_are_named_with_their_grid() -> None:
     asked = Asked.parse("1f1b@4x1,1x1+recompute")
     assert asked == ("1f1b", ("recompute",), (Grid(4, 1), Grid(1, 1)))
     assert asked.grid_text == "4x1,1x1"
-    assert case("spatial@02x1:3+recompute").label == "spatial of 2x1:3 + recompute"
+    assert case("spatial@02x1+recompute").label == "spatial of 2x1 + recompute"
     assert [case(text, 4).grids for text in ("spatial", "1f1b@2x1", "ddp")] == ["4x1", "2x1", ""]
     assert [case(text, 4).refusal for text in ("spatial", "1f1b@2x1")] == ["", ""]
 

@@ -10,7 +10,6 @@ from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import LayerCost
 from parallel.plan.candidates import grids_of, in_teams
 from parallel.plan.plan import PlanRow
-from parallel.plan.search import Planner
 from parallel.plan.side_by_side import with_talk
 from parallel.plan.talk import Halo, Talk
 from parallel.space.team import Grid
@@ -45,25 +44,6 @@ def test_where_a_region_ends_is_named() -> None:
     assert ends is not None
     assert "of which not every member of a 4x1 team has a part" in ends[1]
     assert parts.side(Grid(2, 1)).ends_at is None
-
-
-def test_halos_are_fused_where_a_model_has_chains() -> None:
-    """Between norms in training no message is spared."""
-    normed = planner("resnet18", 128, 2, GIB, 2).rows(["spatial"], ranks=2)
-    assert {grid.fuse for row in normed for grid in row.strategy.grids} == {1}
-    chains = planner("torchvision:alexnet", 128, 2, 4 * GIB, 2).rows(["spatial"], ranks=2)
-    assert {grid.fuse for row in chains for grid in row.strategy.grids} > {1}
-
-
-def test_fused_halos_pay_on_slow_links() -> None:
-    plans = planner("torchvision:alexnet", 128, 2, 4 * GIB, 2)
-    slow = dataclasses.replace(plans.cluster.inside, latency_s=2e-3)
-    plans = Planner(plans.task, dataclasses.replace(plans.cluster, inside=slow, between=slow))
-    rows = [plans.forecast(Strategy("spatial", 2, 1, 2, grids=(Grid(2, 1, fuse),))) for fuse in (1, 2, 4)]
-    seconds = [row.step_s for row in rows if row is not None and row.step_s]
-    assert len(seconds) == 3
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[0] - seconds[2] > 4 * slow.latency_s
 
 
 def test_halos_hide_behind_the_computing_of_accelerators_and_on_the_way_between_nodes() -> None:

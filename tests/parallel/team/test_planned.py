@@ -43,7 +43,7 @@ def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _:
     [
         ("unet_w4", 128, "2x1", "block", 0.08),
         ("unet_w4", 96, "1x2", "none", 0.08),
-        ("torchvision:squeezenet1_1", 128, "2x1:2", "none", 0.08),
+        ("torchvision:squeezenet1_1", 128, "2x1", "none", 0.08),
         ("tests.helpers.tiny_models:top_heavy", 64, "2x1", "none", 0.02),
     ],
 )
