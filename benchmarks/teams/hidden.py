@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,13 +13,10 @@ from benchmarks.teams.delayed import Delayed
 from benchmarks.teams.passes import Problem
 from parallel.comm.communicator import Communicator, Work
 from parallel.space.team import Exchange, Grid
-from parallel.team import nodes
-from parallel.team.hoisted import NOTHING
 from parallel.team.link import Halos, TeamLink
 
-WAYS = ("at once", "overlapped", "with moments")
-"""Halos that are waited for before anything is computed; that travel meanwhile; and, where a norm's moments can take
-them along, as those, the way teams are."""
+WAYS = ("at once", "overlapped")
+"""Halos that are waited for before anything is computed; and that travel meanwhile, the way teams are."""
 
 
 class Noting(TeamLink):
@@ -67,9 +62,7 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
                 link.asked.clear()
             communicator.barrier()
             start = time.perf_counter()
-            alone = way in ("at once", "overlapped")
-            with mock.patch.object(nodes, "hoisted", return_value=NOTHING) if alone else contextlib.nullcontext():
-                members[way].one_pass()
+            members[way].one_pass()
             communicator.barrier()
             if k:  # the first round warms up
                 took[way].append({"wall": time.perf_counter() - start})

@@ -1,4 +1,4 @@
-"""Steps of a team as it is, and with halos by themselves, or every convolution taken apart, in turns."""
+"""Steps of a team as it is, and with every convolution taken apart, in turns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from parallel.comm.communicator import Communicator
 from parallel.profile.malloc import keep_freed_memory
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from parallel.team import convolution, nodes
-from parallel.team.hoisted import NOTHING
+from parallel.team import convolution
 
 M = 2
-ALONE = partial(mock.patch.object, nodes, "hoisted", return_value=NOTHING)
 APART = partial(mock.patch.object, convolution, "apart_pays", return_value=True)
-WAYS = {"as it is": (), "taken apart": (APART,), "halos by themselves": (ALONE,), "both": (ALONE, APART)}
+WAYS = {"as it is": (), "taken apart": (APART,)}
 """What is put in place of what a team does."""
 
 

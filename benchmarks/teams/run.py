@@ -63,26 +63,23 @@ def hidden(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[st
         argument |= {"delay_s": DELAY_S}
         ranks = run_on_ranks(2, "benchmarks.teams.hidden:on_rank", argument)
         shares = {way: [_hidden_share(ranks, way, k) for k in range(rounds)] for way in WAYS}
-        messages = {way: sum(map(len, ranks[0][way][0]["sent"].values())) for way in ("overlapped", "with moments")}
+        messages = sum(map(len, ranks[0]["overlapped"][0]["sent"].values()))
         walls = {way: [each["wall"] for each in rounds_] for way, rounds_ in ranks[0].items()}
         best = median(shares["overlapped"])
-        turns = zip(walls["with moments"], walls["overlapped"], strict=True)
-        fused = median(ours / theirs for ours, theirs in turns)
         lines.append(
             [
                 f"{model}, {side:,} px",
-                f"{messages['overlapped']}, {messages['with moments']}",
+                f"{messages}",
                 f"{median(shares['at once']):.0%}",
                 f"**{best:.0%}** ({min(shares['overlapped']):.0%}-{max(shares['overlapped']):.0%})",
                 *(_range(walls[way]) for way in ("fast", *WAYS)),
-                f"**{fused:.3f}**",
             ]
         )
         if best < ASKED_HIDDEN:
             missed.append(f"{model}: {best:.0%} hidden, asked {ASKED_HIDDEN:.0%}")
         print(*lines[-1], sep=" | ", flush=True)
-    header = ["", "halos by themselves, with moments", "hidden, waiting at once", "hidden, overlapped"]
-    header += ["a pass over fast links, s", *(f"2 ms, {way}, s" for way in WAYS), "with moments, of overlapped"]
+    header = ["", "halos", "hidden, waiting at once", "hidden, overlapped"]
+    header += ["a pass over fast links, s", *(f"2 ms, {way}, s" for way in WAYS)]
     return markdown_table(header, lines), missed
 
 
@@ -118,22 +115,15 @@ def engine(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[st
 
 
 def messages(models: Sequence[tuple[str, int]], rounds: int) -> tuple[str, list[str]]:
-    """Return the table of steps with halos in messages of norms and convolutions put together, of those without."""
+    """Return the table of steps as they are, beside those with every convolution taken apart."""
     lines = []
     for model, side in models:
         argument = {"model": model, "side": side, "grid": GRID, "rounds": rounds}
         took = run_on_ranks(2, "benchmarks.teams.messages:on_rank", argument)[0]
-        of = [median(a / b for a, b in zip(times, took["both"], strict=True)) for times in took.values()]
-        lines.append([f"{model}, {side:,} px", _range(took["both"]), *(f"{ratio:.3f}" for ratio in of[:-1])])
+        ratio = median(a / b for a, b in zip(took["as it is"], took["taken apart"], strict=True))
+        lines.append([f"{model}, {side:,} px", _range(took["taken apart"]), f"{ratio:.3f}"])
         print(*lines[-1], sep=" | ", flush=True)
-    header = [
-        "",
-        "by themselves and apart: a step, s",
-        "as it is, of it",
-        "taken apart",
-        "halos by themselves",
-    ]
-    return markdown_table(header, lines), []
+    return markdown_table(["", "taken apart: a step, s", "as it is, of it"], lines), []
 
 
 PARTS: dict[str, Callable[[Sequence[tuple[str, int]], int], tuple[str, list[str]]]] = {

@@ -19,7 +19,6 @@ from parallel.graph.op import Convolution, Op
 from parallel.graph.scale import cast_parameters, on_part
 from parallel.plan.talk import Halo, Sum, Talk
 from parallel.space.borders import Borders, Rim, apart_pays
-from parallel.space.rule import SAME
 from parallel.space.side_by_side import Fetch, SideBySide, box_px
 from parallel.space.step import Step
 
@@ -84,11 +83,6 @@ class _Parts:
             (n for layer in graph.layers for n, _ in (*layer.saved, *layer.output_storages)), default=0
         )
         self._gathered: set[str] = set()
-        self._users: dict[str, list[str]] = {}
-        for layer in graph.layers:
-            for name in layer.inputs:
-                self._users.setdefault(name, []).append(layer.name)
-        self._hoisted = {user for layer in graph.layers if (user := self._window_behind(layer.name)) is not None}
 
     def divided(self) -> PartGraph:
         layers, talks = [], []
@@ -98,25 +92,6 @@ class _Parts:
             forward, backward = map(tuple, made.sums)
             talks.append(Talk(tuple(made.halos), forward, backward, *made.copied))
         return PartGraph(dataclasses.replace(self._graph, layers=tuple(layers)), tuple(talks))
-
-    def _window_behind(self, name: str) -> str | None:
-        """The operation whose halos come with the moments of the norm ``name``: nobody else uses what lies between
-        them, and that works on each px alone."""
-        if not any(step.normed for step in self._side.by_node.get(name, ())):
-            return None
-        while len(users := self._users.get(name, [])) == 1:
-            (name,) = users
-            steps = self._side.by_node.get(name, ())
-            if len(steps) != 1:
-                return None
-            step = steps[0]
-            if step.sums or step.plain or step.draws_whole or len(step.maps) != 1:
-                return None
-            if any(self._side.fetches(step)):
-                return name
-            if step.rules != (SAME, SAME):
-                return None
-        return None
 
     def _share(self, layer: Layer) -> float:
         if layer.name in self._side.in_parts:
@@ -184,16 +159,13 @@ class _Parts:
             numbers = shape.batch * shape.channels_out * math.prod(shape.size_out)
             each = shape.batch * shape.channels_in * (layer.output_bytes // numbers)
         back = self._graph.flows_back(fetch.source)
-        hoisted = layer.name in self._hoisted
         parts: list[Borders | None] = [None]
         own = round(source.output_bytes * self._share(source))
         if plain and apart_pays(own, layer.param_bytes):
             parts = self._side.borders(step, fetch)
         apart = plain and all(parts)
-        halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back, hoisted, apart)
+        halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back, apart)
         made.halos.append(halo)
-        if hoisted:
-            made.kept.append((self._number(), halo.bytes))  # as it came; normalised, it is kept as any other
         box, padded = fetch.boxes_px * each, fetch.padded_px * each
         wide = padded or box
         value = round(layer.output_bytes * self._share(layer))

@@ -19,7 +19,7 @@ from parallel.plan.part_graph import PartGraph, part_graph
 from parallel.plan.talk import Sum, Talk
 from parallel.space.boxes import StreamedModel
 from parallel.space.side_by_side import SideBySide, divide_among
-from parallel.space.team import TOLD_MEMBERS, Grid, is_told
+from parallel.space.team import Grid, is_told
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,8 @@ def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cl
     forward = tiles * talk.forward_copied / cluster.update_bandwidth
     backward = tiles * talk.backward_copied / cluster.update_bandwidth
     for halo in talk.halos:
-        with_moments = halo.hoisted and cluster.kind == "cpu" and members <= TOLD_MEMBERS
-        seconds = tiles * halo.bytes / link.bandwidth + (
-            0 if with_moments else cluster.exchange_s(halo.messages, members)
-        )
-        hides = halo.behind and not with_moments and cluster.hides(members)
+        seconds = tiles * halo.bytes / link.bandwidth + cluster.exchange_s(halo.messages, members)
+        hides = halo.behind and cluster.hides(members)
         forward += max(0.0, seconds - cost.forward_s * hides)
         backward += max(0.0, seconds - cost.backward_s * hides) * halo.back
     forward += sum(sum_in_team_s(each, members, cluster) for each in talk.forward_sums)

@@ -16,7 +16,6 @@ class Halo:
         bytes: that the member which fetches most is sent; ``all_bytes``: all members together.
         messages: that the member is sent.
         back: gradients return.
-        hoisted: it comes with the moments of a norm before, and its gradients go with the sums of that.
         behind: the member computes its own part of what needs it while it travels.
     """
 
@@ -24,7 +23,6 @@ class Halo:
     all_bytes: int
     messages: int
     back: bool
-    hoisted: bool = False
     behind: bool = False
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from parallel.space.borders import Borders, apart_pays, borders
 from parallel.space.team import Box, Exchange
 from parallel.streaming.patch import Patch
-from parallel.team.fetched import add_pieces, handed_back, put_together, taken_apart
-from parallel.team.link import Halos, TeamLink, cut
+from parallel.team.fetched import add_pieces, handed_back, put_together
+from parallel.team.link import TeamLink, cut
 
 DIMS = (2, 3)
 Pads = tuple[tuple[int, int], tuple[int, int]]
@@ -33,7 +33,6 @@ def convolve_side_by_side(
     patch: Patch,
     rules: tuple[Any, Any],
     operands: tuple[Tensor, Tensor | None, int],
-    halos: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Return this member's box of a convolution.
 
@@ -41,17 +40,15 @@ def convolve_side_by_side(
         patch: of what it needs, its tensor aside.
         rules: windows of rows and columns.
         operands: (weight, bias, groups).
-        halos: what others have of the map, where that came with something else; None: it is fetched.
     """
     weight, bias, groups = operands
     device = own.device.type
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
         own, weight, bias = own.to(kind), weight.to(kind), bias if bias is None else bias.to(kind)
-        halos = halos if halos is None else [halo.to(kind) for halo in halos]
     pays = apart_pays(own.nbytes // len(own), weight.nbytes)
     work = _Work(exchange, link.member, patch, rules, groups, pays)
-    value: Tensor = _Convolved.apply(own, weight, bias, link, work, halos is None, *(halos or ()))
+    value: Tensor = _Convolved.apply(own, weight, bias, link, work)
     return value
 
 
@@ -90,17 +87,8 @@ class _Work:
 
 class _Convolved(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        own: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        link: TeamLink,
-        work: _Work,
-        asks: bool,
-        *came: Tensor,
-    ) -> Tensor:
-        arriving = link.fetch(work.exchange, own, DIMS) if asks else Halos(came, ())
+    def forward(ctx: Any, own: Tensor, weight: Tensor, bias: Tensor | None, link: TeamLink, work: _Work) -> Tensor:
+        arriving = link.fetch(work.exchange, own, DIMS)
         apart, made = work.apart, work.patch.box
         if apart is None:
             halos = arriving.wait()
@@ -112,7 +100,7 @@ class _Convolved(torch.autograd.Function):
                 x = put_together(work.exchange, work.member, own, halos, DIMS, rim.have)
                 cut(y, DIMS, rim.made, made).copy_(work.forward(x, _between(rim.have, rim.need), weight, bias))
         ctx.save_for_backward(own, weight, *halos)
-        ctx.link, ctx.work, ctx.asks, ctx.bias = link, work, asks, None if bias is None else list(bias.shape)
+        ctx.link, ctx.work, ctx.bias = link, work, None if bias is None else list(bias.shape)
         return y
 
     @staticmethod
@@ -132,13 +120,9 @@ class _Convolved(torch.autograd.Function):
             if to_x is not None:
                 to_halos[halo.box] = to_x
         arriving = None
-        handed_on: list[Tensor | None] = [None] * (0 if ctx.asks else len(halos))
         if to_input:
             pieces = [_piece(to_halos, piece.box) for piece in work.exchange.arriving(work.member)]
-            if ctx.asks:
-                arriving = ctx.link.give_back(work.exchange, pieces, own, DIMS)
-            else:
-                handed_on = [*pieces]
+            arriving = ctx.link.give_back(work.exchange, pieces, own, DIMS)
         base = cut(own, DIMS, work.apart.base, work.own)
         to_own, to_weight, to_bias = work.backward(
             gradient, base, _both(work.apart.pads), weight, ctx.bias, (to_input, weights, biases)
@@ -152,25 +136,19 @@ class _Convolved(torch.autograd.Function):
             to_own = whole
         if arriving is not None:
             add_pieces(work.exchange, work.member, to_own, arriving.wait(), DIMS)
-        return to_own, to_weight, to_bias, None, None, None, *handed_on
+        return to_own, to_weight, to_bias, None, None
 
 
 def _backward_whole(ctx: Any, gradient: Tensor, own: Tensor, halos: Sequence[Tensor], weight: Tensor) -> Any:
     work, pads = ctx.work, ctx.work.patch.pads
-    wide, asks, wants = work.whole(own, halos), ctx.asks, ctx.needs_input_grad
-    if not asks:
-        to_wide, to_weight, to_bias = work.backward(gradient, wide, pads, weight, ctx.bias, wants[:3])
-        if to_wide is None:
-            return None, to_weight, to_bias, *(None,) * (3 + len(halos))
-        to_own, to_halos = taken_apart(work.exchange, work.member, to_wide, own, DIMS)
-        return to_own, to_weight, to_bias, None, None, None, *to_halos
+    wide, wants = work.whole(own, halos), ctx.needs_input_grad
     finish = None
     if wants[0]:
         to_wide, _, _ = work.backward(gradient, wide, pads, weight, ctx.bias, (True, False, False))
         finish = handed_back(ctx.link, work.exchange, to_wide, own, DIMS)
         del to_wide
     _, to_weight, to_bias = work.backward(gradient, wide, pads, weight, ctx.bias, (False, *wants[1:3]))
-    return None if finish is None else finish(), to_weight, to_bias, None, None, None
+    return None if finish is None else finish(), to_weight, to_bias, None, None
 
 
 def _padded(x: Tensor, pads: Pads) -> tuple[Tensor, tuple[int, int]]:

@@ -22,36 +22,25 @@ from parallel.team.link import TeamLink, cut
 Dims = tuple[int, int]
 
 
-def fetched(
-    link: TeamLink, exchange: Exchange, own: Tensor, dims: Dims, halos: Sequence[Tensor] | None = None
-) -> Tensor:
-    """Return the box that this member needs of the map that it owns ``own`` of.
-
-    Args:
-        halos: what others have of it, where that came with something else, in the order of ``Exchange.arriving``.
-    """
+def fetched(link: TeamLink, exchange: Exchange, own: Tensor, dims: Dims) -> Tensor:
+    """Return the box that this member needs of the map that it owns ``own`` of."""
     if exchange.quiet:
         return cut(own, dims, exchange.boxes[link.member], exchange.owned[link.member])
-    value: Tensor = _Fetched.apply(own, link, exchange, dims, halos is None, *(halos or ()))
+    value: Tensor = _Fetched.apply(own, link, exchange, dims)
     return value
 
 
 class _Fetched(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, own: Tensor, link: TeamLink, exchange: Exchange, dims: Dims, asks: bool, *halos: Tensor
-    ) -> Tensor:
-        ctx.link, ctx.exchange, ctx.dims, ctx.asks = link, exchange, dims, asks
+    def forward(ctx: Any, own: Tensor, link: TeamLink, exchange: Exchange, dims: Dims) -> Tensor:
+        ctx.link, ctx.exchange, ctx.dims = link, exchange, dims
         ctx.own = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)  # its form alone
-        pieces = link.fetch(exchange, own, dims).wait() if asks else halos
+        pieces = link.fetch(exchange, own, dims).wait()
         return put_together(exchange, link.member, own, pieces, dims, exchange.boxes[link.member])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if ctx.asks:
-            return handed_back(ctx.link, ctx.exchange, gradients[0], ctx.own, ctx.dims)(), None, None, None, None
-        to_own, to_halos = taken_apart(ctx.exchange, ctx.link.member, gradients[0], ctx.own, ctx.dims)
-        return to_own, None, None, None, None, *to_halos
+        return handed_back(ctx.link, ctx.exchange, gradients[0], ctx.own, ctx.dims)(), None, None, None
 
 
 def put_together(exchange: Exchange, member: int, own: Tensor, halos: Sequence[Tensor], dims: Dims, box: Box) -> Tensor:
@@ -79,11 +68,14 @@ def handed_back(link: TeamLink, exchange: Exchange, gradient: Tensor, form: Tens
     Returns:
         () -> gradient of this member's part, with what the others hand back.
     """
-    halos = link.give_back(exchange, _of_others(exchange, link.member, gradient, dims), form, dims)
-    own, _ = taken_apart(exchange, link.member, gradient, form, dims)
+    box, member = exchange.boxes[link.member], link.member
+    pieces = [cut(gradient, dims, piece.box, box) for piece in exchange.arriving(member)]
+    halos = link.give_back(exchange, pieces, form, dims)
+    looked_at = [piece.box for piece in exchange.pieces[member] if piece.owner == member]
+    own = _own_of(gradient, box, exchange.owned[member], looked_at, form, dims)
 
     def finish() -> Tensor:
-        add_pieces(exchange, link.member, own, halos.wait(), dims)
+        add_pieces(exchange, member, own, halos.wait(), dims)
         return own
 
     return finish
@@ -93,20 +85,6 @@ def add_pieces(exchange: Exchange, member: int, own: Tensor, pieces: Sequence[Te
     """Add to this member's gradient what others handed back, in the order of ``Exchange.leaving``."""
     for (_, sent), arrived in zip(exchange.leaving(member), pieces, strict=True):
         cut(own, dims, sent, exchange.owned[member]).add_(arrived)
-
-
-def taken_apart(
-    exchange: Exchange, member: int, gradient: Tensor, form: Tensor, dims: Dims
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients of this member's part and of what came of others, from that of the needed box."""
-    box, at = exchange.boxes[member], exchange.owned[member]
-    looked_at = [piece.box for piece in exchange.pieces[member] if piece.owner == member]
-    own = _own_of(gradient, box, at, looked_at, form, dims)
-    return own, _of_others(exchange, member, gradient, dims)
-
-
-def _of_others(exchange: Exchange, member: int, gradient: Tensor, dims: Dims) -> list[Tensor]:
-    return [cut(gradient, dims, piece.box, exchange.boxes[member]) for piece in exchange.arriving(member)]
 
 
 def _own_of(gradient: Tensor, box: Box, at: Box, looked_at: Sequence[Box], form: Tensor, dims: Dims) -> Tensor:

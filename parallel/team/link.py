@@ -13,9 +13,8 @@ Between GPUs ``Communicator.connect`` must have been called with all pairs of me
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from parallel.team.tape import Tape
 from parallel.team.told_waits import Talk
 
 TAGS = 32767
-NO_PIECES: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Halos:
@@ -48,21 +46,11 @@ class Halos:
 
 
 class _Sum(Halos):
-    """A sum whose parts are on their way; added in the order of members, to the same bits on each.
-
-    Args:
-        parts: of all members.
-        beside: pieces of a map that come with them; they follow the sum.
-    """
-
-    def __init__(self, parts: Sequence[Tensor], works: Sequence[Work], beside: Sequence[Tensor] = ()) -> None:
-        super().__init__(parts, works)
-        self._beside = beside
+    """A sum whose parts are on their way; added in the order of members, to the same bits on each."""
 
     def wait(self) -> list[Tensor]:
-        first, *others = super().wait()
-        self._tensors = [functools.reduce(torch.add, others, first)]
-        return [*self._tensors, *self._beside]
+        self._tensors = [functools.reduce(torch.add, super().wait())]
+        return self._tensors
 
 
 class TeamLink:
@@ -154,77 +142,20 @@ class TeamLink:
         """The same of a pass that is never computed again."""
         own = dense(value)
         if self.tells(own):
-            parts, works, _ = self._tell(own)
-            return Halos(parts, works).wait()
+            return Halos(*self._tell(own)).wait()
         table = own.new_zeros((self.members, *own.shape))
         table[self.member] = own
         return list(self.sum_back(table))
-
-    def gather_and_fetch(
-        self, value: Tensor, exchange: Exchange, own: Tensor, dims: tuple[int, int]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (what ``gather`` gives of ``value``, what ``fetch`` gives of ``own``), in a message from each member;
-        of a forward pass.
-
-        ``value`` must be one that is told (``tells``).
-        """
-        if self.tape is not None:
-            found: tuple[list[Tensor], list[Tensor]] = self.tape.word(
-                lambda: self._gather_and_fetch(value, exchange, own, dims)
-            )
-            return found
-        return self._gather_and_fetch(value, exchange, own, dims)
-
-    def _gather_and_fetch(
-        self, value: Tensor, exchange: Exchange, own: Tensor, dims: tuple[int, int]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        at = exchange.owned[self.member]
-        leaving = {target: dense(cut(own, dims, box, at)) for target, box in exchange.leaving(self.member)}
-        arriving = {piece.owner: _like(own, dims, piece.box) for piece in exchange.arriving(self.member)}
-        parts, works, pieces = self._tell(dense(value), leaving, arriving)
-        return Halos(parts, works).wait(), pieces
-
-    def begin_sum_and_give_back(
-        self, value: Tensor, exchange: Exchange, gradients: Sequence[Tensor], like: Tensor, dims: tuple[int, int]
-    ) -> Halos:
-        """Begin ``begin_sum_back`` and ``give_back`` at once, in a message to each member: the sum arrives, and behind
-        it what ``give_back`` gives."""
-        pieces = exchange.arriving(self.member)
-        leaving = {piece.owner: dense(gradient) for piece, gradient in zip(pieces, gradients, strict=True)}
-        arriving = {target: _like(like, dims, box) for target, box in exchange.leaving(self.member)}
-        return _Sum(*self._tell(dense(value), leaving, arriving))
 
     def tells(self, own: Tensor) -> bool:
         """Return whether ``own`` goes to the others as a message to each, in place of a sum over all."""
         return is_told(own.nbytes, self.members) and not own.is_cuda
 
-    def _tell(
-        self, own: Tensor, leaving: Mapping[int, Tensor] = NO_PIECES, arriving: Mapping[int, Tensor] = NO_PIECES
-    ) -> tuple[list[Tensor], list[Work], list[Tensor]]:
-        """Begin to send ``own`` to all others, and with it what is ``leaving`` to some of them.
-
-        Args:
-            arriving: by member, a tensor as that which comes with its own.
-
-        Returns:
-            What each member has, in order; what to wait for; what arrived, in the order of ``arriving``.
-        """
-        parts, pieces, messages, places = [], dict(arriving), [], []
-        for member in range(self.members):
-            if member == self.member:
-                parts.append(own)
-                continue
-            messages.append((member, _packed(own, leaving[member]) if member in leaving else own))
-            place = torch.empty_like(own)
-            if member in arriving:
-                whole = own.new_empty(own.nbytes + pieces[member].nbytes, dtype=torch.uint8)
-                place, pieces[member] = _unpacked(whole, own, pieces[member])
-                places.append((member, whole))
-            else:
-                places.append((member, place))
-            parts.append(place)
-        self.sent_bytes += sum(piece.nbytes for piece in leaving.values())
-        return parts, self._swap(messages, places, counted=False), list(pieces.values())
+    def _tell(self, own: Tensor) -> tuple[list[Tensor], list[Work]]:
+        """Begin to send ``own`` to all others; return what each member has, in order, and what to wait for."""
+        parts = [own if member == self.member else torch.empty_like(own) for member in range(self.members)]
+        others = [member for member in range(self.members) if member != self.member]
+        return parts, self._swap([(m, own) for m in others], [(m, parts[m]) for m in others], counted=False)
 
     def finish(self) -> None:
         """Wait until all that this member sent has left."""
@@ -260,18 +191,6 @@ def cut(value: Tensor, dims: tuple[int, int], box: Box, at: Box) -> Tensor:
 def dense(value: Tensor) -> Tensor:
     """Return a copy as it is sent: contiguous whatever the layout, which may differ between two members' parts."""
     return value.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _packed(first: Tensor, second: Tensor) -> Tensor:
-    """One message of two dense tensors."""
-    return torch.cat([each.flatten().view(torch.uint8) for each in (first, second)])
-
-
-def _unpacked(message: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a message, in the forms of what it was packed of."""
-    parts = message[: first.nbytes], message[first.nbytes :]
-    one, other = (part.view(form.dtype).view(form.shape) for part, form in zip(parts, (first, second), strict=True))
-    return one, other
 
 
 def _like(own: Tensor, dims: tuple[int, int], box: Box) -> Tensor:

@@ -15,14 +15,12 @@ from parallel.streaming.operation import Arguments, Compute, Operation, attribut
 from parallel.streaming.patch import Patch
 from parallel.streaming.read_dropout import MASK
 from parallel.streaming.read_norm import MOMENTS
-from parallel.team.convolution import DIMS, convolve_side_by_side
+from parallel.team.convolution import convolve_side_by_side
 from parallel.team.fetched import all_of_own, fetched, patch_of
-from parallel.team.hoisted import Hoisted
 from parallel.team.link import cut
-from parallel.team.norm import Beside, merged_moments, moments_and_halos, normalised_side_by_side
+from parallel.team.norm import merged_moments, normalised_side_by_side
 from parallel.team.passing import Pass
 from parallel.team.sums import echoed, silent, summed
-from parallel.team.team_plan import TeamPlan
 
 
 class Member:
@@ -32,7 +30,6 @@ class Member:
         known: values by name; what runs the nodes adds theirs.
         random: names of nodes that may draw.
         entering: names of what came from before.
-        run: the plan of what is run one after the other, and what of it needs not be fetched.
 
     Attributes:
         gathered: maps that member 0 has put together, by name.
@@ -45,12 +42,9 @@ class Member:
         known: dict[str, Any],
         random: frozenset[str],
         entering: frozenset[str],
-        run: tuple[TeamPlan, Hoisted],
     ) -> None:
         self._stage, self._pass, self._known, self._random, self._entering = stage, passing, known, random, entering
-        self._plan, self._hoisted = run
-        self._beside: dict[str, Beside] = {}
-        self._link = passing.link
+        self._plan, self._link = passing.plan, passing.link
         self.gathered: dict[str, Tensor] = {}
 
     def sums(self, node: fx.Node, asked: BoxSums) -> Tensor:
@@ -141,12 +135,7 @@ class Member:
         if operation.merge is None:
             return summed(self._link, operation.compute(given))
         with torch.no_grad():
-            own = operation.compute(given)
-            exchange = self._hoisted.exchanges.get(node.name)
-            if exchange is not None and self._as_norm(of, given) and self._link.tells(own):
-                of_all, self._beside[name] = moments_and_halos(self._link, own, given.patch.tensor, exchange)
-            else:
-                of_all = merged_moments(self._link, own)
+            of_all = merged_moments(self._link, operation.compute(given))
         if self._as_norm(of, given):
             return of_all
         assert operation.again is not None
@@ -158,44 +147,23 @@ class Member:
 
     def _map(self, node: fx.Node, operation: Operation, known: Mapping[str, Any]) -> Any:
         sources = self._sources(node)
-        beside = self._beside.pop(sources[0].name, None) if sources else None
         if operation.convolution is not None:
             (source,) = sources
             exchange, own = self._plan.exchange(node.name, operation, source.name), self._known[source.name]
             patch = self._patch(node, operation, source, own)
             if not exchange.quiet:
                 operands = operation.convolution(self._arguments(node, {source.name: patch}, known, False))
-                halos = None if beside is None else beside.halos
-                return convolve_side_by_side(self._link, exchange, own, patch, operation.rules, operands, halos)
+                return convolve_side_by_side(self._link, exchange, own, patch, operation.rules, operands)
             if (whole := all_of_own(exchange, self._link.member, patch, own)) is not None:
-                value = operation.compute(self._arguments(node, {source.name: whole}, known, False))
-                return self._with_halos(node, operation, value, beside, False)
-        patches = self._patches(node, operation, beside)
+                return operation.compute(self._arguments(node, {source.name: whole}, known, False))
+        patches = self._patches(node, operation)
         if operation.drawn is not None:
             known = {node.name + MASK: self._own_draw(node, operation.drawn, patches)}
         given = self._arguments(node, patches, known, self._may_change(node, sources, operation))
         if operation.norm is not None and self._as_norm(operation, given):
-            of_all, came = known[node.name + MOMENTS], self._beside.pop(node.name + MOMENTS, None)
-            x, norm = given.patch.tensor, operation.norm
-            value, halos = normalised_side_by_side(self._link, x, of_all, norm, given, came)
-            if came is not None:
-                self._beside[node.name] = Beside(came.exchange, halos)
-            return value
-        return self._with_halos(node, operation, operation.compute(given), beside, given.may_change)
-
-    def _with_halos(
-        self, node: fx.Node, operation: Operation, value: Any, beside: Beside | None, may_change: bool
-    ) -> Any:
-        """Return ``value``; what an operation on each px alone makes of what came of others lies beside it."""
-        if beside is None or node.name not in self._hoisted.between:
-            return value
-        (source,) = self._sources(node)
-        sides, made = self._plan.sides(source.name), []
-        for piece, halo in zip(beside.exchange.arriving(self._link.member), beside.halos, strict=True):
-            patch = Patch(halo, piece.box, piece.box, piece.box, sides, DIMS)
-            made.append(operation.compute(self._arguments(node, {source.name: patch}, {}, may_change)))
-        self._beside[node.name] = Beside(beside.exchange, made)
-        return value
+            of_all = known[node.name + MOMENTS]
+            return normalised_side_by_side(self._link, given.patch.tensor, of_all, operation.norm, given)
+        return operation.compute(given)
 
     def _own_draw(self, node: fx.Node, draw: Compute, patches: Mapping[str, Patch]) -> Tensor:
         """This member's box of numbers that each member draws for the whole map."""
@@ -208,14 +176,13 @@ class Member:
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if self._plan.lies(source.name) == "parts"]
 
-    def _patches(self, node: fx.Node, operation: Operation, beside: Beside | None = None) -> dict[str, Patch]:
+    def _patches(self, node: fx.Node, operation: Operation) -> dict[str, Patch]:
         found = {}
         for source in self._sources(node):
             exchange = self._plan.exchange(node.name, operation, source.name)
             value = self._known[source.name]
             if isinstance(value, Tensor):
-                halos = None if beside is None else beside.halos
-                value = fetched(self._link, exchange, value, self._plan.dims(source.name), halos)
+                value = fetched(self._link, exchange, value, self._plan.dims(source.name))
             elif not exchange.quiet:
                 raise ValueError(f"{node.name} needs what others have of several maps at once: take them apart before")
             found[source.name] = self._patch(node, operation, source, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ from torch import fx, nn
 
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.convolution import DIMS
-from parallel.team.hoisted import Hoisted, hoisted
 from parallel.team.member import Member
 from parallel.team.passing import Pass
 from parallel.team.team_plan import TeamPlan
@@ -40,7 +38,6 @@ class NodeRun:
             if name not in self._outputs:
                 self._finished.setdefault(user, []).append(name)
         self._entering = frozenset(self._inputs)
-        self._plans: weakref.WeakKeyDictionary[TeamPlan, Hoisted] = weakref.WeakKeyDictionary()
 
     def run(
         self, stage: nn.Module, passing: Pass, values: Sequence[Any], asked: BoxSums | None = None
@@ -58,10 +55,7 @@ class NodeRun:
         """Run the nodes; where there is what they ``made`` in boxes, those that follow."""
         known = {**dict(zip(self._inputs, values, strict=True)), **made}
         done = passing.plan.steps if made else frozenset()
-        if passing.plan not in self._plans:
-            self._plans[passing.plan] = hoisted(self._nodes, self._outputs, passing.plan)
-        run = passing.plan, self._plans[passing.plan]
-        member = Member(stage, passing, known, self._random, self._entering, run)
+        member = Member(stage, passing, known, self._random, self._entering)
         for node in self._nodes:
             if node.name in done:
                 continue

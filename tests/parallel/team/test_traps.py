@@ -27,9 +27,6 @@ from parallel.team.link import Halos, TeamLink
 EXACT, WRONG = 1e-12, 1e-7
 SHAPE, GRID = (2, 2, 37, 29), Grid(2, 1)
 Fault = Callable[[pytest.MonkeyPatch], None]
-WITH_HALOS = TeamLink.begin_sum_and_give_back
-HALO_ROWS = 4
-"""More than come of others, fewer than a member has."""
 
 
 class Around(nn.Module):
@@ -97,30 +94,6 @@ def kept_gradients(own: TeamLink, exchange: Exchange, gradients: Any, like: Tens
     return link.Halos([like.new_zeros(shape) for shape in shapes], ())
 
 
-class TwiceUsed(nn.Module):
-    """A value that two operations take, whose halos are fetched by each."""
-
-    def __init__(self, operation: nn.Module) -> None:
-        super().__init__()
-        self.operation = operation
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.operation(x)
-        return y + F.avg_pool2d(y, 3, 1, 1)
-
-
-def own_sum(own: TeamLink, value: Tensor, exchange: Exchange, *rest: Any) -> Halos:
-    """Without those of others."""
-    _, *pieces = WITH_HALOS(own, value, exchange, *rest).wait()
-    return Halos([value, *pieces], ())
-
-
-def of_largest_alone(ctx: Any, gradient: Tensor, x: Tensor, *of_norm: Tensor, whole: Any = norm._of_affine) -> Any:
-    """Without those of rows that came of others."""
-    sums = whole(ctx, gradient, x, *of_norm)
-    return sums if x.shape[2] > HALO_ROWS else tuple(torch.zeros_like(each) for each in sums)
-
-
 def naive_patch(exchange: Exchange, member: int, value: Any, made: Any, sides: Any, dims: Any) -> Patch:
     """Pads by how far what is needed leaves what there is."""
     return Patch(value, exchange.needs[member], exchange.boxes[member], made, sides, dims)
@@ -150,14 +123,8 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
     "statistics weigh uneven parts by their px": (
         OPERATIONS["batch norm"].make, replaced(norm, "merged", half_merged), GRID),
     "the backward pass of a norm takes sums of all members": (
-        lambda: TwiceUsed(nn.BatchNorm2d(4)),
+        OPERATIONS["batch norm"].make,
         replaced(TeamLink, "begin_sum_back", lambda _, value: Halos([value], ())), GRID),
-    "so it does where halos came with moments": (
-        OPERATIONS["batch norm"].make, replaced(TeamLink, "begin_sum_and_give_back", own_sum), GRID),
-    "gradients of halos that came with moments are handed back": (
-        OPERATIONS["batch norm"].make, replaced(norm, "add_pieces", lambda *_: None), GRID),
-    "they count in the sums of who looked at them": (
-        OPERATIONS["batch norm"].make, replaced(norm, "_of_affine", of_largest_alone), GRID),
     "gradients of a gate are summed": (
         OPERATIONS["deviation over the image"].make, replaced(member, "summed", lambda link, value: value), GRID),
     "gradients of moments are summed": (
