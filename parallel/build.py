@@ -135,7 +135,7 @@ def put_to_work(
     costs = nominal_costs(partition) if policy.moves else None
     scheduled = functools.partial(_schedule_of, strategy, partition.links, costs)
     schedule = scheduled(strategy.shares)
-    refuse_schedule(traced, partition, schedule, placement, strategy.name)
+    refuse_schedule(traced, partition, schedule, placement, policy, strategy.name)
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[seat])
     holders = StageGroups(communicator, seating, pairs=strategy.shard_optimizer)
     communicator.connect(seating.pairs(partition.links))

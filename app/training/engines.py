@@ -31,7 +31,7 @@ from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
 from parallel.streaming.streamed_module import streamed
 from parallel.trace.trace_alone import updated_alone
-from parallel.trace.updated_faults import refuse_copies
+from parallel.trace.updated_faults import refuse_copies, refuse_recompute
 from parallel.trace.whole_module import in_segments
 
 
@@ -132,6 +132,7 @@ def _whole(
     policy = strategy.policy
     updated = updated_alone(model, shape, communicator)
     refuse_copies(updated, communicator.world, strategy.name)
+    refuse_recompute(updated, policy, strategy.name)
     if policy.stream is None:
         model = in_segments(model, policy, shape, communicator)
     else:
@@ -159,7 +160,6 @@ def _whole(
         host=host,
         device=device,
         bucket_bytes=strategy.gradient_bytes,
-        updated=updated if policy.segmented or policy.moves else (),
         shares=strategy.shares,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
 from parallel.offload.rng import drawing
 from parallel.offload.saved_tensors import SavedTensors
-from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.schedule.microbatch import microbatch_seed, share_of
 from parallel.schedule.shares import Shares
 from parallel.stage.batchnorm import running_statistics
@@ -58,8 +57,6 @@ class DataParallelEngine:
         saved_tensors: says what becomes of what forward passes keep. By default autograd keeps it.
         host: ``optimizer`` is the one it has.
         device: that computes, where the parameters are on the host.
-        updated: names of buffers that forward passes update, outside normalisation layers; where there are any, one
-            rank alone.
         bucket_bytes: of gradients averaged at once beside the last backward pass; 0: all, at its end; None: as the
             communicator does.
         shares: microbatches of each rank, all of them together; empty: consecutive ones, as many for each.
@@ -84,7 +81,6 @@ class DataParallelEngine:
         host: HostOptimizer | None = None,
         device: torch.device | None = None,
         bucket_bytes: int | None = None,
-        updated: Collection[str] = (),
         shares: Shares = (),
     ) -> None:
         if batch < m:
@@ -114,9 +110,6 @@ class DataParallelEngine:
         self._statistics = running_statistics(module, communicator, statistics)
         self._saved_tensors = saved_tensors or SavedTensors(ActivationPolicy(), self._device)
         self._time = self._stopwatch()
-        self._updated = UpdatedBuffers(module, updated)
-        assert communicator.world == 1 or not self._updated
-        self._saved_tensors.copies_of(self._updated)
         self._precision = functools.partial(
             torch.autocast, self._device.type, self._autocast, enabled=self._autocast is not None
         )
@@ -234,15 +227,12 @@ class DataParallelEngine:
             self.module.through = None
 
     def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        around = functools.partial(
-            recompute_context, segment, self._device, self._statistics, self._precision, self._updated
-        )
+        around = functools.partial(recompute_context, segment, self._device, self._statistics, self._precision)
         return self._saved_tensors.through(segment, compute, values, self._state(), around)
 
     def _state(self) -> tuple[Tensor, ...]:
-        """Parameters and buffers, which are there anyway and do not change between two passes."""
-        changing = {id(tensor) for tensor in self._updated.tensors}
-        return tuple(t for t in (*self.module.parameters(), *self.module.buffers()) if id(t) not in changing)
+        """Parameters and buffers, which are there anyway."""
+        return (*self.module.parameters(), *self.module.buffers())
 
     def predicting(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -22,7 +22,6 @@ from parallel.offload.host_pool import HostPool
 from parallel.offload.overlap import Flight, OverlapOffload
 from parallel.offload.packing import Holding, Packed, Packer, storages_of
 from parallel.offload.recompute import Again, unpack
-from parallel.offload.updated_buffers import UpdatedBuffers
 
 
 class SegmentLike(Protocol):
@@ -71,16 +70,10 @@ class SavedTensors:
         self._flights: dict[Any, Flight] = {}
         self._packer: Packer = self._plain
         self._hosts: list[HostParameters] = []
-        self._updated: list[UpdatedBuffers] = []
 
     def streams(self, host: HostParameters) -> None:
         """Forward passes use parameters of ``host``, of which nothing is kept on the device."""
         self._hosts.append(host)
-
-    def copies_of(self, updated: UpdatedBuffers) -> None:
-        """Forward passes update these buffers: what is kept of them are copies."""
-        if updated:
-            self._updated.append(updated)
 
     @property
     def moves(self) -> bool:
@@ -91,7 +84,7 @@ class SavedTensors:
     def idle(self) -> bool:
         """Autograd keeps what it keeps, and nobody counts it."""
         hooked = self.moves or self.rule.segmented or self._meter is not None
-        return not hooked and not self._hosts and not self._updated
+        return not hooked and not self._hosts
 
     @contextlib.contextmanager
     def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[Packer]:
@@ -121,8 +114,6 @@ class SavedTensors:
             packer = self._flights.setdefault(key, self._overlap.flight())
         for host in self._hosts:
             packer = host.packer(packer)
-        for updated in self._updated:
-            packer = updated.packer(packer)
         return packer
 
     def through(

@@ -213,6 +213,10 @@ class Planner:
         Args:
             seconds: tell those of a step, which takes a while, even if nothing is chosen by them.
         """
+        if self.task.one_copy:
+            if "none" not in savings.recompute:
+                return PlanRow(candidate, refused=self.task.one_copy)
+            savings = dataclasses.replace(savings, recompute=("none",))
         tried: list[Fitting] = []
         for tier in savings.tiers(candidate):
             own, fastest = [], None

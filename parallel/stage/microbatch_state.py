@@ -28,7 +28,6 @@ class MicrobatchState:
         recomputed: the first forward pass kept nothing else.
         shape: (n, 3, h, w) of the tiles, for a stage that a team computes.
         tape: what its first pass was told by others, where it is recomputed.
-        buffers: values that forward passes update, as the first one found them, where it is recomputed.
         roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
         arrivals: by name of the value received: where its gradients end up, where activations go to the host.
     """
@@ -40,7 +39,6 @@ class MicrobatchState:
     recomputed: bool
     shape: tuple[int, ...] = ()
     tape: Tape | None = None
-    buffers: list[Tensor | None] = field(default_factory=list)
     roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
     arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
 

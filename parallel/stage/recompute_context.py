@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from parallel.offload.rng import drawing, get_random_state
-from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.stage.batchnorm import RunningStatistics
 from parallel.trace.stage_module import SegmentRun
 
@@ -18,11 +17,7 @@ Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def recompute_context(
-    segment: SegmentRun,
-    device: torch.device,
-    statistics: RunningStatistics,
-    precision: Precision,
-    updated: UpdatedBuffers,
+    segment: SegmentRun, device: torch.device, statistics: RunningStatistics, precision: Precision
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context with what the pass that is about to begin finds; it is entered once, later.
 
@@ -31,10 +26,8 @@ def recompute_context(
         device: of the stage.
         statistics: of the stage's normalisation layers.
         precision: of the stage.
-        updated: buffers of the stage that forward passes update.
     """
     start = get_random_state(device) if segment.uses_rng else None
-    values = updated.values()
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
@@ -43,7 +36,6 @@ def recompute_context(
                 scopes.enter_context(drawing(start, device))
             scopes.enter_context(precision())
             scopes.enter_context(statistics.frozen(segment.modules))
-            scopes.enter_context(updated.as_of(values))
             yield
 
     return context()

@@ -21,7 +21,6 @@ from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.packing import put_away, restore
 from parallel.offload.rng import drawing
 from parallel.offload.saved_tensors import SavedTensors
-from parallel.offload.updated_buffers import UpdatedBuffers
 from parallel.stage.arrivals import arrived
 from parallel.stage.batchnorm import RunningStatistics
 from parallel.stage.microbatch_state import MicrobatchState, edges_of, gradients_of, promised
@@ -109,8 +108,8 @@ class Stage:
         self._autocast = autocast
         self._weights = DeferredWeights(module, meter) if split else None
         self._saved_tensors = saved_tensors or SavedTensors(ActivationPolicy(), device, meter=meter)
-        self._updated = UpdatedBuffers(module, updated)
-        self._saved_tensors.copies_of(self._updated)
+        state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self._updated = [name for name, tensor in state if name in updated and not tensor.requires_grad]
         # Inductor's own random numbers would differ from those of the plain model.
         self._run: Callable[..., Any] = torch.compile(module, options={"fallback_random": True}) if compiled else module
         self._in_flight: dict[int, MicrobatchState] = {}
@@ -147,7 +146,8 @@ class Stage:
         self._in_flight[i] = microbatch = MicrobatchState(tiles, values, targets, random, recomputed, shape)
         if recomputed and isinstance(self.module, TeamStage):
             microbatch.tape = Tape()
-        microbatch.buffers = self._updated.values() if recomputed else []
+        if self._updated:
+            renew_buffers(self.module, self._updated)
         with self.statistics.microbatch(i, tiles):
             if not recomputed:
                 return self._compute(i, microbatch)
@@ -169,7 +169,7 @@ class Stage:
         """Run the forward pass of microbatch ``i`` again, keeping what backward needs; it is counted nowhere."""
         microbatch = self._in_flight[i]
         microbatch.values = restore(microbatch.values)
-        with self.statistics.frozen(), self._updated.as_of(microbatch.buffers):
+        with self.statistics.frozen():
             self._compute(i, microbatch)
 
     def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
@@ -243,8 +243,7 @@ class Stage:
                 scopes.enter_context(self._saved_tensors.watching((self, i), self._state()))
             scopes.enter_context(self._in_segments())
             if self._loss is None:
-                values = self._run(*self._entering(microbatch))
-                outputs = dict(zip(self.module.outputs, self._updated.apart(values), strict=True))
+                outputs = dict(zip(self.module.outputs, self._run(*self._entering(microbatch)), strict=True))
             else:
                 assert microbatch.targets is not None
                 loss = self._loss_of(self._entering(microbatch), microbatch.targets)
@@ -283,7 +282,7 @@ class Stage:
         if isinstance(self.module, StreamedStage) and isinstance(self._loss, SummedLoss):
             asked = BoxSums(self._loss.sums, targets)
             return self._loss.value(self._run(*values, sums=asked), asked.pixels)
-        (output,) = self._updated.apart(self._run(*values))
+        (output,) = self._run(*values)
         return self._loss(output, whole(targets))
 
     def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
@@ -308,20 +307,29 @@ class Stage:
             self.module.through = None
 
     def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        context = functools.partial(
-            recompute_context, segment, self._device, self.statistics, self._precision, self._updated
-        )
+        context = functools.partial(recompute_context, segment, self._device, self.statistics, self._precision)
         return self._saved_tensors.through(segment, compute, values, self._state(), context)
 
     def _state(self) -> tuple[Tensor, ...]:
-        """Return parameters and buffers, which are there anyway and do not change between two passes."""
-        changing = {id(tensor) for tensor in self._updated.tensors}
-        return tuple(t for t in (*self.module.parameters(), *self.module.buffers()) if id(t) not in changing)
+        """Return parameters and buffers, which are there anyway."""
+        return (*self.module.parameters(), *self.module.buffers())
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._autocast)
+
+
+def renew_buffers(module: nn.Module, names: Collection[str]) -> None:
+    """Put copies in the place of the buffers ``names``: earlier microbatches keep or sent the old ones."""
+    copies: dict[int, Tensor] = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        state: dict[str, Any] = owner._buffers if last in owner._buffers else owner._parameters
+        if (tensor := state[last]) is not None:
+            copy = nn.Parameter(tensor.clone(), False) if isinstance(tensor, nn.Parameter) else tensor.clone()
+            state[last] = copies.setdefault(id(tensor), copy)
 
 
 def _detached(leaf: Any) -> Any:

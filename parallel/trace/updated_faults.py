@@ -9,17 +9,18 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from parallel.graph.partition import Partition
+from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.placement import Placement
-from parallel.trace.updated_search import ATTRIBUTE, Updated
+from parallel.trace.updated_search import ATTRIBUTE, TRAINED, Updated
 
 if TYPE_CHECKING:
     from parallel.trace.trace import Traced
 
-EXACT = "single, or mp-basic, gpipe, 1f1b or interleaved with --stages as many as --ranks"
-"""Strategies in which one copy of each stage sees all microbatches in order."""
+EXACT = "single, or mp-basic, gpipe, 1f1b or interleaved with --stages as many as --ranks, without --recompute"
+"""Strategies in which one copy of each stage sees all microbatches once and in order."""
 
-ALONE = "single without --recompute, --offload and --stream"
+ALONE = "single without --recompute and --stream"
 """The strategy in which the model's own forward runs, once for each microbatch."""
 
 
@@ -35,6 +36,18 @@ def refuse_copies(updated: Mapping[str, Updated], copies: int, strategy: str) ->
     """
     if updated and copies > 1:
         raise ValueError(_fault(updated, strategy, f"{copies} copies would each do so for some of the microbatches"))
+
+
+def refuse_recompute(updated: Mapping[str, Updated], policy: ActivationPolicy, strategy: str) -> None:
+    """Refuse recomputation of modules with buffers that forward passes update.
+
+    Raises:
+        ValueError: names the first buffer, and says what to do.
+    """
+    if updated and (policy.segmented or policy.stagewise):
+        raise ValueError(
+            _fault(updated, strategy, f"--recompute {policy.recompute} would do so in backward passes, too")
+        )
 
 
 def refuse_checkpointed(norm: str) -> None:
@@ -56,8 +69,8 @@ def refuse_checkpointed(norm: str) -> None:
 
 
 def copies_fault(updated: Mapping[str, Updated]) -> str:
-    """Return why no two ranks may hold a copy of the whole model, for a planner; empty where they may."""
-    return f"{_named(updated)}, which copies would each do for some of the microbatches" if updated else ""
+    """Return why the model can neither be copied nor recomputed, for a planner; empty where it can."""
+    return f"{_named(updated)}, copies for some of the microbatches and recomputation twice" if updated else ""
 
 
 def refuse_schedule(
@@ -65,10 +78,11 @@ def refuse_schedule(
     partition: Partition,
     schedule: Mapping[int, Collection[Action]],
     placement: Placement,
+    policy: ActivationPolicy,
     strategy: str,
 ) -> None:
-    """Refuse a schedule under which a stage with such buffers has several copies, or sees microbatches in another order
-    than the plain step. Every rank finds the same.
+    """Refuse a schedule under which a stage with such buffers has several copies, is recomputed, or sees microbatches
+    in another order than the plain step. Every rank finds the same.
 
     Raises:
         ValueError: names the first buffer, and says what to do.
@@ -76,6 +90,9 @@ def refuse_schedule(
     for stage, updated in _by_stage(traced, partition).items():
         holders = placement.holders(stage)
         refuse_copies(updated, len(holders), strategy)
+        refuse_recompute(updated, policy, strategy)
+        if weights := {name: state for name, state in updated.items() if state.kind == TRAINED}:
+            raise ValueError(_fault(weights, strategy, "several microbatches may be in flight"))
         actions = (a for a in schedule[holders[0]] if a.kind is Kind.FORWARD and a.stage == stage)
         seen = [action.microbatch for action in actions if action.microbatch is not None]
         if seen != sorted(seen):
@@ -107,7 +124,7 @@ def _by_stage(traced: Traced, partition: Partition) -> dict[int, dict[str, Updat
 
 
 def _fault(updated: Mapping[str, Updated], strategy: str, what: str) -> str:
-    use = ALONE if any(state.kind == ATTRIBUTE for state in updated.values()) else EXACT
+    use = ALONE if any(state.kind in (ATTRIBUTE, TRAINED) for state in updated.values()) else EXACT
     return (
         f"{_named(updated)}; under --parallel {strategy} {what}, and it would not be what one process has: use "
         f"--parallel {use}, or leave the update out of forward"

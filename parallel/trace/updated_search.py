@@ -35,8 +35,8 @@ CHECKPOINT = "_checkpoint_without_reentrant_generator"
 SIDES = (64, 128, 224, 256)
 """px of tiles on which a model that looks at its data is tried before those of the run, which may be large."""
 
-ATTRIBUTE, TRAINED = "attribute", "trained parameter"
-"""Kinds of state that is no buffer."""
+ATTRIBUTE, TRAINED, INITIALIZED = "attribute", "trained parameter", "trained parameter set from data"
+"""Kinds of state that is no buffer; the first microbatch alone sets the last one."""
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
@@ -213,6 +213,9 @@ class _Watched(nn.Module):
                 found |= {name} if again and kind != TRAINED else set()
             elif memory & second.written or (memory & second.read and second.changed(name, first)):
                 found.add(name)
+        for name in found:
+            if kinds[name].kind == TRAINED and not second.changed(name, first):
+                kinds[name] = Updated(kinds[name].owner, INITIALIZED)
         self.updated = {name.replace(":", ".").lstrip("."): kinds[name] for name in first.held if name in found}
 
     def _pass(self, example: Tensor | None) -> _Pass:

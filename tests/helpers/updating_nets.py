@@ -113,6 +113,22 @@ class SettingData(Averaging):
         return self.scaled(x)
 
 
+class SettingWeights(nn.Module):
+    """Takes a trained scale from the first microbatch, or moves it towards each."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("is_set", torch.zeros((), dtype=torch.long))
+        self.each = each
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and (self.each or not self.is_set):
+            self.scale.data.mul_(0.9).add_(x.detach().mean((0, 2, 3)), alpha=0.1)
+            self.is_set.fill_(1)
+        return x * self.scale.view(1, -1, 1, 1)
+
+
 class PlainTensor(nn.Module):
     """Its running mean is an attribute, and no buffer."""
 
@@ -262,6 +278,14 @@ def counting(classes: int) -> nn.Module:
 
 def setting_data(classes: int) -> nn.Module:
     return around(SettingData())
+
+
+def scaling_weights(classes: int) -> nn.Module:
+    return around(SettingWeights(each=True))
+
+
+def setting_weights(classes: int) -> nn.Module:
+    return around(SettingWeights(each=False))
 
 
 def plain_tensor(classes: int) -> nn.Module:

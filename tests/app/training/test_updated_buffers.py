@@ -39,11 +39,14 @@ NETS = (
     "remembering",
 )
 EXACT: dict[str, dict[str, Any]] = {
-    "recomputed by block": {"parallel": "single", "recompute": "block"},
-    "recomputed by layer, offloaded": {"parallel": "single", "recompute": "1", "offload": "overlap"},
+    "offloaded": {"parallel": "single", "offload": "overlap"},
     "gpipe": {"parallel": "gpipe", "ranks": 2},
-    "1f1b, recomputed by stage": {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},
-    "1f1b, recomputed by layer, offloaded": {"parallel": "1f1b", "ranks": 2, "recompute": "1", "offload": "overlap"},
+    "gpipe, offloaded": {"parallel": "gpipe", "ranks": 2, "offload": "overlap"},
+}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "by block": {"parallel": "single", "recompute": "block"},
+    "by layer, offloaded": {"parallel": "1f1b", "ranks": 2, "recompute": "1", "offload": "overlap"},
+    "by stage": {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},
 }
 SEVERAL: dict[str, dict[str, Any]] = {
     "ddp": {"parallel": "ddp", "ranks": 2},
@@ -86,7 +89,9 @@ def test_a_model_that_looks_at_its_data_is_streamed_by_one_rank() -> None:
 def test_state_in_plain_attributes_is_for_one_process(model: str) -> None:
     """Graphs of layers took its first value for a constant: 1.5 off."""
     assert verified(model, parallel="single").passed
-    for strategy in (*EXACT.values(), *SEVERAL.values(), {"parallel": "single", "stream": "8"}):
+    assert verified(model, **EXACT["offloaded"]).passed
+    refused = (EXACT["gpipe"], RECOMPUTED["by block"], *SEVERAL.values(), {"parallel": "single", "stream": "8"})
+    for strategy in refused:
         with pytest.raises(ValueError, match=r"2\.(ema|steps) of Plain\w+ is an attribute .*--parallel single without"):
             verified(model, **strategy)
 
@@ -102,6 +107,23 @@ def test_copies_that_would_each_see_a_part_are_refused(model: str, strategy: dic
     }[model]
     with pytest.raises(ValueError, match=rf"{owner} .* under --parallel {strategy['parallel']} 2 copies"):
         verified(model, **strategy)
+
+
+@pytest.mark.parametrize("strategy", RECOMPUTED.values(), ids=RECOMPUTED)
+def test_recomputation_which_would_update_twice_is_refused(strategy: dict[str, Any]) -> None:
+    how = strategy["recompute"]
+    with pytest.raises(
+        ValueError, match=rf"2.ema of Averaging .* --recompute {how} would do so .* without --recompute"
+    ):
+        verified("averaging", **strategy)
+    assert verified("caching", **strategy).passed
+
+
+def test_a_weight_that_every_microbatch_changes_is_for_one_process() -> None:
+    assert verified("scaling_weights", parallel="single").passed
+    with pytest.raises(ValueError, match=r"2.scale of .* trained parameter that .* in flight.*--parallel single"):
+        verified("scaling_weights", **EXACT["gpipe"])
+    assert verified("setting_weights", **EXACT["gpipe"]).max_relative_error <= 1e-14
 
 
 def test_a_schedule_that_takes_microbatches_out_of_order_is_refused(tmp_path: Path) -> None:
@@ -123,7 +145,7 @@ def test_a_buffer_that_the_model_itself_assigns_can_be_in_no_graph() -> None:
 def test_norms_that_the_models_own_checkpoint_updates_twice_are_refused(model: str) -> None:
     """Statistics were 0.25 to 0.9 off: torch updates them twice, what is split or computed again once."""
     assert verified(model, parallel="single").passed
-    for strategy in ({"parallel": "ddp", "ranks": 2}, EXACT["gpipe"], EXACT["recomputed by block"]):
+    for strategy in ({"parallel": "ddp", "ranks": 2}, EXACT["gpipe"], RECOMPUTED["by block"]):
         with pytest.raises(ValueError, match=r"2.inner.1 keeps running statistics inside of .*torch.utils.checkpoint"):
             verified(model, **strategy)
     assert not updating_nets.checkpointed(3).get_submodule("2.inner.1")._forward_pre_hooks
@@ -156,6 +178,7 @@ def test_the_planner_chooses_among_what_is_exact(ranks: int) -> None:
     fits = {row.strategy.name for row in rows if row.fits}
     assert fits
     assert all(row.strategy.copies == 1 for row in rows if row.fits)
+    assert all(row.strategy.policy.recompute == "none" for row in rows if row.fits)
     refused = {row.strategy.name: row.refused for row in rows if row.refused}
     if ranks > 1:
         assert {"ddp", "master", "bidirectional"} <= refused.keys()
