@@ -37,11 +37,11 @@ from parallel.offload.host_parameters import HostParameters
 from parallel.offload.host_space import HostSpace
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
-from parallel.schedule.action import Action, Kind, Schedule
+from parallel.schedule.action import Action, Kind, Schedule, held
 from parallel.schedule.dependencies import Links
 from parallel.schedule.seating import Seating
 from parallel.schedule.shares import Shares
-from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import StageCost
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
@@ -247,7 +247,7 @@ def _stage_modules(
 def _stored_bytes(policy: ActivationPolicy, actions: Sequence[Action]) -> int | None:
     """Return what maps of one microbatch may take of the host, by the most that are between their forward and backward
     passes at a time; None: as much as is asked for."""
-    steps = ((action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD) for action in actions)
+    steps = (bool(after) - bool(before) for _, before, after in held(actions))
     return policy.host_bytes and policy.host_bytes // max(accumulate(steps), default=1)
 
 

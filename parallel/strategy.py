@@ -23,8 +23,8 @@ from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, placement_for
 from parallel.schedule.seating import Seating
 from parallel.schedule.shares import Changes, Shares
-from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import from_csv
+from parallel.schedule.timeline import StageCost
 from parallel.space.team import Grid
 
 WHOLE = ("single", "ddp", "fsdp")

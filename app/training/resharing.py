@@ -16,8 +16,7 @@ from app.training.run_folder import RunFolder
 from app.training.shares_log import SharesLog, says
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import StepResult
-from parallel.schedule.rebalancing import WINDOW, Rebalancing
-from parallel.schedule.shares import Shares, consecutive
+from parallel.schedule.shares import WINDOW, Rebalancing, Shares, consecutive
 from parallel.strategy import Strategy
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.schedule.registry import SCHEDULES
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import StageCost
 from parallel.strategy import Strategy
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import trace

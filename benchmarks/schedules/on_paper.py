@@ -20,7 +20,7 @@ from parallel.comm.objects import gather_objects
 from parallel.graph.partition import Partition
 from parallel.schedule.action import Kind
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.schedule.timeline import LinkCost, StageCost
 
 COSTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 TRIES = 11

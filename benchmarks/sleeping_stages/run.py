@@ -34,8 +34,7 @@ from parallel.schedule.action import Action
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import StageCost
-from parallel.schedule.timeline import Span, Timeline, chrome_trace
+from parallel.schedule.timeline import Span, StageCost, Timeline, chrome_trace
 from parallel.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]

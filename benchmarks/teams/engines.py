@@ -19,7 +19,7 @@ from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import StageCost
 from parallel.space.team import Grid
 from parallel.stage.stage import Loss
 from parallel.strategy import Strategy

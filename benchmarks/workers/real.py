@@ -31,8 +31,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
-from parallel.schedule.best_shares import best_counts
-from parallel.schedule.shares import consecutive
+from parallel.schedule.shares import best_counts, consecutive
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data"

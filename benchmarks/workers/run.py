@@ -32,10 +32,8 @@ from benchmarks.sleeping_stages.model import SleepingModel
 from parallel.comm.communicator import Communicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch, StepResult
-from parallel.schedule.best_shares import best_counts, step_seconds
 from parallel.schedule.microbatch import share_of
-from parallel.schedule.rebalancing import WINDOW
-from parallel.schedule.shares import consecutive
+from parallel.schedule.shares import WINDOW, best_counts, consecutive, step_seconds
 from parallel.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]

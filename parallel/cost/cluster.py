@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.cost.devices import LinkSpec
-from parallel.schedule.simulate_shared import Device
+from parallel.schedule.simulate import Device
 
 FILL = {"cuda": 0.9, "cpu": 0.75}
 """Part of a rank's memory that a plan fills, by kind of device: allocators keep a reserve beside what lives. Up to a

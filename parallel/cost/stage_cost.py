@@ -14,7 +14,7 @@ from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.nominal_cost import NOMINAL_COPY_BANDWIDTH, equal_cost
 from parallel.graph.partition import Partition
-from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.schedule.timeline import LinkCost, StageCost
 
 
 def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> list[StageCost]:

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.step_cost import LinkCost, StageCost
-from parallel.schedule.timeline import Span, Timeline
+from parallel.schedule.timeline import LinkCost, Span, StageCost, Timeline
 
 
 def gather_timeline(

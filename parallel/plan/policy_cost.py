@@ -19,7 +19,7 @@ from parallel.memory.liveness import Piece
 from parallel.memory.policy import ActivationPolicy, Segment
 from parallel.memory.segments import segments_of
 from parallel.memory.stage_memory import StageMemory
-from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import StageCost
 
 
 @dataclass(frozen=True)

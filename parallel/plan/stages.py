@@ -38,7 +38,7 @@ from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.streamed import StreamedStages
 from parallel.plan.task import Task
 from parallel.schedule.action import BEGINS_BACKWARD
-from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import StageCost
 from parallel.space.team import Grid
 from parallel.strategy import STREAMED, Strategy
 

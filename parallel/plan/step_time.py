@@ -16,16 +16,13 @@ from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
 from parallel.schedule.action import Kind, Schedule
-from parallel.schedule.best_shares import best_counts
 from parallel.schedule.microbatch import split_batch
 from parallel.schedule.passes import add_recompute
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule, placement_for
-from parallel.schedule.shares import consecutive
+from parallel.schedule.shares import best_counts, consecutive
 from parallel.schedule.simulate import simulate
-from parallel.schedule.simulate_shared import simulate_shared
-from parallel.schedule.step_cost import LinkCost, StageCost
-from parallel.schedule.timeline import Timeline
+from parallel.schedule.timeline import LinkCost, StageCost, Timeline
 from parallel.strategy import Strategy
 
 DDP_BUCKET = 25 << 20
@@ -210,16 +207,15 @@ def _step(
     share, weights = len(candidate.share_of(group)), weights_of(candidate, batch, group)
     speeds = _speeds(candidate, cluster, group)
     devices = cluster.devices(candidate.depth, candidate.groups, candidate.members)
+    assert not (devices and cluster.speeds), "ranks that share a device have its speed"
 
     def run(microbatches: int) -> tuple[Timeline, Placement]:
         schedule, placement = schedule_of(
             dataclasses.replace(candidate, ranks=candidate.group_ranks, m=microbatches, shares=())
         )
         own = weights[:microbatches]
-        if devices:
-            assert not cluster.speeds, "ranks that share a device have its speed"
-            return simulate_shared(schedule, placement, costs, links, devices, weights=own), placement
-        return simulate(schedule, placement, costs, links, weights=own, speeds=speeds), placement
+        timeline = simulate(schedule, placement, costs, links, weights=own, speeds=speeds, devices=devices)
+        return timeline, placement
 
     enough = LONG * candidate.depth
     if share <= enough:

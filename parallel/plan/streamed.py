@@ -25,7 +25,7 @@ from parallel.memory.stage_memory import StageMemory
 from parallel.plan.limit import Limit
 from parallel.plan.side_by_side import sum_in_team_s
 from parallel.plan.talk import Sum
-from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import StageCost
 from parallel.space.boxes import Boxes, StreamedModel, given_by, plan_boxes
 from parallel.space.phases import most_stored, phases_of
 from parallel.space.step import Step

@@ -8,8 +8,9 @@ files, tests, pictures and errors use this text.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 
 class Kind(Enum):
@@ -136,3 +137,28 @@ class Action:
 
 Schedule = dict[int, list[Action]]
 """Rank -> its actions in order. Written compute-only, as ``registry`` has them; ``passes`` adds everything else."""
+
+
+class Held(IntEnum):
+    """What a rank holds of one microbatch of a stage for its backward pass."""
+
+    NOTHING = 0
+    INPUTS = 1
+    """Only the inputs of the stage, which is to be recomputed."""
+    ACTIVATIONS = 2
+
+
+def held(actions: Iterable[Action]) -> Iterator[tuple[Action, Held, Held]]:
+    """Yield each compute action of a rank with what is held of its microbatch and stage before it and after it."""
+    actions = [action for action in actions if action.kind in COMPUTE]
+    recomputed = {action.key for action in actions if action.kind is Kind.RECOMPUTE}
+    for action in actions:
+        match action.kind:
+            case Kind.FORWARD:
+                yield action, Held.NOTHING, Held.INPUTS if action.key in recomputed else Held.ACTIVATIONS
+            case Kind.RECOMPUTE:
+                yield action, Held.INPUTS, Held.ACTIVATIONS
+            case Kind.BACKWARD_INPUT:
+                yield action, Held.ACTIVATIONS, Held.ACTIVATIONS
+            case _:
+                yield action, Held.ACTIVATIONS, Held.NOTHING

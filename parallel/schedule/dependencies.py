@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, Action, Kind, Schedule
 from parallel.schedule.placement import Placement
-from parallel.schedule.step_cost import StageCost, seconds_by_kind
+from parallel.schedule.timeline import StageCost, seconds_by_kind
 
 Links = Mapping[tuple[int, int], bool]
 """(source stage, target stage) -> gradients flow back along it. Skips are links like any other."""

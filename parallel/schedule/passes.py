@@ -19,7 +19,7 @@ from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Ki
 from parallel.schedule.announce import announce
 from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.placement import Placement
-from parallel.schedule.step_cost import StageCost, seconds_by_kind
+from parallel.schedule.timeline import StageCost, seconds_by_kind
 
 
 def lower(

@@ -12,9 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parallel.schedule.action import Action, Schedule
-from parallel.schedule.bidirectional import bidirectional
-from parallel.schedule.gems import mast, master
-from parallel.schedule.generators import gpipe, interleaved, mp_basic, one_f_one_b, zero_bubble
+from parallel.schedule.generators import (
+    bidirectional,
+    gpipe,
+    interleaved,
+    mast,
+    master,
+    mp_basic,
+    one_f_one_b,
+    zero_bubble,
+)
 from parallel.schedule.microbatch import share_of
 from parallel.schedule.placement import Placement
 from parallel.schedule.shares import Shares

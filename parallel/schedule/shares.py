@@ -1,13 +1,15 @@
 """Shares of unequal workers: which data-parallel group computes which microbatches.
 
-Takes what a user asks for; gives the microbatches of each group. A share is another assignment of the same
-microbatches: weights, random numbers and running statistics go by the number of a microbatch, whoever computes it.
-Letters: m microbatches, W groups (with ``ddp`` a rank each).
+Takes what a user asks for, or measured seconds; gives the microbatches of each group. A share is another assignment of
+the same microbatches: weights, random numbers and running statistics go by the number of a microbatch, whoever computes
+it. Letters: m microbatches, W groups (with ``ddp`` a rank each); group r computes n_r of t_r seconds each, after a
+fixed c_r.
 """
 
 from __future__ import annotations
 
 import csv
+import heapq
 import io
 import itertools
 from collections.abc import Sequence
@@ -17,6 +19,12 @@ Shares = tuple[tuple[int, ...], ...]
 
 FINE = 8
 """Microbatches for each group from which on shares follow speeds closely enough not to be warned of."""
+
+WINDOW = 20
+"""Steps of a running job between two looks at the speed of its groups."""
+
+GAIN = 0.05
+"""Part of a step that other shares have to save, by two windows in a row."""
 
 COLUMNS = ["microbatch", "group"]
 CHANGING = ["step", *COLUMNS]
@@ -112,3 +120,61 @@ def coarseness(microbatches: int, groups: int) -> float:
     those, n t = T of it. So T sum(1 / t) <= m + W - 1, where the ideal is m / sum(1 / t).
     """
     return (groups - 1) / microbatches
+
+
+def best_counts(m: int, seconds: Sequence[float], fixed: Sequence[float] = ()) -> tuple[int, ...]:
+    """Return n_r, at least 1 each, of least max(c_r + n_r t_r).
+
+    Every group has one; the next always goes to who would be done with it first, and no other counts end sooner: were
+    one of the last group's to go elsewhere, it would end there no earlier.
+
+    Args:
+        m: microbatches, at least W.
+        seconds: t_r, above 0.
+        fixed: c_r; empty: 0.
+    """
+    fixed = fixed or [0.0] * len(seconds)
+    counts = [1] * len(seconds)
+    ends = [(c + 2 * t, r) for r, (c, t) in enumerate(zip(fixed, seconds, strict=True))]
+    heapq.heapify(ends)
+    for _ in range(m - len(seconds)):
+        end, r = heapq.heappop(ends)
+        counts[r] += 1
+        heapq.heappush(ends, (end + seconds[r], r))
+    return tuple(counts)
+
+
+def step_seconds(counts: Sequence[int], seconds: Sequence[float], fixed: Sequence[float] = ()) -> float:
+    """Return max(c_r + n_r t_r)."""
+    fixed = fixed or [0.0] * len(seconds)
+    return max(c + n * t for n, t, c in zip(counts, seconds, fixed, strict=True))
+
+
+class Rebalancing:
+    """Counts of microbatches of a running job, which follow measured speeds and are steady under noise.
+
+    All ranks are given the same tables of seconds and so decide alike. After LB-BSP (Chen et al. 2018): adapt at the
+    boundaries of steps, to speeds as they are measured.
+
+    Attributes:
+        counts: in force now.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
+        self._before: tuple[float, ...] | None = None
+
+    def look(self, seconds: Sequence[float]) -> bool:
+        """Take the seconds that a microbatch took each group in the window that ends now; True where ``counts`` change.
+
+        They do where the best ones for this window save ``GAIN`` of a step in it, and would have in the one before.
+        """
+        before, self._before = self._before, tuple(seconds)
+        best = best_counts(sum(self.counts), seconds)
+        if before is None or not (self._saves(best, seconds) and self._saves(best, before)):
+            return False
+        self.counts, self._before = best, None
+        return True
+
+    def _saves(self, counts: Sequence[int], seconds: Sequence[float]) -> bool:
+        return step_seconds(counts, seconds) < (1 - GAIN) * step_seconds(self.counts, seconds)

@@ -3,20 +3,33 @@
 Takes a schedule, compute-only or lowered, and what its stages and the links between them cost; gives a timeline. A rank
 does its actions in order, each as soon as what it needs is there. Sends never block. The link from one rank to another
 carries one message at a time, in the order of the sends and not before its receive is announced; gradients are summed
-beside compute, one stage after the other.
+beside compute, one stage after the other. Ranks that compute at the same time on one device each get an equal part of
+it (processor sharing, Kleinrock, Queueing Systems II, 1976); a rank that waits for a message takes no part.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from parallel.schedule.action import PER_PEER, SENDS, Action, Kind, Schedule
+from parallel.schedule.action import COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
 from parallel.schedule.dependencies import Dependencies
 from parallel.schedule.passes import peer_rank
 from parallel.schedule.placement import Placement
-from parallel.schedule.step_cost import LinkCost, StageCost, peak_bytes, seconds_by_kind
-from parallel.schedule.timeline import Span, Timeline
+from parallel.schedule.timeline import LinkCost, Span, StageCost, Timeline, peak_bytes, seconds_by_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Device that several ranks share: cores with fewer than one for each rank, or one GPU.
+
+    Attributes:
+        lanes: ranks that can compute at once without slowing each other: cores / threads of a rank; 1 of a GPU.
+    """
+
+    ranks: tuple[int, ...]
+    lanes: float
 
 
 def simulate(
@@ -28,8 +41,9 @@ def simulate(
     overhead_s: float = 0.0,
     weights: Sequence[float] | None = None,
     speeds: Sequence[float] | None = None,
+    devices: Sequence[Device] = (),
 ) -> Timeline:
-    """The step, from 0 on.
+    """Return the timeline of the step, from 0 on.
 
     Args:
         costs: by stage. Recomputing costs ``forward_s``; its activations count from then on, not from the forward pass.
@@ -39,6 +53,7 @@ def simulate(
         overhead_s: that every compute action takes besides its cost.
         weights: of the microbatches by number, 1 each by default; times and bytes are multiplied by them.
         speeds: of the ranks, 1 each by default; their computing is so much faster than ``costs`` say.
+        devices: that ranks share; each rank is on one of them, or there are none and no rank slows another.
 
     Raises:
         ValueError: the schedule cannot finish. Says where each rank stands and what it waits for.
@@ -50,17 +65,32 @@ def simulate(
         action.microbatch for actions in schedule.values() for action in actions if action.microbatch is not None
     }
     weight = {i: 1.0 if weights is None else weights[i] for i in numbers}
-    run = Run(schedule, placement, costs, links, reduce_s or {}, overhead_s, weight)
-    run.speeds = speeds or run.speeds
+    speeds = [1.0] * placement.world if speeds is None else speeds
+    run = _Run(schedule, placement, costs, links, reduce_s or {}, overhead_s, weight, speeds, devices)
     run.finish()
-    return run.timeline(schedule)
+    spans = {rank: tuple(sorted(row, key=lambda s: (s.start_s, s.end_s))) for rank, row in run.spans.items()}
+    return Timeline(spans, {rank: peak_bytes(actions, costs, weight) for rank, actions in schedule.items()})
 
 
-class Run:
+@dataclass(slots=True)
+class _Computing:
+    """An action under way on a shared device.
+
+    Attributes:
+        left_s: that it would still take on a device of its own.
+    """
+
+    action: Action
+    start_s: float
+    left_s: float
+
+
+class _Run:
     """Ranks at one of their actions each, messages and sums under way.
 
-    The order of a rank's actions, of a channel's messages and of a rank's sums is given. So every time follows from
-    earlier ones by taking the largest, and ranks can be carried on in any order: no queue of events is needed.
+    The order of a rank's actions, of a channel's messages and of a rank's sums is given. So without shared devices
+    every time follows from earlier ones by taking the largest, and ranks can be carried on in any order: no queue of
+    events is needed. With them time goes from one start or end of a computation to the next.
     """
 
     def __init__(
@@ -72,156 +102,185 @@ class Run:
         reduce_s: Mapping[int, float],
         overhead_s: float,
         weight: Mapping[int, float],
+        speeds: Sequence[float],
+        devices: Sequence[Device],
     ) -> None:
-        self.placement, self.costs, self.links = placement, costs, links
-        self.reduce_s, self.overhead_s, self.weight = reduce_s, overhead_s, weight
-        self.seconds = [seconds_by_kind(cost) for cost in costs]
-        self.speeds: Sequence[float] = [1.0] * placement.world
+        self._placement, self._costs, self._links = placement, costs, links
+        self._reduce_s, self._overhead_s, self._weight = reduce_s, overhead_s, weight
+        self._speeds, self._devices = speeds, devices
+        self._seconds = [seconds_by_kind(cost) for cost in costs]
         back = {pair: cost.backward_s is not None for pair, cost in links.items()}
         between = Dependencies(placement, back)
-        self.actions = between.with_messages(schedule)
-        self.needs = between.all_before(self.actions)
-        self.at = dict.fromkeys(schedule, 0)  # rank -> position of its next action
-        self.clock = dict.fromkeys(schedule, 0.0)
+        self._actions = between.with_messages(schedule)
+        self._needs = between.all_before(self._actions)
+        self._at = dict.fromkeys(schedule, 0)  # rank -> position of its next action
+        self._clock = dict.fromkeys(schedule, 0.0)
         self.spans: dict[int, list[Span]] = {rank: [] for rank in schedule}
-        self.done: dict[Action, float] = {}  # end of a compute action; arrival at a receive
-        self.announced: dict[Action, float] = {}
-        self.under_way: dict[tuple[int, int], deque[tuple[float, Action]]] = defaultdict(deque)
-        self.channel_free: dict[tuple[int, int], float] = defaultdict(float)
-        self.to_sum: dict[int, deque[tuple[float, Action]]] = {rank: deque() for rank in schedule}
-        self.sums_done = dict.fromkeys(schedule, 0.0)
-        self.copied = {(rank, kind): 0.0 for rank in schedule for kind in (Kind.OFFLOAD, Kind.PREFETCH)}
-        self.begun: dict[Action, float] = {}  # start of a computation; end of a way back
+        self._done: dict[Action, float] = {}  # end of a compute action; arrival at a receive
+        self._moving = deque(schedule)
+        """Ranks that may be able to go on."""
+        self._waiting: dict[Action, list[int]] = {}  # ranks that need an action that is not done
+        self._computing: dict[int, _Computing] = {}  # on shared devices
+        self._announced: dict[Action, float] = {}
+        self._under_way: dict[tuple[int, int], deque[tuple[float, Action]]] = defaultdict(deque)
+        self._channel_free: dict[tuple[int, int], float] = defaultdict(float)
+        self._to_sum: dict[int, deque[tuple[float, Action]]] = {rank: deque() for rank in schedule}
+        self._sums_done = dict.fromkeys(schedule, 0.0)
+        self._copied = {(rank, kind): 0.0 for rank in schedule for kind in (Kind.OFFLOAD, Kind.PREFETCH)}
+        self._begun: dict[Action, float] = {}  # start of a computation; end of a way back
 
     def finish(self) -> None:
         """Carry every rank on to its end."""
-        moved = True
-        while moved:
-            moved = False
-            for rank, actions in self.actions.items():
-                while self.at[rank] < len(actions) and self.do(rank, actions[self.at[rank]]):
-                    self.at[rank] += 1
-                    moved = True
-        self.raise_if_stuck()
+        now = 0.0
+        self._go_on()
+        while self._computing:
+            working = {rank for rank, work in self._computing.items() if work.start_s <= now}
+            if not working:
+                now = min(work.start_s for work in self._computing.values())
+                continue
+            rates = self._rates(working)
+            ends = [self._computing[rank].left_s / rates[rank] for rank in working]
+            step = min([*ends, *(work.start_s - now for work in self._computing.values() if work.start_s > now)])
+            now += step
+            for rank in working:
+                work = self._computing[rank]
+                work.left_s -= step * rates[rank]
+                if work.left_s <= 1e-12:
+                    del self._computing[rank]
+                    self._computed(rank, work.action, work.start_s, now)
+                    self._moving.append(rank)
+            self._go_on()
+        self._raise_if_stuck()
 
-    def timeline(self, schedule: Schedule) -> Timeline:
-        """The step that was run; ``schedule`` as it was given, for its bytes."""
-        spans = {rank: tuple(sorted(own, key=lambda s: (s.start_s, s.end_s))) for rank, own in self.spans.items()}
-        peaks = {rank: peak_bytes(actions, self.costs, self.weight) for rank, actions in schedule.items()}
-        return Timeline(spans, peaks)
+    def _rates(self, working: set[int]) -> dict[int, float]:
+        """Part of a device of its own that each rank gets."""
+        rates = dict.fromkeys(working, 1.0)
+        for device in self._devices:
+            sharing = [rank for rank in device.ranks if rank in working]
+            rates |= dict.fromkeys(sharing, min(1.0, device.lanes / max(1, len(sharing))))
+        return rates
 
-    def do(self, rank: int, action: Action) -> bool:
-        """Whether ``rank`` gets past ``action``."""
-        now = self.clock[rank]
+    def _go_on(self) -> None:
+        """Take ranks as far as what they need is known, and on shared devices to their next compute action."""
+        while self._moving:
+            rank = self._moving.popleft()
+            actions = self._actions[rank]
+            while self._at[rank] < len(actions) and self._do(rank, actions[self._at[rank]]):
+                pass
+
+    def _do(self, rank: int, action: Action) -> bool:
+        """Do ``action`` and return whether ``rank`` gets past it now."""
+        now = self._clock[rank]
+        if action.kind in COMPUTE:
+            return self._compute(rank, action)
         if action.kind in SENDS:
-            channel = (rank, peer_rank(action, self.placement, rank))
-            self.under_way[channel].append((now, action))
+            channel = (rank, peer_rank(action, self._placement, rank))
+            self._under_way[channel].append((now, action))
             self._carry(channel)
         elif action.kind in PER_PEER:
-            self.announced[action] = now
-            self._carry((peer_rank(action, self.placement, rank), rank))
+            self._announced[action] = now
+            self._carry((peer_rank(action, self._placement, rank), rank))
         elif action.kind is Kind.OFFLOAD:
             self._offload(rank, action)
         elif action.kind is Kind.PREFETCH:
-            start = max(now, self.copied[rank, action.kind])
-            end = start + self.costs[action.stage].back_s * self.weight[action.i]
-            self.copied[rank, action.kind] = self.begun[action] = end
+            start = max(now, self._copied[rank, action.kind])
+            end = start + self._costs[action.stage].back_s * self._weight[action.i]
+            self._copied[rank, action.kind] = self._begun[action] = end
             self.spans[rank].append(Span(action, start, end))
-        elif action.kind is Kind.REDUCE:
-            self.to_sum[rank].append((now, action))
-            self._sum(action.stage)
         else:
-            return self.compute(rank, action)
+            self._to_sum[rank].append((now, action))
+            self._sum(action.stage)
+        self._at[rank] += 1
         return True
 
-    def compute(self, rank: int, action: Action) -> bool:
-        """Do ``action`` if what it needs is known."""
-        start = self.ready_s(rank, action)
-        if start is None:
+    def _compute(self, rank: int, action: Action) -> bool:
+        """Do ``action`` if what it needs is known; on a shared device, begin it."""
+        start = self._clock[rank]
+        for need in self._needs[action]:
+            end = self._done.get(need)
+            if end is None:
+                self._waiting.setdefault(need, []).append(rank)
+                return False
+            start = max(start, end)
+        seconds = self._overhead_s + self._seconds[action.stage][action.kind] * self._weight[action.i]
+        if self._devices:
+            self._computing[rank] = _Computing(action, start, seconds)
             return False
-        end = start + self.compute_s(action) / self.speeds[rank]
+        end = start + seconds / self._speeds[rank]
         if action.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            end = max(
-                end, self.begun.get(action.as_kind(Kind.PREFETCH), 0.0)
-            )  # the last of it may come while the first is used
-        self.computed(rank, action, start, end)
+            # The last of what was moved to the host may come while the first is used.
+            end = max(end, self._begun.get(action.as_kind(Kind.PREFETCH), 0.0))
+        self._computed(rank, action, start, end)
         return True
+
+    def _computed(self, rank: int, action: Action, start: float, end: float) -> None:
+        """Note that ``rank`` did ``action``."""
+        self._at[rank] += 1
+        self._clock[rank] = end
+        self._begun.setdefault(action, start)
+        self.spans[rank].append(Span(action, start, end))
+        self._is_done(action, end)
+        if action.kind is Kind.BACKWARD_INPUT:  # as good as B for the stages that need its gradients
+            self._is_done(action.as_kind(Kind.BACKWARD), end)
+
+    def _is_done(self, action: Action, end: float) -> None:
+        self._done[action] = end
+        self._moving += self._waiting.pop(action, ())
 
     def _offload(self, rank: int, action: Action) -> None:
         """Wait until what was kept is on the host; copies begin with the forward pass."""
         forward = action.as_kind(Kind.FORWARD)
-        start = max(self.begun[forward], self.copied[rank, action.kind])
-        end = max(start + self.costs[action.stage].out_s * self.weight[action.i], self.done[forward])
-        self.copied[rank, action.kind] = end
-        self.clock[rank] = max(self.clock[rank], end)
+        start = max(self._begun[forward], self._copied[rank, action.kind])
+        end = max(start + self._costs[action.stage].out_s * self._weight[action.i], self._done[forward])
+        self._copied[rank, action.kind] = end
+        self._clock[rank] = max(self._clock[rank], end)
         self.spans[rank].append(Span(action, start, end))
-
-    def ready_s(self, rank: int, action: Action) -> float | None:
-        """When ``action`` can start; None as long as that is not known."""
-        ready = self.clock[rank]
-        for need in self.needs[action]:
-            end = self.done.get(need)
-            if end is None:
-                return None
-            ready = max(ready, end)
-        return ready
-
-    def computed(self, rank: int, action: Action, start: float, end: float) -> None:
-        """Note that ``rank`` did ``action``."""
-        self.clock[rank] = self.done[action] = end
-        self.begun.setdefault(action, start)
-        if action.kind is Kind.BACKWARD_INPUT:  # as good as B for the stages that need its gradients
-            self.done[action.as_kind(Kind.BACKWARD)] = end
-        self.spans[rank].append(Span(action, start, end))
-
-    def compute_s(self, action: Action) -> float:
-        """What ``action`` takes on a device of its own."""
-        return self.overhead_s + self.seconds[action.stage][action.kind] * self.weight[action.i]
 
     def _carry(self, channel: tuple[int, int]) -> None:
         """Let the messages of a channel arrive, as far as their receives are announced."""
-        queue = self.under_way[channel]
-        while queue and (receive := queue[0][1].other_end) in self.announced:
+        queue = self._under_way[channel]
+        while queue and (receive := queue[0][1].other_end) in self._announced:
             sent, send = queue.popleft()
-            start = max(sent, self.announced[receive], self.channel_free[channel])
+            start = max(sent, self._announced[receive], self._channel_free[channel])
             end = start + self._travel_s(send)
-            self.channel_free[channel] = self.done[receive] = end
+            self._channel_free[channel] = end
+            self._is_done(receive, end)
             self.spans[channel[0]].append(Span(send, start, end))
 
     def _travel_s(self, send: Action) -> float:
         assert send.peer is not None
         pair = (send.stage, send.peer)
         if send.kind is Kind.SEND_FORWARD:
-            seconds: float | None = self.links[pair].forward_s if pair in self.links else 0.0
+            seconds: float | None = self._links[pair].forward_s if pair in self._links else 0.0
         else:
-            seconds = self.links[pair[::-1]].backward_s if pair[::-1] in self.links else 0.0
-        return (seconds or 0.0) * self.weight[send.i]
+            seconds = self._links[pair[::-1]].backward_s if pair[::-1] in self._links else 0.0
+        return (seconds or 0.0) * self._weight[send.i]
 
     def _sum(self, stage: int) -> None:
         """Sum the gradients of ``stage``, and of what waits behind it, once it is the next sum of all its holders."""
-        holders = self.placement.holders(stage)
-        fronts = [self.to_sum[rank][0] for rank in holders if self.to_sum[rank]]
+        holders = self._placement.holders(stage)
+        fronts = [self._to_sum[rank][0] for rank in holders if self._to_sum[rank]]
         if len(fronts) < len(holders) or any(action.stage != stage for _, action in fronts):
             return
-        start = max(*(now for now, _ in fronts), *(self.sums_done[rank] for rank in holders))
-        end = start + self.reduce_s.get(stage, 0.0)
+        start = max(*(now for now, _ in fronts), *(self._sums_done[rank] for rank in holders))
+        end = start + self._reduce_s.get(stage, 0.0)
         for rank in holders:
-            self.spans[rank].append(Span(self.to_sum[rank].popleft()[1], start, end))
-            self.sums_done[rank] = end
+            self.spans[rank].append(Span(self._to_sum[rank].popleft()[1], start, end))
+            self._sums_done[rank] = end
         for rank in holders:
-            if self.to_sum[rank]:
-                self._sum(self.to_sum[rank][0][1].stage)
+            if self._to_sum[rank]:
+                self._sum(self._to_sum[rank][0][1].stage)
 
-    def raise_if_stuck(self) -> None:
+    def _raise_if_stuck(self) -> None:
         faults = []
-        for rank, actions in self.actions.items():
-            if self.at[rank] < len(actions):
-                action = actions[self.at[rank]]
-                missing = ", ".join(str(need) for need in self.needs[action] if need not in self.done)
+        for rank, actions in self._actions.items():
+            if self._at[rank] < len(actions):
+                action = actions[self._at[rank]]
+                missing = ", ".join(str(need) for need in self._needs[action] if need not in self._done)
                 faults.append(f"rank {rank} stands at {action}, which waits for {missing}")
-        for (source, target), messages in self.under_way.items():
+        for (source, target), messages in self._under_way.items():
             faults += [f"rank {source} has sent {send}, which rank {target} does not await" for _, send in messages]
-        for rank, sums in self.to_sum.items():
+        for rank, sums in self._to_sum.items():
             faults += [
                 f"rank {rank} has begun {action}, which not every rank that holds the stage does" for _, action in sums
             ]

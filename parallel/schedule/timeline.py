@@ -1,4 +1,4 @@
-"""When each rank did what in a step: simulated before a run, measured in it, and drawn the same way.
+"""Cost of stages and links, and timeline of a step: simulated before a run, measured in it, and drawn the same way.
 
 Takes the spans of the actions; gives the step time and how much of it the ranks computed. Seconds count from any fixed
 moment, the same for all ranks.
@@ -6,11 +6,63 @@ moment, the same for all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.schedule.action import COMPUTE, Action
+from parallel.schedule.action import COMPUTE, Action, Held, Kind, held
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What a stage costs for one microbatch of weight 1.
+
+    Attributes:
+        backward_s: of a whole backward pass; the next two are of its halves.
+        activation_bytes: kept from a forward pass for its backward pass.
+        out_s, back_s: to copy those to the host and back, where they go there.
+    """
+
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    activation_bytes: int
+    out_s: float = 0.0
+    back_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """What passing the values of one microbatch of weight 1 on costs; nothing between stages on one rank.
+
+    Attributes:
+        backward_s: of the gradients; None where none flow back.
+    """
+
+    forward_s: float
+    backward_s: float | None
+
+
+def seconds_by_kind(cost: StageCost) -> dict[Kind, float]:
+    """Return what each kind of compute action takes."""
+    return {
+        Kind.FORWARD: cost.forward_s,
+        Kind.RECOMPUTE: cost.forward_s,
+        Kind.BACKWARD: cost.backward_s,
+        Kind.BACKWARD_INPUT: cost.backward_input_s,
+        Kind.BACKWARD_WEIGHT: cost.backward_weight_s,
+    }
+
+
+def peak_bytes(actions: Sequence[Action], costs: Sequence[StageCost], weight: Mapping[int, float]) -> int:
+    """Return the most bytes of activations that a rank keeps at any time."""
+    now = peak = 0.0
+    for action, before, after in held(actions):
+        change = (after is Held.ACTIVATIONS) - (before is Held.ACTIVATIONS)
+        now += change * costs[action.stage].activation_bytes * weight[action.i]
+        peak = max(peak, now)
+    return round(peak)
 
 
 @dataclass(frozen=True, slots=True)

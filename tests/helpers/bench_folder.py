@@ -13,8 +13,7 @@ from parallel.draw.schedule_svg import schedule_svg
 from parallel.schedule.passes import lower
 from parallel.schedule.registry import build_schedule, placement_for
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import StageCost
-from parallel.schedule.timeline import Timeline
+from parallel.schedule.timeline import StageCost, Timeline
 
 GIB = 1 << 30
 LIMIT_GIB = 3

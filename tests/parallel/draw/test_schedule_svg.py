@@ -11,8 +11,7 @@ from parallel.schedule.action import COMPUTE, Action, Kind
 from parallel.schedule.passes import lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import StageCost
-from parallel.schedule.timeline import Timeline
+from parallel.schedule.timeline import StageCost, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -14,8 +14,7 @@ from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import StageCost
-from parallel.schedule.timeline import Span
+from parallel.schedule.timeline import Span, StageCost
 
 COSTS = [StageCost(1.0, 2.0, 1.25, 0.75, 0), StageCost(3.0, 4.0, 2.5, 1.5, 0), StageCost(0.5, 1.0, 0.5, 0.5, 0)]
 LINKS = {(0, 1): True, (1, 2): True, (0, 2): True}

@@ -14,7 +14,7 @@ from parallel.memory.liveness import pieces
 from parallel.memory.policy import MIB, ActivationPolicy
 from parallel.memory.segments import segments_of
 from parallel.plan.policy_cost import MovedBytes, moved_bytes, policy_costs
-from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import StageCost
 
 RUNS = (("x", "conv1"),)
 

@@ -17,7 +17,7 @@ from parallel.plan.step_time import (
     forecast_split,
     forecast_whole,
 )
-from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
 
 FAST = LinkSpec("fast", 1e30, 0.0)

@@ -18,7 +18,7 @@ from parallel.plan.search import Planner
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import StageCost
+from parallel.schedule.timeline import StageCost
 from parallel.strategy import Strategy
 
 MIXED = "rtxa6000-48gb:2,rtx2080ti-11gb:2"

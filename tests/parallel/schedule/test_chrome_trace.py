@@ -12,8 +12,7 @@ from parallel.schedule.action import COMPUTE, Action
 from parallel.schedule.passes import lower
 from parallel.schedule.registry import build_schedule, placement_for
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import LinkCost, StageCost
-from parallel.schedule.timeline import Span, Timeline, chrome_trace
+from parallel.schedule.timeline import LinkCost, Span, StageCost, Timeline, chrome_trace
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from parallel.schedule.passes import add_communication, add_recompute, add_reduc
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import LinkCost, StageCost
 from parallel.schedule.text import from_csv
+from parallel.schedule.timeline import LinkCost, StageCost
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)

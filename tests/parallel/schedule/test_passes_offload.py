@@ -12,8 +12,8 @@ from parallel.schedule.passes import add_offload, lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import StageCost
 from parallel.schedule.text import ScheduleError, from_csv, to_csv
+from parallel.schedule.timeline import StageCost
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 CHAIN = {(0, 1): True}

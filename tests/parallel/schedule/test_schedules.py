@@ -9,10 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.action import Kind, Schedule
-from parallel.schedule.bidirectional import bidirectional
 from parallel.schedule.check import check
-from parallel.schedule.gems import mast, master
-from parallel.schedule.generators import gpipe, interleaved, mp_basic, one_f_one_b, zero_bubble
+from parallel.schedule.generators import (
+    bidirectional,
+    gpipe,
+    interleaved,
+    mast,
+    master,
+    mp_basic,
+    one_f_one_b,
+    zero_bubble,
+)
 from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for

@@ -11,9 +11,8 @@ from parallel.schedule.passes import lower
 from parallel.schedule.placement import Placement
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
 from parallel.schedule.simulate import simulate
-from parallel.schedule.step_cost import LinkCost, StageCost
 from parallel.schedule.text import from_csv
-from parallel.schedule.timeline import Timeline
+from parallel.schedule.timeline import LinkCost, StageCost, Timeline
 
 TWO_RANKS = Placement(groups=1, depth=2, stages=2)
 PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)

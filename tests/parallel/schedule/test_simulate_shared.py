@@ -8,9 +8,8 @@ import pytest
 
 from parallel.schedule.passes import lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
-from parallel.schedule.simulate import simulate
-from parallel.schedule.simulate_shared import Device, simulate_shared
-from parallel.schedule.step_cost import LinkCost, StageCost
+from parallel.schedule.simulate import Device, simulate
+from parallel.schedule.timeline import LinkCost, StageCost
 
 COST = StageCost(1.0, 2.0, 1.0, 1.0, 10)
 LINKS = {(stage, stage + 1): LinkCost(0.01, 0.01) for stage in range(7)}
@@ -26,7 +25,7 @@ def case(name: str, depth: int, m: int) -> Any:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_lane_for_every_rank_is_a_device_of_its_own(name: str) -> None:
     given = case(name, 4, 2 if name == "mast" else 8)
-    shared = simulate_shared(*given, [Device((0, 1, 2, 3), 4)])
+    shared = simulate(*given, devices=[Device((0, 1, 2, 3), 4)])
     alone = simulate(*given)
     assert shared.makespan_s == pytest.approx(alone.makespan_s)
     assert shared.peak_bytes == alone.peak_bytes
@@ -36,7 +35,7 @@ def test_a_lane_for_every_rank_is_a_device_of_its_own(name: str) -> None:
 def test_one_lane_does_all_the_work_one_after_the_other(name: str) -> None:
     m = 2 if name == "mast" else 8
     schedule, placement, costs, links = case(name, 4, m)
-    shared = simulate_shared(schedule, placement, costs, links, [Device((0, 1, 2, 3), 1)])
+    shared = simulate(schedule, placement, costs, links, devices=[Device((0, 1, 2, 3), 1)])
     work = m * placement.stages * 3.0
     assert work * 0.999 <= shared.makespan_s <= work + 0.2 * m
 
@@ -44,12 +43,12 @@ def test_one_lane_does_all_the_work_one_after_the_other(name: str) -> None:
 def test_two_ranks_at_once_take_twice_as_long() -> None:
     """gpipe on two ranks, two microbatches: rank 0 computes alone for 1 s, then both share."""
     schedule, placement, costs, _ = case("gpipe", 2, 2)
-    shared = simulate_shared(schedule, placement, costs, {(0, 1): LinkCost(0, 0)}, [Device((0, 1), 1)])
+    shared = simulate(schedule, placement, costs, {(0, 1): LinkCost(0, 0)}, devices=[Device((0, 1), 1)])
     first = [span for span in shared.spans[0] if str(span.action) == "0F1"]
     assert (first[0].start_s, first[0].end_s) == (1.0, 3.0)
 
 
 def test_devices_do_not_share_with_each_other() -> None:
     given = case("1f1b", 4, 8)
-    apart = simulate_shared(*given, [Device((k,), 1) for k in range(4)])
+    apart = simulate(*given, devices=[Device((k,), 1) for k in range(4)])
     assert apart.makespan_s == pytest.approx(simulate(*given).makespan_s)

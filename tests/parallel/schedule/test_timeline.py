@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.schedule.action import Action
+from parallel.schedule.action import Action, held
+from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import Span, Timeline
 
 
@@ -33,3 +34,16 @@ def test_only_compute_is_busy() -> None:
 def test_empty_step() -> None:
     empty = Timeline({0: ()})
     assert (empty.makespan_s, empty.bubble) == (0, 0)
+
+
+def test_what_is_held_before_and_after_each_action() -> None:
+    (rows,) = from_csv("0F0,0F1,0SEND_F0>1,0R0,0B0,0I1,0W1").values()
+    changes = [f"{action} {before.name} {after.name}" for action, before, after in held(rows)]
+    assert changes == [
+        "0F0 NOTHING INPUTS",
+        "0F1 NOTHING ACTIVATIONS",
+        "0R0 INPUTS ACTIVATIONS",
+        "0B0 ACTIVATIONS NOTHING",
+        "0I1 ACTIVATIONS ACTIVATIONS",
+        "0W1 ACTIVATIONS NOTHING",
+    ]

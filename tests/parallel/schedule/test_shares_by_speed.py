@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.schedule.best_shares import best_counts, step_seconds
-from parallel.schedule.rebalancing import Rebalancing
+from parallel.schedule.shares import Rebalancing, best_counts, step_seconds
 
 
 @settings(max_examples=80, deadline=None)
