@@ -21,10 +21,8 @@ from app.planning.unequal import unequal_notes
 from app.planning.workload import Workload
 from app.settings.cli import FAILED, OK
 from app.settings.sizes import bytes_of
-from parallel.draw.graph_dot import graph_dot
-from parallel.draw.graph_json import graph_json
-from parallel.draw.graph_picture import graph_svg
-from parallel.draw.graph_text import graph_text
+from parallel.draw.graph_svg import graph_svg
+from parallel.draw.graph_text import graph_dot, graph_json, graph_text
 from parallel.draw.model_view import ModelView
 from parallel.draw.schedule_svg import schedule_svg
 from parallel.graph.scale import with_tiles

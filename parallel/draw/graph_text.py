@@ -1,9 +1,34 @@
-"""From a graph to a table: a line for each part, a ruled line for each cut, sums under each stage."""
+"""Write a model's graph as text: a table, data for ``json.dump``, or the DOT language.
+
+DOT is for Graphviz and the many tools that read it (``dot -Tsvg graph.dot``; grammar: graphviz.org/doc/info/lang.html):
+a node for each part, called by its number as in JSON, a cluster for each stage, an edge for all values that one part
+gives another, as wide as their bytes.
+
+The schema of JSON, version 1; bytes and flops are for the traced shapes of one microbatch, seconds null where unknown:
+
+- ``level``: op, layer, block or module. ``title``: as given.
+- ``nodes``: ``id`` (0, 1, ... in the order they run), ``name`` (unique), ``kind``, ``scope`` (path of the module that
+  is all of it, or ""), ``layers`` (names), ``stage``, ``flops``, ``param_bytes``, ``saved_bytes`` (kept for backward),
+  ``output_bytes``, ``forward_s``, ``backward_s``.
+- ``edges``: ``source`` and ``target`` (ids), ``values`` (names of layers; none between operations of one layer),
+  ``bytes``.
+- ``groups``: ``first`` and ``last`` (ids), ``label``: blocks of one class in one place, layers of one block.
+- ``cuts``: ``before`` (name of the layer that begins the next stage), ``position`` of it, ``values``, ``bytes``.
+- ``stages``: ``stage``, ``first`` and ``last`` (ids of nodes), ``flops``, ``param_bytes``, ``saved_bytes``,
+  ``forward_s``, ``backward_s``; ``sends``: ``target`` (stage) and ``bytes`` of each stage it sends to.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
 from parallel.draw.model_view import CutSum, ModelView, StageSum
-from parallel.draw.outline import Outline
+from parallel.draw.outline import Link, Outline, Part
+from parallel.draw.svg_style import HUES
 from parallel.units import bytes_text, flops_text, seconds_text
 
 NAME, KIND, INPUTS = 36, 44, 22
@@ -95,3 +120,107 @@ def _sum_line(total: StageSum, *, last: bool = False) -> str:
 def _cut_line(cut: CutSum, width: int) -> str:
     values = "1 value" if len(cut.values) == 1 else f"{len(cut.values)} values"
     return f"──── cut: {values}, {bytes_text(cut.bytes)} ".ljust(width, "─")
+
+
+VERSION = 1
+
+
+def graph_json(view: ModelView) -> dict[str, Any]:
+    """Return the model as data, in the schema above. Without a partition there is one stage and no cut."""
+    graph, outline, partition, stage_of = view.graph, view.outline, view.stages, view.stage_of
+    nodes = []
+    for number, part in enumerate(outline.parts):
+        node = {"id": number, **asdict(part), "stage": stage_of[number]}
+        node["layers"] = [layer.name for layer in graph.layers[node.pop("start") : node.pop("stop")]]
+        nodes.append(node)
+    return {
+        "version": VERSION,
+        "level": view.level,
+        "title": view.title,
+        "nodes": nodes,
+        "edges": [{**asdict(link), "values": list(link.values)} for link in outline.links],
+        "groups": [asdict(group) for group in outline.groups],
+        "cuts": [
+            {
+                "before": graph.layers[cut.position].name,
+                "position": cut.position,
+                "values": list(cut.values),
+                "bytes": cut.bytes,
+            }
+            for cut in view.cut_sums
+        ],
+        "stages": [
+            {
+                "stage": total.stage,
+                "first": stage_of.index(total.stage),
+                "last": len(stage_of) - 1 - stage_of[::-1].index(total.stage),
+                "flops": total.flops,
+                "param_bytes": total.param_bytes,
+                "saved_bytes": total.saved_bytes,
+                "forward_s": total.forward_s,
+                "backward_s": total.backward_s,
+                "sends": [
+                    {"target": target, "bytes": partition.bytes_over(source, target)}
+                    for source, target in partition.links
+                    if source == total.stage
+                ],
+            }
+            for total in view.stage_sums
+        ],
+    }
+
+
+def graph_dot(view: ModelView) -> str:
+    """Return the text of a DOT file."""
+    return "\n".join(
+        [
+            "digraph model {",
+            f"  label={_quoted(view.title)}; labelloc=t; fontname=Helvetica;",
+            '  node [shape=box, style="rounded,filled", fontname=Helvetica, fontsize=11];',
+            "  edge [fontname=Helvetica, fontsize=9];",
+            *_clusters(view),
+            *_edges(view.outline.links),
+            "}\n",
+        ]
+    )
+
+
+def _clusters(view: ModelView) -> Iterator[str]:
+    """The nodes of each stage; without a partition no cluster is around them."""
+    for total in view.stage_sums:
+        fill, line, *_ = HUES[total.stage % len(HUES)]
+        if view.partition:
+            yield f"  subgraph cluster_{total.stage} {{"
+            yield f'    label={_quoted(f"stage {total.stage}: {_sizes(total)}")}; color="{line}"; fontcolor="{line}";'
+        for number, part in enumerate(view.outline.parts):
+            if view.stage_of[number] == total.stage:
+                yield f'    {number} [label={_quoted(_words(part))}, fillcolor="{fill}", color="{line}"];'
+        if view.partition:
+            yield "  }"
+
+
+def _edges(links: tuple[Link, ...]) -> Iterator[str]:
+    most = max((link.bytes for link in links), default=0) or 1
+    for link in links:
+        width = 1 + 3 * math.sqrt(link.bytes / most)
+        yield f'  {link.source} -> {link.target} [label="{bytes_text(link.bytes)}", penwidth={width:.1f}];'
+
+
+def _words(part: Part) -> str:
+    return "\n".join(filter(None, [part.name, part.kind if part.kind != part.name else "", _sizes(part)]))
+
+
+def _sizes(part: Part | StageSum) -> str:
+    """Bytes of parameters, bytes kept for backward and seconds, where there are any."""
+    words = [f"{bytes_text(part.param_bytes)} params"] if part.param_bytes else []
+    words += [f"{bytes_text(part.saved_bytes)} saved"] if part.saved_bytes else []
+    seconds = (part.forward_s or 0.0) + (part.backward_s or 0.0)
+    return ", ".join([*words, *([seconds_text(seconds)] if seconds else [])])
+
+
+def _quoted(text: str) -> str:
+    r"""
+    >>> _quoted('a "b"\n')
+    '"a \\"b\\"\\n"'
+    """
+    return json.dumps(text, ensure_ascii=False)

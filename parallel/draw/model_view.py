@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel.draw.coarsen import coarsen
-from parallel.draw.outline import Level, Outline, saved_bytes, seconds_of
+from parallel.draw.outline import Level, Outline, coarsen, saved_bytes, seconds_of
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.graph.single_value_cuts import values_across

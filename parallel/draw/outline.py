@@ -1,15 +1,21 @@
-"""A model's graph with its layers put together into parts: what tables and pictures of a model are made from.
+"""A model's graph with its layers put together into parts: by operations, layers, blocks or modules.
 
-Made by ``coarsen``; plain data. Parts stand in the order in which they run and cover all layers once.
+``coarsen`` takes a ``LayerGraph``, and where known the seconds of its layers; it gives an ``Outline`` with sums over
+the layers of each part and the values between parts: the input of pictures, tables and JSON. Parts stand in the order
+in which they run and cover all layers once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby, pairwise
+from typing import Literal, get_args
 
+from parallel.graph.blocks import Block, find_blocks, find_modules
 from parallel.graph.layers import LayerGraph
+from parallel.graph.module_paths import heavy_positions
 
 Level = Literal["op", "layer", "block", "module"]
 
@@ -92,3 +98,199 @@ def saved_bytes(graph: LayerGraph, positions: Iterable[int]) -> int:
 def seconds_of(seconds: Sequence[float] | None, start: int, stop: int) -> float | None:
     """Sum over layers ``start`` to ``stop``; None where nothing is known."""
     return None if seconds is None else sum(seconds[start:stop])
+
+
+PLAIN = ("Module", "ModuleDict", "ModuleList", "Sequential")
+"""Classes that say nothing of what they hold."""
+
+COUNTER_BYTES = 8
+"""BatchNorm counts its calls in one integer; that operation is not shown."""
+
+
+def coarsen(
+    graph: LayerGraph,
+    level: Level,
+    *,
+    cuts: Sequence[int] = (),
+    forward_s: Sequence[float] | None = None,
+    backward_s: Sequence[float] | None = None,
+) -> Outline:
+    """The graph's layers put together into parts.
+
+    At level ``op`` the operations of a layer follow each other as they run; what passes between them inside the layer
+    is not recorded, and time is known of whole layers only.
+
+    Args:
+        level: "op", "layer", "block" (bottlenecks, cells, levels of a U-Net) or "module" (the first level of modules).
+        cuts: positions in ``graph.layers`` at which a part has to begin.
+        forward_s: seconds of each layer; ``backward_s`` likewise.
+
+    Raises:
+        ValueError: an unknown level, or seconds that are not one number for each layer.
+    """
+    if level not in get_args(Level):
+        raise ValueError(f"a graph is drawn by {', '.join(get_args(Level))}; got {level!r}")
+    for name, seconds in (("forward_s", forward_s), ("backward_s", backward_s)):
+        if seconds is not None and len(seconds) != len(graph.layers):
+            raise ValueError(f"{name} has one number for each of {len(graph.layers)} layers; got {len(seconds)}")
+    if level == "op":
+        parts = _operations(graph)
+    else:
+        blocks = {
+            "layer": lambda: [Block(k, k + 1) for k in range(len(graph.layers))],
+            "block": lambda: _with_ends(graph, find_blocks(graph)),
+            "module": lambda: _with_ends(graph, find_modules(graph)),
+        }[level]()
+        names = _names(graph, blocks)
+        parts = [
+            _part(graph, piece, name, forward_s, backward_s)
+            for block, name in zip(blocks, names, strict=True)
+            for piece, name in _split(block, name, cuts)
+        ]
+    groups = _repeats(graph, parts) if level in ("block", "module") else _in_blocks(graph, parts)
+    return Outline(graph, level, tuple(parts), _links(graph, parts), groups)
+
+
+def _with_ends(graph: LayerGraph, blocks: list[Block]) -> list[Block]:
+    """And the model's input and output."""
+    inside = range(blocks[0].start, blocks[-1].stop) if blocks else range(0)
+    ends = [Block(k, k + 1) for k in range(len(graph.layers)) if k not in inside]
+    return sorted([*blocks, *ends], key=lambda block: block.start)
+
+
+def _names(graph: LayerGraph, blocks: list[Block]) -> list[str]:
+    """Of the module that a block is, or of its first heavy layer; a second of a name gets a number."""
+    heavy, seen, names = heavy_positions(graph), Counter[str](), []
+    for block in blocks:
+        main = next((k for k in range(block.start, block.stop) if k in heavy), block.start)
+        layer = graph.layers[main]
+        name = ".".join(block.scope) or layer.module or layer.name
+        if block.stop - block.start == 1:
+            name = layer.name
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return names
+
+
+def _split(block: Block, name: str, cuts: Sequence[int]) -> list[tuple[Block, str]]:
+    """The block, or its pieces between cuts that fall inside."""
+    ends = [block.start, *sorted({cut for cut in cuts if block.start < cut < block.stop}), block.stop]
+    pieces = [Block(start, stop, block.scope) for start, stop in pairwise(ends)]
+    if len(pieces) == 1:
+        return [(block, name)]
+    return [(piece, f"{name} [{k}/{len(pieces)}]") for k, piece in enumerate(pieces, 1)]
+
+
+def _part(
+    graph: LayerGraph,
+    block: Block,
+    name: str,
+    forward_s: Sequence[float] | None,
+    backward_s: Sequence[float] | None,
+) -> Part:
+    layers = graph.layers[block.start : block.stop]
+    used = {value for layer in graph.layers[block.stop :] for value in layer.inputs}
+    return Part(
+        name=name,
+        kind=_kind(graph, block),
+        scope=".".join(block.scope),
+        start=block.start,
+        stop=block.stop,
+        flops=sum(layer.flops for layer in layers),
+        param_bytes=sum(layer.param_bytes for layer in layers),
+        saved_bytes=saved_bytes(graph, range(block.start, block.stop)),
+        output_bytes=sum(layer.output_bytes for layer in layers if layer.name in used),
+        forward_s=seconds_of(forward_s, block.start, block.stop),
+        backward_s=seconds_of(backward_s, block.start, block.stop),
+    )
+
+
+def _kind(graph: LayerGraph, block: Block) -> str:
+    named = graph.classes.get(".".join(block.scope)) if block.scope else None
+    if named and named not in PLAIN:
+        return named.lstrip("_")
+    layers = [layer for layer in graph.layers[block.start : block.stop] if layer.kind != "get_attr"]
+    if len(layers) <= 4:
+        return ", ".join(layer.kind for layer in layers) or graph.layers[block.start].kind
+    heavy = heavy_positions(graph)
+    kinds = Counter(graph.layers[k].kind for k in range(block.start, block.stop) if k in heavy)
+    return ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.items())
+
+
+def _operations(graph: LayerGraph) -> list[Part]:
+    """A part for each operation; a layer without any, such as a view, stays."""
+    parts = []
+    used = {value for layer in graph.layers for value in layer.inputs}
+    for k, layer in enumerate(graph.layers):
+        ops = [op for op in layer.ops if op.differentiable or op.written_bytes > COUNTER_BYTES]
+        if not ops:
+            parts.append(_part(graph, Block(k, k + 1), layer.name, None, None))
+        for number, op in enumerate(ops, 1):
+            last = number == len(ops)
+            parts.append(
+                Part(
+                    name=layer.name if len(ops) == 1 else f"{layer.name} [{number}/{len(ops)}]",
+                    kind=op.name,
+                    scope=layer.scope,
+                    start=k,
+                    stop=k + 1,
+                    flops=op.flops,
+                    # Which operation uses the layer's parameters and keeps what, nobody noted: the last stands for all.
+                    param_bytes=layer.param_bytes if last else 0,
+                    saved_bytes=saved_bytes(graph, [k]) if last else 0,
+                    output_bytes=(layer.output_bytes if layer.name in used else 0) if last else op.written_bytes,
+                )
+            )
+    return parts
+
+
+def _links(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Link, ...]:
+    """Values that pass between parts, and from operation to operation of a layer."""
+    makers: dict[str, int] = {}
+    values: dict[tuple[int, int], list[str]] = {}
+    links = []
+    for number, part in enumerate(parts):
+        again = number > 0 and parts[number - 1].start == part.start
+        if again:
+            links.append(Link(number - 1, number, (), parts[number - 1].output_bytes))
+        for layer in graph.layers[part.start : part.stop]:
+            for value in () if again else layer.inputs:
+                if makers[value] != number and value not in (known := values.setdefault((makers[value], number), [])):
+                    known.append(value)
+            makers[layer.name] = number
+    links += [
+        Link(source, target, tuple(names), sum(graph.by_name[name].output_bytes for name in names))
+        for (source, target), names in values.items()
+    ]
+    return tuple(sorted(links))
+
+
+def _repeats(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
+    """Neighbours that are modules of one class, numbered or named inside one module."""
+
+    def family(number: int) -> tuple[str, str]:
+        parent, _, _ = parts[number].scope.rpartition(".")
+        kind = graph.classes.get(parts[number].scope, "")
+        return parent, "" if kind in PLAIN and not parent else kind
+
+    groups = []
+    for (parent, kind), members in groupby(range(len(parts)), family):
+        numbers = list(members)
+        modules = {parts[number].scope for number in numbers}
+        if kind and len(modules) > 1:
+            called = parent if kind in PLAIN else kind.lstrip("_")
+            groups.append(Group(numbers[0], numbers[-1], f"{len(modules)} × {called}"))
+    return tuple(groups)
+
+
+def _in_blocks(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
+    """Parts of each block that has several."""
+    blocks = _with_ends(graph, find_blocks(graph))
+    groups, number = [], 0
+    for block, name in zip(blocks, _names(graph, blocks), strict=True):
+        first = number
+        while number < len(parts) and parts[number].start < block.stop:
+            number += 1
+        if number - first > 1:
+            groups.append(Group(first, number - 1, name))
+    return tuple(groups)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from parallel.draw.svg_style import FONT
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.timeline import Span, Timeline
 
@@ -21,7 +22,6 @@ ROW, GAP = 30.0, 5.0
 """Height of a row and of the space between two."""
 
 INK, PALE, PAPER, IDLE, LINE = "#1f2733", "#667085", "#ffffff", "#f1f3f6", "#dde1e7"
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
 class Shade(NamedTuple):

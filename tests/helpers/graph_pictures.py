@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from models.registry import build_model
-from parallel.draw.graph_picture import graph_svg
+from parallel.draw.graph_svg import graph_svg
 from parallel.draw.model_view import ModelView
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import partition_at

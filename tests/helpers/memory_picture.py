@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from app.planning.workload import with_loss
 from models.registry import build_model
-from parallel.draw.graph_style import style, svg_text
+from parallel.draw.svg_style import style, svg_text
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.kept_bytes import lifetimes_of
@@ -32,7 +32,7 @@ RULES = {
     "both": ActivationPolicy("block", offload="overlap"),
 }
 COLOURS = (0, 1, 2, 4)
-"""Of ``graph_style``, for each rule."""
+"""Of ``svg_style``, for each rule."""
 
 LEFT, TOP, WIDTH, HEIGHT, MARGIN = 84.0, 116.0, 900.0, 330.0, 24.0
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

@@ -1,14 +1,22 @@
-"""The table has a line for each part, and rules where the model is cut."""
+"""A model as a table, as JSON and as DOT: the same parts, edges and stages, and sums that agree with the partition."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import re
+from dataclasses import dataclass, field, replace
 
-from parallel.draw.graph_text import graph_text
+import pytest
+from hypothesis import given, settings
+
+from parallel.draw.graph_text import graph_dot, graph_json, graph_text
 from parallel.draw.model_view import ModelView
-from parallel.draw.text_width import fitted, text_width
+from parallel.draw.outline import Level
+from parallel.draw.svg_style import fitted, text_width
+from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import partition_at
 from parallel.units import bytes_text, flops_text, seconds_text
+from tests.helpers.drawn_graphs import graphs
 from tests.helpers.graph_pictures import traced
 
 
@@ -80,3 +88,112 @@ def test_words_are_cut_to_fit() -> None:
     assert end.endswith("layer24")
     assert all(80 < text_width(text, 13) <= 120 for text in (begin, end))
     assert text_width("WWW", 10) > 2 * text_width("iii", 10)
+
+
+@pytest.mark.parametrize("level", ["op", "layer", "block", "module"])
+def test_nodes_edges_and_stages_agree(level: str) -> None:
+    graph = traced("unet")
+    partition = partition_at(graph, ["down_2", "decoder_2_convs_0_0"])
+    seconds = [1e-3] * len(graph.layers)
+    data = graph_json(ModelView(graph, level=level, partition=partition, forward_s=seconds, title="t"))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(data)) == data
+    assert (data["version"], data["level"], data["title"]) == (1, level, "t")
+    nodes, stages = data["nodes"], data["stages"]
+    assert [node["id"] for node in nodes] == list(range(len(nodes)))
+    for stage in stages:
+        held = nodes[stage["first"] : stage["last"] + 1]
+        assert {node["stage"] for node in held} == {stage["stage"]}
+        assert sum(node["flops"] for node in held) == stage["flops"]
+        assert sum(node["param_bytes"] for node in held) == stage["param_bytes"]
+        assert stage["saved_bytes"] <= sum(node["saved_bytes"] for node in held)
+        assert stage["forward_s"] == pytest.approx(1e-3 * len(partition.layers_of(stage["stage"])))
+        assert stage["backward_s"] is None
+    assert sum(len(set(node["layers"])) for node in nodes) >= len(graph.layers)
+    assert nodes[-1]["layers"] == ["output"]
+    # What edges of the picture carry from stage to stage is what the partition sends.
+    for stage in stages:
+        for sent in stage["sends"]:
+            values = {
+                value
+                for edge in data["edges"]
+                if (nodes[edge["source"]]["stage"], nodes[edge["target"]]["stage"]) == (stage["stage"], sent["target"])
+                for value in edge["values"]
+            }
+            assert sum(graph.by_name[value].output_bytes for value in values) == sent["bytes"] > 0
+    assert [sent["target"] for sent in stages[0]["sends"]] == [1, 2]
+    assert [cut["before"] for cut in data["cuts"]] == ["down_2", "decoder_2_convs_0_0"]
+    assert data["cuts"][0]["bytes"] == sum(sent["bytes"] for sent in stages[0]["sends"])
+
+
+def test_without_a_partition_there_is_one_stage() -> None:
+    data = graph_json(ModelView(traced("torchvision:resnet50")))
+    assert data["cuts"] == []
+    assert [(stage["first"], stage["last"], stage["sends"]) for stage in data["stages"]] == [(0, 19, [])]
+    assert data["groups"][0] == {"first": 2, "last": 4, "label": "3 × Bottleneck"}
+    assert {node["stage"] for node in data["nodes"]} == {0}
+
+
+STRING = r'"(?:[^"\\]|\\.)*"'
+SET = rf"\w+=(?:{STRING}|[\w.]+)"
+NODE = re.compile(rf"(\d+) \[label=({STRING})(?:, {SET})*\];")
+EDGE = re.compile(rf"(\d+) -> (\d+) \[{SET}(?:, {SET})*\];")
+REST = re.compile(rf"digraph model \{{|(?:node|edge) \[{SET}(?:, {SET})*\];|{SET};(?: {SET};)*|")
+
+
+@dataclass
+class Dot:
+    """What a DOT text holds: number -> label of each node, edges, and the cluster of each node that is in one."""
+
+    nodes: dict[int, str] = field(default_factory=dict)
+    edges: list[tuple[int, int]] = field(default_factory=list)
+    cluster_of: dict[int, str] = field(default_factory=dict)
+
+
+def parse(text: str) -> Dot:
+    """Read what ``graph_dot`` writes, one statement of the grammar (graphviz.org/doc/info/lang.html) in each line."""
+    dot, open_blocks = Dot(), ["model"]
+    for line in map(str.strip, text.splitlines()):
+        if line == "}":
+            open_blocks.pop()
+        elif cluster := re.fullmatch(r"subgraph (cluster_\d+) \{", line):
+            open_blocks.append(cluster[1])
+        elif node := NODE.fullmatch(line):
+            assert int(node[1]) not in dot.nodes
+            dot.nodes[int(node[1])] = json.loads(node[2])
+            dot.cluster_of |= {int(node[1]): open_blocks[-1]} if len(open_blocks) > 1 else {}
+        elif edge := EDGE.fullmatch(line):
+            dot.edges.append((int(edge[1]), int(edge[2])))
+        else:
+            assert REST.fullmatch(line), line
+    assert open_blocks == []
+    return dot
+
+
+def test_layers_and_their_inputs_are_nodes_and_edges() -> None:
+    graph = traced("unet")
+    dot = parse(graph_dot(ModelView(graph, level="layer")))
+    assert [dot.nodes[number].split("\n")[0] for number in sorted(dot.nodes)] == [layer.name for layer in graph.layers]
+    uses = {(graph.position[value], number) for number, layer in enumerate(graph.layers) for value in layer.inputs}
+    assert sorted(dot.edges) == sorted(uses)
+    assert dot.cluster_of == {}
+
+
+@pytest.mark.parametrize("level", ["op", "layer", "block", "module"])
+def test_stages_are_clusters(level: Level) -> None:
+    graph = traced("unet")
+    seconds = [1e-3] * len(graph.layers)
+    partition = partition_at(graph, ["down_2", "decoder_2_convs_0_0"])
+    view = ModelView(graph, level=level, partition=partition, forward_s=seconds, backward_s=seconds)
+    dot, data = parse(graph_dot(view)), graph_json(view)
+    assert dot.cluster_of == {node["id"]: f"cluster_{node['stage']}" for node in data["nodes"]}
+    assert sorted(dot.edges) == [(edge["source"], edge["target"]) for edge in data["edges"]]
+    assert f' saved, {2 * partition.starts[1]} ms"; color="#1f66b1"' in graph_dot(view)
+
+
+@settings(deadline=None)
+@given(graphs())
+def test_any_graph_whatever_its_title(graph: LayerGraph) -> None:
+    view = ModelView(graph, level="layer")
+    dot = parse(graph_dot(replace(view, title='\\"\n{]; 0 -> 1')))
+    assert len(dot.nodes) == len(graph.layers)
+    assert sorted(dot.edges) == [(link.source, link.target) for link in view.outline.links]

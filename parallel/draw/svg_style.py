@@ -1,11 +1,14 @@
-"""Colours of a graph's picture, on light and on dark paper, and its words.
+"""Colours and text of pictures as SVG, on light and on dark paper.
 
-A stage has one colour for its boxes and for the wires that leave them. The picture follows the reader's setting.
+A stage has one colour for its boxes and for the wires that leave them. A picture follows the reader's setting. Widths
+of text are those of Helvetica (Adobe font metrics), for boxes that hold their words, before any browser has drawn them.
 """
 
 from __future__ import annotations
 
 from html import escape
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 HUES = (
     ("#dbe9fa", "#1f66b1", "#16324f", "#5b9fe3"),
@@ -54,3 +57,39 @@ def svg_text(
         f'<text class="{ink}" x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}"{weight}>'
         f"{escape(text)}</text>"
     )
+
+
+NARROW, WIDER = 0.6, 1.1
+"""Most characters that are not listed, as a part of the font size; factor for bold text and other system fonts."""
+
+WIDTHS = {
+    character: width
+    for characters, width in (
+        ("ijl'|", 222),
+        ("ftI.,:;/!-()[] ·", 300),
+        ('r"', 350),
+        ("Jcksvxyz", 500),
+        ("abdeghnopqu0123456789_L?", 556),
+        ("FTZ+<>=~×–", 611),
+        ("ABEKPSVXY&", 667),
+        ("CDHNRUw", 722),
+        ("GOQ", 778),
+        ("mM", 833),
+        ("W@%…", 1000),
+    )
+    for character in characters
+}
+
+
+def text_width(text: str, size: float) -> float:
+    """Of one line in px, rather too much than too little."""
+    return WIDER * size * sum(WIDTHS.get(character, 1000 * NARROW) for character in text) / 1000
+
+
+def fitted(text: str, size: float, width: float, *, keep_end: bool = False) -> str:
+    """``text``, or as much of its beginning (of its end) as fits, with an ellipsis."""
+    if text_width(text, size) <= width:
+        return text
+    while text and text_width(f"{text}…", size) > width:
+        text = text[1:] if keep_end else text[:-1]
+    return f"…{text}" if keep_end else f"{text.rstrip()}…"

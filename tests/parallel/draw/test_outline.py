@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.draw.coarsen import coarsen
-from parallel.draw.outline import Group, Level, Link, saved_bytes
+from parallel.draw.outline import Group, Level, Link, coarsen, saved_bytes
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.op import Op

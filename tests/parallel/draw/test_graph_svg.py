@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.draw.coarsen import coarsen
-from parallel.draw.graph_layout import lay_out
-from parallel.draw.graph_picture import graph_svg
-from parallel.draw.graph_places import BOX_HEIGHT, Layout, Wire
+from parallel.draw.graph_layout import BOX_HEIGHT, Layout, Wire, lay_out
+from parallel.draw.graph_svg import graph_svg
 from parallel.draw.model_view import ModelView
-from parallel.draw.outline import Level, Outline
-from parallel.draw.text_width import text_width
+from parallel.draw.outline import Level, Outline, coarsen
+from parallel.draw.svg_style import text_width
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, partition_at, partition_equal
 from parallel.graph.single_value_cuts import bytes_across
@@ -90,6 +88,9 @@ def check_wires(drawn: Drawn) -> None:
 
     arrows = [(wire.source, at(*wire.points[-1])) for wire in layout.wires if wire.arrow]
     assert sorted(arrows) == sorted((link.source, link.target) for link in outline.links)
+    for wire, rest in pairwise(layout.wires):
+        # What does not end at a part goes on in a later column, in the same place.
+        assert wire.arrow or (wire.source == rest.source and wire.points[-1][1] > rest.points[0][1])
     runs: dict[tuple[int, float], list[tuple[float, float, int, int]]] = {}
     for wire in layout.wires:
         target = at(*wire.points[-1]) if wire.arrow else -1
