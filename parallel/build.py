@@ -48,7 +48,7 @@ from parallel.strategy import Strategy
 from parallel.streaming.streamed_stages import streamed_stages
 from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.link import TeamLink
-from parallel.team.seat import modules_of_seat, plan_of_stage
+from parallel.team.seat import modules_of_seat
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import TeamStage
 from parallel.team.told_waits import ToldWaits
@@ -166,7 +166,8 @@ def put_to_work(
     )
     messenger, routes, inputs = Messenger(communicator, device), _routes(partition), partition.inputs_of(0)[0]
     if plans is not None:
-        plan_of = functools.partial(plan_of_stage, strategy, plans)
+        assert strategy.grid is not None
+        plan_of = functools.partial(plans.plan, strategy.grid)
         transfers: StageTransfers = TeamTransfers(routes, partition.links, seating, messenger, rank, plan_of)
     else:
         transfers = StageTransfers(routes, partition.links, placement, messenger, rank)

@@ -52,7 +52,7 @@ class Strategy:
         compile: run the stages through ``torch.compile``.
         gradient_bytes: of a stage's gradients summed at once over the ranks that hold it, from its last backward pass
             on; 0: all, once this rank has computed everything; None: as ``GradReducer`` does.
-        grids: of the teams on the seats of a group, which divide each tile among their ranks; empty: one rank a seat.
+        grid: of the teams, one on each seat, which divide each tile among their ranks; None: one rank a seat.
         shares: microbatches of each group; empty: consecutive ones, as many for each.
         changes: steps from which other shares are in force.
         rebalanced: shares follow the speed of groups.
@@ -70,7 +70,7 @@ class Strategy:
     statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     compile: bool = False
     gradient_bytes: int | None = None
-    grids: tuple[Grid, ...] = ()
+    grid: Grid | None = None
     shares: Shares = ()
     changes: Changes = ()
     rebalanced: bool = False
@@ -78,12 +78,12 @@ class Strategy:
     @property
     def group_ranks(self) -> int:
         """Ranks of one group, over all its seats."""
-        return sum(grid.members for grid in self.grids) if self.grids else self.depth
+        return self.depth * self.members
 
     @property
     def members(self) -> int:
-        """Ranks of the largest team on a seat; 1 without teams."""
-        return max((grid.members for grid in self.grids), default=1)
+        """Ranks of the team on a seat; 1 without teams."""
+        return self.grid.members if self.grid else 1
 
     @property
     def groups(self) -> int:
@@ -136,8 +136,8 @@ class Strategy:
 
     def __str__(self) -> str:
         mesh = f" {self.groups} x {self.depth}" if self.splits else f" {self.ranks}" if self.ranks > 1 else ""
-        if self.grids:
-            mesh += " of " + ", ".join(map(str, self.grids if len(set(self.grids)) > 1 else self.grids[:1]))
+        if self.grid:
+            mesh += f" of {self.grid}"
         return f"{self.name}{mesh}, m={self.m} {self.savings}".rstrip()
 
     @property
@@ -171,7 +171,7 @@ class Strategy:
             )
         if faults:
             raise ValueError("; ".join(faults))
-        teams = tuple(grid.members for grid in self.grids)
+        teams = (self.members,) * self.depth if self.grid else ()
         return placement_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks, teams=teams)
 
     @property
@@ -179,33 +179,21 @@ class Strategy:
         """Which ranks sit on the seats of ``placement``."""
         return Seating(self.placement)
 
-    def grid_of(self, stage: int) -> Grid:
-        """Return the grid of the team that computes a stage, of either replica."""
-        return self.grids[stage % self.depth] if self.grids else Grid()
-
     @property
     def team_faults(self) -> list[str]:
         """What teams cannot do, a line each."""
         faults = []
-        if self.grids and len(self.grids) != self.depth:
-            faults.append(
-                f"{len(self.grids)} grids are given for {self.depth} stages' teams: give one for each, or one"
-            )
-        if self.grids and self.paired and self.grids != self.grids[::-1]:
-            faults.append(
-                f"{self.name} inverts its second replica, so that teams hold stages from both ends: give grids that "
-                "read the same backwards, as 2x1,2x1"
-            )
         for set_, word in (
             (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),
             (self.compile, "compiled stages cannot exchange parts of maps: leave compile out"),
             (self.statistics == "deferred", "deferred statistics are not of teams: keep them per-microbatch"),
             (self.shard_optimizer, "pairs share an optimizer between ranks, not teams: leave shard-optimizer out"),
             (bool(self.policy.parameters), "parameters on the host are not of teams: use offload-state=optimizer"),
+            (self.schedule_csv is not None, "a schedule file is of single ranks, not of teams: leave schedule out"),
         ):
-            if self.grids and set_:
+            if self.grid and set_:
                 faults.append(word)
-        if self.name == "spatial" and not self.grids:
+        if self.name == "spatial" and not self.grid:
             faults.append("spatial divides each tile among the ranks of a team: say how, as --grid 2x1")
         return faults
 

@@ -1,4 +1,4 @@
-"""A strategy as ``app.bench`` is asked for it: its name, the grids of its teams, and what it saves.
+"""A strategy as ``app.bench`` is asked for it: its name, the grid of its teams, and what it saves.
 
 Takes what a user writes, such as ``ddp``, ``master+recompute`` or ``1f1b@2x1``; says on which numbers of ranks it runs,
 and over how many stages.
@@ -25,12 +25,12 @@ class Asked(NamedTuple):
 
     Attributes:
         savings: keys of ``SAVINGS``.
-        grids: of its teams: one for all stages, or one for each; empty: as ``app.train`` has it without ``--grid``.
+        grid: of its teams; None: as ``app.train`` has it without ``--grid``.
     """
 
     name: str
     savings: tuple[str, ...] = ()
-    grids: tuple[Grid, ...] = ()
+    grid: Grid | None = None
 
     @classmethod
     def parse(cls, text: str) -> Asked:
@@ -40,14 +40,14 @@ class Asked(NamedTuple):
             ValueError: an unknown name or saving, no grid after an @, or one that the strategy has no teams for.
         """
         head, *savings = (part.strip() for part in text.split("+"))
-        name, at, grid = head.partition("@")
+        name, at, written = head.partition("@")
         names = get_args(Parallel)
         if name not in names:
             raise ValueError(f"--strategies knows {', '.join(names)}; got {name!r}")
         if unknown := [saving for saving in savings if saving not in SAVINGS]:
             raise ValueError(f"--strategies {text}: after a plus comes {' or '.join(SAVINGS)}; got {unknown[0]!r}")
-        grids = _grids(text, name, grid) if at else ()
-        return cls(name, tuple(saving for saving in SAVINGS if saving in savings), grids)
+        grid = _grid(text, name, written) if at else None
+        return cls(name, tuple(saving for saving in SAVINGS if saving in savings), grid)
 
     @property
     def split(self) -> bool:
@@ -68,48 +68,40 @@ class Asked(NamedTuple):
             stages: those that do not divide the places of ``ranks``, each a team or a rank, are left out; none: as many
                 as places. None stands for that, too, and for what the strategy itself says.
         """
-        if not stages or not self.split or len(self.grids) > 1:
+        if not stages or not self.split:
             return [None]
-        places = ranks // (self.grids[0].members if self.grids else 1)
+        places = ranks // (self.grid.members if self.grid else 1)
         return [None if depth == places else depth for depth in stages if not places % depth]
 
     def fault(self, ranks: Sequence[int]) -> str:
         """Return what is wrong where its teams fit none of ``ranks``; empty otherwise."""
-        if not self.grids or any(map(self.runs_on, ranks)):
+        if not self.grid or any(map(self.runs_on, ranks)):
             return ""
         least, step = self._numbers
         usable = ", ".join(str(least + k * step) for k in range(SHOWN))
         return (
-            f"--strategies {self.name}@{self.grid_text}: its teams take {usable} ... ranks; got --ranks "
+            f"--strategies {self.name}@{self.grid}: its teams take {usable} ... ranks; got --ranks "
             f"{' '.join(map(str, ranks))}: add one of these, or give another grid"
         )
 
     @property
-    def grid_text(self) -> str:
-        """``--grid`` of ``app.train``."""
-        return ",".join(map(str, self.grids))
-
-    @property
     def _numbers(self) -> tuple[int, int]:
         """The fewest ranks that its teams make a group of, and how many more it takes each time."""
-        if not self.grids:
+        if not self.grid:
             return 1, 1
-        members = sum(grid.members for grid in self.grids)
-        return (2 if self.split and len(self.grids) == 1 else 1) * members, members
+        return (2 if self.split else 1) * self.grid.members, self.grid.members
 
 
-def _grids(text: str, name: str, written: str) -> tuple[Grid, ...]:
+def _grid(text: str, name: str, written: str) -> Grid:
     if name in (*WHOLE, "auto"):
         raise ValueError(
             f"--strategies {text}: {name} has no teams that a grid could be of: use {SPATIAL.name}, or a strategy that "
             "splits the model"
         )
     try:
-        grids = tuple(map(Grid.parse, written.split(",")))
+        grid = Grid.parse(written)
     except ValueError as fault:
         raise ValueError(f"--strategies {text}: {fault}") from None
-    if len(grids) > 1 and name == SPATIAL.name:
-        raise ValueError(f"--strategies {text}: {name} has one team: give one grid")
-    if max(grid.members for grid in grids) < 2:
+    if grid.members < 2:
         raise ValueError(f"--strategies {text} divides nothing: give a grid of 2 ranks or more, as 2x1")
-    return grids
+    return grid

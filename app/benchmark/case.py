@@ -49,10 +49,9 @@ class Case:
         return " + ".join((self.parallel + mesh + teams, *self.savings))
 
     @property
-    def grids(self) -> str:
-        """Of its teams, whoever chose them, once where all are alike; empty: it has none."""
-        grids = self.settings.grids
-        return ", ".join(map(str, grids if len(set(grids)) > 1 else grids[:1]))
+    def team(self) -> str:
+        """Grid of its teams, whoever chose it; empty: it has none."""
+        return str(self.settings.team or "")
 
     @property
     def name(self) -> str:
@@ -117,4 +116,4 @@ def cases_of(
         size = round(batch * growth), round(microbatches * growth)
         for asked in map(Asked.parse, strategies):
             for depth in asked.depths(n, stages) if asked.runs_on(n) else ():
-                yield Case(asked.name, asked.savings, n, tile, *size, memory, depth, asked.grid_text)
+                yield Case(asked.name, asked.savings, n, tile, *size, memory, depth, str(asked.grid or ""))

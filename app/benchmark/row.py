@@ -54,7 +54,7 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
         "parallel": case.parallel,
         "ranks": case.ranks,
         "stages": case.settings.depth if case.settings.depth > 1 else None,
-        "grid": case.grids or None,
+        "grid": case.team or None,
         "tile_px": case.tile,
         "global_batch": case.batch,
         "microbatches": case.microbatches,
@@ -78,7 +78,7 @@ def _chosen(case: Case, good: Sequence[Mapping[str, Any]]) -> str | None:
     """What was made of what the strategy leaves open: the plan's choice, or the grid that teams have by default."""
     if case.parallel == "auto":
         return str(good[0]["strategy"]) if good else None
-    return None if case.grid or not case.grids else case.grids
+    return None if case.grid or not case.team else case.team
 
 
 def compare(rows: Sequence[Row]) -> None:
@@ -179,7 +179,7 @@ def _seconds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None] 
     data = step * (summary["data_wait_fraction"] or 0.0)
     parts = summary.get("step_seconds")
     if not parts:
-        if summary.get("stages", 1) > 1 or summary.get("grids"):
+        if summary.get("stages", 1) > 1 or summary.get("grid"):
             return None
         return {"compute": step - data, "bubble": None, "transfer": None, "data": data}
     rest = max(0.0, step - data - parts["compute"] - parts["bubble"])

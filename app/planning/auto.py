@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TEXT = "plan.json"
 BOX = 512
 """px of boxes where no limit of memory asks for smaller ones, nor an accelerator for larger ones."""
-PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "shard_optimizer", "grids")
+PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "shard_optimizer", "grid")
 """What a plan decides besides the policy for activations."""
 
 
@@ -154,11 +154,6 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
         RunError: none fits the memory.
     """
     asked = strategy.to_strategy("cpu")
-    if len(set(asked.grids)) > 1:
-        raise RunError(
-            f"--recompute optimal is planned for teams of one grid; got --grid {strategy.grid}: give one grid, or use "
-            "--recompute block"
-        )
     candidate = Strategy(
         asked.name,
         asked.ranks,
@@ -166,7 +161,7 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
         asked.m,
         asked.chunks,
         shard_optimizer=asked.shard_optimizer,
-        grids=asked.grids,
+        grid=asked.grid,
     ).under(recompute="optimal", offload=asked.policy.offload)
     graph, _ = planner.cutting.microbatch(planner.cutting.tiles(candidate))
     split = asked.partition(graph) if asked.splits else Partition(graph, (0,))
@@ -187,13 +182,13 @@ def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
         RunError: none fit, or the model cannot be computed box by box.
     """
     asked = strategy.to_strategy("cpu")
-    candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m, grids=asked.grids)
+    candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m, grid=asked.grid)
     candidate = candidate.under(host_bytes=asked.policy.host_bytes)
     if planner.task.streamed is None:
         raise RunError(planner.task.not_streamed)
     if not planner.cutting.goes_in_boxes(candidate):
         raise RunError(
-            f"--stream auto finds nothing of this model that a team of {asked.grids[0]} can divide: use larger tiles, "
+            f"--stream auto finds nothing of this model that a team of {asked.grid} can divide: use larger tiles, "
             "another --grid, or --parallel ddp"
         )
     if strategy.memory is None and planner.cluster.kind == "cpu":

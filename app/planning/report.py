@@ -129,10 +129,10 @@ def _box_note(task: Task) -> str:
 
 def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
     """How far the team of the fastest row with one divides tiles, where that is not to the end."""
-    best = best_of(row for row in rows if row.strategy.grids)
-    if best is None or planner.cutting.teams is None:
+    best = best_of(row for row in rows if row.strategy.grid)
+    grid = best.strategy.grid if best else None
+    if grid is None or planner.cutting.teams is None:
         return ""
-    grid = best.strategy.grids[0]
     ends = planner.cutting.teams.side(grid).ends_at
     return (
         f"side by side on {grid} up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole"

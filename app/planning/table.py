@@ -81,7 +81,7 @@ def _mesh(candidate: Strategy) -> str:
 
     if not candidate.splits:
         return str(candidate.ranks)
-    teams = f" of {candidate.grids[0]}" if candidate.grids else ""
+    teams = f" of {candidate.grid}" if candidate.grid else ""
     return f"{candidate.groups} x {candidate.depth}{teams}"
 
 

@@ -49,7 +49,7 @@ def check_largest(config: RunConfig, largest: tuple[int, int], classes: int, seg
     from app.planning.workload import Workload  # torch is imported once the settings are known to be right
 
     square, asked = as_square(config, largest), config.strategy
-    if asked.stream_px is not None or asked.recompute.isdecimal():
+    if asked.stream_px is not None:
         return
     machine = machine_of(config, timed=False)
     work = Workload(

@@ -50,7 +50,7 @@ class Recorded:
 
     records: Mapping[str, StepRecord]
     side: int
-    fitted: dict[tuple[int, tuple[Grid, ...]], int] = field(default_factory=dict)
+    fitted: dict[tuple[int, Grid | None], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -26,4 +26,4 @@ def _sums_gradients(settings: StrategySettings) -> bool:
     """Ranks hold copies of parameters, and sum their gradients in buckets."""
     if not settings.splits:
         return settings.name == "ddp" and settings.world > 1
-    return settings.groups > 1 or bool(settings.grids) or kind_of(settings.name).replicas == 2
+    return settings.groups > 1 or bool(settings.team) or kind_of(settings.name).replicas == 2

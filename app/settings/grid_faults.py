@@ -11,10 +11,12 @@ from parallel.strategy import Strategy
 
 def grid_faults(settings: StrategySettings) -> list[str]:
     """Return what is wrong with ``--grid`` under a strategy that is named, a line each."""
-    asked = settings.asked_grids
-    faults = _unread(settings)
-    if faults:
-        return faults
+    if settings.grid:
+        try:
+            Grid.parse(settings.grid)
+        except ValueError as fault:
+            return [f"--grid: {fault}"]
+    faults: list[str] = []
     if not settings.splits:
         return [
             f"--grid divides each tile among the ranks of a team, which --parallel {settings.name} does not have: use "
@@ -27,16 +29,15 @@ def grid_faults(settings: StrategySettings) -> list[str]:
             f"--parallel {settings.name} splits the model over 2 teams or more; got --grid {settings.grid} and "
             f"{settings.world} ranks: use more ranks, smaller grids, or --parallel spatial"
         ]
-    elif len(asked) > 1 and settings.stages not in (None, len(asked)):
-        faults = [f"--grid {settings.grid} has {len(asked)} teams, --stages {settings.stages}: leave --stages out"]
     if faults:
         return faults
-    grids, ranks = settings.grids, settings.group_ranks
-    shown = settings.grid or str(grids[0])
-    if max(grid.members for grid in grids) < 2:
+    grid, ranks = settings.team, settings.group_ranks
+    assert grid is not None
+    shown = settings.grid or str(grid)
+    if grid.members < 2:
         return [f"--grid {shown} divides nothing: give a grid of 2 ranks or more, as 2x1"]
     if settings.world % ranks:
-        teams = "a team" if len(grids) == 1 else f"{len(grids)} teams"
+        teams = "a team" if settings.depth == 1 else f"{settings.depth} teams"
         faults = [
             f"--grid {shown} takes {ranks} ranks for {teams}, or a multiple; got {settings.world}: "
             f"give --ranks {max(1, settings.world // ranks) * ranks}, or another grid"
@@ -44,19 +45,7 @@ def grid_faults(settings: StrategySettings) -> list[str]:
     return faults + [f"--grid {shown}: {fault}" for fault in _strategy(settings).team_faults]
 
 
-def _unread(settings: StrategySettings) -> list[str]:
-    for text in settings.grid.split(",") if settings.grid else ():
-        try:
-            Grid.parse(text)
-        except ValueError as fault:
-            among = f" in {settings.grid!r}" if "," in settings.grid else ""
-            return [f"--grid: {fault}{among}"]
-    return []
-
-
 def _faults_of_one_stage(settings: StrategySettings) -> list[str]:
-    if len(settings.asked_grids) > 1:
-        return [f"--parallel spatial has one team; got --grid {settings.grid}: give one grid"]
     if settings.world < 2 and not settings.grid:
         return [f"--parallel spatial divides each tile among 2 ranks or more; got --ranks {settings.world}"]
     return [
@@ -81,5 +70,6 @@ def _strategy(settings: StrategySettings) -> Strategy:
         shard_optimizer=settings.shard_optimizer == "pair" and kind_of(settings.name).replicas == 2,
         statistics=settings.norm_statistics,
         compile=settings.compile,
-        grids=settings.grids,
+        grid=settings.team,
+        schedule_csv="" if settings.schedule else None,
     )

@@ -10,12 +10,6 @@ from parallel.strategy import STREAMED
 def policy_faults(asked: StrategySettings) -> list[str]:
     """Of recomputation and offload."""
     faults = []
-    if asked.recompute not in ("none", "stage", "block", "optimal") and not (
-        asked.recompute.isdecimal() and int(asked.recompute) > 0
-    ):
-        faults.append(
-            f"--recompute takes none, stage, block, optimal or a number of layers from 1; got {asked.recompute!r}"
-        )
     if asked.name == "fsdp" and not asked.undecided:
         faults += [
             f"{flag} is not for --parallel fsdp, whose parameters come and go: use ddp, or a strategy with stages"

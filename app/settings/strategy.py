@@ -16,7 +16,7 @@ from tyro.conf import Suppress
 
 from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
-from parallel.memory.policy import ActivationPolicy, Offload
+from parallel.memory.policy import ActivationPolicy, Offload, Recompute
 from parallel.schedule.registry import default_microbatches
 from parallel.schedule.shares import FINE, Changes, parse_counts, read_changes
 from parallel.space.team import Grid
@@ -72,8 +72,7 @@ class StrategySettings:
     grid: str = ""
     """How the ranks of a team divide each tile, rows x columns of boxes: 4x1 are four strips, 2x2 four quarters. With
     spatial one team computes the model, and more ranks make data-parallel groups; default: a strip for each rank. With
-    strategies that split the model a team takes the place of each rank; several grids, comma separated, are of one
-    stage after the other, as 4x1,1x1."""
+    strategies that split the model a team takes the place of each rank."""
     chunks: Suppress[int | None] = None
     """Stages on each rank, with interleaved; default: 2."""
     cuts: Suppress[str] = ""
@@ -91,11 +90,10 @@ class StrategySettings:
     speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; auto: as the speeds measured in the run
     ask for; or a CSV file with the columns microbatch,group, a line for each, or the shares.csv of an earlier run. The
     same numbers whoever computes what."""
-    recompute: str = "none"
+    recompute: Recompute = "none"
     """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
-    all but what enters a rank's stage; block: all but what enters a block of the model; a number: all but what enters
-    every so many layers; optimal: what costs least time of all that fits --memory, with the times of this machine. none
-    leaves it to the plan with --parallel auto."""
+    all but what enters a rank's stage; block: all but what enters a block of the model; optimal: what costs least time
+    of all that fits --memory, with the times of this machine. none leaves it to the plan with --parallel auto."""
     recompute_runs: Suppress[str] = ""
     """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
     offload: Offload = "none"
@@ -215,34 +213,22 @@ class StrategySettings:
     @property
     def depth(self) -> int:
         """Stages that a copy of the model is split into, each of one rank or of a team, D."""
-        asked = self.asked_grids
         if self.name == "spatial" or not self.splits:
             return 1
-        if len(asked) > 1:
-            return len(asked)
-        return self.stages or max(1, self.world // (asked[0].members if asked else 1))
+        return self.stages or max(1, self.world // (self.team.members if self.team else 1))
 
     @property
-    def asked_grids(self) -> tuple[Grid, ...]:
-        """``grid`` as it was given, those of its parts that can be read."""
-        found = []
-        for text in self.grid.split(",") if self.grid else ():
+    def team(self) -> Grid | None:
+        """Grid of the teams in the D stages' places; None: one rank there, or a grid that cannot be read."""
+        if self.grid:
             with contextlib.suppress(ValueError):
-                found.append(Grid.parse(text))
-        return tuple(found)
-
-    @property
-    def grids(self) -> tuple[Grid, ...]:
-        """Of the teams, one for each of the D stages' places; empty: one rank there."""
-        asked = self.asked_grids
-        if self.name == "spatial" and not asked:
-            return (Grid(self.world, 1),)
-        return asked * self.depth if len(asked) == 1 else asked
+                return Grid.parse(self.grid)
+        return Grid(self.world, 1) if self.name == "spatial" else None
 
     @property
     def group_ranks(self) -> int:
         """Ranks of a group, over all its stages."""
-        return sum(grid.members for grid in self.grids) or self.depth
+        return self.depth * (self.team.members if self.team else 1)
 
     @property
     def groups(self) -> int:
@@ -314,7 +300,7 @@ class StrategySettings:
             statistics=self.norm_statistics,
             compile=self.compile,
             gradient_bytes=self.bucket_bytes,
-            grids=self.grids,
+            grid=self.team,
             shares=self.asked_shares[0][1] if self.asked_shares else (),
             changes=self.asked_shares[1:],
             rebalanced=self.shares == AUTO,

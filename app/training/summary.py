@@ -168,7 +168,7 @@ class RunSummary:
             "strategy": strategy.name,
             "ranks": self._communicator.world,
             "stages": strategy.depth,
-            "grids": [str(grid) for grid in strategy.grids] or None,
+            "grid": str(strategy.grid) if strategy.grid else None,
             "shares": [list(share) for share in outcome.shares or strategy.shares] or None,
             "share_changes": changes_in(self._folder.shares),
             "recompute": strategy.policy.recompute,

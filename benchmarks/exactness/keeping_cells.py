@@ -57,7 +57,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload overlap, ahead": {"offload": "overlap", "offload_ahead": PLANNED},
     "recompute stage": {"recompute": "stage"},
     "recompute block": {"recompute": "block"},
-    "recompute 3": {"recompute": "3"},
     "recompute optimal": {"recompute": "optimal", "recompute_runs": PLANNED},
     "block + overlap": {"recompute": "block", "offload": "overlap"},
     "block + overlap, ahead": {"recompute": "block", "offload": "overlap", "offload_ahead": PLANNED},

@@ -178,7 +178,7 @@ def count(fields: Mapping[str, Any], build: Callable[[], nn.Module], px: int, m:
 
     own = {key: value for key, value in fields.items() if key not in ("grid", "stream")}
     if "grid" in fields:
-        own["grids"] = (Grid(*fields["grid"]),)
+        own["grid"] = Grid(*fields["grid"])
     strategy = Strategy(**own, m=m, policy=ActivationPolicy(stream=fields.get("stream")))
     generator = torch.Generator().manual_seed(SEED)
     images = torch.randn(m, 3, px, px, generator=generator).contiguous(memory_format=torch.channels_last)

@@ -55,8 +55,7 @@ class Case:
         """A team of all ranks, rows alone; a rank alone has none."""
         if self.ranks == 1:
             return Strategy("single", 1, 1, self.tiles).under(**dict(self.policy))
-        grids = (Grid(self.ranks, 1),)
-        return Strategy("spatial", self.ranks, 1, self.tiles, grids=grids).under(**dict(self.policy))
+        return Strategy("spatial", self.ranks, 1, self.tiles, grid=Grid(self.ranks, 1)).under(**dict(self.policy))
 
     @property
     def way(self) -> str:

@@ -182,7 +182,7 @@ def _teams(
     ranks: int, grid: str, m: int, depth: int = 1, name: str = "spatial", recompute: Literal["none", "block"] = "none"
 ) -> Strategy:
     """A candidate with a team of ``grid`` on each of ``depth`` seats."""
-    return Strategy(name, ranks, depth, m, grids=(Grid.parse(grid),) * depth).under(recompute=recompute)
+    return Strategy(name, ranks, depth, m, grid=Grid.parse(grid)).under(recompute=recompute)
 
 
 TEAMS = (

@@ -34,7 +34,7 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, d
     take_cores(torch.device("cpu"))
     problem, depth = Problem(argument["model"], argument["side"]), communicator.world
     strategies = {name: Strategy(name, depth, depth, M) for name in PIPELINES}
-    strategies["spatial"] = Strategy("spatial", depth, 1, M, grids=(Grid.parse(argument["grid"]),))
+    strategies["spatial"] = Strategy("spatial", depth, 1, M, grid=Grid.parse(argument["grid"]))
     engines = {name: engine_of(problem, communicator, strategy) for name, strategy in strategies.items()}
     took: dict[str, dict[str, list[float]]] = {"wall": {}, "cpu": {}}
     for k in range(argument["rounds"] + 1):

@@ -30,7 +30,7 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, l
     take_cores(torch.device("cpu"))
     keep_freed_memory()
     problem = Problem(argument["model"], argument["side"])
-    strategy = Strategy("spatial", communicator.world, 1, M, grids=(Grid.parse(argument["grid"]),))
+    strategy = Strategy("spatial", communicator.world, 1, M, grid=Grid.parse(argument["grid"]))
     engines = {way: engine_of(problem, communicator, strategy) for way in WAYS}
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     for k in range(argument["rounds"] + 1):

@@ -66,11 +66,11 @@ def teams() -> list[Problem]:
     """A team on 2 ranks; on 4 two of them as groups, as stages and as inverted replicas. A group has as many tiles
     whatever its ranks, so that two problems are of 4 ranks."""
     two = Grid(2, 1)
-    seats = tuple(Strategy(name, 4, 2, TILES, grids=(two, two)) for name in ("master", "1f1b"))
+    seats = tuple(Strategy(name, 4, 2, TILES, grid=two) for name in ("master", "1f1b"))
     return [
-        _of_teams("a team", 2, TILES, (Strategy("spatial", 2, 1, TILES, grids=(two,)),)),
-        _of_teams("two groups", 4, 2 * TILES, (Strategy("spatial", 4, 1, 2 * TILES, grids=(two,)),)),
-        _of_teams("teams on seats", 4, TILES, (Strategy("spatial", 4, 1, TILES, grids=(Grid(4, 1),)), *seats)),
+        _of_teams("a team", 2, TILES, (Strategy("spatial", 2, 1, TILES, grid=two),)),
+        _of_teams("two groups", 4, 2 * TILES, (Strategy("spatial", 4, 1, 2 * TILES, grid=two),)),
+        _of_teams("teams on seats", 4, TILES, (Strategy("spatial", 4, 1, TILES, grid=Grid(4, 1)), *seats)),
     ]
 
 

@@ -80,7 +80,7 @@ def simulated(model: str, tile: int, most: int) -> list[TeamCurve]:
     planner = Planner(Workload(model, tile, 2, optimizer="sgd").task(TILES, machine.estimate), machine.cluster)
     curves = []
     for name, depth in NAMES:
-        candidates = (Strategy(name, g.members * depth, depth, TILES, grids=(g,) * depth) for g in GRIDS)
+        candidates = (Strategy(name, g.members * depth, depth, TILES, grid=g) for g in GRIDS)
         row = next((row for each in candidates if (row := planner.row(each, ON_DEVICE)).fits), None)
         if row is not None:
             group = row.strategy.ranks
@@ -125,7 +125,7 @@ def table(curves: Sequence[TeamCurve]) -> str:
             [
                 str(curve.tile),
                 f"{curve.row.strategy.name} {curve.row.strategy.savings}".rstrip(),
-                f"{curve.row.strategy.depth} of {curve.row.strategy.grids[0]}",
+                f"{curve.row.strategy.depth} of {curve.row.strategy.grid}",
                 bytes_text(max(curve.row.peak_bytes)),
                 f"{100 * curve.efficiency[-1]:.2f} %",
                 f"{TILES * curve.ranks[-1] / curve.ranks[0] / curve.steps[-1].step_s:.1f}",
@@ -147,7 +147,7 @@ def draw(curves: Sequence[TeamCurve], real: Sequence[Compared], path: Path) -> N
     chart = figure.subplots()
     for curve in curves:
         own = curve.row.strategy
-        label = f"{curve.tile:,} px, {own.name}, {own.depth} of {own.grids[0]}"
+        label = f"{curve.tile:,} px, {own.name}, {own.depth} of {own.grid}"
         chart.plot(curve.ranks, [100 * part for part in curve.efficiency], marker="o", markersize=4, label=label)
     chart.set_xscale("log", base=2)
     chart.set_xlabel("ranks (V100), log scale")

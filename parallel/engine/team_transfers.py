@@ -1,7 +1,7 @@
-"""Values and gradients between stages that teams compute: each member sends and receives its part of what travels.
+"""Send and receive values and gradients between stages that teams compute, member by member.
 
-What goes from which member to which is on paper (``team.routes``); a message holds all that goes between two of them.
-Gradients of a part come back to whoever sent it; those of what every member of the second team was given add up.
+``team.routes`` lists what goes from which member to which; a message holds all that goes between two of them. The
+gradient of a part returns to its sender; gradients of a value that every member received add up.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from parallel.engine.transfers import Routes, StageTransfers
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action
 from parallel.schedule.seating import Seating
-from parallel.space.team import Box
 from parallel.stage.stage import Gradients
-from parallel.team.link import cut
 from parallel.team.routes import Parcel, parcels
 from parallel.team.team_plan import TeamPlan
 
@@ -33,7 +31,7 @@ class TeamTransfers(StageTransfers):
 
     Args:
         links: routes that gradients come back along.
-        plan_of: (stage, shape of the tiles, in training) -> plan of the team that computes it.
+        plan_of: (shape of the tiles, in training) -> plan of every stage's team.
     """
 
     def __init__(
@@ -43,7 +41,7 @@ class TeamTransfers(StageTransfers):
         seating: Seating,
         messenger: Messenger,
         rank: int,
-        plan_of: Callable[[int, tuple[int, ...], bool], TeamPlan],
+        plan_of: Callable[[tuple[int, ...], bool], TeamPlan],
     ) -> None:
         self._seating, self._member = seating, seating.member_of(rank)
         self._plan_of = plan_of
@@ -72,7 +70,7 @@ class TeamTransfers(StageTransfers):
         key = (action.stage, action.peer, action.i)
         values, sent = self._leaving.pop(key), []
         for q, own in self._by_target(key[:2], shape, True).items():
-            contents = pieces_of(values, own)
+            contents = {parcel.name: values[parcel.name] for parcel in own}
             kind = ("training", *key[:2], action.replica, shape, self._member, q)
             form = self._messenger.send(self._rank_of(action.peer, action, q), kind, contents)
             sent.append((q, own, form.gradient()))
@@ -94,16 +92,14 @@ class TeamTransfers(StageTransfers):
             if self._peer(source, action) == self._rank:
                 values |= self._leaving.pop(key)
                 continue
-            arrived: list[tuple[list[Parcel], dict[str, Any]]] = []
+            values |= dict.fromkeys(self._routes[source, action.stage])
             self._had[key] = []
             for p, own, incoming in self._pieces.pop(key):
                 form, tensors = incoming.wait()
                 for tensor, told in zip(tensors, form.tensors, strict=True):
                     tensor.requires_grad_(told.needs_grad)
                 self._had[key].append((p, own, form.gradient()))
-                arrived.append((own, form.build(tensors)))
-            values |= dict.fromkeys(self._routes[source, action.stage])
-            values |= put_together(arrived)
+                values |= form.build(tensors)
         return values
 
     def give_back(self, action: Action, gradients: Gradients) -> None:
@@ -118,11 +114,7 @@ class TeamTransfers(StageTransfers):
         key = (action.peer, action.stage, action.i)
         gradients = self._gradients.pop(key)
         for p, own, form in self._had.pop(key):
-            tensors = [
-                gradient if parcel.box is None else _cut(gradient, parcel.box, parcel.held_at)
-                for parcel in own
-                for gradient in gradients[parcel.name]
-            ]
+            tensors = [gradient for parcel in own for gradient in gradients[parcel.name]]
             if form.tensors:
                 self._messenger.send_tensors(self._rank_of(action.peer, action, p), tensors, form.tensors)
 
@@ -149,7 +141,10 @@ class TeamTransfers(StageTransfers):
             else:
                 own = {name: [torch.zeros_like(each, device=on) for each, on in like] for name, like in made.items()}
                 for among, incoming in self._back.pop(key):
-                    add_pieces(own, among, incoming.wait()[1])
+                    left = iter(incoming.wait()[1])
+                    for parcel in among:
+                        for total in own[parcel.name]:
+                            total += next(left)
             for name, gradients in own.items():
                 if name not in sums:
                     sums[name] = gradients
@@ -162,34 +157,31 @@ class TeamTransfers(StageTransfers):
         """Return all that goes between two stages."""
         key = (way, shape, training)
         if key not in self._known:
-            before, after = (self._plan_of(stage, shape, training) for stage in way)
             names = [name for name in self._routes[way] if training or name != RANDOM_STATE]
-            self._known[key] = parcels(names, before, after)
+            self._known[key] = parcels(names, self._plan_of(shape, training))
         return self._known[key]
 
     def to_members(
         self, way: tuple[int, int], shape: tuple[int, ...], value: Mapping[str, Any]
     ) -> dict[int, dict[str, Any]]:
         """Return what this member sends along ``way`` in prediction, by member of the team that takes it."""
-        return {q: pieces_of(value, own) for q, own in self._by_target(way, shape, False).items()}
+        by_target = self._by_target(way, shape, False)
+        return {q: {parcel.name: value[parcel.name] for parcel in own} for q, own in by_target.items()}
 
-    def post_members(
-        self, way: tuple[int, int], shape: tuple[int, ...], ranks: Sequence[int]
-    ) -> list[tuple[list[Parcel], Incoming]]:
+    def post_members(self, way: tuple[int, int], shape: tuple[int, ...], ranks: Sequence[int]) -> list[Incoming]:
         """Begin to receive what comes along ``way`` in prediction from the team of ``ranks``."""
-        by_source = self._by_source(way, shape, False)
         return [
-            (own, self._messenger.post(ranks[p], ("prediction", *way, shape, p, self._member)))
-            for p, own in by_source.items()
+            self._messenger.post(ranks[p], ("prediction", *way, shape, p, self._member))
+            for p in self._by_source(way, shape, False)
         ]
 
-    def from_members(self, way: tuple[int, int], posted: Sequence[tuple[list[Parcel], Incoming]]) -> dict[str, Any]:
+    def from_members(self, way: tuple[int, int], posted: Sequence[Incoming]) -> dict[str, Any]:
         """Return what came."""
-        arrived = []
-        for own, incoming in posted:
+        values: dict[str, Any] = dict.fromkeys(self._routes[way])
+        for incoming in posted:
             form, tensors = incoming.wait()
-            arrived.append((own, form.build(tensors)))
-        return {**dict.fromkeys(self._routes[way]), **put_together(arrived)}
+            values |= form.build(tensors)
+        return values
 
     def _by_target(self, way: tuple[int, int], shape: tuple[int, ...], training: bool) -> dict[int, list[Parcel]]:
         return _grouped([p for p in self.parcels(way, shape, training) if p.source == self._member], "target")
@@ -199,53 +191,6 @@ class TeamTransfers(StageTransfers):
 
     def _rank_of(self, stage: int, action: Action, member: int) -> int:
         return self._seating.ranks_on(self._peer(stage, action))[member]
-
-
-def pieces_of(values: Mapping[str, Any], own: Sequence[Parcel]) -> dict[str, Any]:
-    """Return what a message holds: the parcels of ``own``, cut out of this member's ``values``."""
-    contents: dict[str, Any] = {}
-    for parcel in own:
-        value = values[parcel.name]
-        if parcel.box is not None and isinstance(value, Tensor):
-            piece = _cut(value.detach(), parcel.box, parcel.sent_from)
-            value = piece.requires_grad_(value.requires_grad) if piece.is_leaf else piece
-        contents[parcel.name] = value
-    return contents
-
-
-def put_together(arrived: Sequence[tuple[list[Parcel], Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return values by name, maps put together of their pieces; their tensors are leaves."""
-    values: dict[str, Any] = {}
-    for own, contents in arrived:
-        for parcel in own:
-            piece = contents[parcel.name]
-            if parcel.box is None or parcel.box == parcel.held_at or not isinstance(piece, Tensor):
-                values[parcel.name] = piece
-                continue
-            assert parcel.held_at is not None
-            if parcel.name not in values:
-                sides = [span.size for span in parcel.held_at]
-                values[parcel.name] = piece.new_empty((*piece.shape[:-2], *sides))
-            whole = values[parcel.name]
-            with torch.no_grad():
-                _cut(whole.detach(), parcel.box, parcel.held_at).copy_(piece)
-            whole.requires_grad_(piece.requires_grad)
-    return values
-
-
-def add_pieces(own: Mapping[str, list[Tensor]], among: Sequence[Parcel], tensors: Sequence[Tensor]) -> None:
-    """Add gradients that came back for what was sent to one member to those of this member's values."""
-    left = iter(tensors)
-    for parcel in among:
-        for total in own[parcel.name]:
-            target = total if parcel.box is None else _cut(total, parcel.box, parcel.sent_from)
-            target += next(left)
-
-
-def _cut(value: Tensor, box: Box | None, at: Box | None) -> Tensor:
-    assert box is not None
-    assert at is not None
-    return cut(value, (value.dim() - 2, value.dim() - 1), box, at)
 
 
 def _grouped(own: Sequence[Parcel], end: str) -> dict[int, list[Parcel]]:

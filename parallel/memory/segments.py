@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from parallel.graph.blocks import block_cuts
-from parallel.graph.layers import INPUT, OUTPUT, LayerGraph
-from parallel.graph.partition import Partition, cut_positions
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy, Segment
 
 
@@ -30,24 +30,10 @@ def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> t
         return (Segment(start, stop, False),)
     if policy.recompute == "optimal":
         return _of_runs(start, stop, _runs(graph, policy.chosen))
-    places = [place for place in _places(graph, policy.recompute) if start < place < stop]
+    places = [place for place in block_cuts(graph) if start < place < stop]
     bounds = list(pairwise([start, *places, stop]))
     last = stage == partition.depth - 1
     return tuple(Segment(*bound, recompute=not (last and bound == bounds[-1])) for bound in bounds)
-
-
-def _places(graph: LayerGraph, rule: str) -> Sequence[int]:
-    """Return the positions at which segments begin."""
-    if rule == "block":
-        return block_cuts(graph)
-    k, starts, since = int(rule), [], 0
-    allowed = set(cut_positions(graph))
-    for position, layer in enumerate(graph.layers):
-        if since >= k and position in allowed:
-            starts.append(position)
-            since = 0
-        since += layer.kind not in (INPUT, OUTPUT, "get_attr")
-    return starts
 
 
 def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[int, int]]:

@@ -78,10 +78,10 @@ def in_teams(
         for grid in grids_of(members):
             if "spatial" in names and depth in (None, 1):
                 for n in _microbatches("spatial", seats, batch, m):
-                    yield Strategy("spatial", ranks, 1, n, grids=(grid,))
+                    yield Strategy("spatial", ranks, 1, n, grid=grid)
             split = [name for name in names if name not in (*WHOLE, "spatial", "zero-bubble")]
             for each in candidates(seats, batch, names=split, most_stages=most_stages, depth=depth, m=m):
-                yield dataclasses.replace(each, ranks=ranks, grids=(grid,) * each.depth)
+                yield dataclasses.replace(each, ranks=ranks, grid=grid)
 
 
 def grids_of(members: int) -> list[Grid]:

@@ -15,7 +15,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
-VERSION = 2
+VERSION = 3
 SIMPLER = 0.01
 """A candidate has to be faster by this fraction to be preferred to one that stands before it."""
 BOXES = 0.1
@@ -67,7 +67,7 @@ class PlanRow:
             "depth": strategy.depth,
             "m": strategy.m,
             "chunks": strategy.chunks,
-            "grids": list(map(str, strategy.grids)),
+            "grid": str(strategy.grid) if strategy.grid else None,
             "shares": [list(share) for share in strategy.shares],
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.moves,
@@ -93,11 +93,11 @@ class PlanRow:
             stream=row.get("stream_px"),
         )
         ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
-        grids = tuple(map(Grid.parse, row.get("grids", ())))
+        grid = Grid.parse(row["grid"]) if row["grid"] else None
         cuts, shared = tuple(row["cuts"]), row["shard_optimizer"]
         shares = tuple(map(tuple, row.get("shares", ())))
         return cls(
-            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, shared, grids=grids, shares=shares),
+            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, shared, grid=grid, shares=shares),
             row["images_per_second"],
             row["step_s"],
             row["bubble"],

@@ -167,8 +167,8 @@ class Planner:
         batch = self.task.batch
         made = in_teams(ranks, batch, names=names, most_stages=most, most_members=members, depth=depth, m=m)
         if rows_alone or ranks > PIPELINES:
-            made = (each for each in made if each.grids[0].columns == 1)
-        return [candidate for candidate in made if parts.side(candidate.grids[0]).steps]
+            made = (each for each in made if each.grid and each.grid.columns == 1)
+        return [each for each in made if each.grid and parts.side(each.grid).steps]
 
     def _no_teams(self, ranks: int) -> str:
         if ranks < 2:
@@ -197,7 +197,7 @@ class Planner:
         _, costs = self.cutting.of(candidate)
         microbatches = sum(weights_of(candidate, self.task.batch))
         slowest = sum(costs.seconds) / candidate.depth
-        if candidate.splits and not candidate.grids:
+        if candidate.splits and not candidate.grid:
             partition = self.cutting.partition(candidate, within=False)
             assert partition is not None
             loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
@@ -260,7 +260,7 @@ class Planner:
             return fitting(side).fits if self.cluster.kind == "cpu" else fitting(side).fits_device
 
         assert self.task.streamed is not None
-        fitted, key = self.task.streamed.fitted, (self.cutting.tiles(candidate), candidate.grids)
+        fitted, key = self.task.streamed.fitted, (self.cutting.tiles(candidate), candidate.grid)
         if fitted.get(key) in sides and allowed(fitted[key]):
             return fitting(fitted[key])
         # Often the largest fit, or those next to what fitted before, which do not fit here.

@@ -109,7 +109,7 @@ class StageCache:
         if policy.host_bytes is not None or not host or self._streamed.fits_host(candidate, tiles, host):
             return candidate
         left = int(host) - self._streamed.tile_bytes(tiles)
-        if candidate.grids:  # rows of others that a member holds come to what it stores of its own
+        if candidate.grid:  # rows of others that a member holds come to what it stores of its own
             left = int(OWN_MAPS * left)
         return candidate.under(host_bytes=max(1, left))
 
@@ -149,7 +149,7 @@ class StageCache:
 
     def _size(self, candidate: Strategy) -> _Size:
         """Tiles of the largest microbatch, and the grid of the teams that compute them."""
-        return self.tiles(candidate), candidate.grids[0] if candidate.grids else None
+        return self.tiles(candidate), candidate.grid
 
     def partition(self, candidate: Strategy, *, within: bool) -> Partition | None:
         """Return the best stages for a candidate.
@@ -301,7 +301,7 @@ class StageCache:
             weights=weights_of(candidate, self.task.batch),
             device=self.cluster.kind,
             stages={stage: held(stage) for stage, _ in placement.held_by(rank)},
-            summed=bool(candidate.grids),
+            summed=candidate.grid is not None,
         )
         return of_rank
 

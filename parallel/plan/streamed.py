@@ -57,7 +57,7 @@ class Streamed:
         ops: by name of a step, what its forward pass computes of a tile of ``side`` px.
         whole: the loss is computed with it, box by box: nothing follows.
         estimate: gives what the layers of a graph cost, by tiles of a microbatch.
-        fitted: by tiles of a microbatch and grids of teams, the side of the largest boxes that fitted the device on
+        fitted: by tiles of a microbatch and grid of teams, the side of the largest boxes that fitted the device on
             tiles of some size: they take about as much on tiles of any.
     """
 
@@ -66,7 +66,7 @@ class Streamed:
     side: int
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     whole: bool = False
-    fitted: dict[tuple[int, tuple[Grid, ...]], int] = field(default_factory=dict)
+    fitted: dict[tuple[int, Grid | None], int] = field(default_factory=dict)
 
 
 class StreamedStages:
@@ -150,7 +150,7 @@ class StreamedStages:
         own = boxes.entering_bytes
         first = own + max(of_rest, after + leaving + box)
         # Gradients that a team sums lie in buckets, which is counted elsewhere.
-        beside = 0 if strategy.grids else parameters
+        beside = 0 if strategy.grid else parameters
         again = own + beside + max(of_rest, leaving + box)
         largest = max(layer.largest_param_bytes for layer in graph.layers)
         return StageBytes(parameters, own, own, own + forward, own + forward, again, first, 0, 0, 0, 0, largest)
@@ -162,7 +162,7 @@ class StreamedStages:
     def fits_host(self, strategy: Strategy, tiles: int, limit: float) -> bool:
         """Return whether ``host_bytes`` are within ``limit``; known without a plan where maps between phases alone take
         more."""
-        key = tiles, _grid(strategy)
+        key = tiles, strategy.grid
         if key not in self._crossing:
             model = self._model(*key)
             of_all = most_stored(phases_of(model.steps, model.leaving), model.sizes, model.images)
@@ -230,7 +230,7 @@ class StreamedStages:
 
     def _end(self, strategy: Strategy, graph: LayerGraph) -> int:
         """Position in ``graph`` of what follows the region."""
-        region = self._region(_grid(strategy))
+        region = self._region(strategy.grid)
         assert region is not None
         if self._streamed.whole and region is self._streamed.model:
             return len(graph.layers)
@@ -272,13 +272,9 @@ class StreamedStages:
         return MAP_PASSES * fetched + STORED_PASSES * boxes.stored_bytes
 
 
-def _grid(strategy: Strategy) -> Grid | None:
-    return strategy.grids[0] if strategy.grids else None
-
-
 def _key(strategy: Strategy, tiles: int) -> _Key:
     assert strategy.policy.stream is not None
-    return strategy.policy.stream, tiles, strategy.policy.host_bytes, _grid(strategy)
+    return strategy.policy.stream, tiles, strategy.policy.host_bytes, strategy.grid
 
 
 def _scaled(op: Op, scale: float, param_bytes: int) -> Op:

@@ -23,11 +23,6 @@ from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
 
 
-def plan_of_stage(strategy: Strategy, plans: TeamPlans, stage: int, shape: tuple[int, ...], training: bool) -> TeamPlan:
-    """Return the plan of the team that computes ``stage``."""
-    return plans.plan(strategy.grid_of(stage), shape, training)
-
-
 def modules_of_seat(
     traced: Traced,
     partition: Partition,
@@ -50,45 +45,35 @@ def modules_of_seat(
             f"--grid: {next(iter(traced.updated))} is updated by forward passes, each member of a team by its own part "
             "of the tile: leave --grid out for this model"
         )
-    if strategy.name == "spatial":
-        plan = plans.plan(strategy.grid_of(0), shape, True)
-        if plan.region is None:
-            layer, reason = plan.ends_at or ("the model", "")
-            raise ValueError(f"--parallel spatial finds nothing to divide: {layer} {reason}; use --parallel ddp")
+    assert strategy.grid is not None
+    if strategy.name == "spatial" and (plan := plans.plan(strategy.grid, shape, True)).region is None:
+        layer, reason = plan.ends_at or ("the model", "")
+        raise ValueError(f"--parallel spatial finds nothing to divide: {layer} {reason}; use --parallel ddp")
     segments = {number: segments_of(partition, number, strategy.policy) for number in numbers}
-    grids = {number: strategy.grid_of(number) for number in numbers}
-    stages = team_stages(traced, partition, grids, link, plans, device, segments, boxed)
+    stages = team_stages(traced, partition, dict.fromkeys(numbers, strategy.grid), link, plans, device, segments, boxed)
     if boxed is not None:
-        _plan_boxes(traced, partition, strategy, plans, shape, stages)
+        _plan_boxes(traced, partition, plans.plan(strategy.grid, shape, True), stages)
     _leave_shapes(traced.model, stages.values())
     return stages
 
 
-def _plan_boxes(
-    traced: Traced,
-    partition: Partition,
-    strategy: Strategy,
-    plans: TeamPlans,
-    shape: tuple[int, ...],
-    stages: Mapping[int, TeamStage],
-) -> None:
+def _plan_boxes(traced: Traced, partition: Partition, plan: TeamPlan, stages: Mapping[int, TeamStage]) -> None:
     """Plan the boxes of ``stages``, so that what is wrong is said now; of the other stages, see that they have any."""
     nodes: dict[int, list[fx.Node]] = {}
     for node in traced.training.graph.nodes:
         nodes.setdefault(partition.stage_of(node.name), []).append(node)
-    by_stage = {number: plans.plan(strategy.grid_of(number), shape, True) for number in range(partition.depth)}
     if not any(
         plan.region is not None and region_of_stage(plan.region, nodes[number], partition.inputs_of(number))
-        for number, plan in by_stage.items()
+        for number in range(partition.depth)
     ):
-        raise NothingInBoxes(*(by_stage[0].ends_at or ("the model", "has no layer that takes maps")))
+        raise NothingInBoxes(*(plan.ends_at or ("the model", "has no layer that takes maps")))
     with left_as_it_was(traced.model):
-        for number, stage in stages.items():
+        for stage in stages.values():
             stage.train()
             run = stage._run_training
             assert isinstance(run, TeamRun)
             assert isinstance(run.nodes, BoxedNodes)
-            run.nodes.planned(stage, by_stage[number])
+            run.nodes.planned(stage, plan)
     for stage in stages.values():
         stage.train(traced.model.training)
 

@@ -126,7 +126,7 @@ def test_what_plans_have_no_say_in_is_as_asked_for() -> None:
 
 def test_what_a_user_asks_to_save_is_not_searched() -> None:
     assert savings_of(StrategySettings()) == Savings()
-    assert savings_of(StrategySettings(recompute="3")) == Savings(("3",), (False, True))
+    assert savings_of(StrategySettings(recompute="block")) == Savings(("block",), (False, True))
     assert savings_of(StrategySettings(offload="overlap")) == Savings(offload=(True,))
 
 

@@ -125,11 +125,6 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
                 "--developer shard-optimizer=pair needs two copies",
             ],
         ),
-        (
-            {"recompute": "blocks"},
-            ["--recompute takes none, stage, block, optimal or a number of layers from 1; got 'bl"],
-        ),
-        ({"recompute": "0"}, ["--recompute takes none, stage, block, optimal or a number of layers from 1; got '0'"]),
         ({"stream": "0"}, ["--stream takes none, auto or the side of boxes in px, such as 512; got '0'"]),
         (
             {"stream": "512", "recompute": "block", "ranks": 2},

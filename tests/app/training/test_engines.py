@@ -41,7 +41,7 @@ def default(monkeypatch: pytest.MonkeyPatch) -> None:
         (DDP.under(parameters=True), {}, False),
         (DDP.under(stream=512), {}, False),
         (Strategy("1f1b", 2, 2, 2), {}, False),
-        (Strategy("spatial", 2, 1, 2, grids=(Grid(2, 1),)), {}, False),
+        (Strategy("spatial", 2, 1, 2, grid=Grid(2, 1)), {}, False),
         (Spread().strategy(), {}, True),
         (Spread(stream=512).strategy(), {}, False),
     ],

@@ -165,7 +165,7 @@ def assert_same(found: Ran, expected: Ran) -> None:
         {"parallel": "master", "ranks": 4, "stages": 2},
         {"parallel": "gpipe", "ranks": 2, "cuts": "6"},
         {"parallel": "spatial", "ranks": 2},
-        {"parallel": "1f1b", "ranks": 3, "grid": "2x1,1x1"},
+        {"parallel": "1f1b", "ranks": 4, "grid": "2x1"},
     ],
     ids=lambda strategy: "-".join(map(str, strategy.values())),
 )

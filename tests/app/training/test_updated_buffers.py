@@ -45,7 +45,7 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "by block": {"parallel": "single", "recompute": "block"},
-    "by layer, offloaded": {"parallel": "1f1b", "ranks": 2, "recompute": "1", "offload": "overlap"},
+    "by block, offloaded": {"parallel": "1f1b", "ranks": 2, "recompute": "block", "offload": "overlap"},
     "by stage": {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},
 }
 SEVERAL: dict[str, dict[str, Any]] = {

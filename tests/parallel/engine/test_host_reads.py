@@ -85,7 +85,7 @@ def test_a_team_reads_as_often_whatever_the_microbatches() -> None:
 
     def waits(m: int) -> list[int]:
         group = ThreadGroup(2, 20)
-        strategy = Strategy("spatial", 2, 1, m, grids=(Grid(2, 1),))
+        strategy = Strategy("spatial", 2, 1, m, grid=Grid(2, 1))
 
         def step_of(rank: int) -> int:
             make = functools.partial(torch.optim.SGD, lr=0.1)

@@ -34,8 +34,8 @@ STRATEGIES = {
     "interleaved": Strategy("interleaved", 2, 2, 4, chunks=2),
     "pairs": Strategy("bidirectional", 3, 3, 4, shard_optimizer=True),
     "groups of pairs": Strategy("master", 4, 2, 4, shard_optimizer=True),
-    "a team": Strategy("spatial", 2, 1, 4, grids=(Grid(1, 2),)),
-    "teams": Strategy("1f1b", 4, 2, 4, grids=(Grid(3, 1), Grid())),
+    "a team": Strategy("spatial", 2, 1, 4, grid=Grid(1, 2)),
+    "teams": Strategy("1f1b", 4, 2, 4, grid=Grid(2, 1)),
 }
 
 

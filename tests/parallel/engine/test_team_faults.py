@@ -25,7 +25,7 @@ from parallel.team.told_waits import ToldWaits
 from tests.helpers.engine_runs import build, steps_of, train
 from tests.helpers.forked import run_ranks
 
-SPATIAL = Strategy("spatial", 2, 1, 2, grids=(Grid(2, 1),))
+SPATIAL = Strategy("spatial", 2, 1, 2, grid=Grid(2, 1))
 MOMENTS = [("irecv", 1, "0F0"), ("iall_reduce", 2, "0F0"), ("iall_reduce", 5, "0B0")]
 """(operation, its number, action that it is in) of what member 1 does not come to."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -18,28 +20,29 @@ STRIPS, COLUMNS, QUARTERS = Grid(2, 1), Grid(1, 2), Grid(2, 2)
 
 
 def of_teams(
-    schedule: str, *grids: Grid, groups: int = 1, m: int = 4, policy: ActivationPolicy | None = None
+    schedule: str, grid: Grid, depth: int = 2, groups: int = 1, m: int = 4, policy: ActivationPolicy | None = None
 ) -> Strategy:
-    ranks = groups * sum(grid.members for grid in grids)
+    depth = 1 if schedule == "spatial" else depth
     chunks = 2 if schedule == "interleaved" else 1
-    return Strategy(schedule, ranks, len(grids), m, chunks, grids=grids, policy=policy or ActivationPolicy())
+    ranks = groups * depth * grid.members
+    return Strategy(schedule, ranks, depth, m, chunks, grid=grid, policy=policy or ActivationPolicy())
 
 
 CASES = [
     ("skips", of_teams("spatial", STRIPS)),
     ("skips", of_teams("spatial", QUARTERS)),
     ("skips", of_teams("spatial", COLUMNS, groups=2)),
-    ("skips", of_teams("1f1b", STRIPS, STRIPS)),
-    ("skips", of_teams("gpipe", QUARTERS, Grid(1, 1))),
-    ("skips", of_teams("interleaved", STRIPS, STRIPS)),
-    ("skips", of_teams("master", COLUMNS, COLUMNS)),
-    ("skips", of_teams("bidirectional", STRIPS, Grid(1, 1), STRIPS)),
+    ("skips", of_teams("1f1b", STRIPS)),
+    ("skips", of_teams("gpipe", QUARTERS)),
+    ("skips", of_teams("interleaved", STRIPS)),
+    ("skips", of_teams("master", COLUMNS)),
+    ("skips", of_teams("bidirectional", STRIPS, 3)),
     ("skips", of_teams("spatial", STRIPS, policy=ActivationPolicy("block"))),
-    ("skips", of_teams("1f1b", STRIPS, COLUMNS, policy=ActivationPolicy("stage"))),
-    ("skips", of_teams("1f1b", STRIPS, STRIPS, policy=ActivationPolicy("block", offload="overlap", smallest=0))),
+    ("skips", of_teams("1f1b", COLUMNS, policy=ActivationPolicy("stage"))),
+    ("skips", of_teams("1f1b", STRIPS, policy=ActivationPolicy("block", offload="overlap", smallest=0))),
     ("two-outputs", of_teams("spatial", STRIPS)),
-    ("two-outputs", of_teams("mp-basic", STRIPS, STRIPS)),
-    ("two-outputs", of_teams("mast", QUARTERS, QUARTERS, m=2)),
+    ("two-outputs", of_teams("mp-basic", STRIPS)),
+    ("two-outputs", of_teams("mast", QUARTERS, m=2)),
 ]
 
 
@@ -49,7 +52,7 @@ def test_every_schedule_of_teams_gives_the_plain_step(net: str, strategy: Strate
 
 
 def test_tiles_of_another_size_in_a_later_step() -> None:
-    strategy, sizes = of_teams("1f1b", STRIPS, COLUMNS), (12, 16)
+    strategy, sizes = of_teams("1f1b", COLUMNS), (12, 16)
     steps = [batch_of([2] * 4, px, px, torch.float64) for px in sizes]
     model, loss = net("skips", torch.float64), ALL_NETS["skips"][1]
     expected = plain_run(model, loss, SGD, steps, seed=SEED, lr=LR)
@@ -72,11 +75,9 @@ def test_members_are_neighbours_and_hold_what_their_seat_holds() -> None:
 @pytest.mark.parametrize(
     ("strategy", "reason"),
     [
-        (of_teams("spatial", STRIPS, STRIPS), "one stage"),
-        (of_teams("zero-bubble", STRIPS, STRIPS), "splits the backward pass"),
-        (of_teams("master", STRIPS, COLUMNS), "read the same backwards"),
+        (of_teams("zero-bubble", STRIPS), "splits the backward pass"),
         (Strategy("spatial", 2, 1, 2), "say how"),
-        (Strategy("1f1b", 4, 2, 2, grids=(STRIPS,)), "give one for each"),
+        (dataclasses.replace(of_teams("1f1b", STRIPS), schedule_csv=""), "schedule file is of single ranks"),
     ],
 )
 def test_what_teams_cannot_do_is_refused_by_name(strategy: Strategy, reason: str) -> None:

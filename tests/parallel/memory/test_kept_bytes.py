@@ -177,11 +177,10 @@ def traced_net(name: str) -> tuple[Traced, tuple[int, ...]]:
 RULES = {
     "none": ActivationPolicy(),
     "block": ActivationPolicy("block"),
-    "4 layers": ActivationPolicy("4"),
     "offload": ActivationPolicy(offload="overlap", smallest=64 * KIB),
     "offload, ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=512 * KIB),
     "block and offload": ActivationPolicy("block", offload="overlap", smallest=0),
-    "4 layers and offload, ahead": ActivationPolicy("4", offload="overlap", smallest=0, ahead=512 * KIB),
+    "block and offload, ahead": ActivationPolicy("block", offload="overlap", smallest=0, ahead=512 * KIB),
 }
 
 

@@ -23,10 +23,9 @@ RULES = [
     ActivationPolicy(),
     ActivationPolicy("stage"),
     ActivationPolicy("block"),
-    ActivationPolicy("3"),
     ActivationPolicy(offload="overlap", smallest=0),
     ActivationPolicy("block", offload="overlap", smallest=0, ahead=60),
-    ActivationPolicy("2", offload="overlap"),
+    ActivationPolicy("block", offload="overlap"),
 ]
 
 

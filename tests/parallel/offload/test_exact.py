@@ -16,9 +16,8 @@ POLICIES = {
     "overlap, ahead": AHEAD,
     "overlap, little room": ActivationPolicy(offload="overlap", smallest=0, host_bytes=40_000),
     "block": ActivationPolicy(recompute="block"),
-    "2 layers": ActivationPolicy(recompute="2"),
     "block and overlap": ActivationPolicy(recompute="block", offload="overlap", smallest=0),
-    "3 layers and overlap, ahead": ActivationPolicy(recompute="3", offload="overlap", smallest=0, ahead=20_000),
+    "block and overlap, ahead": ActivationPolicy(recompute="block", offload="overlap", smallest=0, ahead=20_000),
     "stage and overlap": ActivationPolicy(recompute="stage", offload="overlap", smallest=0),
 }
 
@@ -32,7 +31,7 @@ def test_schedules(name: str, schedule: str, policy: ActivationPolicy) -> None:
     assert_equal(on_threads(name, strategy, steps_of(strategy.m)), plain(name, strategy.m), torch.float64)
 
 
-@pytest.mark.parametrize("policy", ["overlap", "2 layers", "block and overlap", "stage and overlap"])
+@pytest.mark.parametrize("policy", ["overlap", "block", "block and overlap", "stage and overlap"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "master", "bidirectional"])
 def test_complex_values(schedule: str, policy: str) -> None:
     strategy = strategy_for(schedule, 2, m=4, policy=POLICIES[policy])

@@ -34,7 +34,7 @@ POLICIES = {
     "parameters": ActivationPolicy(parameters=True),
     "parameters, block": ActivationPolicy(parameters=True, recompute="block"),
     "parameters, stage": ActivationPolicy(parameters=True, recompute="stage"),
-    "all": ActivationPolicy(parameters=True, recompute="2", offload="overlap", smallest=0),
+    "all": ActivationPolicy(parameters=True, recompute="block", offload="overlap", smallest=0),
     "overlap": ActivationPolicy(parameters=True, offload="overlap", smallest=0),
 }
 

@@ -208,7 +208,7 @@ LATE = {
     "overlap, far ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=200_000),
     "block and overlap": ActivationPolicy(recompute="block", offload="overlap", smallest=0, ahead=10_000),
     "stage and overlap": ActivationPolicy(recompute="stage", offload="overlap", smallest=0),
-    "everything": ActivationPolicy(recompute="2", offload="overlap", smallest=0, parameters=True),
+    "everything": ActivationPolicy(recompute="block", offload="overlap", smallest=0, parameters=True),
     "optimizer": ActivationPolicy(optimizer=True),
 }
 

@@ -49,7 +49,7 @@ def test_what_does_not_fit_or_cannot_run() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not a plan"), ("[]", "not a plan"), ('{"version": 1}', "version 1, and this program reads version 2")],
+    [("{", "not a plan"), ("[]", "not a plan"), ('{"version": 1}', "version 1, and this program reads version 3")],
 )
 def test_what_is_no_plan(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

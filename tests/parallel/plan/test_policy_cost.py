@@ -61,7 +61,7 @@ def test_nothing_is_added_where_all_is_kept() -> None:
 def test_computing_again_is_part_of_the_backward_pass() -> None:
     found = cost(ActivationPolicy("optimal", RUNS))
     assert (found.forward_s, found.backward_s, found.backward_input_s) == (4, 8 + 2, 4 + 2)
-    assert cost(ActivationPolicy("1")).backward_s == 8 + 3  # what is last is kept
+    assert cost(ActivationPolicy("block")).backward_s == 8 + 3  # what is last is kept
     assert cost(ActivationPolicy("optimal", (("conv2", "conv2"),)), starts=(0, 3)).backward_s == 4  # of another stage
 
 

@@ -33,7 +33,7 @@ def test_teams_take_the_place_of_ranks() -> None:
 
 
 def test_a_plan_is_read_back_with_its_grids() -> None:
-    row = PlanRow(Strategy("master", 8, 2, 4, grids=(Grid(2, 2),) * 2))
+    row = PlanRow(Strategy("master", 8, 2, 4, grid=Grid(2, 2)))
     assert PlanRow.from_json(row.to_json()) == row
 
 

@@ -48,7 +48,7 @@ def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _:
 )
 def test_bytes_are_those_planned(model: str, px: int, grid: str, box: int) -> None:
     team = Grid.parse(grid)
-    strategy = Strategy("spatial", team.members, 1, BATCH, grids=(team,)).under(stream=box)
+    strategy = Strategy("spatial", team.members, 1, BATCH, grid=team).under(stream=box)
     row = planner(model, px, team.members, 2 * GIB, BATCH).forecast(strategy)
     assert row is not None
     members = run_on_threads(team.members, functools.partial(step, model, px, row.strategy), [None] * team.members)
@@ -59,7 +59,7 @@ def test_bytes_are_those_planned(model: str, px: int, grid: str, box: int) -> No
 def test_numbers_drawn_for_the_whole_map_are_planned_for(grid: str) -> None:
     """Every member draws them all, and keeps its own."""
     name, px, team = "tests.helpers.tiny_models:dropping_net", 192, Grid.parse(grid)
-    strategy = Strategy("spatial", team.members, 1, BATCH, grids=(team,))
+    strategy = Strategy("spatial", team.members, 1, BATCH, grid=team)
     row = planner(name, px, team.members, 2 * GIB, BATCH).forecast(strategy)
     assert row is not None
     members = run_on_threads(team.members, functools.partial(step, name, px, row.strategy), [None] * team.members)
@@ -92,7 +92,7 @@ def test_a_team_is_tried_in_boxes_where_its_parts_do_not_fit() -> None:
     row = plans.least("spatial", 2, BOXES)
     assert row is not None
     assert row.fits, row
-    assert row.strategy.grids == (Grid(2, 1),)
+    assert row.strategy.grid == Grid(2, 1)
     assert row.strategy.policy.stream is not None
     assert row.step_s is None
     assert plans.timed(row).step_s

@@ -38,10 +38,10 @@ from tests.helpers.tiny_models import classifier
 from tests.parallel.engine.test_teams import of_teams
 from tests.parallel.streaming.test_streamed_stages import M, engine_of, gated, sgd, steps
 
-STRIPS, COLUMNS, QUARTERS, ONE = Grid(2, 1), Grid(1, 2), Grid(2, 2), Grid(1, 1)
+STRIPS, COLUMNS, QUARTERS = Grid(2, 1), Grid(1, 2), Grid(2, 2)
 BOXES = ActivationPolicy(stream=4)
-GROUPS = of_teams("1f1b", STRIPS, COLUMNS, groups=2, policy=ActivationPolicy(stream=4, optimizer=True))
-PIPELINE = of_teams("1f1b", STRIPS, STRIPS, policy=BOXES)
+GROUPS = of_teams("1f1b", COLUMNS, groups=2, policy=ActivationPolicy(stream=4, optimizer=True))
+PIPELINE = of_teams("1f1b", STRIPS, policy=BOXES)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ PIPELINE = of_teams("1f1b", STRIPS, STRIPS, policy=BOXES)
     [
         ("skips", PIPELINE),
         ("skips", GROUPS),
-        ("skips", of_teams("gpipe", QUARTERS, ONE, policy=BOXES)),
-        ("skips", of_teams("interleaved", STRIPS, STRIPS, policy=BOXES)),
-        ("skips", of_teams("master", COLUMNS, COLUMNS, policy=BOXES)),
-        ("skips", of_teams("bidirectional", STRIPS, ONE, STRIPS, policy=BOXES)),
+        ("skips", of_teams("gpipe", QUARTERS, policy=BOXES)),
+        ("skips", of_teams("interleaved", STRIPS, policy=BOXES)),
+        ("skips", of_teams("master", COLUMNS, policy=BOXES)),
+        ("skips", of_teams("bidirectional", STRIPS, 3, policy=BOXES)),
         ("skips", of_teams("spatial", COLUMNS, groups=2, policy=BOXES)),
-        ("two-outputs", of_teams("mp-basic", STRIPS, STRIPS, policy=BOXES)),
-        ("two-outputs", of_teams("mast", QUARTERS, QUARTERS, m=2, policy=BOXES)),
+        ("two-outputs", of_teams("mp-basic", STRIPS, policy=BOXES)),
+        ("two-outputs", of_teams("mast", QUARTERS, m=2, policy=BOXES)),
     ],
     ids=lambda value: str(value).replace(" ", "-"),
 )
@@ -87,9 +87,9 @@ def test_processes_give_the_plain_step(name: str, launcher: Any, tmp_path: Path)
     assert_equal(ranks, plain("skips", strategy.m), torch.float64)
 
 
-def seats_of(name: str, *grids: Grid, cuts: tuple[str, ...] = (), **policy: Any) -> Strategy:
-    ranks = sum(grid.members for grid in grids)
-    return Strategy(name, ranks, len(grids), M, cuts=cuts, policy=ActivationPolicy(stream=16, **policy), grids=grids)
+def seats_of(name: str, grid: Grid, cuts: tuple[str, ...] = (), **policy: Any) -> Strategy:
+    policy_ = ActivationPolicy(stream=16, **policy)
+    return Strategy(name, 2 * grid.members, 2, M, cuts=cuts, policy=policy_, grid=grid)
 
 
 Result = tuple[float, dict[str, Tensor], list[Tensor], dict[int, list[PlannedRegion | None]]]
@@ -117,8 +117,8 @@ def planned(engine: Engine) -> dict[int, list[PlannedRegion | None]]:
 @pytest.mark.parametrize(
     ("strategy", "given"),
     [
-        (seats_of("1f1b", STRIPS, STRIPS, cuts=("squeeze.1",)), "squeeze_0"),
-        (seats_of("gpipe", QUARTERS, ONE, cuts=("mul",), host_bytes=1), "squeeze_2"),
+        (seats_of("1f1b", STRIPS, cuts=("squeeze.1",)), "squeeze_0"),
+        (seats_of("gpipe", QUARTERS, cuts=("mul",), host_bytes=1), "squeeze_2"),
     ],
     ids=["a gate from a pooled map", "a gate, its map, few stored maps"],
 )
@@ -163,14 +163,14 @@ def all_plans(module: nn.Module, strategy: Strategy) -> dict[int, list[PlannedRe
 
 def test_boxes_are_those_of_the_tile_in_stages_of_smaller_maps() -> None:
     """A box of 16 px of the tile, 40 x 56 px, is one of 8 px of maps half as large: two rows of boxes a member."""
-    (plan,) = all_plans(gated(), seats_of("1f1b", STRIPS, STRIPS, cuts=("middle",)))[1]
+    (plan,) = all_plans(gated(), seats_of("1f1b", STRIPS, cuts=("middle",)))[1]
     assert plan is not None
     assert plan.run.boxes.model.side == (40, 56)  # type: ignore[attr-defined]
     assert len(plan.run.phases[0].parts[0].boxes()) == 2 * 4
 
 
 def test_a_stage_without_anything_for_boxes_is_computed_at_once() -> None:
-    first, last = (all_plans(classifier(3), seats_of("1f1b", STRIPS, STRIPS, cuts=("7",)))[k] for k in range(2))
+    first, last = (all_plans(classifier(3), seats_of("1f1b", STRIPS, cuts=("7",)))[k] for k in range(2))
     assert first[0] is not None
     assert last == [None]
 
@@ -180,8 +180,8 @@ def test_boxes_are_on_the_device_of_their_stage() -> None:
     shape, traced = (1, 3, 32, 32), trace_as_it_runs(classifier(3), (1, 3, 32, 32), torch.float32)
     link, plans, whole = TeamLink(LocalCommunicator()), TeamPlans(traced, once=False), Partition(traced.graph, (0,))
     device, boxed = torch.device("cuda"), BoxedParts(8)
-    (stage,) = team_stages(traced, whole, {0: ONE}, link, plans, device, boxed=boxed).values()
-    plan = stage._run_training.nodes.planned(stage.train(), plans.plan(ONE, shape, True))  # type: ignore[union-attr]
+    (stage,) = team_stages(traced, whole, {0: Grid()}, link, plans, device, boxed=boxed).values()
+    plan = stage._run_training.nodes.planned(stage.train(), plans.plan(Grid(), shape, True))  # type: ignore[union-attr]
     assert {place for _, _, place in plan.run.region.forms.values()} == {device}
 
 
@@ -202,10 +202,10 @@ class Halves(nn.Module):
 @pytest.mark.parametrize(("pooled", "what"), [(False, "maps"), (True, "tensors")])
 def test_several_maps_as_one_value_are_refused_by_name(pooled: bool, what: str) -> None:
     with pytest.raises(ValueError, match=rf"--stream: chunk is several {what}, which pass from stage to stage"):
-        all_plans(Halves(pooled), seats_of("1f1b", STRIPS, STRIPS, cuts=("getitem",)))
+        all_plans(Halves(pooled), seats_of("1f1b", STRIPS, cuts=("getitem",)))
 
 
 def test_no_stage_at_all_is_an_error() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 40 * 56, 4), nn.ReLU(), nn.Linear(4, 3))
     with pytest.raises(NothingInBoxes, match=r"finds nothing to compute box by box: .*Leave --stream out"):
-        all_plans(net, seats_of("1f1b", STRIPS, STRIPS))
+        all_plans(net, seats_of("1f1b", STRIPS))

@@ -49,7 +49,7 @@ def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _:
 )
 def test_bytes_are_those_planned(model: str, px: int, grid: str, recompute: str, within: float) -> None:
     team = Grid.parse(grid)
-    strategy = Strategy("spatial", team.members, 1, 2, grids=(team,)).under(recompute=recompute)
+    strategy = Strategy("spatial", team.members, 1, 2, grid=team).under(recompute=recompute)
     plans = planner(model, px, 2, 2 * GIB, strategy.m)
     row = plans.forecast(strategy)
     assert row is not None

@@ -93,7 +93,7 @@ def normed(classes: int) -> nn.Module:
     "strategy",
     [
         {"parallel": "single"},
-        {"parallel": "single", "recompute": "1", "offload": "overlap"},
+        {"parallel": "single", "recompute": "block", "offload": "overlap"},
         {"parallel": "ddp", "ranks": 2},
         {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},
         {"parallel": "master", "ranks": 2, "recompute": "block"},

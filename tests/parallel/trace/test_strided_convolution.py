@@ -116,7 +116,7 @@ class Strided(nn.Module):
 
 STRATEGIES: list[dict[str, Any]] = [
     {"parallel": "single"},
-    {"parallel": "single", "recompute": "1", "offload": "overlap"},
+    {"parallel": "single", "recompute": "block", "offload": "overlap"},
     {"parallel": "single", "stream": "16"},
     {"parallel": "ddp", "ranks": 2},
     {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},

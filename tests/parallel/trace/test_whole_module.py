@@ -25,7 +25,6 @@ from tests.helpers.small_nets import ALL_NETS, NETS
 POLICIES = {
     "overlap": ActivationPolicy(offload="overlap", smallest=0, ahead=10_000),
     "block": ActivationPolicy(recompute="block"),
-    "2 layers": ActivationPolicy(recompute="2"),
     "both": ActivationPolicy(recompute="block", offload="overlap", smallest=0),
 }
 
@@ -139,7 +138,7 @@ def test_a_model_that_cannot_be_traced_is_offloaded_as_it_is() -> None:
 
 def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
     """Before the first step, where that shows then."""
-    restless, policy = _Restless(), ActivationPolicy("3")
+    restless, policy = _Restless(), ActivationPolicy("optimal", (("input_1", "_1"),))
     model = nn.Sequential(nn.Conv2d(3, 4, 1), restless, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1))
     with pytest.raises(ValueError, match="calls of _Restless is an attribute that each forward"):
         in_segments(model, policy, (2, 3, 12, 12), LocalCommunicator())
