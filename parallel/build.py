@@ -33,8 +33,8 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.memory.segments import segments_of
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
+from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_parameters import HostParameters
-from parallel.offload.host_space import HostSpace
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Action, Kind, Schedule, held
@@ -73,7 +73,7 @@ def assemble(
     autocast: torch.dtype | None = None,
     observer: Observer | None = None,
     meter: ActivationMeter | None = None,
-    host: HostSpace | None = None,
+    host: HostMemory | None = None,
 ) -> Engine:
     """The engine of this rank.
 
@@ -122,7 +122,7 @@ def put_to_work(
     device: torch.device,
     autocast: torch.dtype | None = None,
     meter: ActivationMeter | None = None,
-    host: HostSpace | None = None,
+    host: HostMemory | None = None,
 ) -> RankProgram:
     """What this rank of a traced model computes, and with what; for the rest see ``assemble``.
 
@@ -229,7 +229,7 @@ def _stage_modules(
     policy: ActivationPolicy,
     shape: tuple[int, ...],
     actions: Sequence[Action],
-    host: HostSpace | None,
+    host: HostMemory | None,
 ) -> Mapping[int, StageModule]:
     """Return the stages ``numbers``, whole, in segments or in boxes of the tile.
 

@@ -30,7 +30,8 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.deadline import kill_after
 from parallel.comm.kinds import RankKind, describe_shared_gpu
 from parallel.comm.local import LocalCommunicator
-from parallel.offload.host_space import HostSpace
+from parallel.offload.copies import Copies
+from parallel.offload.host_memory import HostMemory
 from parallel.profile.gpu import has_bf16, missing_kernels, set_tf32
 from parallel.profile.gpus import gpu_at
 from parallel.profile.malloc import keep_freed_memory
@@ -154,10 +155,10 @@ def host_share() -> int:
     return memory_bytes()[1] // (launch.local_world if launch else 1) // 2
 
 
-def host_space(folder: Path, most_bytes: int | None = None) -> HostSpace:
+def host_memory(device: torch.device, folder: Path, most_bytes: int | None = None) -> HostMemory:
     """Return what tiles and maps in boxes may take of the host's memory: ``most_bytes``, or ``host_share``. What is
     beyond lies in ``folder``."""
-    return HostSpace(host_share() if most_bytes is None else most_bytes, folder)
+    return HostMemory(Copies.for_device(device), host_share() if most_bytes is None else most_bytes, folder)
 
 
 def connect(settings: StrategySettings, device: torch.device) -> Communicator:

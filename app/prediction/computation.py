@@ -26,7 +26,7 @@ from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import broadcast_object
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from parallel.profile.gpu import is_device_fault
 from parallel.strategy import Strategy
 from parallel.streaming.images import Boxes
@@ -50,7 +50,7 @@ class Spread:
     communicator: Communicator = field(default_factory=LocalCommunicator)
     stream: int | None = None
     parameters: bool = False
-    host: HostSpace | None = None
+    host: HostMemory | None = None
 
     @property
     def plain(self) -> bool:

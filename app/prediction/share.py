@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from app.launch.place import choose_device, connect, host_space, take_cores
+from app.launch.place import choose_device, connect, host_memory, take_cores
 from app.prediction.command import PredictCommand
 from app.prediction.computation import Spread
 from app.prediction.picture_as_tile import predict_picture
@@ -163,7 +163,7 @@ def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
             group = ranks.subgroup(members)
             communicator = communicator if group is None else group
     stream = None if command.stream == "none" else int(command.stream)
-    host = None if stream is None else host_space(command.out)
+    host = None if stream is None else host_memory(device, command.out)
     return Spread(communicator, stream, command.offload == "parameters", host)
 
 

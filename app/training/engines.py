@@ -23,9 +23,9 @@ from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.weight_average import keep_average
 from parallel.offload.copies import Copies
+from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_optimizer import LR_SCALE, HostOptimizer
 from parallel.offload.host_parameters import HostParameters
-from parallel.offload.host_space import HostSpace
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
@@ -48,7 +48,7 @@ def build_engine(
     device: torch.device,
     autocast: torch.dtype | None = None,
     watchdog: Watchdog | None = None,
-    host: HostSpace | None = None,
+    host: HostMemory | None = None,
 ) -> DataParallelEngine | Engine:
     """Return the engine that computes ``strategy``.
 
@@ -126,7 +126,7 @@ def _whole(
     seed: int,
     device: torch.device,
     autocast: torch.dtype | None,
-    space: HostSpace | None,
+    space: HostMemory | None,
 ) -> DataParallelEngine:
     """Each rank computes the whole model."""
     policy = strategy.policy

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from app.launch.place import RankPlace, host_share, host_space
+from app.launch.place import RankPlace, host_memory, host_share
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
 from app.settings.run import EPOCHS, RunConfig
@@ -32,7 +32,7 @@ from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_orde
 from app.training.validation import Outputs, spread
 from models.weights_report import LoadedWeights
 from parallel.engine.step import TrainingEngine
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from parallel.schedule.microbatch import split_batch
 from parallel.schedule.shares import FINE, coarseness
 from parallel.strategy import Strategy
@@ -95,7 +95,7 @@ class Session:
     loaded: LoadedWeights | None
     notes: tuple[str, ...]
     failed: FailedSlides
-    host: HostSpace | None
+    host: HostMemory | None
     cache: TileCache | None
 
     @functools.cached_property
@@ -218,7 +218,7 @@ def build_session(
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
     loss = build_loss(config.optimization, dataset, train_rows, placement.communicator).to(placement.device)
     policy = strategy.policy
-    host = None if policy.stream is None else host_space(config.out, policy.host_bytes)
+    host = None if policy.stream is None else host_memory(placement.device, config.out, policy.host_bytes)
     if policy.moves and policy.host_bytes is None:
         policy = dataclasses.replace(policy, host_bytes=host_share())
     engine = build_engine(

@@ -117,7 +117,7 @@ class RunSummary:
     def _on_host(self) -> list[int]:
         """Bytes of tiles and maps at most: in memory and in files."""
         host = self._session.host
-        return [host.peak_memory_bytes, host.peak_file_bytes] if host else [0, 0]
+        return [host.peak_bytes, host.peak_file_bytes] if host else [0, 0]
 
     def _write(self, status: str, peaks: list[list[int]], error: str | None, step: StepRecord | None = None) -> None:
         summary = {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from app.launch.place import RankPlace, rank_cores
 from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_areas
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
@@ -120,13 +120,13 @@ def told(what: str, step: str, failed: FailedSlides) -> OnFault:
 
 
 def read_ahead(
-    config: RunConfig, stream: TileStream, placement: RankPlace, host: HostSpace | None, share: float
+    config: RunConfig, stream: TileStream, placement: RankPlace, host: HostMemory | None, share: float
 ) -> TileStream:
     """Return ``stream`` read ahead within ``share`` of the budget."""
 
     def on_host(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
         assert host is not None
-        array: NDArray[Any] = host.zeros(shape, torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
+        array: NDArray[Any] = host.empty(shape, torch.from_numpy(np.empty(0, dtype)).dtype, locked=False).numpy()
         return array
 
     # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.

@@ -19,7 +19,7 @@ from parallel.memory.policy import WINDOW
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.entry import Entry
-from parallel.offload.host_pool import HostPool
+from parallel.offload.host_memory import HostMemory
 from parallel.offload.packing import Holding, Packed, form_of, view_like
 
 PART = 2
@@ -81,7 +81,7 @@ class OverlapOffload:
     def __init__(
         self,
         copies: Copies,
-        pool: HostPool,
+        pool: HostMemory,
         *,
         ahead: int | None = 0,
         smallest: int = 0,

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
+from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_parameters import HostParameters
-from parallel.offload.host_pool import HostPool
 from parallel.offload.overlap import Flight, OverlapOffload
 from parallel.offload.packing import Holding, Packed, Packer, storages_of
 from parallel.offload.recompute import Again, unpack
@@ -57,13 +57,13 @@ class SavedTensors:
         copies: Copies | None = None,
     ) -> None:
         self.rule = rule
-        self.pool: HostPool | None = None
+        self.pool: HostMemory | None = None
         self.copies = copies or Copies.for_device(device)
         self._meter = meter
         self._overlap: OverlapOffload | None = None
         self._plain: Packer = Holding(meter)
         if self.moves:
-            self.pool = HostPool(self.copies, rule.host_bytes)
+            self.pool = HostMemory(self.copies, rule.host_bytes)
             self._overlap = OverlapOffload(
                 self.copies, self.pool, ahead=rule.ahead, smallest=rule.smallest, meter=meter
             )

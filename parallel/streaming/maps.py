@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from parallel.streaming.images import Boxes
 from parallel.streaming.patch import Box
 
@@ -35,7 +35,7 @@ class Maps:
         shapes: Mapping[str, tuple[int, ...]],
         dims: Dims,
         device: torch.device,
-        host: HostSpace,
+        host: HostMemory,
         here: frozenset[str] = frozenset(),
         held: Mapping[str, Box] = MappingProxyType({}),
     ) -> None:

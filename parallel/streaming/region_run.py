@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from parallel.space.box_bytes import Cuts
 from parallel.space.boxes import Boxes as PlannedBoxes
 from parallel.space.boxes import StreamedModel, plan_boxes
@@ -68,10 +68,10 @@ class RegionRun:
         box: int,
         stored_bytes: int | None = None,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
-        host: HostSpace | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.region = region
-        self._host = host or HostSpace()
+        self._host = host or HostMemory()
         self.boxes = self.planned(region.on_paper(scale), box, stored_bytes)
         self.phases = [
             Phase(

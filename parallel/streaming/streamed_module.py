@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.planned_region import PlannedRegion
@@ -36,7 +36,7 @@ def streamed(
     shape: tuple[int, ...],
     communicator: Communicator,
     stored_bytes: int | None = None,
-    host: HostSpace | None = None,
+    host: HostMemory | None = None,
 ) -> StreamedModule:
     """Return ``module`` computed in boxes of ``box`` px, with the names it has.
 
@@ -105,7 +105,7 @@ class StreamedRun:
         box: int,
         stored_bytes: int | None = None,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
-        host: HostSpace | None = None,
+        host: HostMemory | None = None,
         updated: Collection[str] = (),
     ) -> None:
         self._updated = updated

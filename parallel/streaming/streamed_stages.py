@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from parallel.graph.partition import Partition
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from parallel.streaming.operation import Reading
 from parallel.streaming.read_region import NothingInBoxes, without_data
 from parallel.streaming.region import WHOLE_TILE
@@ -34,7 +34,7 @@ def streamed_stages(
     box: int,
     shape: tuple[int, ...],
     stored_bytes: int | None = None,
-    host: HostSpace | None = None,
+    host: HostMemory | None = None,
 ) -> dict[int, StreamedStage]:
     """Return the stages ``numbers`` of the model, computed in boxes of ``box`` px.
 
@@ -77,7 +77,7 @@ def _stage(
     box: int,
     stored_bytes: int | None,
     scale: tuple[Fraction, Fraction],
-    host: HostSpace | None,
+    host: HostMemory | None,
 ) -> StreamedStage:
     def run(
         nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], _: str

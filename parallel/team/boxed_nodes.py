@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums, beside
 from parallel.streaming.planned_region import PlannedRegion
@@ -33,7 +33,7 @@ class BoxedParts:
 
     box: int
     stored_bytes: int | None = None
-    host: HostSpace | None = None
+    host: HostMemory | None = None
 
 
 class BoxedNodes(NodeRun):

@@ -17,7 +17,7 @@ from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.offload import saved_tensors
 from parallel.offload.copies import Copies
-from parallel.offload.host_pool import HostPool
+from parallel.offload.host_memory import HostMemory
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
@@ -156,11 +156,11 @@ def test_offload_fills_the_ranks_share_of_the_host(
 ) -> None:
     budgets = []
 
-    def pool(copies: Copies, budget: int | None) -> HostPool:
+    def pool(copies: Copies, budget: int | None) -> HostMemory:
         budgets.append(budget)
-        return HostPool(copies, budget)
+        return HostMemory(copies, budget)
 
-    monkeypatch.setattr(saved_tensors, "HostPool", pool)
+    monkeypatch.setattr(saved_tensors, "HostMemory", pool)
     monkeypatch.setattr("app.training.session.host_share", lambda: 100 * MIB)
     command = ("--slides", classify_slides, *QUICK, "--steps", "1", "--validation", "0", "--parallel", "single")
     done = train(*command, "--offload", "overlap", "--out", tmp_path / "run")

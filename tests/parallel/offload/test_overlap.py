@@ -11,7 +11,7 @@ import torch
 from parallel.memory.policy import ActivationPolicy, buffer_bytes
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies, Mark
-from parallel.offload.host_pool import HostPool
+from parallel.offload.host_memory import HostMemory
 from parallel.offload.overlap import OverlapOffload
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, steps_of, strategy_for
 from tests.helpers.late_copies import LateCopies, LateMark
@@ -26,7 +26,7 @@ def tensors(count: int) -> list[torch.Tensor]:
 
 def offload(copies: Copies | None = None, **more: Any) -> tuple[OverlapOffload, ActivationMeter]:
     meter, copies = ActivationMeter(), copies or Copies()
-    return OverlapOffload(copies, HostPool(copies, more.pop("budget", None)), meter=meter, **more), meter
+    return OverlapOffload(copies, HostMemory(copies, more.pop("budget", None)), meter=meter, **more), meter
 
 
 def test_what_waits_stays_within_the_window_and_the_oldest_leaves_first() -> None:
@@ -119,7 +119,7 @@ def test_changed_in_place_after_it_left_is_kept_as_it_was() -> None:
 
 def test_room_on_the_host_is_used_again() -> None:
     copies = Copies()
-    pool = HostPool(copies, 4 * buffer_bytes(KIB))
+    pool = HostMemory(copies, 4 * buffer_bytes(KIB))
     first = pool.take(KIB)
     assert first is not None
     pool.give(first)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from app.training.exactness import CroppedImages
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
-from parallel.offload.host_space import HostSpace
+from parallel.offload.host_memory import HostMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.span import Span
 from parallel.streaming.images import Boxes
@@ -280,15 +280,15 @@ def test_maps_beyond_the_budget_of_the_host_lie_in_files(tmp_path: Path) -> None
     model, images = model_of("unet_w4", "batch"), torch.randn(2, 3, 64, 64)
     results = []
     for budget in (None, 1 << 18):
-        host = HostSpace(budget, tmp_path)
+        host = HostMemory(None, budget, tmp_path)
         ours = streamed(copy.deepcopy(model), 32, tuple(images.shape), LocalCommunicator(), None, host)
         results.append(step(ours, images))
         assert isinstance(ours._run_training, StreamedRun)
         (plan,) = ours._run_training._plans.values()
         if budget is None:
-            assert (host.peak_memory_bytes, host.peak_file_bytes) == (plan.run.boxes.host_bytes, 0)
+            assert (host.peak_bytes, host.peak_file_bytes) == (plan.run.boxes.host_bytes, 0)
         else:
-            assert host.peak_memory_bytes <= budget < plan.run.boxes.host_bytes - budget <= host.peak_file_bytes
+            assert host.peak_bytes <= budget < plan.run.boxes.host_bytes - budget <= host.peak_file_bytes
     (expected, gradients), (found, found_gradients) = results
     assert torch.equal(expected, found)
     assert gradients.keys() == found_gradients.keys()

@@ -1,0 +1,128 @@
+"""Host memory: as much is locked as is counted, what is freed is given back, and files without a name take the rest."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.memory.policy import LEAST, buffer_bytes
+from parallel.offload.copies import Copies, CudaCopies
+from parallel.offload.host_memory import HostMemory
+from tests.helpers.cuda_runtime import CudaRuntime
+from tests.helpers.sim_gpu import simulated
+
+MIB = 1 << 20
+SIZES = (5 * MIB, 9 * MIB + 1, 3 * MIB)
+
+
+def test_as_much_is_locked_as_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = CudaRuntime(monkeypatch)
+    pool = HostMemory(CudaCopies(torch.device("cuda", 0)), budget=20 * MIB)
+    buffers = [pool.take(size) for size in SIZES]
+    assert [buffer.numel() for buffer in buffers if buffer is not None] == list(map(buffer_bytes, SIZES))
+    assert sum(runtime.locked.values()) == pool.taken_bytes == sum(map(buffer_bytes, SIZES))
+    assert pool.taken_bytes <= sum(SIZES) * 9 / 8  # torch would lock 8 + 16 + 4 MiB
+    assert pool.take(7 * MIB) is None
+    while buffers:
+        pool.give(buffers.pop())
+    assert runtime.waits == 0
+    buffers.append(pool.take(7 * MIB))  # in place of the largest, once no copy uses it
+    assert runtime.waits == 1
+    assert sum(runtime.locked.values()) == pool.taken_bytes == buffer_bytes(SIZES[0]) + buffer_bytes(SIZES[2]) + 7 * MIB
+    del pool, buffers
+    assert not runtime.locked
+
+
+def test_a_cpu_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, pool = CudaRuntime(monkeypatch), HostMemory(Copies())
+    assert pool.take(MIB) is not None
+    assert (runtime.locked, pool.taken_bytes) == ({}, MIB)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_copies_run_beside_the_host_and_end_before_their_memory_is_unlocked(late: int) -> None:
+    device = torch.device("cuda", 0)
+    with simulated(1, late=late) as gpus:
+        copies = CudaCopies(device)
+        pool, source = HostMemory(copies), torch.arange(LEAST, device=device).to(torch.uint8)
+        before = sum(gpus.process.hazards.syncs.values())
+        buffer = pool.take(LEAST)
+        assert buffer is not None
+        copies.wait(copies.to_host(source, buffer))
+        back, mark = copies.to_device(buffer)
+        copies.wait(mark)
+        assert sum(gpus.process.hazards.syncs.values()) == before
+        pool.give(buffer)
+        del buffer, pool
+        assert sum(gpus.process.hazards.syncs.values()) == before + 1
+        assert torch.equal(back.cpu(), source.cpu())
+        assert not gpus.found
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes that this process has mapped of files in ``folder``."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(folder) in line:
+            start, stop = (int(address, 16) for address in line.split()[0].split("-"))
+            total += stop - start
+    return total
+
+
+def test_what_does_not_fit_lies_in_files_that_go_with_their_tensors(tmp_path: Path) -> None:
+    host = HostMemory(Copies(), 3 * MIB, tmp_path)
+    kept = [host.zeros((2, 1024, 256), torch.float32)]
+    assert on_disk(tmp_path) == 0
+    view = host.zeros((2, 1024, 1024), torch.uint8)[1]
+    assert on_disk(tmp_path) == 2 * MIB
+    assert not list(tmp_path.iterdir()), "a file with a name would outlive a killed process"
+    view[5, 7] = 3
+    assert int(view.sum()) == 3
+    kept.append(host.zeros((MIB,), torch.uint8))
+    assert on_disk(tmp_path) == 2 * MIB
+    assert (host.peak_bytes, host.peak_file_bytes) == (3 * MIB, 2 * MIB)
+    kept.clear()
+    del view
+    assert on_disk(tmp_path) == 0
+    kept.append(host.zeros((3 * MIB,), torch.uint8))
+    assert on_disk(tmp_path) == 0, "what was let go of is there again"
+    assert host.zeros((0, 4), torch.int64).shape == (0, 4)
+
+
+def test_what_the_disk_refuses_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    """Here a limit of the system; a full disk is refused at the same place."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
+    try:
+        with pytest.raises(OSError, match=r"no place for a file of 5 MiB, beside 3 MiB of memory .*File too") as told:
+            HostMemory(Copies(), 3 * MIB, tmp_path).zeros((5 * MIB,), torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (told.value.errno, told.value.filename) == (errno.EFBIG, str(tmp_path))
+
+
+def test_arrays_of_a_gpu_are_locked_and_used_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runtime = CudaRuntime(monkeypatch)
+    host = HostMemory(CudaCopies(torch.device("cuda", 0)), 4 * MIB, tmp_path)
+    array = host.empty((3, MIB), torch.uint8).fill_(7)
+    assert (host.bytes, sum(runtime.locked.values())) == (3 * MIB, 3 * MIB)
+    held = host.empty((2 * MIB,), torch.uint8)
+    assert on_disk(tmp_path) == host.file_bytes == 2 * MIB
+    place, part = array.data_ptr(), array[1]
+    del array
+    assert host.bytes == 3 * MIB, "a view of it is there"
+    del part
+    assert (host.bytes, host.taken_bytes) == (0, 3 * MIB)
+    zeros = host.zeros((3 * MIB // 4,), torch.float32)
+    assert zeros.data_ptr() == place
+    assert not zeros.any()
+    del zeros
+    tile = host.empty((4 * MIB,), torch.uint8, locked=False)
+    assert not runtime.locked, "what nobody uses goes"
+    assert (host.bytes, host.peak_file_bytes) == (4 * MIB, 2 * MIB)
+    del tile, held
+    assert (host.taken_bytes, host.file_bytes, on_disk(tmp_path)) == (0, 0, 0)
