@@ -24,7 +24,7 @@ from models.registry import build_model
 from parallel.cost.layer_cost import Costs
 from parallel.engine.sharding_units import sharding_units
 from parallel.graph.layers import Layer, LayerGraph
-from parallel.graph.sides import GraphsBySide
+from parallel.graph.scale import GraphsBySide
 from parallel.plan.largest_tile import LIMIT
 from parallel.plan.side_by_side import Divisible
 from parallel.plan.streamed import Streamed

@@ -12,7 +12,7 @@ from typing import Any
 
 from app.planning.workload import Workload
 from app.settings.strategy import StrategySettings
-from parallel.graph.nominal_cost import equal_cost
+from parallel.graph.partition import equal_cost
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import whole_bytes
 from parallel.memory.recompute_ranks import chosen_runs_of_whole

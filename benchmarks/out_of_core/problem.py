@@ -15,7 +15,7 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
-from parallel.graph.nominal_cost import equal_cost
+from parallel.graph.partition import equal_cost
 from parallel.graph.scale import with_tiles
 from parallel.plan.plan import PlanRow
 from parallel.plan.savings import Savings

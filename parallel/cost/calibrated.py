@@ -20,8 +20,7 @@ from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.cost.product import PASSES, OpWork, work_of
 from parallel.cost.regression import Polynomial
 from parallel.cost.traffic import FREE, accumulated_bytes, backward_bytes, forward_bytes
-from parallel.graph.layers import LayerGraph
-from parallel.graph.op import Op
+from parallel.graph.layers import LayerGraph, Op
 
 USUAL, ADDITION = "relu", "add"
 """Operations whose curves stand in for what was not calibrated, and for the sums of gradients."""

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from parallel.cost.shapes import Product, kind_of, largest_flops
-from parallel.graph.op import Convolution, Op
+from parallel.graph.layers import Convolution, Op
 
 PASSES = ("forward", "input", "weight")
 """Of a product: forward, backward for what goes in, backward for the parameters. A matrix product without parameters

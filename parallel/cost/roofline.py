@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from parallel.cost.devices import DTYPES, DeviceSpec
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.cost.traffic import PRODUCTS, accumulated_bytes, backward_bytes, forward_bytes
-from parallel.graph.layers import LayerGraph
-from parallel.graph.op import Op
+from parallel.graph.layers import LayerGraph, Op
 
 VECTOR = {"convolution": 0.85, "grouped": 0.25, "depthwise": 0.10, "matmul": 0.85}
 TENSOR = {"convolution": 0.50, "grouped": 0.10, "matmul": 0.60}

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel.graph.op import Convolution
+from parallel.graph.layers import Convolution
 
 FLOPS = (3e7, 3e9)
 """Least and most of one product; more costs time and tells nothing new, since time grows in proportion."""

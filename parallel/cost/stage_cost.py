@@ -12,8 +12,7 @@ from collections.abc import Callable
 from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import RANDOM_STATE
-from parallel.graph.nominal_cost import NOMINAL_COPY_BANDWIDTH, equal_cost
-from parallel.graph.partition import Partition
+from parallel.graph.partition import NOMINAL_COPY_BANDWIDTH, Partition, equal_cost
 from parallel.schedule.timeline import LinkCost, StageCost
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
-from parallel.graph.layers import LayerGraph
-from parallel.graph.op import Op
+from parallel.graph.layers import LayerGraph, Op
 
 PRODUCTS = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
 """Operations that arithmetic may bound."""

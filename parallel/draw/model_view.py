@@ -11,8 +11,7 @@ from functools import cached_property
 
 from parallel.draw.outline import Level, Outline, coarsen, saved_bytes, seconds_of
 from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Partition
-from parallel.graph.single_value_cuts import values_across
+from parallel.graph.partition import Partition, values_across
 
 
 @dataclass(frozen=True, slots=True)

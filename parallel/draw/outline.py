@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Literal, get_args
 
-from parallel.graph.blocks import Block, find_blocks, find_modules
+from parallel.graph.blocks import Block, find_blocks, find_modules, heavy_positions
 from parallel.graph.layers import LayerGraph
-from parallel.graph.module_paths import heavy_positions
 
 Level = Literal["op", "layer", "block", "module"]
 

@@ -15,9 +15,71 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from parallel.graph.layers import INPUT, RANDOM_STATE, Layer, LayerGraph
-from parallel.graph.nominal_cost import equal_cost
-from parallel.graph.single_value_cuts import bytes_across
+from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+
+
+def carries_data(layer: Layer) -> bool:
+    """Return whether the layer's value is data on its way through the model: a tensor that is no parameter."""
+    return layer.kind == INPUT or (layer.kind != "get_attr" and layer.output_bytes > 0)
+
+
+def values_across(graph: LayerGraph, position: int) -> tuple[str, ...]:
+    """Return names of the values made before ``position`` and used from it on, in the order they are made."""
+    return tuple(graph.layers[k].name for k in range(position) if graph.last_uses[k] >= position)
+
+
+def bytes_across(graph: LayerGraph) -> list[int]:
+    """Return for every position, one past the last included, the bytes of the values across it, for the traced
+    shapes."""
+    return _swept(graph, [layer.output_bytes for layer in graph.layers])
+
+
+def single_value_cuts(graph: LayerGraph) -> list[int]:
+    """Return the positions across which a single value carries all data; increasing.
+
+    Such a value dominates all that follows and postdominates all before: between two of them lies a region with a
+    single entry and exit (Johnson, Pearson and Pingali, The program structure tree, PLDI 1994). Layers stand in
+    topological order and all lie on ways from input to output, so that one sweep finds what a dominator tree would.
+    """
+    across = _swept(graph, [int(carries_data(layer)) for layer in graph.layers])
+    return [position for position in range(1, len(graph.layers)) if across[position] == 1]
+
+
+def _swept(graph: LayerGraph, weights: list[int]) -> list[int]:
+    """Return for every position the sum of ``weights`` of the values across it."""
+    change = [0] * (len(graph.layers) + 1)
+    for position, (last, weight) in enumerate(zip(graph.last_uses, weights, strict=True)):
+        change[position + 1] += weight
+        change[last + 1] -= weight
+    return list(accumulate(change))
+
+
+NOMINAL_FLOPS = 10e12
+"""Per second."""
+NOMINAL_BANDWIDTH = 500e9
+"""Bytes per second between memory and arithmetic."""
+NOMINAL_COPY_BANDWIDTH = 20e9
+"""Bytes per second between the device and the host."""
+PASSES = 3
+"""Forward, and backward with its gradients of inputs and of parameters."""
+
+
+def equal_cost(graph: LayerGraph) -> list[float]:
+    """Return estimated seconds per layer, forward and backward, for the traced shapes.
+
+    The device is a nominal one, so that every rank of every machine finds the same split; only ratios matter.
+    """
+    return [
+        0.0
+        if layer.kind in (INPUT, OUTPUT, "get_attr")
+        else PASSES
+        * (
+            layer.flops / NOMINAL_FLOPS
+            + (layer.output_bytes + layer.param_bytes + sum(graph.by_name[name].output_bytes for name in layer.inputs))
+            / NOMINAL_BANDWIDTH
+        )
+        for layer in graph.layers
+    ]
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import cut_positions
-from parallel.graph.single_value_cuts import bytes_across
+from parallel.graph.partition import bytes_across, cut_positions
 from parallel.memory.liveness import Piece, gradient_spans, pieces
 
 Matrix = npt.NDArray[np.int64]

@@ -14,8 +14,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from parallel.graph.layers import OUTPUT, Layer, LayerGraph
-from parallel.graph.op import Convolution, Op
+from parallel.graph.layers import OUTPUT, Convolution, Layer, LayerGraph, Op
 from parallel.graph.scale import cast_parameters, on_part
 from parallel.plan.talk import Halo, Sum, Talk
 from parallel.space.borders import Borders, Rim, apart_pays

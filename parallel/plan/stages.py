@@ -18,8 +18,7 @@ from parallel.cost.layer_cost import Costs
 from parallel.cost.stage_cost import stage_costs
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
-from parallel.graph.nominal_cost import equal_cost
-from parallel.graph.partition import Partition, cut_positions
+from parallel.graph.partition import Partition, cut_positions, equal_cost
 from parallel.graph.scale import with_tiles
 from parallel.memory.host_bytes import host_bytes
 from parallel.memory.policy import MIB, SMALLEST, WINDOW

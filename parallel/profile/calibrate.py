@@ -28,7 +28,7 @@ from parallel.cost.calibrated import CostModel, Curve, PassModel
 from parallel.cost.product import PASSES, OpWork, work_of_shape
 from parallel.cost.regression import fit
 from parallel.cost.shapes import Product
-from parallel.graph.op import Convolution
+from parallel.graph.layers import Convolution
 from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate_worker import readings_of
 from parallel.profile.core_use import BUSY, CoreUse, others_now

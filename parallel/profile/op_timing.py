@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from parallel.cost.shapes import Product
-from parallel.graph.op import Convolution, Op
+from parallel.graph.layers import Convolution, Op
 
 LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 5, 0.01
 """Runs of a pass after the first: at least, at most, and the time after which no more follow."""

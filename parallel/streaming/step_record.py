@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from parallel.graph.op import Op
+from parallel.graph.layers import Op
 from parallel.space.rule import Window
 from parallel.space.span import Span
 from parallel.space.step import Step

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from parallel.graph.op import Op
+from parallel.graph.layers import Op
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
 

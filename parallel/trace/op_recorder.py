@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from parallel.graph.op import Convolution, Op
+from parallel.graph.layers import Convolution, Op
 
 _aten = torch.ops.aten
 ALLOCATIONS = (

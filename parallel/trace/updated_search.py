@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from parallel.graph.op import Op
+from parallel.graph.layers import Op
 from parallel.trace.fake_run import copy_of, empty_like, once_each, state_of
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import OpRecorder, storage_of

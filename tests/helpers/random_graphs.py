@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 
-from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.graph.op import Op
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph, Op
 
 
 def random_graph(seed: int, most: int = 9) -> LayerGraph:

@@ -16,8 +16,7 @@ from parallel.draw.model_view import ModelView
 from parallel.draw.outline import Level, Outline, coarsen
 from parallel.draw.svg_style import text_width
 from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Partition, partition_at, partition_equal
-from parallel.graph.single_value_cuts import bytes_across
+from parallel.graph.partition import Partition, bytes_across, partition_at, partition_equal
 from parallel.units import bytes_text
 from tests.helpers.drawn_graphs import graphs
 from tests.helpers.graph_pictures import FOLDER, PICTURES, picture, traced

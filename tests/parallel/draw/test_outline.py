@@ -6,9 +6,8 @@ import pytest
 
 from parallel.draw.outline import Group, Level, Link, coarsen, saved_bytes
 from parallel.graph.blocks import block_cuts
-from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.graph.op import Op
-from parallel.graph.single_value_cuts import values_across
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph, Op
+from parallel.graph.partition import values_across
 from tests.helpers.graph_pictures import traced
 from tests.helpers.lanes import long_where
 

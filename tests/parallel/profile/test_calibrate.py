@@ -26,8 +26,7 @@ from parallel.cost.calibrated import CostModel, Curve
 from parallel.cost.product import work_of, work_of_shape
 from parallel.cost.regression import Polynomial, fit
 from parallel.cost.shapes import ROUND, Product, products
-from parallel.graph.layers import LayerGraph
-from parallel.graph.op import Convolution
+from parallel.graph.layers import Convolution, LayerGraph
 from parallel.profile import calibrate as calibration
 from parallel.profile import calibrate_worker
 from parallel.profile.cache import keep, kept_at, kept_text
