@@ -25,10 +25,16 @@ def convolve(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, gr
     """Return the box of a convolution."""
     rows, columns = rules
     stride, dilation = (rows.stride, columns.stride), (rows.dilation, columns.dilation)
+    x, pads = _evenly_padded(patch)
+    return F.conv2d(x, weight, bias, stride, pads, dilation, groups)
+
+
+def _evenly_padded(patch: Patch) -> tuple[Tensor, tuple[int, int]]:
+    """Return the patch and the rows and columns to pad on both sides: 0 of a padded copy, where they are uneven."""
     (top, bottom), (left, right) = patch.pads
-    if top == bottom and left == right:  # without a padded copy
-        return F.conv2d(patch.tensor, weight, bias, stride, (top, left), dilation, groups)
-    return F.conv2d(patch.padded(), weight, bias, stride, 0, dilation, groups)
+    if top == bottom and left == right:
+        return patch.tensor, (top, left)
+    return F.pad(patch.tensor, (left, right, top, bottom)), (0, 0)
 
 
 def convolve_again(
@@ -38,14 +44,13 @@ def convolve_again(
     for which its value is not needed."""
     rows, columns = rules
     strides = ((rows.stride, columns.stride), (rows.dilation, columns.dilation))
-    (top, bottom), (left, right) = patch.pads
-    even = top == bottom and left == right
-    operands = [patch.tensor if even else patch.padded(), weight, bias]
+    x, pads = _evenly_padded(patch)
+    operands = [x, weight, bias]
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         operands = [each if each is None else each.to(torch.get_autocast_dtype(device)) for each in operands]
-    pads = (top, left) if even else (0, 0)
-    box = tuple(span.size for span in patch.box)
+    (first_row, last_row), (first_column, last_column) = patch.box
+    box = last_row - first_row, last_column - first_column
     value: Tensor = _AgainConvolved.apply(*operands, stored, box, strides[0], pads, strides[1], groups)
     return value
 

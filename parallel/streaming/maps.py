@@ -43,6 +43,7 @@ class Maps:
         self._shapes, self._dims, self._device, self._host, self._here = shapes, dims, device, host, here
         self._whole: dict[str, Tensor] = {}
         self._boxes: dict[str, Boxes] = {}
+        self._layouts: dict[str, torch.memory_format] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._whole
@@ -75,21 +76,23 @@ class Maps:
 
     def fetch(self, name: str, box: Box) -> Tensor:
         """A box on the device that computes, detached; a copy of its own but for a whole map that lies there."""
-        if name in self._boxes:
+        whole = self._whole.get(name)
+        if whole is None:
             return self._boxes[name].box(*box)
         part = self.part(name, box).detach()
-        layout = torch.channels_last if _channels_last(self._whole[name]) else torch.contiguous_format
-        if name in self._here and part.shape == self._whole[name].shape:
+        if name in self._here and part.shape == whole.shape:
             return part
+        layout = self._layouts.get(name)
+        if layout is None:
+            layout = self._layouts[name] = torch.channels_last if _channels_last(whole) else torch.contiguous_format
         return part.to(self._device, copy=True, memory_format=layout)
 
     def part(self, name: str, box: Box) -> Tensor:
         """A view of a box, where it lies."""
-        part = self._whole[name]
-        held = self._held.get(name)
-        for axis, (dim, span) in enumerate(zip(self._dims[name], box, strict=True)):
-            if span.size != part.shape[dim]:
-                part = part.narrow(dim, span.start - (held[axis].start if held else 0), span.size)
+        part, held = self._whole[name], self._held.get(name)
+        for axis, (dim, (start, stop)) in enumerate(zip(self._dims[name], box, strict=True)):
+            if stop - start != part.shape[dim]:
+                part = part.narrow(dim, start - (held[axis].start if held else 0), stop - start)
         return part
 
     def _made(self, name: str, like: Tensor) -> Tensor:

@@ -34,7 +34,12 @@ class Arguments:
         known: values without rows, by name of the step.
         template: nothing, in the type and on the device of the value.
         stored: the value, where it is at hand.
+
+    Attributes:
+        patch: of the only map.
     """
+
+    patch: Patch
 
     def __init__(
         self,
@@ -48,6 +53,8 @@ class Arguments:
         stored: Tensor | None = None,
     ) -> None:
         self.patches = patches
+        if len(patches) == 1:
+            (self.patch,) = patches.values()
         self.stored = stored
         self.may_change = may_change
         self._model = model
@@ -55,12 +62,6 @@ class Arguments:
         self._template = template
         self._node = node
         self._resolve = resolve
-
-    @property
-    def patch(self) -> Patch:
-        """The only one."""
-        (patch,) = self.patches.values()
-        return patch
 
     @property
     def template(self) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ Box = tuple[Span, Span]
 """(rows, columns)"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Patch:
     """What an operation is handed of a map.
 
@@ -39,10 +38,11 @@ class Patch:
     @property
     def pads(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows missing (before, after), columns missing (before, after)."""
-        rows, columns = (
-            (have.start - need.start, need.stop - have.stop) for have, need in zip(self.have, self.need, strict=True)
+        (rows, columns), (need_rows, need_columns) = self.have, self.need
+        return (
+            (rows.start - need_rows.start, need_rows.stop - rows.stop),
+            (columns.start - need_columns.start, need_columns.stop - columns.stop),
         )
-        return rows, columns
 
     def padded(self, fill: float = 0.0) -> Tensor:
         """Return all that is needed of an (n, c, h, w) map, ``fill`` where the map has nothing."""
@@ -52,32 +52,23 @@ class Patch:
         return F.pad(self.tensor, (left, right, top, bottom), value=fill)
 
 
-def cut_patch(
-    value: Any, has: Box, need: Box, box: Box, sides: tuple[int, int], dims: tuple[int, int], parts: Mapping[Box, Any]
-) -> Patch:
-    """Return what ``need`` asks for of a map of which ``value`` is the part ``has``.
-
-    Args:
-        parts: smaller parts of it that are there.
-    """
-    have = had(need, has, sides)
-    part = parts.get(have)
-    wide: Box = (_around(need[0], have[0]), _around(need[1], have[1]))
-    return Patch(_narrowed(value, dims, cut_of(have, has)) if part is None else part, wide, have, box, sides, dims)
-
-
 def had(need: Box, has: Box, sides: tuple[int, int]) -> Box:
     """Return the rows and columns of ``need`` that the map has; an empty span of ``has`` where it has none."""
-    rows, columns = (_had(need[axis], has[axis], sides[axis]) for axis in (0, 1))
-    return rows, columns
+    return available(need[0], has[0], sides[0]), available(need[1], has[1], sides[1])
 
 
-def _had(need: Span, has: Span, side: int) -> Span:
+def available(need: Span, has: Span, side: int) -> Span:
+    """Return the rows of ``need`` that the map, of ``side`` rows, has; an empty span of ``has`` where it has none."""
     inside = need.within(side)
     if inside.size:
         return inside
     place = min(max(need.start, has.start), has.stop)  # beyond the map altogether, before or after it
     return Span(place, place)
+
+
+def padded_need(need: Span, have: Span) -> Span:
+    """Return ``need``, or as many rows next to an empty ``have``."""
+    return need if have.size else Span(have.start - need.size, have.stop)
 
 
 def cut_of(part: Box, has: Box) -> Cut:
@@ -86,13 +77,8 @@ def cut_of(part: Box, has: Box) -> Cut:
     return rows, columns
 
 
-def _narrowed(value: Any, dims: tuple[int, int], cut: Cut) -> Any:
-    """Of each, where a value is several maps."""
+def cut_value(value: Any, dims: tuple[int, int], cut: Cut) -> Any:
+    """Return a box of a value; of each map where it is several."""
     if isinstance(value, Tensor):
         return narrowed(value, dims, cut)
-    return tuple(_narrowed(each, dims, cut) for each in value)
-
-
-def _around(need: Span, have: Span) -> Span:
-    """``need``, or as many rows next to an empty ``have``."""
-    return need if have.size else Span(have.start - need.size, have.stop)
+    return tuple(cut_value(each, dims, cut) for each in value)

@@ -22,6 +22,7 @@ ADVICE = (
     "its statistics are of the whole image, and it is of a kind that boxes do not know: use --norm frozen, which keeps "
     "running statistics as they are (start from --weights), or --norm layer"
 )
+HALVES = (torch.float16, torch.bfloat16)
 MOMENTS, RUNNING = "~moments", "~running"
 
 
@@ -32,7 +33,7 @@ def batch_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
     if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and not joined:
         raise SpansImage(ADVICE)
     if not module.training and module.track_running_stats:
-        return Operation(lambda given: given.run(), dims=reading.dims[source.name])
+        return Operation(lambda given: module(given.patch.tensor), dims=reading.dims[source.name])
     if type(module) is not nn.BatchNorm2d and not joined:
         raise SpansImage(ADVICE)
     count = _px(reading, source)
@@ -128,6 +129,11 @@ def _px(reading: Reading, source: fx.Node) -> int:
     return reading.shape(source)[0] * rows * columns
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """Return ``x``: no activation follows a norm."""
+    return x
+
+
 @dataclass(frozen=True)
 class _Norm:
     """A map normalised.
@@ -146,9 +152,9 @@ class _Norm:
     over: tuple[int, ...]
     eps: float
     affine: Callable[[Any], tuple[Any, Any]]
-    view: Callable[[Tensor], Tensor] = lambda x: x
+    view: Callable[[Tensor], Tensor] | None = None
     running: tuple[Prior, ...] = ()
-    then: Callable[[Tensor], Tensor] = lambda x: x
+    then: Callable[[Tensor], Tensor] = unchanged
 
     def operation(self, reading: Reading, source: fx.Node) -> Operation:
         if reading.dims[source.name] != DIMS or len(reading.shape(source)) != 4 or self.count < 2:
@@ -158,27 +164,28 @@ class _Norm:
         norm = ChannelNorm(self.affine, self.eps, self.then, self.count) if self.over == (0, 2, 3) else None
         return Operation(self._normalise, first=priors, flops_each=100.0, norm=norm)
 
-    def _wide(self, given: Any) -> Tensor:
-        x: Tensor = given.patch.tensor
-        return self.view(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
+    def _wide(self, x: Tensor) -> Tensor:
+        x = x.float() if x.dtype in HALVES else x
+        return x if self.view is None else self.view(x)
 
     def _gather(self, given: Any) -> Tensor:
-        return moments(self._wide(given), self.over)
+        return moments(self._wide(given.patch.tensor), self.over)
 
     def _gather_again(self, given: Any) -> Tensor:
-        return share_of_moments(self._wide(given), given.prior(MOMENTS))
+        return share_of_moments(self._wide(given.patch.tensor), given.prior(MOMENTS))
 
     def _normalise(self, given: Any) -> Tensor:
-        x, (count, mean, squares) = self._wide(given), given.prior(MOMENTS)
+        x, (count, mean, squares) = self._wide(given.patch.tensor), given.prior(MOMENTS)
         mean, variance = mean.to(x.dtype), (squares / count).to(x.dtype)
         weight, bias = self.affine(given)
         if self.over == (0, 2, 3) and weight is not None and bias is not None:
             y = normalised(x, mean.flatten(), variance.flatten(), weight, bias, self.eps)
-            return self.then(y.to(given.patch.tensor.dtype))
-        y = ((x - mean) * (variance + self.eps).rsqrt()).reshape(given.patch.tensor.shape)
-        y = y if weight is None else y * weight[:, None, None]
-        y = y if bias is None else y + bias[:, None, None]
-        return self.then(y.to(given.patch.tensor.dtype))
+        else:
+            y = ((x - mean) * (variance + self.eps).rsqrt()).reshape(given.patch.tensor.shape)
+            y = y if weight is None else y * weight[:, None, None]
+            y = y if bias is None else y + bias[:, None, None]
+        y = y.to(given.patch.tensor.dtype)
+        return y if self.then is unchanged else self.then(y)
 
 
 def _count_step(module: Any, given: Any, count: int) -> Tensor:

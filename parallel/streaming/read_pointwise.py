@@ -83,17 +83,11 @@ def _refuse_rows(reading: Reading, other: fx.Node, dims: list[int]) -> None:
         raise SpansImage(f"joins a map with {other.name}, which has rows of its own")
 
 
-def by_module(reading: Reading, node: fx.Node) -> Operation:
-    """A module that works on each px alone."""
-    (source,) = reading.maps(node)
-    return Operation(lambda given: given.run(), dims=reading.dims[source.name])
-
-
 def activation(module: Any, reading: Reading, node: fx.Node) -> Operation:
     """In place only where nobody else uses the memory."""
     (source,) = reading.maps(node)
     if not getattr(module, "inplace", False):
-        return by_module(reading, node)
+        return Operation(lambda given: module(given.patch.tensor), dims=reading.dims[source.name])
 
     def compute(given: Any) -> Any:
         tensor = given.patch.tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from parallel.space.rule import Chained, Mirrored, Resample, Rule, Transposed, Window
 from parallel.streaming.local_ops import (
@@ -28,6 +28,8 @@ from parallel.streaming.operation import Operation, Reading, SpansImage
 from parallel.trace.strided_convolution import conv2d
 
 Pair = tuple[int, int]
+Operands = Callable[[Any], tuple[Tensor, Tensor | None]]
+"""(arguments) -> weight and bias of a convolution."""
 
 
 def pair(value: Any) -> Pair:
@@ -55,9 +57,9 @@ def windows(kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool = 
 
 
 def read_convolution(
-    weight: Any, bias: Any, weight_shape: torch.Size, groups: int, mode: str = "zeros", **numbers: Any
+    operands: Operands, weight_shape: torch.Size, groups: int, mode: str = "zeros", **numbers: Any
 ) -> Operation:
-    """Args: ``weight`` and ``bias`` as ``Arguments.value`` takes them, or callables that give them."""
+    """Args: ``operands``: weight and bias of given arguments."""
     rules = windows(weight_shape[2:], **numbers)
     each = 2.0 * weight_shape[1:].numel()
     if mode != "zeros":
@@ -65,20 +67,18 @@ def read_convolution(
         inner = [replace(rule, before=0, after=0) for rule in rules]
         chained = Chained(pads[0], inner[0]), Chained(pads[1], inner[1])
         return Operation(
-            lambda given: convolve_mirrored(given.patch, chained, _tensor(given, weight), _tensor(given, bias), groups),
+            lambda given: convolve_mirrored(given.patch, chained, *operands(given), groups),
             chained,
             fresh=True,
             flops_each=each,
         )
     return Operation(
-        lambda given: convolve(given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups),
+        lambda given: convolve(given.patch, rules, *operands(given), groups),
         rules,
-        again=lambda given: convolve_again(
-            given.patch, rules, _tensor(given, weight), _tensor(given, bias), groups, given.stored
-        ),
+        again=lambda given: convolve_again(given.patch, rules, *operands(given), groups, given.stored),
         fresh=True,
         flops_each=each,
-        convolution=lambda given: (_tensor(given, weight), _tensor(given, bias), groups),
+        convolution=lambda given: (*operands(given), groups),
     )
 
 
@@ -90,7 +90,7 @@ def mirrors(mode: Any, before: Sequence[int], after: Sequence[int]) -> tuple[Mir
     return rows, columns
 
 
-def read_transposed(weight: Any, bias: Any, weight_shape: torch.Size, **numbers: Any) -> Operation:
+def read_transposed(operands: Operands, weight_shape: torch.Size, **numbers: Any) -> Operation:
     """As ``read_convolution``."""
     kernel, stride, padding, extra, dilation = (
         pair(value) for value in (weight_shape[2:], *(numbers[name] for name in _TRANSPOSED))
@@ -101,9 +101,7 @@ def read_transposed(weight: Any, bias: Any, weight_shape: torch.Size, **numbers:
     groups = int(numbers["groups"])
     each = 2.0 * weight_shape[0] * kernel[0] * kernel[1] / (stride[0] * stride[1] * groups)
     return Operation(
-        lambda given: convolve_transposed(
-            given.patch, (rows, columns), _tensor(given, weight), _tensor(given, bias), groups
-        ),
+        lambda given: convolve_transposed(given.patch, (rows, columns), *operands(given), groups),
         (rows, columns),
         flops_each=each,
     )
@@ -112,27 +110,26 @@ def read_transposed(weight: Any, bias: Any, weight_shape: torch.Size, **numbers:
 _TRANSPOSED = ("stride", "padding", "output_padding", "dilation")
 
 
-def _tensor(given: Any, source: Any) -> Any:
-    return source() if callable(source) else given.value(source)
-
-
 def module_convolution(module: Any, reading: Reading, node: fx.Node) -> Operation:
-    state = {"weight": lambda: module.weight, "bias": lambda: module.bias, "weight_shape": module.weight.shape}
     numbers = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
+
+    def operands(given: Any) -> Any:
+        return module.weight, module.bias
+
     if isinstance(module, nn.ConvTranspose2d):
-        return read_transposed(**state, **numbers, output_padding=module.output_padding)
-    return read_convolution(**state, **numbers, mode=module.padding_mode)
+        return read_transposed(operands, module.weight.shape, **numbers, output_padding=module.output_padding)
+    return read_convolution(operands, module.weight.shape, **numbers, mode=module.padding_mode)
 
 
 def function_convolution(reading: Reading, node: fx.Node, transposed: bool = False) -> Operation:
     names = ("input", "weight", "bias", "stride", "padding", *(("output_padding",) if transposed else ()))
     names = (*names, *(("groups", "dilation") if transposed else ("dilation", "groups")))
     given = bound(node, names)
-    state = {"weight": given["weight"], "bias": given.get("bias"), "weight_shape": reading.shape(given["weight"])}
-    state["weight_shape"] = torch.Size(state["weight_shape"])
+    weight, bias = given["weight"], given.get("bias")
     usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, **({"output_padding": 0} if transposed else {})}
     numbers = {name: reading.value(given.get(name, value)) for name, value in usual.items()}
-    return (read_transposed if transposed else read_convolution)(**state, **numbers)
+    read = read_transposed if transposed else read_convolution
+    return read(lambda arguments: arguments.value((weight, bias)), torch.Size(reading.shape(weight)), **numbers)
 
 
 def bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:

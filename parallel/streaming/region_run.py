@@ -24,7 +24,8 @@ from parallel.space.parts import Part
 from parallel.space.step import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
-from parallel.streaming.part_run import PartPlan, plan_part, run_box, run_plain
+from parallel.streaming.part_plan import BoxProgram, PartPlan, plan_part
+from parallel.streaming.part_run import resolver, run_box, run_plain
 from parallel.streaming.region import WHOLE_TILE, Region
 
 
@@ -168,9 +169,11 @@ class RegionRun:
         return tuple(results), kept
 
     def _part_forward(self, module: nn.Module, part: PartPlan, kept: Kept) -> None:
-        for place in part.boxes():
-            fetched = self._fetched(part, place, kept)
-            for name, value in run_box(module, self.region, part, place, fetched, kept.known).items():
+        resolve = resolver(module, self.region, kept.known)
+        for place in part.places:
+            program = part.program(*place)
+            fetched = _fetched(part, program, place, kept)
+            for name, value in run_box(module, part, program, place, fetched, kept.known, resolve).items():
                 if name in self.region.dims:
                     kept.maps.write(name, part.box(name, *place), value)
                 elif name in kept.known:
@@ -179,14 +182,6 @@ class RegionRun:
                 else:
                     kept.known[name] = value
             del fetched
-
-    def _fetched(self, part: PartPlan, place: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
-        rows, columns = part.rows[place[0]], part.columns[place[1]]
-        return {
-            name: kept.maps.fetch(name, (rows[name], columns[name]))
-            for name in part.entering
-            if name in rows and name in columns
-        }
 
     def backward(
         self,
@@ -241,34 +236,36 @@ class RegionRun:
         leaves = {name: known[name].detach().requires_grad_() for name in others}
         known.update(leaves)
         names = {step.name for step in part.given if step.name in back.maps or step.name in back.known}
-        for place in part.boxes():
-            giving = [step.name for step in part.giving(*place) if step.name in names]
-            if not giving:
+        resolve = resolver(module, region, known)
+        for place in part.places:
+            program = part.program(*place)
+            if names.isdisjoint(program.gives):
                 continue
-            fetched = self._fetched(part, place, kept)
+            fetched = _fetched(part, program, place, kept)
+            sources, inputs = [], []
             for name, value in fetched.items():
                 if name not in silent:
-                    value.requires_grad_()
+                    sources.append(name)
+                    inputs.append(value.requires_grad_())
             with torch.enable_grad():
-                values = run_box(module, region, part, place, fetched, known, kept.maps)
-            outputs = [(name, values[name]) for name in giving if values[name].requires_grad]
+                values = run_box(module, part, program, place, fetched, known, resolve, kept.maps)
+            outputs, pulled = [], []
+            for name, value in values.items():
+                if name in names and value.requires_grad:
+                    outputs.append(value)
+                    is_map = name in region.dims
+                    pulled.append(back.maps.fetch(name, part.box(name, *place)) if is_map else back.known[name])
             del values
             if not outputs:
                 continue
-            pulled = [
-                back.maps.fetch(name, part.box(name, *place)) if name in region.dims else back.known[name]
-                for name, _ in outputs
-            ]
-            sources = [name for name in fetched if name not in silent]
-            inputs = [*(fetched[name] for name in sources), *leaves.values(), *back.parameters]
-            found = torch.autograd.grad([value for _, value in outputs], inputs, pulled, allow_unused=True)
-            del outputs, pulled
+            inputs += [*leaves.values(), *back.parameters]
+            found = torch.autograd.grad(outputs, inputs, pulled, allow_unused=True)
+            del outputs, pulled, value
             rows, columns = part.rows[place[0]], part.columns[place[1]]
             for name, gradient in zip(sources, found, strict=False):
                 if gradient is not None:
                     back.maps.add(name, (rows[name], columns[name]), gradient)
-            back.count(leaves, found[len(sources) : len(sources) + len(leaves)])
-            back.count_parameters(found[len(sources) + len(leaves) :])
+            back.count(leaves, found[len(sources) :])
             del fetched, found, inputs
 
     def _plain_backward(self, module: nn.Module, phase: Phase, kept: Kept, back: Gradients) -> None:
@@ -287,8 +284,7 @@ class RegionRun:
         names = [name for name in names if known[name].requires_grad]
         outputs, pulled = [known[name] for name in names], [back.known[name] for name in names]
         found = torch.autograd.grad(outputs, [*leaves.values(), *back.parameters], pulled, allow_unused=True)
-        back.count(leaves, found[: len(leaves)])
-        back.count_parameters(found[len(leaves) :])
+        back.count(leaves, found)
 
     def _find_last_uses(self) -> dict[int, list[str]]:
         """By part: the maps that no later part fetches."""
@@ -301,6 +297,14 @@ class RegionRun:
             if name not in self.region.leaving:
                 found.setdefault(id(part), []).append(name)
         return found
+
+
+def _fetched(part: PartPlan, program: BoxProgram, place: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
+    rows, columns = part.rows[place[0]], part.columns[place[1]]
+    fetched = {}
+    for name, _ in program.entering:
+        fetched[name] = kept.maps.fetch(name, (rows[name], columns[name]))
+    return fetched
 
 
 @dataclass
@@ -319,12 +323,11 @@ class Gradients:
     sums: list[Tensor | None]
 
     def count(self, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor | None]) -> None:
-        for name, gradient in zip(leaves, gradients, strict=True):
+        """Add ``gradients``: of ``leaves``, and then of the parameters."""
+        for name, gradient in zip(leaves, gradients, strict=False):
             if gradient is not None:
                 self.known[name] = self.known[name] + gradient if name in self.known else gradient
-
-    def count_parameters(self, gradients: Sequence[Tensor | None]) -> None:
-        for k, gradient in enumerate(gradients):
+        for k, gradient in enumerate(gradients[len(leaves) :]):
             if gradient is not None:
                 before = self.sums[k]
                 # A copy: autograd may give two parameters one tensor.

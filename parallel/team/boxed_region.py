@@ -24,7 +24,7 @@ from parallel.space.team import Box, Exchange, Grid
 from parallel.space.team_boxes import TeamBoxes, plan_team_boxes
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
-from parallel.streaming.part_run import PartPlan
+from parallel.streaming.part_plan import PartPlan, places_of
 from parallel.streaming.region import Region
 from parallel.streaming.region_run import Gradients, Kept, Phase, RegionRun
 from parallel.team.link import TeamLink
@@ -160,7 +160,7 @@ class BoxedRegion(RegionRun):
                 # In its backward pass a part finds what it gave, with rims, where its own steps look at it.
                 names = (*part.entering, *(name for name in given if name in part.users))
                 for member in members:
-                    for row, column in part.boxes_of(self.boxes.places(member, paper)):
+                    for row, column in places_of(part.cells, self.boxes.places(member, paper)):
                         rows, columns = part.rows[row], part.columns[column]
                         for name in names:
                             if name in rows and name in columns:

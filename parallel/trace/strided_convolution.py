@@ -39,19 +39,12 @@ def conv2d(
         given: Any = (input, weight, bias, stride, padding, dilation, groups)
         proxy: Tensor = input.tracer.create_proxy("call_function", conv2d, given, {})  # type: ignore[attr-defined]
         return proxy
-    (rows, columns), dilation = _pair(stride), _pair(dilation)
-    padding = padding if isinstance(padding, str) else _pair(padding)
-    if (
-        (rows > 1 or columns > 1)
-        and weight.shape[2:] == (1, 1)
-        and weight.shape[1] < CHANNELS
-        and groups == 1
-        and padding in ((0, 0), "valid")
-        and input.device.type == "cpu"
-    ):
-        layout = torch.channels_last if _is_channels_last(input) else torch.contiguous_format
-        input, rows, columns = input[..., ::rows, ::columns].contiguous(memory_format=layout), 1, 1
-    return torch.conv2d(input, weight, bias, (rows, columns), padding, dilation, groups)
+    if groups == 1 and weight.shape[2:] == (1, 1) and weight.shape[1] < CHANNELS and input.device.type == "cpu":
+        rows, columns = _pair(stride)
+        if (rows > 1 or columns > 1) and (padding == "valid" or _pair(padding) == (0, 0)):  # type: ignore[arg-type]
+            layout = torch.channels_last if _is_channels_last(input) else torch.contiguous_format
+            input, stride = input[..., ::rows, ::columns].contiguous(memory_format=layout), (1, 1)
+    return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, ...]:

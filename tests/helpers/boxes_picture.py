@@ -14,7 +14,7 @@ import torch
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
 from parallel.draw.svg_style import style, svg_text
-from parallel.streaming.part_run import PartPlan
+from parallel.streaming.part_plan import PartPlan
 from parallel.streaming.region_run import Phase, RegionRun
 from parallel.streaming.streamed_module import StreamedRun, streamed
 from parallel.units import bytes_text

@@ -181,7 +181,7 @@ def test_boxes_are_those_of_the_tile_in_stages_of_smaller_maps() -> None:
     whole, later = stages_of(gated(), alone("middle"))
     (plan,) = later._plans.values()
     assert not isinstance(plan, NothingInBoxes)
-    assert len(plan.run.phases[0].parts[0].boxes()) == 3 * 4
+    assert len(plan.run.phases[0].parts[0].places) == 3 * 4
     assert whole._scale == (1, 1)
 
 

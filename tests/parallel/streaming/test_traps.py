@@ -15,7 +15,7 @@ from parallel.comm.local import LocalCommunicator
 from parallel.space.rule import Resample
 from parallel.space.span import Span
 from parallel.streaming.local_ops import resample
-from parallel.streaming.patch import cut_patch
+from parallel.streaming.patch import Patch
 from parallel.streaming.streamed_module import streamed
 from tests.helpers.streaming import in_boxes, planned, streaming_error
 
@@ -90,7 +90,7 @@ def test_coordinates_of_resampling_are_rounded_as_torch_rounds_them() -> None:
     for start in (0, 9_000, 16_000):
         box = (Span(start, start + 384), Span(0, 1))
         has = (rules[0].need(box[0], side), Span(0, 1))
-        patch = cut_patch(row[:, :, slice(*has[0])], has, has, box, (side, 1), (2, 3), {})
+        patch = Patch(row[:, :, slice(*has[0])], has, has, box, (side, 1), (2, 3))
         error = (resample(patch, rules) - expected[:, :, start : start + 384]).abs().max()
         assert error < 1e-5 * expected.abs().max()
 

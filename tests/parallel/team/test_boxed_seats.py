@@ -166,7 +166,7 @@ def test_boxes_are_those_of_the_tile_in_stages_of_smaller_maps() -> None:
     (plan,) = all_plans(gated(), seats_of("1f1b", STRIPS, cuts=("middle",)))[1]
     assert plan is not None
     assert plan.run.boxes.model.side == (40, 56)  # type: ignore[attr-defined]
-    assert len(plan.run.phases[0].parts[0].boxes()) == 2 * 4
+    assert len(plan.run.phases[0].parts[0].places) == 2 * 4
 
 
 def test_a_stage_without_anything_for_boxes_is_computed_at_once() -> None:

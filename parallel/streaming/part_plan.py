@@ -1,0 +1,339 @@
+"""Plan of a part of a region: its boxes, and for each shape of box the program that computes it.
+
+Boxes of one shape differ only in where they lie. What a box cuts, splits and frees follows from its shape, so that a
+program is compiled once and runs for every box of that shape, in both passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from parallel.space.box_bytes import Cuts
+from parallel.space.parts import Part, owned, wanted_from
+from parallel.space.proof import partition_faults, rule_faults, span_faults
+from parallel.space.span import Span
+from parallel.space.spans import needed_spans
+from parallel.space.step import Step
+from parallel.streaming.narrowing import Cut
+from parallel.streaming.operation import Operation
+from parallel.streaming.patch import Box, available, cut_of, padded_need
+from parallel.streaming.region import Region
+
+Spans = Mapping[str, Span]
+MOST_PROGRAMS = 64
+"""Kept of each part. Nine shapes of box are usual: first, inner and last along each axis."""
+
+
+class Line(NamedTuple):
+    """One row, or column, of boxes.
+
+    Attributes:
+        needs: (rows needed, those of them that the map has) of each use of a map, in the order of the steps; None where
+            the step computes nothing.
+        shape: equal for lines whose boxes differ only in where they lie.
+    """
+
+    needs: tuple[tuple[Span, Span] | None, ...]
+    shape: Hashable
+
+
+class MapUse(NamedTuple):
+    """A map as a step of a box takes it.
+
+    Attributes:
+        number: of the use, in ``Line.needs``.
+        cut: of the value that the box has; None: all of it.
+        piece: position among the pieces of a value that was split; None: it is cut from the value.
+        sides, dims: of the map.
+    """
+
+    name: str
+    number: int
+    cut: Cut | None
+    piece: int | None
+    sides: tuple[int, int]
+    dims: tuple[int, int]
+
+
+class Pieces(NamedTuple):
+    """Parts of a value that some of its users need less of, if a gradient comes back for it."""
+
+    dims: tuple[int, int]
+    cuts: tuple[Cut, ...]
+
+
+class StepRun(NamedTuple):
+    """A step as a box computes it.
+
+    Attributes:
+        finished: names of the values that it is the last to use.
+        may_change: nobody else uses the memory of the map it takes.
+        leaves: its value leaves the part.
+        looked_at: a step of the box uses its value, which is no sum.
+    """
+
+    name: str
+    node: fx.Node
+    operation: Operation
+    uses: tuple[MapUse, ...]
+    finished: tuple[str, ...]
+    may_change: bool
+    leaves: bool
+    looked_at: bool
+    pieces: Pieces | None
+
+
+class Result(NamedTuple):
+    """What a box gives; without ``dims``, of a sum."""
+
+    name: str
+    dims: tuple[int, int] | None
+    cut: Cut | None
+    piece: int | None
+
+
+class BoxProgram(NamedTuple):
+    """How boxes of one shape are computed.
+
+    Attributes:
+        entering: (name, pieces) of the maps that a box fetches.
+        gives: names of the results.
+    """
+
+    entering: tuple[tuple[str, Pieces | None], ...]
+    steps: tuple[StepRun, ...]
+    results: tuple[Result, ...]
+    gives: frozenset[str]
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """One part of a region, ready to be computed.
+
+    Attributes:
+        region: that it is of.
+        steps: of the part.
+        entering: names of the maps that it fetches.
+        given: steps whose values leave it.
+        rows: for each row of boxes the rows of every map that it computes or fetches.
+        columns: likewise.
+        cells: (rows, columns) of each box in what is given, by name.
+        lines: of the rows, and of the columns, of boxes.
+        finished: names of the values that a step is the last to use, by its name.
+        users: steps that use a map, by its name.
+        alone: names of steps that are the only ones to use what they take.
+        places: (row, column) of every box that is computed here and gives something.
+    """
+
+    region: Region
+    steps: tuple[Step, ...]
+    entering: tuple[str, ...]
+    given: tuple[Step, ...]
+    rows: tuple[Spans, ...]
+    columns: tuple[Spans, ...]
+    cells: Mapping[str, tuple[tuple[Span, ...], tuple[Span, ...]]]
+    lines: tuple[tuple[Line, ...], tuple[Line, ...]]
+    finished: Mapping[str, tuple[str, ...]]
+    users: Mapping[str, tuple[Step, ...]]
+    alone: frozenset[str]
+    places: Sequence[tuple[int, int]]
+    _programs: dict[Hashable, BoxProgram] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def box(self, name: str, row: int, column: int) -> Box:
+        """Return the box of what is given."""
+        rows, columns = self.cells[name]
+        return rows[row], columns[column]
+
+    def program(self, row: int, column: int) -> BoxProgram:
+        """Return the program of a box."""
+        shape = self.lines[0][row].shape, self.lines[1][column].shape
+        program = self._programs.get(shape)
+        if program is None:
+            if len(self._programs) == MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            program = self._programs[shape] = _compiled(self, row, column)
+        return program
+
+
+def plan_part(
+    region: Region,
+    steps: Sequence[Step],
+    part: Part,
+    leaving: Collection[str],
+    cuts: Cuts,
+    mine: tuple[range, range] | None = None,
+) -> PartPlan:
+    """Return the part of a phase, whose ``steps`` these are.
+
+    Args:
+        cuts: where its boxes begin and end, px of the tile.
+        mine: rows and columns of boxes that are computed here; None: all.
+    """
+    own = tuple(steps[part.start : part.stop])
+    given = tuple(wanted_from(steps, part.stop, leaving, part.start))
+    cells = {step.name: (owned(step, cuts, 0), owned(step, cuts, 1)) for step in given}
+    by_axis = []
+    for axis in (0, 1):
+        spans = []
+        for k in range(len(cuts[axis]) - 1):
+            wanted = {name: places[axis][k] for name, places in cells.items() if places[axis][k].size}
+            spans.append(needed_spans(own, wanted, region.sides, axis))
+        by_axis.append(tuple(spans))
+    faults = [
+        fault for axis in (0, 1) for spans in by_axis[axis] for fault in span_faults(own, spans, region.sides, axis)
+    ]
+    faults += rule_faults(own, region.sides)
+    for step in given:
+        for axis in (0, 1):
+            faults += partition_faults(step.name, cells[step.name][axis], step.sides[axis])
+    assert not faults, "; ".join(faults[:3])
+    made = {step.name for step in own}
+    entering = tuple(dict.fromkeys(name for step in own for name in step.maps if name not in made))
+    last = {name: step.name for step in own for name in step.maps}
+    kept = {step.name for step in given}
+    finished: dict[str, tuple[str, ...]] = {}
+    for name, user in last.items():
+        if name not in kept:
+            finished[user] = (*finished.get(user, ()), name)
+    alone = frozenset(
+        step.name
+        for step in own
+        if len(step.maps) == 1 and step.maps[0] in made - kept and _single(region, step.maps[0])
+    )
+    users: dict[str, tuple[Step, ...]] = {}
+    for step in own:
+        for name in step.maps:
+            users[name] = (*users.get(name, ()), step)
+    rows, columns = (
+        tuple(
+            _line(own, entering, spans, {name: places[axis][k] for name, places in cells.items()}, region, axis)
+            for k, spans in enumerate(by_axis[axis])
+        )
+        for axis in (0, 1)
+    )
+    numbers = mine or (range(len(by_axis[0])), range(len(by_axis[1])))
+    return PartPlan(
+        region,
+        own,
+        entering,
+        given,
+        by_axis[0],
+        by_axis[1],
+        cells,
+        (rows, columns),
+        finished,
+        users,
+        alone,
+        places_of(cells, numbers),
+    )
+
+
+def places_of(cells: Mapping[str, tuple[Sequence[Span], ...]], numbers: tuple[range, range]) -> list[tuple[int, int]]:
+    """Return (row, column) of the boxes in these rows and columns of boxes that give something."""
+    return [
+        (row, column)
+        for row in numbers[0]
+        for column in numbers[1]
+        if any(rows[row].size and columns[column].size for rows, columns in cells.values())
+    ]
+
+
+def _single(region: Region, name: str) -> bool:
+    """Whether the value is used once and lies in memory of its own."""
+    return len(region.nodes[name].users) == 1 and not region.operations[name].shares
+
+
+def _line(
+    steps: Sequence[Step], entering: Sequence[str], spans: Spans, gives: Spans, region: Region, axis: int
+) -> Line:
+    """Return the line of boxes that compute or fetch ``spans`` and give ``gives``."""
+    needs: list[tuple[Span, Span] | None] = []
+    shape: list[int | None] = [spans[name].size if name in spans else None for name in entering]
+    for step in steps:
+        made = spans.get(step.name)
+        shape.append(None if made is None else made.size)
+        if made is not None and step.name in gives:
+            shape += (gives[step.name].start - made.start, gives[step.name].size)
+        for name in step.maps:
+            if made is None:
+                needs.append(None)
+                continue
+            side, has = region.sides[name][axis], spans[name]
+            need = step.rules[axis].need(made, side)
+            have = available(need, has, side)
+            need = padded_need(need, have)
+            needs.append((need, need if need == have else have))
+            shape += (need.start - have.start, need.stop - have.stop, have.start - has.start, have.size)
+    return Line(tuple(needs), tuple(shape))
+
+
+def _compiled(part: PartPlan, row: int, column: int) -> BoxProgram:
+    """Return the program of boxes shaped as this one."""
+    region, rows, columns = part.region, part.rows[row], part.columns[column]
+    boxes: dict[str, Box] = {name: (rows[name], columns[name]) for name in rows if name in columns}
+    leaves = {step.name: part.box(step.name, row, column) for step in part.given}
+    leaves = {name: box for name, box in leaves.items() if box[0].size and box[1].size}
+    lines = part.lines[0][row].needs, part.lines[1][column].needs
+    haves: dict[str, dict[str, Box]] = {}  # of each map: by step that takes it
+    numbers: dict[str, int] = {}
+    count = 0
+    for step in part.steps:
+        numbers[step.name] = count
+        for k, name in enumerate(step.maps, count):
+            if step.name in boxes:
+                (_, have_rows), (_, have_columns) = lines[0][k], lines[1][k]  # type: ignore[misc]
+                haves.setdefault(name, {})[step.name] = have_rows, have_columns
+        count += len(step.maps)
+    split = {name: _split(region, name, boxes[name], haves.get(name, {}), leaves.get(name)) for name in boxes}
+
+    def taken(name: str, have: Box) -> tuple[Cut | None, int | None]:
+        cut = None if have == boxes[name] else cut_of(have, boxes[name])
+        return cut, split[name].index(have) if have in split[name] else None
+
+    def pieces(name: str) -> Pieces | None:
+        cuts = tuple(cut_of(have, boxes[name]) for have in split[name])
+        return Pieces(region.dims[name], cuts) if cuts else None
+
+    def run(step: Step) -> StepRun:
+        uses = tuple(
+            MapUse(name, k, *taken(name, haves[name][step.name]), region.sides[name], region.dims[name])
+            for k, name in enumerate(step.maps, numbers[step.name])
+        )
+        return StepRun(
+            step.name,
+            region.nodes[step.name],
+            region.operations[step.name],
+            uses,
+            part.finished.get(step.name, ()),
+            step.name in part.alone and all(use.cut is None for use in uses),
+            step.name in leaves,
+            not step.sums and step.name in haves,
+            pieces(step.name),
+        )
+
+    return BoxProgram(
+        tuple((name, pieces(name)) for name in part.entering if name in boxes),
+        tuple(run(step) for step in part.steps if step.name in boxes),
+        tuple(
+            Result(name, region.dims[name], *taken(name, box))
+            if name in region.dims
+            else Result(name, None, None, None)
+            for name, box in leaves.items()
+        ),
+        frozenset(leaves),
+    )
+
+
+def _split(region: Region, name: str, has: Box, haves: Mapping[str, Box], leaves: Box | None) -> list[Box]:
+    """Return the parts of a map that it is split into: none where nobody needs less of it, where it leaves whole, or
+    where one that needs all of it gives a gradient in memory that others have, too."""
+    if name not in region.dims or leaves == has:
+        return []
+    smaller = [*haves.values(), *([] if leaves is None else [leaves])]
+    if not all(region.operations[step].fresh for step, have in haves.items() if have == has):
+        return []
+    return [have for have in dict.fromkeys(smaller) if have != has]
