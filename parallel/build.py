@@ -295,7 +295,7 @@ def _stage(
         autocast=autocast,
         split=splits,
         compiled=strategy.compile,
-        saved_tensors=saved_tensors,
+        saved_tensors=None if saved_tensors.idle else saved_tensors,
         meter=meter,
         updated=updated,
     )

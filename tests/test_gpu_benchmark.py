@@ -24,7 +24,7 @@ from benchmarks.offload_study.measure import copy_figures, measure_model
 from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
 from benchmarks.offload_study.published import published_ratio
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.copy_clock import CopyTime
+from parallel.offload.copies import CopyTime
 from tests.helpers.benchmark_run import run_on_forked_ranks
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call

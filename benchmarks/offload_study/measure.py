@@ -26,7 +26,7 @@ from parallel.comm.local import LocalCommunicator
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.copy_clock import CopyTime
+from parallel.offload.copies import CopyTime
 from parallel.offload.saved_tensors import SavedTensors
 
 LEARNING_RATE, MOMENTUM = 0.001, 0.9

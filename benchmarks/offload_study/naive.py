@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.offload.copy_clock import CopyClock, Direction
+from parallel.offload.copies import CopyClock, Direction
 
 MODES = ("naive", "pinned", "nonblocking", "pinned-nonblocking")
 

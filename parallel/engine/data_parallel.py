@@ -193,7 +193,7 @@ class DataParallelEngine:
             if last and self._host is not None and self._communicator.world == 1:
                 self._host.arm(self._learning_rate)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
-        self._saved_tensors.landed(i)
+        self._saved_tensors.release(i)
         return loss.detach(), tiles
 
     def _forward(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
@@ -205,7 +205,7 @@ class DataParallelEngine:
             drawing(microbatch_seed(self._seed, step, i), self._device),
             self._statistics.microbatch(i, microbatch.shape[0]),
             self._precision(),
-            self._saved_tensors.watching(i, self._state()),
+            contextlib.nullcontext() if self._saved_tensors.idle else self._saved_tensors.watching(i, self._state()),
             self._in_segments(),
         ):
             if isinstance(self.module, StreamedModule) and isinstance(self._loss, SummedLoss):
@@ -220,15 +220,15 @@ class DataParallelEngine:
         if not isinstance(self.module, StageModule):
             yield
             return
-        self.module.through = self._through
+        self.module.run_segment = self._through
         try:
             yield
         finally:
-            self.module.through = None
+            self.module.run_segment = None
 
     def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
         around = functools.partial(recompute_context, segment, self._device, self._statistics, self._precision)
-        return self._saved_tensors.through(segment, compute, values, self._state(), around)
+        return self._saved_tensors.run_segment(segment, compute, values, around)
 
     def _state(self) -> tuple[Tensor, ...]:
         """Parameters and buffers, which are there anyway."""
@@ -299,7 +299,7 @@ class DataParallelEngine:
 
     def close(self) -> None:
         self._replica = None
-        self._saved_tensors.forget()
+        self._saved_tensors.reset()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["model"])

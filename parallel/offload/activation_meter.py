@@ -7,43 +7,15 @@ buffers do not count: they are there anyway.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-
-class Kept:
-    """A tensor that counts for as long as this object lives."""
-
-    def __init__(self, meter: ActivationMeter, tensor: Tensor) -> None:
-        self._meter = meter
-        # An operation's own output comes with its grad_fn, which would keep itself alive through this object.
-        self._tensor = tensor.detach()
-        self._version = tensor._version
-        storage = tensor.untyped_storage()
-        self._place, self._bytes = storage.data_ptr(), storage.nbytes()
-        meter._add(self._place, self._bytes)
-
-    def unpack(self) -> Tensor:
-        """The tensor, for backward.
-
-        Raises:
-            RuntimeError: it was changed in place meanwhile. Autograd does not look where hooks are at work.
-        """
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(self._tensor.shape)} {self._tensor.dtype} is at version {self._tensor._version}, "
-                f"expected version {self._version}"
-            )
-        return self._tensor
-
-    def __del__(self) -> None:
-        if hasattr(self, "_bytes"):
-            self._meter._remove(self._place, self._bytes)
+from parallel.offload.packing import SavedTensor, saving, storages_of
 
 
 class ActivationMeter:
@@ -71,31 +43,18 @@ class ActivationMeter:
         """Count nothing that shares the storage of ``tensors``."""
         self._excluded.extend(tensors)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count what forward passes in this block, on this thread, keep for backward."""
+    def watching(self) -> AbstractContextManager[Any]:
+        """Return a context that counts what forward passes in it, on this thread, keep for backward."""
         # Looked up each time: a parameter gets another storage when its module is moved.
-        excluded = {tensor.untyped_storage().data_ptr() for tensor in self._excluded}
-
-        def pack(tensor: Tensor) -> Tensor | Kept:
-            return tensor if tensor.untyped_storage().data_ptr() in excluded else Kept(self, tensor)
-
-        def unpack(packed: Tensor | Kept) -> Tensor:
-            return packed.unpack() if isinstance(packed, Kept) else packed
-
-        with saved_tensors_hooks(pack, unpack):
-            yield
-
-    def hold(self, tensor: Tensor) -> Kept:
-        """Count a tensor that is kept for backward outside of autograd, until the returned object is dropped."""
-        return Kept(self, tensor)
+        return saving(functools.partial(SavedTensor, meter=self), storages_of(self._excluded))
 
     def reset_peak(self) -> None:
         """Let ``peak_bytes`` start again from what is kept now."""
         with self._lock:
             self.peak_bytes = self.bytes
 
-    def _add(self, place: int, size: int) -> None:
+    def add(self, place: int, size: int) -> None:
+        """Count a saved tensor in the storage of ``size`` bytes at ``place``."""
         with self._lock:
             holders = self._holders.get(place, 0)
             self._holders[place] = holders + 1
@@ -103,7 +62,8 @@ class ActivationMeter:
                 self.bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.bytes)
 
-    def _remove(self, place: int, size: int) -> None:
+    def remove(self, place: int, size: int) -> None:
+        """Count off what ``add`` counted."""
         with self._lock:
             self._holders[place] -= 1
             if not self._holders[place]:

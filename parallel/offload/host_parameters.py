@@ -91,8 +91,8 @@ class HostParameters:
         return Claim(self._unit.visit(copy.parameter, self._bring), tensor)
 
     def packer(self, inner: Packer) -> Packer:
-        """Packs what is claimed as it should be, and the rest with ``inner``."""
-        return _Claiming(self, inner)
+        """Return a packer of what is claimed, and of the rest with ``inner``."""
+        return lambda tensor: self.claims(tensor) or inner(tensor)
 
     def reset_peak(self) -> None:
         """Let ``peak_device_bytes`` start again from what lives now."""
@@ -170,14 +170,6 @@ class HostParameters:
         with self._lock:
             self.device_bytes += size
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-
-
-class _Claiming:
-    def __init__(self, host: HostParameters, inner: Packer) -> None:
-        self._host, self._inner = host, inner
-
-    def pack(self, tensor: Tensor) -> Packed:
-        return self._host.claims(tensor) or self._inner.pack(tensor)
 
 
 class _Asked(dict[str, nn.Parameter | None]):

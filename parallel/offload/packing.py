@@ -1,45 +1,52 @@
-"""What a saved-tensor hook makes of a tensor that autograd keeps, and how the tensor comes back.
+"""Saved-tensor hooks: what autograd keeps in place of a tensor, and how the tensor comes back.
 
-A ``Packer`` packs on behalf of one microbatch of one stage. The plainest holds tensors where they are; others move them
-to the host. Recomputation packs what it needs to begin again with the same packer.
+A packer packs on behalf of one microbatch of one stage. The plainest keeps tensors where they are; others move them to
+the host, or promise to recompute them. What recomputation starts from is packed likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
-from parallel.offload.activation_meter import ActivationMeter
+if TYPE_CHECKING:
+    from parallel.offload.activation_meter import ActivationMeter
 
 
 class Packed(Protocol):
-    """A tensor put away, for as long as this object lives."""
+    """A saved tensor, for as long as this object lives."""
 
     def unpack(self) -> Tensor:
-        """The tensor on the device, with the values it was packed with; may be called more than once."""
+        """Return the tensor on the device, with the values it was packed with; may be called more than once."""
         ...
 
 
-class Packer(Protocol):
-    """Puts tensors away."""
-
-    def pack(self, tensor: Tensor) -> Packed: ...
+Packer = Callable[[Tensor], Packed]
+"""Packs a tensor that is kept for backward."""
 
 
-class Held:
-    """A tensor that stays where it is."""
+class SavedTensor:
+    """A saved tensor that stays where it is; ``meter``, if any, counts it for as long as this object lives."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, meter: ActivationMeter | None = None) -> None:
+        # An operation's own output comes with its grad_fn, which would keep itself alive through this object.
         self._tensor = tensor.detach()
         self._version = tensor._version
+        self._meter = meter
+        if meter is not None:
+            storage = tensor.untyped_storage()
+            self._counted = storage.data_ptr(), storage.nbytes()
+            meter.add(*self._counted)
 
     def unpack(self) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
             RuntimeError: it was changed in place meanwhile. Autograd does not look where hooks are at work.
@@ -47,51 +54,52 @@ class Held:
         check_version(self._tensor, self._version)
         return self._tensor
 
+    def __del__(self) -> None:
+        if hasattr(self, "_counted") and self._meter is not None:
+            self._meter.remove(*self._counted)
 
-class Holding:
-    """Leaves tensors where they are.
+
+def saving(packer: Packer, state: Container[int]) -> AbstractContextManager[Any]:
+    """Return a context in which autograd keeps what ``packer`` makes of tensors.
 
     Args:
-        meter: counts them.
+        state: storages of parameters and buffers, which are there anyway: these are left.
     """
 
-    def __init__(self, meter: ActivationMeter | None = None) -> None:
-        self._meter = meter
+    def pack(tensor: Tensor) -> Packed:
+        return SavedTensor(tensor) if tensor.untyped_storage().data_ptr() in state else packer(tensor)
 
-    def pack(self, tensor: Tensor) -> Packed:
-        return Held(tensor) if self._meter is None else self._meter.hold(tensor)
+    return saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(packed: Packed) -> Tensor:
+    return packed.unpack()
 
 
 @dataclass(frozen=True)
-class _Put:
-    """A tensor put away, and whether it asks for a gradient."""
-
+class _PackedLeaf:
     packed: Packed
     needs_grad: bool
 
 
-def put_away(value: Any, packer: Packer, anyway: Container[int] = ()) -> Any:
-    """``value``, tensors in tuples, lists and dicts, with its tensors packed.
-
-    Args:
-        anyway: storages of what is there in any case; these are left.
-    """
+def put_away(value: Any, packer: Packer, state: Container[int] = ()) -> Any:
+    """Return ``value``, tensors in tuples, lists and dicts, with its tensors packed but those in storages ``state``."""
 
     def put(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.untyped_storage().data_ptr() in anyway:
+        if not isinstance(leaf, Tensor) or leaf.untyped_storage().data_ptr() in state:
             return leaf
-        return _Put(packer.pack(leaf), leaf.requires_grad)
+        return _PackedLeaf(packer(leaf), leaf.requires_grad)
 
     return tree_map(put, value)
 
 
 def restore(value: Any) -> Any:
-    """What ``put_away`` was given; its tensors are leaves."""
+    """Return what ``put_away`` was given; its tensors are leaves."""
 
     def back(leaf: Any) -> Any:
-        return leaf.packed.unpack().detach().requires_grad_(leaf.needs_grad) if isinstance(leaf, _Put) else leaf
+        return leaf.packed.unpack().detach().requires_grad_(leaf.needs_grad) if isinstance(leaf, _PackedLeaf) else leaf
 
-    return tree_map(back, value, is_leaf=lambda leaf: isinstance(leaf, _Put))
+    return tree_map(back, value, is_leaf=lambda leaf: isinstance(leaf, _PackedLeaf))
 
 
 def check_version(tensor: Tensor, version: int) -> None:
@@ -108,21 +116,21 @@ def check_version(tensor: Tensor, version: int) -> None:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Where the storages of ``tensors`` lie."""
+    """Return the addresses of the storages of ``tensors``."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def bytes_view(tensor: Tensor) -> Tensor:
-    """The whole storage of ``tensor``: uint8 (bytes,)."""
+    """Return the whole storage of ``tensor``: uint8 (bytes,)."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def view_like(flat: Tensor, form: tuple[torch.dtype, Any, Any, Any]) -> Tensor:
-    """A tensor in the storage of ``flat``: dtype, shape, strides, offset in elements."""
+    """Return a tensor in the storage of ``flat``: dtype, shape, strides, offset in elements."""
     dtype, shape, strides, offset = form
     return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, shape, strides)
 
 
 def form_of(tensor: Tensor) -> tuple[torch.dtype, Any, Any, Any]:
-    """What ``view_like`` needs."""
+    """Return what ``view_like`` needs."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -1,49 +1,49 @@
-"""A segment of a stage that is computed again in the backward pass, from what entered it.
+"""A segment of a stage that is recomputed in the backward pass, from what entered it.
 
-The forward pass saves nothing: what autograd would keep becomes a ``Promise``. When backward asks for the first of
-them, the segment runs again, with the same random numbers, counting nothing, and what autograd keeps then is what was
-promised, in the same order. After Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; by saved-tensor
-hooks, so that any backward pass, also of DistributedDataParallel, goes through it.
+The forward pass saves nothing: what autograd would keep becomes a ``RecomputeHandle``. When backward asks for the first
+of them, the segment runs again, with the same random numbers, counting nothing, and what autograd keeps then is what
+the handles stand for, in the same order. After Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; by
+saved-tensor hooks, so that any backward pass goes through it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.offload.packing import Packed, Packer, put_away, restore, storages_of
+from parallel.offload.packing import Packed, Packer, check_version, put_away, restore, saving
 
-Surroundings = Callable[[], contextlib.AbstractContextManager[Any]]
-"""What a segment is computed again in: precision, random numbers, running statistics that stay as they are."""
+Form = tuple[torch.Size, torch.dtype]
 
 
-class Promise:
-    """What autograd holds in place of a tensor that is not kept."""
+class RecomputeHandle:
+    """Stands for a tensor that is not kept."""
 
-    def __init__(self, run: Again, number: int) -> None:
-        self._run, self._number = run, number
+    def __init__(self, segment: CheckpointedSegment, number: int) -> None:
+        self._segment, self._number = segment, number
 
     def unpack(self) -> Tensor:
-        return self._run.saved(self._number)
+        return self._segment.saved(self._number)
 
     def __del__(self) -> None:
-        self._run.forget(self._number)
+        self._segment.drop(self._number)
 
 
-class Again:
+class CheckpointedSegment:
     """One segment and one microbatch.
 
     Args:
         compute: the segment's forward pass.
         values: what enters it; tensors may be in tuples, lists, dicts.
-        packer: puts away what enters, and what the second pass keeps.
-        state: parameters and buffers, which nobody need keep.
-        surroundings: of the second pass.
+        packer: packs what enters, and what the second pass keeps.
+        state: storages of parameters and buffers, which nobody need keep.
+        parameters: that the segment computes with.
+        recompute_context: of the second pass: precision, random numbers, running statistics that stay as they are.
     """
 
     def __init__(
@@ -51,75 +51,71 @@ class Again:
         compute: Callable[..., tuple[Any, ...]],
         values: Sequence[Any],
         packer: Packer,
-        state: Collection[Tensor],
-        surroundings: Surroundings,
+        state: Container[int],
+        parameters: Iterable[Tensor],
+        recompute_context: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> None:
-        self._compute, self._packer, self._state, self._surroundings = compute, packer, state, surroundings
-        self._values: Any = put_away(list(values), packer, storages_of(state))
-        self._promised: list[tuple[torch.Size, torch.dtype]] = []
+        self._compute, self._packer, self._state, self._context = compute, packer, state, recompute_context
+        self._versions = [(parameter, parameter._version) for parameter in parameters]
+        self._values: Any = put_away(list(values), packer, state)
+        self._expected: list[Form] = []
         self._kept: list[Packed | None] | None = None
 
-    def first(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """The forward pass; ``values`` as given before."""
-        anyway = storages_of(self._state)
-
-        def pack(tensor: Tensor) -> Tensor | Promise:
-            if tensor.untyped_storage().data_ptr() in anyway:
-                return tensor
-            self._promised.append((tensor.shape, tensor.dtype))
-            return Promise(self, len(self._promised) - 1)
-
-        with saved_tensors_hooks(pack, unpack):
+    def forward(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what the forward pass gives; ``values`` as given before."""
+        with saving(self._handle, self._state):
             return self._compute(*values)
 
+    def _handle(self, tensor: Tensor) -> Packed:
+        self._expected.append((tensor.shape, tensor.dtype))
+        return RecomputeHandle(self, len(self._expected) - 1)
+
     def saved(self, number: int) -> Tensor:
-        """What the second pass keeps in place ``number``; it is run when it has not been."""
+        """Return what the second pass keeps in place ``number``; it is run if it has not been."""
         if self._kept is None:
-            self._second()
+            self._recompute()
         assert self._kept is not None
         packed = self._kept[number]
         assert packed is not None
         return packed.unpack()
 
-    def forget(self, number: int) -> None:
+    def drop(self, number: int) -> None:
         """Nobody asks for ``number`` any more."""
         if self._kept is not None:
             self._kept[number] = None
 
-    def _second(self) -> None:
-        anyway = storages_of(self._state)
+    def _recompute(self) -> None:
+        """Run the second pass.
+
+        Raises:
+            RuntimeError: a parameter has been changed since the first pass, or the two passes differ.
+        """
+        for parameter, version in self._versions:
+            check_version(parameter, version)
         kept: list[Packed | None] = []
-        saved: list[tuple[torch.Size, torch.dtype]] = []
+        saved: list[Form] = []
 
         def pack(tensor: Tensor) -> None:
-            if tensor.untyped_storage().data_ptr() not in anyway:
+            if tensor.untyped_storage().data_ptr() not in self._state:
                 saved.append((tensor.shape, tensor.dtype))
-                kept.append(self._packer.pack(tensor))
+                kept.append(self._packer(tensor))
 
         values = restore(self._values)
         self._values = None
-        with self._surroundings(), torch.enable_grad(), saved_tensors_hooks(pack, _never):
+        with self._context(), torch.enable_grad(), saved_tensors_hooks(pack, _never):
             self._compute(*values)
-        if saved != self._promised:
+        if saved != self._expected:
             raise RuntimeError(
                 "a part of the model keeps other tensors when it is computed again: "
-                f"{_told(saved)} after {_told(self._promised)}. It does not compute the same twice: use --recompute "
-                "none, or leave out of the model what depends on anything but its input"
+                f"{_forms_text(saved)} after {_forms_text(self._expected)}. It does not compute the same twice: use "
+                "--recompute none, or leave out of the model what depends on anything but its input"
             )
         self._kept = kept
-
-
-def unpack(packed: Any) -> Tensor:
-    """Whatever the hooks of this package made of a tensor."""
-    if isinstance(packed, Tensor):
-        return packed
-    tensor: Tensor = packed.unpack()
-    return tensor
 
 
 def _never(_: None) -> Tensor:
     raise AssertionError("nobody goes back through the second pass")
 
 
-def _told(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
-    return f"{len(tensors)} tensors" + "".join(f", {tuple(shape)} {dtype}" for shape, dtype in tensors[:3])
+def _forms_text(forms: Sequence[Form]) -> str:
+    return f"{len(forms)} tensors" + "".join(f", {tuple(shape)} {dtype}" for shape, dtype in forms[:3])

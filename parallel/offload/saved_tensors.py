@@ -1,38 +1,31 @@
-"""What a rank does with what its forward passes keep, put together from its rule: offload, recomputation, or neither.
+"""Applies a rank's activation policy to what its forward passes save: offload, recomputation, or neither.
 
-Takes an ``ActivationPolicy``; a stage, or an engine with the whole model, runs its forward passes under ``watching``
-and its segments through ``through``. Nothing here knows schedules: others say when a microbatch is flushed or fetched.
+Takes an ``ActivationPolicy``; a stage runs its forward passes under ``watching`` and its segments through
+``run_segment``. Nothing here knows schedules: others say when a microbatch is flushed or fetched.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_parameters import HostParameters
-from parallel.offload.overlap import Flight, OverlapOffload
-from parallel.offload.packing import Holding, Packed, Packer, storages_of
-from parallel.offload.recompute import Again, unpack
+from parallel.offload.overlap import MicrobatchSaves, OverlapOffload
+from parallel.offload.packing import Packer, SavedTensor, saving, storages_of
+from parallel.offload.recompute import CheckpointedSegment
+from parallel.trace.stage_module import SegmentRun
 
-
-class SegmentLike(Protocol):
-    """A segment of a stage, as far as it matters here."""
-
-    @property
-    def recompute(self) -> bool: ...
-
-
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Called before a segment is computed: gives what it is computed again in, once."""
+RecomputeContext = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Called before a segment is computed: gives what it is recomputed in, once."""
 
 
 class SavedTensors:
@@ -60,16 +53,18 @@ class SavedTensors:
         self.pool: HostMemory | None = None
         self.copies = copies or Copies.for_device(device)
         self._meter = meter
+        self._keep_on_device: Packer = functools.partial(SavedTensor, meter=meter)
         self._overlap: OverlapOffload | None = None
-        self._plain: Packer = Holding(meter)
         if self.moves:
             self.pool = HostMemory(self.copies, rule.host_bytes)
             self._overlap = OverlapOffload(
                 self.copies, self.pool, ahead=rule.ahead, smallest=rule.smallest, meter=meter
             )
-        self._flights: dict[Any, Flight] = {}
-        self._packer: Packer = self._plain
+        self._saves: dict[Any, MicrobatchSaves] = {}
         self._hosts: list[HostParameters] = []
+        # Of the forward pass under way.
+        self._packer: Packer = self._keep_on_device
+        self._state: set[int] = set()
 
     def streams(self, host: HostParameters) -> None:
         """Forward passes use parameters of ``host``, of which nothing is kept on the device."""
@@ -77,89 +72,81 @@ class SavedTensors:
 
     @property
     def moves(self) -> bool:
-        """Activations go to the host."""
-        return self.rule.offload != "none"
+        """Return whether activations go to the host."""
+        return self.rule.moves
 
     @property
     def idle(self) -> bool:
-        """Autograd keeps what it keeps, and nobody counts it."""
-        hooked = self.moves or self.rule.segmented or self._meter is not None
-        return not hooked and not self._hosts
+        """Return whether autograd keeps what it keeps, and nobody counts it."""
+        return not (self.moves or self.rule.segmented or self._meter is not None or self._hosts)
 
     @contextlib.contextmanager
-    def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[Packer]:
-        """Around the forward pass of a microbatch through a stage.
+    def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[None]:
+        """Return a context for the forward pass of a microbatch through a stage.
 
         Args:
-            key: names both until ``landed``.
+            key: names both until ``release``.
             state: parameters and buffers, which are there anyway.
         """
-        before, self._packer = self._packer, self.packer(key)
-        # Nobody asks for them where autograd keeps what it keeps, and sharded parameters have none to ask for.
-        packer, anyway = self._packer, set() if self.idle else storages_of(state)
-
-        def pack(tensor: Tensor) -> Tensor | Packed:
-            return tensor if tensor.untyped_storage().data_ptr() in anyway else packer.pack(tensor)
-
+        before = self._packer, self._state
+        self._packer, self._state = self.packer(key), storages_of(state)
         try:
-            with contextlib.nullcontext() if self.idle else saved_tensors_hooks(pack, unpack):
-                yield packer
+            with saving(self._packer, self._state):
+                yield
         finally:
-            self._packer = before
+            self._packer, self._state = before
 
     def packer(self, key: Any) -> Packer:
-        """That of a microbatch and stage."""
-        packer = self._plain
+        """Return the packer of a microbatch and stage."""
+        packer: Packer = self._keep_on_device
         if self._overlap is not None:
-            packer = self._flights.setdefault(key, self._overlap.flight())
+            packer = self._saves.setdefault(key, self._overlap.begin()).pack
         for host in self._hosts:
             packer = host.packer(packer)
         return packer
 
-    def through(
+    def run_segment(
         self,
-        segment: SegmentLike,
+        segment: SegmentRun,
         compute: Callable[..., tuple[Any, ...]],
         values: tuple[Any, ...],
-        state: Collection[Tensor],
-        around: Around,
+        recompute_context: RecomputeContext,
     ) -> tuple[Any, ...]:
-        """A segment's forward pass within ``watching``.
+        """Return what the forward pass of a segment gives, within ``watching``.
 
         Args:
             compute: the pass.
             values: what enters it.
-            state: parameters and buffers, which are there anyway.
-            around: what it is computed again in.
         """
         if not segment.recompute or not torch.is_grad_enabled():
             return compute(*values)
-        surroundings = around()
-        return Again(compute, values, self._packer, state, lambda: self._again(surroundings)).first(values)
+        parameters = (p for module in segment.modules for p in module._parameters.values() if p is not None)
+        context = functools.partial(self._recomputing, recompute_context())
+        return CheckpointedSegment(compute, values, self._packer, self._state, parameters, context).forward(values)
 
     @contextlib.contextmanager
-    def _again(self, surroundings: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    def _recomputing(self, context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         """A part of a module is computed without the module being called."""
         with contextlib.ExitStack() as scopes:
             for host in self._hosts:
                 scopes.enter_context(host.running())
-            scopes.enter_context(surroundings)
+            scopes.enter_context(context)
             yield
 
     def flush(self, key: Any) -> None:
-        """Everything that ``key`` keeps leaves the device."""
-        if self._overlap is not None and key in self._flights:
-            self._overlap.flush(self._flights[key])
+        """Send everything that ``key`` keeps to the host."""
+        if self._overlap is not None and key in self._saves:
+            self._overlap.flush(self._saves[key])
 
     def prefetch(self, key: Any) -> None:
         """Begin to bring back what the backward pass of ``key`` needs first."""
-        if self._overlap is not None and key in self._flights:
-            self._overlap.prefetch(self._flights[key])
+        if self._overlap is not None and key in self._saves:
+            self._overlap.prefetch(self._saves[key])
 
-    def landed(self, key: Any) -> None:
-        """The backward pass of ``key`` is over."""
-        self._flights.pop(key, None)
+    def release(self, key: Any) -> None:
+        """End ``key``: its backward pass is over."""
+        self._saves.pop(key, None)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop every microbatch in flight."""
-        self._flights.clear()
+        self._saves.clear()

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
-from parallel.offload.activation_meter import ActivationMeter, Kept
+from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import SavedTensor
 from parallel.stage.layer_gradients import DeferredConvolution, LayerOperation, Linear
 
 KINDS = (
@@ -90,7 +91,7 @@ class _Waiting:
     bias: Tensor | None
     gradient: Tensor
     x: Tensor
-    kept: list[Kept]
+    kept: list[SavedTensor]
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -141,7 +142,7 @@ class _InputGradientOnly(torch.autograd.Function):
         x, cast = ctx.saved_tensors
         operation, weight, bias, waiting, meter = ctx.use
         x = x.detach()
-        kept = [meter.hold(x), meter.hold(gradient)] if meter else []
+        kept = [SavedTensor(tensor, meter) for tensor in (x, gradient)] if meter else []
         waiting.append(_Waiting(operation, weight, bias, gradient, x, kept))
         input_gradient = operation.input_gradient(gradient, x, cast) if ctx.needs_input_grad[0] else None
         return input_gradient, None, None, None, None, None

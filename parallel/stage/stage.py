@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from parallel.graph.layers import RANDOM_STATE
-from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.packing import put_away, restore
 from parallel.offload.rng import drawing
@@ -73,7 +72,7 @@ class Stage:
         autocast: type for mixed precision; None computes in the module's own.
         split: backward is called in two halves (zero bubble).
         compiled: run the module through ``torch.compile``.
-        saved_tensors: of the rank; says what becomes of what forward passes keep. By default autograd keeps it.
+        saved_tensors: of the rank; says what becomes of what forward passes keep. None: autograd keeps it.
         meter: counts the bytes kept between the halves of a split backward pass.
         updated: names of buffers that forward passes update, outside normalisation layers.
 
@@ -107,7 +106,8 @@ class Stage:
         self._uses_rng = uses_rng
         self._autocast = autocast
         self._weights = DeferredWeights(module, meter) if split else None
-        self._saved_tensors = saved_tensors or SavedTensors(ActivationPolicy(), device, meter=meter)
+        self._saved_tensors = saved_tensors
+        self._moves = saved_tensors is not None and saved_tensors.moves
         state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._updated = [name for name, tensor in state if name in updated and not tensor.requires_grad]
         # Inductor's own random numbers would differ from those of the plain model.
@@ -153,16 +153,18 @@ class Stage:
                 return self._compute(i, microbatch)
             with torch.no_grad():
                 outputs = self._compute(i, microbatch)
-            if self._saved_tensors.moves:
+            if self._saved_tensors is not None and self._moves:
                 microbatch.values = put_away(values, self._saved_tensors.packer((self, i)))
             return {name: promised(value) if name in self._differentiable else value for name, value in outputs.items()}
 
     def flush(self, i: int) -> None:
         """Send what microbatch ``i`` keeps off the device now."""
+        assert self._saved_tensors is not None
         self._saved_tensors.flush((self, i))
 
     def prefetch(self, i: int) -> None:
         """Begin to bring what microbatch ``i`` keeps back to the device."""
+        assert self._saved_tensors is not None
         self._saved_tensors.prefetch((self, i))
 
     def recompute(self, i: int) -> None:
@@ -196,7 +198,8 @@ class Stage:
         ]
         if flows:
             torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
-        self._saved_tensors.landed((self, i))
+        if self._saved_tensors is not None:
+            self._saved_tensors.release((self, i))
         arrived = {name: [arrival.take() for arrival in arrivals] for name, arrivals in microbatch.arrivals.items()}
         return arrived or {name: gradients_of(value) for name, value in microbatch.values.items()}
 
@@ -228,7 +231,8 @@ class Stage:
     def reset(self) -> None:
         """Drop every microbatch in flight, after a step that was given up."""
         self._in_flight.clear()
-        self._saved_tensors.forget()
+        if self._saved_tensors is not None:
+            self._saved_tensors.reset()
 
     def _compute(self, i: int, microbatch: MicrobatchState) -> dict[str, Any]:
         with contextlib.ExitStack() as scopes:
@@ -240,8 +244,10 @@ class Stage:
             if torch.is_grad_enabled():
                 if self._weights is not None:
                     scopes.enter_context(self._weights.recording(i))
-                scopes.enter_context(self._saved_tensors.watching((self, i), self._state()))
-            scopes.enter_context(self._in_segments())
+                if self._saved_tensors is not None:
+                    kept = (*self.module.parameters(), *self.module.buffers())
+                    scopes.enter_context(self._saved_tensors.watching((self, i), kept))
+                    scopes.enter_context(self._in_segments(self._saved_tensors))
             if self._loss is None:
                 outputs = dict(zip(self.module.outputs, self._run(*self._entering(microbatch)), strict=True))
             else:
@@ -287,7 +293,7 @@ class Stage:
 
     def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
         """Return the values the module takes. Where activations go to the host, the stage itself holds none of them."""
-        if not (self._saved_tensors.moves and torch.is_grad_enabled()):
+        if not (self._moves and torch.is_grad_enabled()):
             return (microbatch.values[name] for name in self.module.inputs)
         values, microbatch.values = microbatch.values, {}
         microbatch.arrivals = {}
@@ -298,21 +304,18 @@ class Stage:
         return iter(entering)
 
     @contextlib.contextmanager
-    def _in_segments(self) -> Iterator[None]:
+    def _in_segments(self, saved_tensors: SavedTensors) -> Iterator[None]:
         """Let ``saved_tensors`` run the module, segment by segment where it has any."""
-        self.module.through = self._through if torch.is_grad_enabled() else None
+
+        def run_segment(segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
+            context = functools.partial(recompute_context, segment, self._device, self.statistics, self._precision)
+            return saved_tensors.run_segment(segment, compute, values, context)
+
+        self.module.run_segment = run_segment
         try:
             yield
         finally:
-            self.module.through = None
-
-    def _through(self, segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        context = functools.partial(recompute_context, segment, self._device, self.statistics, self._precision)
-        return self._saved_tensors.through(segment, compute, values, self._state(), context)
-
-    def _state(self) -> tuple[Tensor, ...]:
-        """Return parameters and buffers, which are there anyway."""
-        return (*self.module.parameters(), *self.module.buffers())
+            self.module.run_segment = None
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:

@@ -67,7 +67,7 @@ class TeamStage(StageModule):
     def forward(self, *values: Any) -> Any:
         """Return the values named in ``outputs``."""
         passing = self._pass
-        if self.training and self.through is not None and self.segments:
+        if self.training and self.run_segment is not None and self.segments:
             return self._in_segments(passing, values)
         run = self._run_training if self.training else self._run_evaluation
         assert isinstance(run, TeamRun)
@@ -128,13 +128,13 @@ class TeamStage(StageModule):
         return tiles.box(*box)
 
     def _in_segments(self, passing: Pass, values: Sequence[Any]) -> tuple[Any, ...]:
-        assert self.through is not None
+        assert self.run_segment is not None
         known = dict(zip(self.inputs, values, strict=True))
         for segment in self.segments:
             entering = tuple(known[name] for name in segment.inputs)
             for name in segment.finished:
                 del known[name]
-            made = self.through(segment, self._computed(segment, passing), entering)
+            made = self.run_segment(segment, self._computed(segment, passing), entering)
             known.update(zip(segment.outputs, made, strict=True))
             del entering, made
         return tuple(known[name] for name in self.outputs)

@@ -36,7 +36,7 @@ class SegmentRun:
     modules: frozenset[nn.Module]
 
 
-Through = Callable[[SegmentRun, Run, tuple[Any, ...]], tuple[Any, ...]]
+RunSegment = Callable[[SegmentRun, Run, tuple[Any, ...]], tuple[Any, ...]]
 """(segment, its computation, values that enter it) -> values it gives."""
 
 
@@ -47,7 +47,7 @@ class StageModule(nn.Module):
         inputs: names of the values ``forward`` takes, in order.
         outputs: names of the values it gives, in order. Those that only training makes are None in evaluation.
         segments: of the stage in training; none where it is run as one.
-        through: what segments are run by in training.
+        run_segment: what segments are run by in training.
     """
 
     def __init__(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
@@ -58,20 +58,20 @@ class StageModule(nn.Module):
         self._run_evaluation: Run
         self._modes: list[tuple[nn.Module, bool, bool]] = []
         self.segments: tuple[SegmentRun, ...] = ()
-        self.through: Through | None = None
+        self.run_segment: RunSegment | None = None
 
     def forward(self, *values: Any) -> Any:
         """Return the values named in ``outputs``, from those named in ``inputs``."""
         if not self.training:
             return self._run_evaluation(self, *values)
-        if self.through is None or not self.segments:
+        if self.run_segment is None or not self.segments:
             return self._run_training(self, *values)
         known = dict(zip(self.inputs, values, strict=True))
         for segment in self.segments:
             entering = tuple(known[name] for name in segment.inputs)
             for name in segment.finished:
                 del known[name]
-            made = self.through(segment, functools.partial(segment.run, self), entering)
+            made = self.run_segment(segment, functools.partial(segment.run, self), entering)
             known.update(zip(segment.outputs, made, strict=True))
             del entering, made
         return tuple(known[name] for name in self.outputs)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parallel.offload.copies import Copies, Mark
-from parallel.offload.copy_clock import Direction
+from parallel.offload.copies import Copies, Direction, Mark
 
 
 class LateMark:

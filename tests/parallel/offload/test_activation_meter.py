@@ -10,6 +10,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import SavedTensor
 
 
 def test_each_storage_counts_once() -> None:
@@ -36,8 +37,8 @@ def test_each_storage_counts_once() -> None:
 def test_held_tensors_count_until_dropped() -> None:
     meter = ActivationMeter()
     x = torch.randn(10)
-    held = meter.hold(x)
-    view = meter.hold(x[3:])
+    held = SavedTensor(x, meter)
+    view = SavedTensor(x[3:], meter)
     assert meter.bytes == 40
     del held
     assert meter.bytes == 40

@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.local import LocalCommunicator
+from parallel.offload import packing
 from parallel.offload.copies import Copies, Mark
 from parallel.offload.host_optimizer import HostOptimizer
 from parallel.offload.host_parameters import HostParameters, buffers_to
 from parallel.offload.live_bytes import LiveBytes
-from parallel.offload.packing import Packed
+from parallel.offload.packing import Packed, SavedTensor
 from parallel.stage.stage import Loss
 from tests.helpers.small_nets import NETS, batch_of, drawn_once, pixel_loss
 
@@ -61,19 +61,9 @@ def model(name: str) -> tuple[nn.Module, Loss]:
     return drawn_once(("host", name), 3, lambda: make().double()), loss
 
 
-@contextlib.contextmanager
-def saving(host: HostParameters | None) -> Iterator[None]:
+def saving(host: HostParameters | None) -> contextlib.AbstractContextManager[Any]:
     """Forward passes in which the copies' tensors are kept as ``host`` says, and others as ever."""
-
-    def pack(tensor: Tensor) -> Tensor | Packed:
-        assert host is not None
-        return host.claims(tensor) or tensor
-
-    def unpack(packed: Tensor | Packed) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed.unpack()
-
-    with saved_tensors_hooks(pack, unpack) if host else contextlib.nullcontext():
-        yield
+    return packing.saving(host.packer(SavedTensor), ()) if host else contextlib.nullcontext()
 
 
 def train(net: nn.Module, loss: Loss, host: HostParameters | None, steps: int = 2, flight: int = 3) -> Any:
@@ -294,22 +284,13 @@ def test_outside_of_a_pass_the_module_is_what_it_was() -> None:
 
 
 def test_what_is_not_a_copy_is_packed_by_others() -> None:
-    class Inner:
-        def pack(self, tensor: Tensor) -> Packed:
-            packed.append(tensor.shape)
-            return Kept(tensor)
-
-    class Kept:
-        def __init__(self, tensor: Tensor) -> None:
-            self._tensor = tensor.detach()
-
-        def unpack(self) -> Tensor:
-            return self._tensor
+    def keep(tensor: Tensor) -> Packed:
+        packed.append(tensor.shape)
+        return SavedTensor(tensor)
 
     packed: list[torch.Size] = []
     net = deep(2)
-    packer = HostParameters(net, CPU, Copies()).packer(Inner())
-    with saved_tensors_hooks(packer.pack, lambda one: one.unpack()):
+    with packing.saving(HostParameters(net, CPU, Copies()).packer(keep), ()):
         loss = net(torch.ones(4, 16)).sum()
     assert packed
     assert set(packed) == {torch.Size([4, 16])}

@@ -31,11 +31,11 @@ def offload(copies: Copies | None = None, **more: Any) -> tuple[OverlapOffload, 
 
 def test_what_waits_stays_within_the_window_and_the_oldest_leaves_first() -> None:
     moves, meter = offload(ahead=2 * KIB)
-    flight = moves.flight()
-    packed = [flight.pack(tensor) for tensor in tensors(5)]
+    saves = moves.begin()
+    packed = [saves.pack(tensor) for tensor in tensors(5)]
     assert meter.bytes == 2 * KIB
     assert moves.pool.bytes == 3 * buffer_bytes(KIB)
-    assert [entry.device is None for entry in flight.entries] == [True, True, True, False, False]
+    assert [storage.device is None for storage in saves.storages] == [True, True, True, False, False]
     for k in reversed(range(5)):
         assert packed.pop().unpack().eq(k).all()
         assert meter.bytes <= 2 * KIB  # what is asked for makes room for what comes ahead
@@ -45,22 +45,22 @@ def test_what_waits_stays_within_the_window_and_the_oldest_leaves_first() -> Non
 
 def test_what_comes_ahead_is_what_was_kept_just_before() -> None:
     moves, meter = offload(ahead=2 * KIB)
-    flight = moves.flight()
-    packed = [flight.pack(tensor) for tensor in tensors(6)]
-    moves.flush(flight)
+    saves = moves.begin()
+    packed = [saves.pack(tensor) for tensor in tensors(6)]
+    moves.flush(saves)
     assert meter.bytes == 0
-    moves.prefetch(flight)
-    assert [entry.device is not None for entry in flight.entries] == [False] * 4 + [True] * 2
+    moves.prefetch(saves)
+    assert [storage.device is not None for storage in saves.storages] == [False] * 4 + [True] * 2
     packed[5].unpack()
-    assert [entry.device is not None for entry in flight.entries] == [False] * 3 + [True] * 3
+    assert [storage.device is not None for storage in saves.storages] == [False] * 3 + [True] * 3
 
 
 def test_one_storage_travels_once_for_all_that_share_it() -> None:
     moves, meter = offload()
-    flight = moves.flight()
+    saves = moves.begin()
     whole = torch.arange(float(NUMBERS))
-    packed = [flight.pack(whole), flight.pack(whole.view(16, -1)), flight.pack(whole[: NUMBERS // 2])]
-    assert len(flight.entries) == 1
+    packed = [saves.pack(whole), saves.pack(whole.view(16, -1)), saves.pack(whole[: NUMBERS // 2])]
+    assert len(saves.storages) == 1
     assert moves.pool.bytes == buffer_bytes(KIB)
     assert [tuple(each.unpack().shape) for each in packed] == [(NUMBERS,), (16, NUMBERS // 16), (NUMBERS // 2,)]
     assert torch.equal(packed[1].unpack(), whole.view(16, -1))
@@ -69,18 +69,18 @@ def test_one_storage_travels_once_for_all_that_share_it() -> None:
 
 def test_small_tensors_and_small_parts_of_large_storages_are_left() -> None:
     moves, meter = offload(smallest=2 * KIB)
-    flight = moves.flight()
+    saves = moves.begin()
     small, large = torch.zeros(NUMBERS), torch.zeros(8 * NUMBERS)
-    kept = [flight.pack(small), flight.pack(large[:NUMBERS])]
-    assert not flight.entries
+    kept = [saves.pack(small), saves.pack(large[:NUMBERS])]
+    assert not saves.storages
     assert meter.bytes == 9 * KIB
     assert kept[1].unpack().data_ptr() == large.data_ptr()
 
 
 def test_what_the_host_has_no_room_for_stays() -> None:
     moves, meter = offload(budget=2 * buffer_bytes(KIB))
-    flight = moves.flight()
-    packed = [flight.pack(tensor) for tensor in tensors(4)]
+    saves = moves.begin()
+    packed = [saves.pack(tensor) for tensor in tensors(4)]
     assert moves.pool.taken_bytes == 2 * buffer_bytes(KIB)
     assert meter.bytes == 2 * KIB
     assert all(each.unpack().eq(k).all() for k, each in enumerate(packed))
@@ -88,19 +88,19 @@ def test_what_the_host_has_no_room_for_stays() -> None:
 
 def test_freed_memory_that_is_given_out_again_is_another_storage() -> None:
     moves, _ = offload()
-    flight = moves.flight()
+    saves = moves.begin()
     packed = []
     for k in range(50):
-        packed.append(flight.pack(torch.full((NUMBERS,), float(k))))  # freed at once, and its place used anew
-    assert len(flight.entries) == 50
+        packed.append(saves.pack(torch.full((NUMBERS,), float(k))))  # freed at once, and its place used anew
+    assert len(saves.storages) == 50
     assert all(each.unpack().eq(k).all() for k, each in enumerate(packed))
 
 
 def test_changed_in_place_before_it_left() -> None:
     moves, _ = offload(ahead=4 * KIB)
-    flight = moves.flight()
+    saves = moves.begin()
     tensor = torch.zeros(NUMBERS)
-    packed = flight.pack(tensor)
+    packed = saves.pack(tensor)
     tensor += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         packed.unpack()
@@ -108,11 +108,11 @@ def test_changed_in_place_before_it_left() -> None:
 
 def test_changed_in_place_after_it_left_is_kept_as_it_was() -> None:
     moves, _ = offload()
-    flight = moves.flight()
+    saves = moves.begin()
     tensor = torch.zeros(NUMBERS)
-    packed = [flight.pack(tensor)]
+    packed = [saves.pack(tensor)]
     tensor += 1
-    packed.append(flight.pack(tensor))
+    packed.append(saves.pack(tensor))
     assert packed[0].unpack().eq(0).all()
     assert packed[1].unpack().eq(1).all()
 
@@ -134,11 +134,11 @@ def test_room_on_the_host_is_used_again() -> None:
 def test_a_step_that_is_given_up_frees_nothing_that_is_still_copied() -> None:
     copies = LateCopies()
     moves, meter = offload(copies, ahead=4 * KIB)
-    flight = moves.flight()
-    packed = [flight.pack(tensor) for tensor in tensors(6)]
-    moves.flush(flight)
-    moves.prefetch(flight)
-    del packed, flight
+    saves = moves.begin()
+    packed = [saves.pack(tensor) for tensor in tensors(6)]
+    moves.flush(saves)
+    moves.prefetch(saves)
+    del packed, saves
     gc.collect()
     copies.finish()
     assert (meter.bytes, moves.pool.bytes) == (0, 0)
@@ -180,9 +180,9 @@ class Logged(LateCopies):
 def test_copies_run_while_something_is_computed_whatever_the_size(size: int, ahead: int | None, most: int) -> None:
     copies = Logged()
     moves, meter = offload(copies, ahead=ahead)
-    flight, packed = moves.flight(), []
+    saves, packed = moves.begin(), []
     for k in range(6):
-        packed.append(flight.pack(torch.full((size // 4,), float(k))))
+        packed.append(saves.pack(torch.full((size // 4,), float(k))))
         assert meter.bytes <= most
         copies.log.append("computed")
     for k in reversed(range(6)):
@@ -195,7 +195,7 @@ def test_copies_run_while_something_is_computed_whatever_the_size(size: int, ahe
 def test_a_window_of_nothing_waits_for_each_copy() -> None:
     copies = Logged()
     moves, meter = offload(copies, ahead=0)
-    packed = moves.flight().pack(torch.zeros(NUMBERS))
+    packed = moves.begin().pack(torch.zeros(NUMBERS))
     assert meter.bytes == 0
     assert packed.unpack().eq(0).all()
     assert copies.serial() == 2
