@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from app.settings.launcher import STARTED_BY_US
-from parallel.comm.torch_store import PRIVATE_STORE
+from parallel.comm.torch_rendezvous import PRIVATE_STORE
 
 CHECK_S = 0.5
 SAVE_S = 60.0

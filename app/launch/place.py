@@ -20,6 +20,7 @@ from typing import Literal, cast
 import cv2
 import torch
 
+from app.launch.deadline import kill_after
 from app.launch.machine import memory_bytes, usable_cores
 from app.launch.orphan import stop_with_launcher
 from app.settings.cli import FAILED, USAGE, RunError
@@ -27,7 +28,6 @@ from app.settings.launcher import STARTED_BY_US, Launch, find_launch
 from app.settings.slurm import find_task
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
-from parallel.comm.deadline import kill_after
 from parallel.comm.kinds import RankKind, describe_shared_gpu
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.copies import Copies

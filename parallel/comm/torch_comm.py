@@ -22,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel.comm.async_sends import Departures
 from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work
-from parallel.comm.handshake import KEY, prove_membership
 from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
 from parallel.comm.objects import in_memory_order, pinned_like
-from parallel.comm.torch_group import join_group
 from parallel.comm.torch_links import Links
+from parallel.comm.torch_rendezvous import join_group
 
 PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 NO_SYNC: dict[str, Any] = {
@@ -107,7 +106,6 @@ class TorchCommunicator:
             backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s
         )
         self._nccl = has_gpu_each(self.kinds)
-        self._prove_membership()
 
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
         if not self._nccl:
@@ -172,7 +170,6 @@ class TorchCommunicator:
         part.rank, part.world = list(ranks).index(self.rank), len(ranks)
         part._group, part._ranks = group, chosen
         part.kinds = tuple(self.kinds[rank] for rank in ranks)
-        part._prove_membership()
         return part
 
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
@@ -212,12 +209,6 @@ class TorchCommunicator:
         self.barrier()  # a rank that is still talking must not find the others gone
         self._departures.close()
         dist.destroy_process_group()
-
-    def _prove_membership(self) -> None:
-        """Each group has connections of its own; those of NCCL know their key already."""
-        if key := os.environ.get(KEY):
-            others = [rank for rank in range(self.world) if rank != self.rank]
-            prove_membership(self.isend, self.irecv, self.rank, others, key)
 
     def _described(self, operation: str, tensor: Tensor, rest: str = "") -> str:
         form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -19,9 +19,7 @@ from types import FrameType
 import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-from parallel.comm.handshake import KEY
-from parallel.comm.loopback import loopback_variables
-from parallel.comm.torch_store import PRIVATE_STORE
+from parallel.comm.torch_rendezvous import KEY, PRIVATE_STORE, loopback_variables
 
 POLL_S = 0.1
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -27,9 +27,7 @@ from typing import Any
 import pytest
 
 from parallel.comm import torch_launch
-from parallel.comm.handshake import KEY
-from parallel.comm.loopback import loopback_variables
-from parallel.comm.torch_store import PRIVATE_STORE
+from parallel.comm.torch_rendezvous import KEY, PRIVATE_STORE, loopback_variables
 
 LOADED = ("app.training.loop", "app.training.session", "app.training.summary", "parallel.comm.torch_comm")
 LOADED += ("torch._dynamo", "torch.distributed.fsdp")  # by the first trace and step, in a second or two of every rank

@@ -1,7 +1,7 @@
 """Runs whose ranks cannot come together say so, once, in time: under torchrun and under mpirun.
 
 Under srun: ``test_slurm.py``. A port that is taken and addresses that cannot be reached, in detail:
-``tests/parallel/comm/test_torch_store.py``.
+``tests/parallel/comm/test_torch_rendezvous.py``.
 """
 
 from __future__ import annotations

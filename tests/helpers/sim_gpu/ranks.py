@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.comm import objects, replicate, torch_comm, torch_group, torch_links
+from parallel.comm import objects, replicate, torch_comm, torch_links, torch_rendezvous
 from parallel.comm.communicator import Communicator
+from parallel.comm.kinds import RankKind, from_text, to_text
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.offload import rng
 from tests.helpers.sim_gpu.gpus import Gpus
@@ -53,11 +54,11 @@ def within(gpus: Gpus, world: int) -> Iterator[Distributed]:
     store = Store(gpus.timeline)
     distributed = Distributed(gpus, world, store)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (torch_comm, torch_links, torch_group):
+        for module in (torch_comm, torch_links, torch_rendezvous):
             patch.setattr(module, "dist", distributed)
-        patch.setattr(torch_group, "open_store", lambda *_: store)
-        patch.setattr(torch_group, "join_attempt", lambda store, *_: store)
-        patch.setattr(torch_group, "call_with_timeout", lambda call, _: call())
+        patch.setattr(torch_rendezvous, "open_store", lambda *_: store)
+        patch.setattr(torch_rendezvous, "join_attempt", _join_attempt)
+        patch.setattr(torch_rendezvous, "call_with_timeout", lambda call, _: call())
         patch.setattr(torch_comm, "Departures", Departures)
         patch.setattr(torch_comm, "DistributedDataParallel", Replicas(distributed))
         patch.setattr(replicate, "broadcast_tensors", _broadcast_tensors)
@@ -147,6 +148,11 @@ class Replicas:
         )
         size = None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
         return replicate.AveragedModule(module, ranks, size)
+
+
+def _join_attempt(store: Store, own: RankKind, rank: int, world: int, _: float) -> tuple[Store, tuple[RankKind, ...]]:
+    store.set(f"kind/{rank}", to_text([own]))
+    return store, tuple(from_text(store.get(f"kind/{each}"))[0] for each in range(world))
 
 
 def _broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:

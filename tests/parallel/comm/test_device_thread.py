@@ -14,7 +14,7 @@ from torch import nn
 
 from app.checkpoint import two_phase
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
-from parallel.comm import torch_group
+from parallel.comm import torch_rendezvous
 from parallel.comm.async_sends import Departures
 from parallel.comm.kinds import RankKind
 from parallel.comm.local import LocalCommunicator
@@ -57,11 +57,10 @@ def checkpoint(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def connection(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    for name in ("open_store", "join_attempt"):
-        patch.setattr(torch_group, name, lambda *_: None)
-    patch.setattr(torch_group, "exchange_kinds", lambda *_: [])
+    patch.setattr(torch_rendezvous, "open_store", lambda *_: None)
+    patch.setattr(torch_rendezvous, "join_attempt", lambda *_: (None, ()))
     patch.setattr(dist, "init_process_group", told)
-    torch_group.join_group(lambda kinds: "gloo", RankKind("a", "cpu"), 0, 1, None, 1.0)  # type: ignore[arg-type]
+    torch_rendezvous.join_group(lambda kinds: "gloo", RankKind("a", "cpu"), 0, 1, None, 1.0)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Ranks say what they compute on before they form groups: the table, backends that follow, ranks that say nothing."""
+"""Ranks say what they compute on before they form groups: the table, and backends that follow."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import FileStore
 
-from parallel.comm import torch_comm, torch_kinds
-from parallel.comm.communicator import CommunicationError
+from parallel.comm import torch_comm
 from parallel.comm.kinds import RankKind, are_mixed, from_text, has_gpu_each, own_kind, to_text
 from parallel.comm.torch_comm import TorchCommunicator, backend_of
-from parallel.comm.torch_kinds import exchange_kinds
 from tests.helpers.forked import run_ranks
 
 BOTH = "cpu:gloo,cuda:nccl"
@@ -45,15 +42,6 @@ def test_a_rank_on_a_cpu_names_its_machine() -> None:
     assert (own.kind, own.unit) == ("cpu", "")
     assert own.node
     assert own == own_kind(torch.device("cpu"))
-
-
-def test_a_rank_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_kinds, "WITHIN_S", 0.2)
-    store = FileStore(str(tmp_path / "store"), 2)
-    with pytest.raises(CommunicationError, match=r"rank 0 of 2: rank 1 came and has not said within 0.2 s which kind"):
-        exchange_kinds(store, 0, CPU, 2)
-    with pytest.raises(CommunicationError, match=r"rank 1 of 2: rank 0 came and has not said"):
-        exchange_kinds(FileStore(str(tmp_path / "another"), 2), 1, CPU, 2)
 
 
 def joined(folder: str) -> None:

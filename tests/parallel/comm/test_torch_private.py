@@ -19,7 +19,7 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from parallel.comm.deadline import call_with_timeout
+from parallel.comm.torch_rendezvous import call_with_timeout
 
 pytestmark = pytest.mark.process
 
