@@ -111,13 +111,11 @@ class RankReading:
 
     def _rows_of_readers(self, batch: Batch, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """(ranks, tiles) rows that each rank has read the pixels of; of a rank that reads none, those of another."""
-        ranks = self.communicator.world
-        table = torch.zeros((2, ranks, self.batch), dtype=torch.int64)
+        own = torch.zeros((2, self.batch), dtype=torch.int64)
         here = batch.has_image
-        table[0, self.communicator.rank, torch.from_numpy(places[here])] = 1
-        table[1, self.communicator.rank, torch.from_numpy(places[here])] = torch.from_numpy(batch.rows[here])
-        self.communicator.all_reduce(table)
-        reads, rows = table.numpy()
+        own[0, torch.from_numpy(places[here])] = 1
+        own[1, torch.from_numpy(places[here])] = torch.from_numpy(batch.rows[here])
+        reads, rows = self.communicator.all_gather(own).numpy().swapaxes(0, 1)
         first = rows[reads.argmax(axis=0), np.arange(self.batch)]
         found: NDArray[np.int64] = np.where(reads > 0, rows, first)
         return found

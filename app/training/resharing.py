@@ -90,10 +90,8 @@ class Resharing:
             self._seconds += [each for _, each in seconds]
         if step % WINDOW:
             return None
-        table = torch.zeros(self._communicator.world, dtype=torch.float64)
-        table[self._communicator.rank] = statistics.median(self._seconds) if self._seconds else 0.0
-        self._communicator.all_reduce(table)
-        of_ranks: list[float] = table.tolist()
+        median_s = statistics.median(self._seconds) if self._seconds else 0.0
+        of_ranks: list[float] = self._communicator.all_gather(torch.tensor(median_s, dtype=torch.float64)).tolist()
         counted, self._counted, self._seconds = self._counted, 0, []
         if unknown := [rank for rank, each in enumerate(of_ranks) if not each > 0]:
             if counted:

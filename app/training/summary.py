@@ -66,11 +66,9 @@ class RunSummary:
 
     def finished(self, peak_bytes: int) -> None:
         """The run came to its end, or was interrupted and saved. Called by all ranks."""
-        peaks = torch.zeros((6, self._communicator.world), dtype=torch.int64)
         own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
         own += self._on_host
-        peaks[:, self._communicator.rank] = torch.tensor(own)
-        self._communicator.all_reduce(peaks)
+        peaks = self._communicator.all_gather(torch.tensor(own)).T
         self._add_up_cache()
         session = self._session
         step = write_step(session.engine, self._communicator, session.strategy.name, self._folder.path)

@@ -8,7 +8,7 @@ schedule that is right with sends that return at once stays free of deadlock on 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,41 +39,15 @@ class Work(Protocol):
         ...
 
 
-class Shards(Protocol):
-    """A module whose parameters lie in parts on the ranks. Its forward and backward passes are collective: every rank
-    makes as many, of the same submodules in the same order."""
-
-    def forward(self, *inputs: Any) -> Any:
-        """The module's own, gathered unit by unit.
-
-        Raises:
-            ValueError: the module uses parameters of a submodule that it does not call.
-        """
-        ...
-
-    def reduce_gradients(self, wanted: bool) -> None:
-        """Whether the backward passes that follow sum gradients over the ranks, or add them up whole on this one."""
-        ...
-
-    def release(self) -> None:
-        """Let go of what the last forward pass left gathered."""
-        ...
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """All of a parameter, gradient or state of which each rank has a part; every rank takes part. Anything else is
-        given back as it is."""
-        ...
-
-    def part_like(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's part of ``whole``, divided as ``parameter``; nothing is sent."""
-        ...
+Message = tuple[int, Tensor]
+"""The rank at the other end, and what is sent, or where to put what is received."""
 
 
 class Communicator(Protocol):
     """A fixed group of ranks. Every rank calls the collective operations in the same order.
 
     Tensors of sends, receives and sums are dense (contiguous in some order of dims is enough) and on the CPU or the
-    rank's device; receives and sums write in place.
+    rank's device; receives and sums write in place. Implementations inherit what has a body here.
     """
 
     rank: int
@@ -82,14 +56,14 @@ class Communicator(Protocol):
     """Number of this rank on its machine; chooses the device."""
 
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
-        """Make ready for tensors on the device to go from rank to rank; those on the CPU need it not.
+        """Prepare for ``isend`` and ``irecv`` of tensors on the device; tensors on the CPU do not need it.
 
         Every rank calls it with the same pairs. Those of a subgroup must have been among the pairs of the whole run.
 
         Args:
             pairs: (sender, receiver), of all ranks.
         """
-        ...
+        return
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send ``tensor`` to rank ``peer``. Messages of one tag to one peer arrive in the order sent.
@@ -103,6 +77,31 @@ class Communicator(Protocol):
         """Begin to receive into ``tensor`` what rank ``peer`` sends with ``tag``; number of bytes and dtype agree."""
         ...
 
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Work], list[Work]]:
+        """Begin to send and to receive, as one operation between GPUs; return the works of ``sends`` and ``receives``.
+
+        Ranks that take part in several exchanges and collective operations of this communicator, on the device, come to
+        them in the same order. The first of these is a collective operation.
+
+        Args:
+            tag: as of ``isend``; the same on all ranks.
+        """
+        messages = [(self.rank, peer, number) for number, (peer, _) in enumerate(sends)]
+        messages += [(peer, self.rank, number) for number, (peer, _) in enumerate(receives)]
+        sending: dict[int, Work] = {}
+        receiving: dict[int, Work] = {}
+        # All messages have one order that every rank keeps to: the first under way is one that both of its ranks have
+        # come to, and nobody waits in a circle where messages wait for their receives (Gloo, and MPI beyond its eager
+        # limit).
+        for sender, receiver, number in sorted(messages):
+            if sender == self.rank:
+                sending[number] = self.isend(sends[number][1], receiver, tag)
+            else:
+                receiving[number] = self.irecv(receives[number][1], sender, tag)
+        return [sending[n] for n in range(len(sends))], [receiving[n] for n in range(len(receives))]
+
     def iall_reduce(self, tensor: Tensor) -> Work:
         """Begin to sum ``tensor`` over all ranks, in place; the result has the same bits on every rank."""
         ...
@@ -113,6 +112,10 @@ class Communicator(Protocol):
         Raises:
             CommunicationError: another rank is gone or did not answer in time.
         """
+        self.iall_reduce(tensor).wait()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the ``tensor`` of every rank in order, (world, *shape); all have one shape and dtype."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -141,32 +144,29 @@ class Communicator(Protocol):
         """
         ...
 
-    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
-        """Divide the parameters of ``module``, the same on every rank, among the ranks, in place.
-
-        Args:
-            units: runs of submodules that are gathered together, inner ones first.
-            device: of the parts, and of what is gathered.
-
-        Raises:
-            ValueError: this communicator cannot, or one of the modules; says what to use instead.
-        """
-        ...
-
     def abort(self) -> None:
         """This rank has failed: bring the others down now. A rank that is a process ends here; where the launcher ends
         the others once one has failed, that is all it does."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave the other ranks."""
+        return
 
 
-def cannot_shard(ranks: str) -> ValueError:
-    """Why ``ranks`` cannot hold a model in parts, and what to do."""
-    return ValueError(
-        f"--parallel fsdp is torch's own and talks over torch.distributed between 2 processes or more; got {ranks}: "
-        "start them with --ranks or torchrun (app.verify: --communicator gloo), or use --parallel ddp"
-    )
+def sum_bytes(size: int, ranks: int) -> int:
+    """Return the bytes that each rank sends in an ``all_reduce`` of ``size`` bytes as a ring, the least of all ways
+    (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms). Libraries do not report what they send.
+
+    >>> sum_bytes(100, 4), sum_bytes(100, 1)
+    (150, 0)
+    """
+    return 2 * part_bytes(size, ranks)
+
+
+def part_bytes(size: int, ranks: int) -> int:
+    """Return the same of an all-gather or a reduce-scatter of ``size`` bytes."""
+    return size * (ranks - 1) // ranks
 
 
 def agree(communicator: Communicator, flag: bool) -> bool:

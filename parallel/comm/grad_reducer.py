@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import Communicator, Work
-from parallel.comm.sent_bytes import sum_bytes
+from parallel.comm.communicator import Communicator, Work, sum_bytes
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that are summed at once, unless asked otherwise."""

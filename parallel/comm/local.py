@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import Shards, Work, cannot_shard
+from parallel.comm.communicator import Communicator, Work
 
 
 class Finished:
@@ -20,15 +19,12 @@ class Finished:
         return True
 
 
-class LocalCommunicator:
+class LocalCommunicator(Communicator):
     """Rank 0 of 1."""
 
     rank = 0
     world = 1
     local_rank = 0
-
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
-        """Nobody to talk to."""
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         raise AssertionError(f"one rank has no rank {peer} to send to")
@@ -39,8 +35,8 @@ class LocalCommunicator:
     def iall_reduce(self, tensor: Tensor) -> Work:
         return Finished()
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """The sum over one rank is the tensor."""
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()[None]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """The only rank is the source."""
@@ -54,11 +50,5 @@ class LocalCommunicator:
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         return module
 
-    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
-        raise cannot_shard("1 rank")
-
     def abort(self) -> None:
         """Nobody to bring down."""
-
-    def close(self) -> None:
-        """Nothing is held."""

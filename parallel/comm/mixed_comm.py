@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work, cannot_shard
+from parallel.comm.communicator import CommunicationError, Communicator, Work
 from parallel.comm.device_thread import on_current_device
 from parallel.comm.kinds import RankKind, are_mixed
 from parallel.comm.mixed_sums import DeviceSums, HostSums, Sums
@@ -62,7 +62,7 @@ class MixedWork:
         return self._over.is_set()
 
 
-class MixedCommunicator:
+class MixedCommunicator(Communicator):
     """All ranks of ``inner``.
 
     Args:
@@ -117,8 +117,8 @@ class MixedCommunicator:
         self._begun.put(work)
         return work
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        self.iall_reduce(tensor).wait()
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._inner.all_gather(tensor.cpu()).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if not tensor.is_cuda:
@@ -148,9 +148,6 @@ class MixedCommunicator:
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         # Not torch's own, which takes its replicas to be on devices of one kind.
         return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module
-
-    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
-        raise cannot_shard("ranks on devices of several kinds")
 
     def abort(self) -> None:
         self._inner.abort()

@@ -7,26 +7,30 @@ beside what the device computes, and operations are handed to MPI in order, each
 
 from __future__ import annotations
 
+import atexit
+import collections
 import ctypes
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import (
-    CommunicationError,
-    Communicator,
-    Shards,
-    Work,
-    cannot_shard,
-)
-from parallel.comm.mpi_request import MPI, MpiProgress, MpiWork
+from parallel.comm.communicator import CommunicationError, Communicator, Work
+from parallel.comm.device_thread import on_current_device
 from parallel.comm.objects import in_memory_order, pinned_like
 from parallel.comm.replicate import AveragedModule
+
+try:
+    from mpi4py import MPI as MPI
+except (ImportError, RuntimeError) as fault:  # RuntimeError: mpi4py is there, no MPI library is
+    raise CommunicationError(
+        f"started by an MPI launcher, but MPI cannot be used from Python ({fault}): run `pip install '.[mpi]'`"
+    ) from fault
 
 SUMMED = {
     torch.uint8: MPI.UINT8_T,
@@ -41,7 +45,11 @@ PRINTED_S = 1.0
 """Between the last words of a rank and the end of all: launchers pass on what ranks print, but not after an abort."""
 
 
-class MpiCommunicator:
+PAUSE_S = 0.0005
+"""Between two looks at what is under way, while the rank computes."""
+
+
+class MpiCommunicator(Communicator):
     """All ranks that the MPI launcher started.
 
     Args:
@@ -76,58 +84,50 @@ class MpiCommunicator:
         self.rank = comm.Get_rank()
         self.world = comm.Get_size()
 
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
-        """MPI connects ranks as they come to talk."""
-
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        place, ready = self._reachable(in_memory_order(tensor.detach()), filled=True)
         return self._begin(
             f"isend of {_form(tensor)} to rank {peer}, tag {tag}",
-            lambda: self._comm.Isend([_memory(place), MPI.BYTE], peer, tag),
-            [place],
-            ready=ready,
+            in_memory_order(tensor.detach()),
+            lambda place: self._comm.Isend([_memory(place), MPI.BYTE], peer, tag),
+            written=False,
         )
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        flat = in_memory_order(tensor.detach())
-        place, ready = self._reachable(flat, filled=False)
         return self._begin(
             f"irecv of {_form(tensor)} from rank {peer}, tag {tag}",
-            lambda: self._comm.Irecv([_memory(place), MPI.BYTE], peer, tag),
-            [place, flat],
-            None if place is flat else lambda: flat.copy_(place, non_blocking=True),
-            ready,
+            in_memory_order(tensor.detach()),
+            lambda place: self._comm.Irecv([_memory(place), MPI.BYTE], peer, tag),
+            read=False,
         )
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         flat = in_memory_order(tensor.detach())
-        if flat.is_complex():
-            flat = torch.view_as_real(flat)
-        place, ready = self._reachable(flat if flat.dtype in SUMMED else flat.float(), filled=True)
         return self._begin(
             f"all_reduce of {_form(tensor)}",
-            lambda: self._comm.Iallreduce(MPI.IN_PLACE, [_memory(place), SUMMED[place.dtype]]),
-            [place, flat],
-            None if place is flat else lambda: flat.copy_(place, non_blocking=True),
-            ready,
+            torch.view_as_real(flat) if flat.is_complex() else flat,
+            lambda place: self._comm.Iallreduce(MPI.IN_PLACE, [_memory(place), SUMMED[place.dtype]]),
+            summed=True,
         )
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        self.iall_reduce(tensor).wait()
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        table = tensor.detach().new_empty((self.world, *tensor.shape))
+        table[self.rank] = tensor.detach()
+        self._begin(
+            f"all_gather of {_form(tensor)}",
+            table,
+            lambda place: self._comm.Iallgather(MPI.IN_PLACE, [_memory(place), MPI.BYTE]),
+        ).wait()
+        return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        flat = in_memory_order(tensor.detach())
-        place, ready = self._reachable(flat, filled=True)
         self._begin(
             f"broadcast of {_form(tensor)} from rank {source}",
-            lambda: self._comm.Ibcast([_memory(place), MPI.BYTE], source),
-            [place, flat],
-            None if place is flat else lambda: flat.copy_(place, non_blocking=True),
-            ready,
+            in_memory_order(tensor.detach()),
+            lambda place: self._comm.Ibcast([_memory(place), MPI.BYTE], source),
         ).wait()
 
     def barrier(self) -> None:
-        self._begin("barrier", self._comm.Ibarrier, []).wait()
+        self._begin("barrier", torch.empty(0), lambda _: self._comm.Ibarrier()).wait()
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         # In the order given, which Split by keys would do in two steps.
@@ -144,9 +144,6 @@ class MpiCommunicator:
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module
 
-    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
-        raise cannot_shard("ranks that talk over MPI")
-
     def abort(self) -> None:
         """Ends all ranks and this process, once what they printed has had time to leave."""
         sys.stdout.flush()
@@ -160,13 +157,19 @@ class MpiCommunicator:
     def _begin(
         self,
         operation: str,
-        call: Callable[[], Any],
-        tensors: Sequence[Tensor],
-        arrive: Callable[[], object] | None = None,
-        ready: Any = None,
+        tensor: Tensor,
+        call: Callable[[Tensor], Any],
+        *,
+        read: bool = True,
+        written: bool = True,
+        summed: bool = False,
     ) -> MpiWork:
+        """Begin ``call``, which is given ``tensor``, or what stands for it in host memory or a type that MPI sums."""
+        known = tensor.float() if summed and tensor.dtype not in SUMMED else tensor
+        place, ready = self._reachable(known, filled=read)
+        arrive = None if place is tensor or not written else lambda: tensor.copy_(place, non_blocking=True)
         described = f"rank {self.rank} of {self.world}: {operation}"
-        work = MpiWork(self.progress, self.timeout_s, call, tensors, described, arrive, ready)
+        work = MpiWork(self.progress, self.timeout_s, lambda: call(place), [place, tensor], described, arrive, ready)
         self.progress.begin(work)
         return work
 
@@ -187,6 +190,142 @@ class MpiCommunicator:
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._leaving)
         return host, self._leaving.record_event()
+
+
+class MpiProgress:
+    """Calls MPI from a thread of its own while operations are under way; one operation tested moves them all."""
+
+    def __init__(self) -> None:
+        self._order = threading.Lock()
+        self._waiting: collections.deque[MpiWork] = collections.deque()
+        """Not handed to MPI yet, in order."""
+        self.lock = threading.Lock()
+        """One thread at a time may test a request."""
+        self._some = threading.Condition()
+        self._works: list[MpiWork] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=on_current_device(self._run), name="MPI progress", daemon=True)
+        self._thread.start()
+        # Before mpi4py's own farewell to MPI, which was registered earlier: nobody may call MPI after it.
+        atexit.register(self.stop)
+
+    def begin(self, work: MpiWork) -> None:
+        """Hand ``work`` to MPI once its data, and those of all that came before it, are ready: in most cases now."""
+        with self._order:
+            self._waiting.append(work)
+        self.begin_ready()
+        with self._some:
+            self._works.append(work)
+            self._some.notify()
+
+    def begin_ready(self) -> None:
+        """Hand to MPI, in order, what is ready."""
+        with self._order:
+            while self._waiting and self._waiting[0].begun():
+                self._waiting.popleft()
+
+    def stop(self) -> None:
+        with self._some:
+            self._stopped = True
+            self._some.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._some:
+                self._some.wait_for(lambda: self._works or self._stopped)
+                if self._stopped:
+                    return
+                works = list(self._works)
+            # A failure is the business of whoever waits for the operation.
+            over = {id(work) for work in works[:1] if work.tested() is not False}
+            if len(works) > 1 and over:
+                over |= {id(work) for work in works[1:] if work.tested() is not False}
+            with self._some:
+                self._works = [work for work in self._works if id(work) not in over]
+            time.sleep(PAUSE_S)
+
+
+class MpiWork:
+    """An operation under way; holds its buffers.
+
+    Args:
+        timeout_s: how long ``wait`` waits for the other ranks.
+        call: hands it to MPI, and gives MPI's request.
+        described: rank and operation, for errors.
+        arrive: what is left to do with the data once it is here.
+        ready: event of the GPU after which MPI may read and write the buffers; None: it may at once.
+    """
+
+    def __init__(
+        self,
+        progress: MpiProgress,
+        timeout_s: float,
+        call: Callable[[], Any],
+        tensors: Sequence[Tensor],
+        described: str,
+        arrive: Callable[[], object] | None = None,
+        ready: Any = None,
+    ) -> None:
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._call = call
+        self._ready = ready
+        self._request: Any = None
+        self._tensors = tensors
+        self._described = described
+        self._arrive = arrive
+        self._over = False
+        self._fault: Exception | None = None
+
+    def begun(self) -> bool:
+        """Hand it to MPI if its data are ready, and return whether they are. ``MpiProgress`` keeps the order."""
+        try:
+            if self._ready is not None and not self._ready.query():
+                return False
+            self._request = self._call()
+        except Exception as fault:  # of MPI, or of the GPU: for whoever waits
+            self._fault = fault
+        return True
+
+    def tested(self) -> bool | None:
+        """Whether MPI is done with it; None once it has failed."""
+        self._progress.begin_ready()
+        with self._progress.lock:
+            if self._request is None:
+                return None if self._fault else False
+            if not self._over and self._fault is None:
+                try:
+                    self._over = self._request.Test()
+                except MPI.Exception as fault:
+                    self._fault = fault
+            return None if self._fault else self._over
+
+    def wait(self) -> None:
+        end = time.monotonic() + self._timeout_s
+        pause = 0.0
+        while not self.tested():
+            if isinstance(self._fault, MPI.Exception):
+                raise _lost(self._described, str(self._fault)) from self._fault
+            if self._fault is not None:
+                raise self._fault
+            if time.monotonic() > end:
+                raise _lost(self._described, f"no answer for {self._timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(pause + 1e-5, PAUSE_S)
+        arrive, self._arrive = self._arrive, None
+        if arrive:
+            arrive()
+
+    def done(self) -> bool:
+        return self._arrive is None and self.tested() is True
+
+
+def _lost(described: str, reason: str) -> CommunicationError:
+    """The error of an operation that the other ranks left."""
+    return CommunicationError(
+        f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
+    )
 
 
 def _memory(tensor: Tensor) -> Any:

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import (
-    CommunicationError,
-    Communicator,
-    Shards,
-    Work,
-    cannot_shard,
-)
+from parallel.comm.communicator import CommunicationError, Communicator, Work
 from parallel.comm.objects import in_memory_order
 from parallel.comm.replicate import AveragedModule
 
@@ -85,10 +79,12 @@ class ThreadGroup:
         copy: Callable[[ThreadWork], None],
     ) -> None:
         with self.changed:
-            if not opposite[key]:
+            if key not in opposite:
                 own[key].append(work)
                 return
             other = opposite[key].popleft()
+            if not opposite[key]:
+                del opposite[key]  # tags are many
         copy(other)
         self._finish([work, other])
 
@@ -121,7 +117,7 @@ class ThreadWork:
         return self.finished
 
 
-class ThreadCommunicator:
+class ThreadCommunicator(Communicator):
     """One rank of a ``ThreadGroup``, or of a subgroup of it.
 
     Args:
@@ -138,9 +134,6 @@ class ThreadCommunicator:
         self._collectives = 0
         self._subgroups = 0
 
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
-        """Threads share their memory."""
-
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work = self._work(tensor, f"isend of {_described(tensor)} to rank {peer}, tag {tag}")
         self._group.send((self._path, self.rank, peer, tag), work)
@@ -154,8 +147,18 @@ class ThreadCommunicator:
     def iall_reduce(self, tensor: Tensor) -> Work:
         return self._collective(tensor, f"all_reduce of {_described(tensor)}", _sum)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        self.iall_reduce(tensor).wait()
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        table = tensor.detach().new_empty((self.world, *tensor.shape))
+        table[self.rank] = tensor.detach()
+
+        def gather(flat_tables: list[Tensor]) -> None:
+            tables = [flat.view(self.world, tensor.numel()) for flat in flat_tables]
+            for number, source in enumerate(tables):
+                for each in tables:
+                    each[number] = source[number]
+
+        self._collective(table, f"all_gather of {_described(tensor)}", gather).wait()
+        return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         def spread(tensors: list[Tensor]) -> None:
@@ -178,14 +181,8 @@ class ThreadCommunicator:
     def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
         return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module
 
-    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
-        raise cannot_shard("ranks that are threads of one process")
-
     def abort(self) -> None:
         self._group.fail(f"rank {self.local_rank} asked all to stop")
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def _work(self, tensor: Tensor, what: str) -> ThreadWork:
         name = f"rank {self.rank} of {self.world}"

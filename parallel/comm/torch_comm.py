@@ -10,7 +10,9 @@ import contextlib
 import copy
 import inspect
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.comm.async_sends import Departures
-from parallel.comm.communicator import CommunicationError, Communicator, Shards, Work
+from parallel.comm.communicator import CommunicationError, Communicator, Message, Work
+from parallel.comm.device_thread import on_current_device
 from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
 from parallel.comm.objects import in_memory_order, pinned_like
-from parallel.comm.torch_links import Links
+from parallel.comm.torch_links import LINK_CTAS, Links, bytes_of
 from parallel.comm.torch_rendezvous import join_group
 
 PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -68,11 +70,12 @@ class TorchWork:
         return self._waited or (self._arrive is None and bool(self._work.is_completed()))
 
 
-class TorchCommunicator:
+class TorchCommunicator(Communicator):
     """All ranks of a torchrun job.
 
-    Between GPUs, messages go over NCCL along the links that ``connect`` has made. NCCL refuses ranks that share a GPU:
-    there, messages go through pinned host memory over Gloo, and Gloo sums too.
+    Between GPUs, messages go over NCCL along the links that ``connect`` has made, and exchanges over the group's own
+    communicator. NCCL refuses ranks that share a GPU: there, messages go through pinned host memory over Gloo, and Gloo
+    sums too.
 
     Args:
         device: where the tensors of gradients live; CPU tensors always go over Gloo. Where some ranks compute on a CPU
@@ -82,7 +85,8 @@ class TorchCommunicator:
         kind: what this rank says it computes on; None: what ``device`` is. Stand-ins for GPUs say otherwise.
 
     Attributes:
-        kinds: what each rank said, in order.
+        kinds: what each rank computes on, in order.
+        nccl: whether the ranks have a GPU each.
 
     Raises:
         CommunicationError: the ranks did not all arrive within ``join_timeout_s``, or could not reach each other.
@@ -97,6 +101,7 @@ class TorchCommunicator:
         self._device = device
         # NCCL ends the process of the rank that waits; the watchdog, which knows the rank to blame, is to be first.
         self._timeout = timedelta(seconds=timeout_s + AFTER_WATCHDOG_S * (device.type == "cuda"))
+        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(LINK_CTAS))  # of exchanges, as links have it
         self._links = Links(self.rank, self._timeout, device)
         self._group: Any = None
         self._ranks = tuple(range(self.world))
@@ -105,10 +110,15 @@ class TorchCommunicator:
         self.kinds = join_group(
             backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s
         )
-        self._nccl = has_gpu_each(self.kinds)
+        self.nccl = has_gpu_each(self.kinds)
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        return self._group or dist.group.WORLD
 
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
-        if not self._nccl:
+        if not self.nccl:
             return  # Gloo has connected all ranks
         with _named(f"rank {self.rank} of {self.world}: connecting to the ranks of its pipeline"):
             links = ((self._ranks[source], self._ranks[target]) for source, target in pairs)
@@ -119,7 +129,7 @@ class TorchCommunicator:
         described = self._described("isend", tensor, f" to rank {peer}, tag {tag}")
         to = self._ranks[peer]
         with _named(described):
-            if flat.is_cuda and self._nccl:
+            if flat.is_cuda and self.nccl:
                 return TorchWork(self._links.isend(flat, to), [flat], described)
             host = pinned_like(flat).copy_(flat) if flat.is_cuda else flat
             return self._departures.add(TorchWork(dist.isend(host, to, self._group, tag), [host], described).wait)
@@ -131,11 +141,30 @@ class TorchCommunicator:
         with _named(described):
             if not flat.is_cuda:
                 return TorchWork(dist.irecv(flat, source, self._group, tag), [flat], described)
-            if self._nccl:
+            if self.nccl:
                 return TorchWork(self._links.irecv(flat, source), [flat], described)
             host = pinned_like(flat)
             work = dist.irecv(host, source, self._group, tag)
             return TorchWork(work, [host, flat], described, arrive=lambda: flat.copy_(host, non_blocking=True))
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Work], list[Work]]:
+        messages = [(dist.isend, *each) for each in sends] + [(dist.irecv, *each) for each in receives]
+        if not (self.nccl and messages and all(tensor.is_cuda for _, _, tensor in messages)):
+            return super().exchange(sends, receives, tag)
+        peers = ", ".join(str(peer) for peer in dict.fromkeys(peer for _, peer, _ in messages))
+        described = f"rank {self.rank} of {self.world}: exchange with ranks {peers}, tag {tag}"
+        flat = [bytes_of(in_memory_order(tensor.detach())) for _, _, tensor in messages]
+        with _named(described):
+            (work,) = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(call, tensor, self._ranks[peer], self._group)
+                    for (call, peer, _), tensor in zip(messages, flat, strict=True)
+                ]
+            )
+        together = TorchWork(work, flat, described)
+        return [together] * len(sends), [together] * len(receives)
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         flat = in_memory_order(tensor.detach())
@@ -143,8 +172,14 @@ class TorchCommunicator:
         with _named(described):
             return TorchWork(dist.all_reduce(flat, group=self._group, async_op=True), [flat], described)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        self.iall_reduce(tensor).wait()
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        own = tensor.detach().contiguous()
+        table = own.new_empty((self.world, *own.shape))
+        with _named(self._described("all_gather", tensor)):
+            # As bytes: there are types that libraries do not know.
+            parts = [part.view(-1).view(torch.uint8) for part in table]
+            dist.all_gather(parts, own.view(-1).view(torch.uint8), self._group)
+        return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with _named(self._described("broadcast", tensor, f" from rank {source}")):
@@ -186,16 +221,6 @@ class TorchCommunicator:
             **NO_SYNC,
         )
 
-    def shard(self, module: nn.Module, units: Sequence[Sequence[nn.Module]], device: torch.device) -> Shards:
-        if device.type == "cuda" and not self._nccl:
-            raise ValueError(
-                "--parallel fsdp sums parts of gradients over NCCL, which refuses ranks that share a GPU; a model in "
-                "parts on one GPU saves nothing: use one rank per GPU, or --device cpu"
-            )
-        from parallel.comm.torch_shard import TorchShards  # half a second that other strategies need not wait
-
-        return TorchShards(module, units, self._group or dist.group.WORLD, device)
-
     def abort(self) -> None:
         """Ends this process, upon which torchrun ends the others. Left to the interpreter, the group would first wait
         for messages that wait for ranks that wait for this one."""
@@ -213,6 +238,70 @@ class TorchCommunicator:
     def _described(self, operation: str, tensor: Tensor, rest: str = "") -> str:
         form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         return f"rank {self.rank} of {self.world}: {operation} of {form}{rest}"
+
+
+class Sent:
+    """A message on its way out.
+
+    Args:
+        wait: returns when it has left; raises when the other rank is gone. Holds the tensors.
+    """
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait: Callable[[], object] | None = wait
+        self._left = threading.Event()
+        self._fault: Exception | None = None
+
+    def await_departure(self) -> None:
+        """Called by the thread that waits."""
+        assert self._wait is not None
+        try:
+            self._wait()
+        except Exception as fault:
+            self._fault = fault
+        self._wait = None
+        self._left.set()
+
+    def done(self) -> bool:
+        return self._left.is_set()
+
+    def wait(self) -> None:
+        """Return when the message has left.
+
+        Raises:
+            Exception: whatever waiting for it raised.
+        """
+        self._left.wait()
+        if self._fault is not None:
+            raise self._fault
+
+
+class Departures:
+    """Thread that waits for messages to leave, in the order sent, and lets go of them then.
+
+    Gloo reports that a message has left only to who waits for it: a rank that computes would hold on to it.
+    """
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=on_current_device(self._run), name="departures", daemon=True)
+        self._thread.start()
+
+    def add(self, wait: Callable[[], object]) -> Sent:
+        """A message whose departure ``wait`` waits for."""
+        message = Sent(wait)
+        self._messages.put(message)
+        return message
+
+    def close(self) -> None:
+        """End the thread; every message must have left."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            message.await_departure()
+            del message  # or its tensors would live until the next one comes
 
 
 def backend_of(kinds: Sequence[RankKind]) -> str:

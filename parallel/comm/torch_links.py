@@ -60,10 +60,10 @@ class Links:
             (self.isend(word, target) if source == self._rank else self.irecv(word, source)).wait()
 
     def isend(self, flat: Tensor, target: int) -> Any:
-        return dist.isend(_bytes_of(flat), target, self._group(self._rank, target))
+        return dist.isend(bytes_of(flat), target, self._group(self._rank, target))
 
     def irecv(self, flat: Tensor, source: int) -> Any:
-        return dist.irecv(_bytes_of(flat), source, self._group(source, self._rank))
+        return dist.irecv(bytes_of(flat), source, self._group(source, self._rank))
 
     def _options(self) -> Any:
         if self._backend != "nccl":
@@ -78,6 +78,6 @@ class Links:
         return self._groups[source, target]
 
 
-def _bytes_of(flat: Tensor) -> Tensor:
+def bytes_of(flat: Tensor) -> Tensor:
     """NCCL has no 16-bit integers, nor unsigned ones of more than 8 bits."""
     return flat.view(torch.uint8)

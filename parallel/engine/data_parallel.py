@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.comm.communicator import Communicator
-from parallel.comm.sent_bytes import sum_bytes
+from parallel.comm.communicator import Communicator, sum_bytes
 from parallel.engine.optimizer_step import parameters_and_gradients, state_of
 from parallel.engine.own_time import OwnTime
 from parallel.engine.parameter_groups import own_state, whole_state

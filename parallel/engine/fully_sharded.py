@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.communicator import Communicator
-from parallel.comm.sent_bytes import part_bytes
+from parallel.comm.communicator import Communicator, part_bytes
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.own_time import OwnTime
@@ -67,7 +66,9 @@ class FullyShardedEngine(DataParallelEngine):
             # FSDP2 refuses other layouts; convolutions take images in any of them all the same.
             parameter.data = parameter.data.contiguous()
             communicator.broadcast(parameter.data)  # parts of different models would make a model of none
-        self._shards = communicator.shard(module, sharding_units(module), device)
+        from parallel.comm.torch_shard import TorchShards  # half a second that other strategies need not wait
+
+        self._shards = TorchShards(module, sharding_units(module), communicator, device)
         super().__init__(
             module,
             loss,
@@ -123,10 +124,7 @@ class FullyShardedEngine(DataParallelEngine):
 
     def _agreed_shape(self, mine: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Shape of the images of any rank that has some; None when no rank has."""
-        shapes = torch.zeros((self._communicator.world, 4), dtype=torch.int64)
-        if mine is not None:
-            shapes[self._communicator.rank] = torch.tensor(mine)
-        self._communicator.all_reduce(shapes)
+        shapes = self._communicator.all_gather(torch.tensor(mine or (0, 0, 0, 0)))
         return next((tuple(shape) for shape in shapes.tolist() if shape[0]), None)
 
     def gradients(self) -> dict[str, Tensor]:

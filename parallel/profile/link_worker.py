@@ -26,6 +26,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_launch import launch_ranks
+from parallel.comm.torch_shard import TorchShards
 from parallel.profile.malloc import keep_freed_memory
 from parallel.profile.member_pass import MemberPass
 
@@ -57,7 +58,7 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     plain, shared, sharded = _net(), _net(), _net()
     net_bytes = sum(parameter.nbytes for parameter in plain.parameters())
     replica = communicator.replicate(shared)
-    shards = communicator.shard(sharded, [[layer] for layer in sharded], CPU)
+    shards = TorchShards(sharded, [[layer] for layer in sharded], communicator, CPU)
     member = MemberPass(_pair(communicator))
     exchanges: list[int] = []
     timed: dict[str, Callable[[], None]] = {

@@ -35,6 +35,7 @@ def check_communicator(communicator: Communicator, argument: Any = None, *, grou
         tensor = numbers(source if rank == source else 99, torch.float32).to(memory_format=CLOSE)
         communicator.broadcast(tensor, source)
         assert tensor.equal(numbers(source, torch.float32))
+    gathers(communicator)
     communicator.barrier()
     assert agree(communicator, rank == world - 1)
     assert not agree(communicator, False)
@@ -44,6 +45,7 @@ def check_communicator(communicator: Communicator, argument: Any = None, *, grou
         messages_of_every_dtype(communicator)
         messages_keep_their_order(communicator)
         large_messages_cross(communicator)
+        exchanges(communicator)
         messages_leave_by_themselves(communicator)
         if groups:
             subgroups(communicator)
@@ -134,6 +136,33 @@ def large_messages_cross(communicator: Communicator) -> None:
         place = torch.zeros_like(sent)
         finish([communicator.irecv(place, (rank - 1) % world, 1), sending])
         assert place.unique().tolist() == [(rank - 1) % world]
+
+
+def gathers(communicator: Communicator) -> None:
+    """Of every dtype and layout; of a scalar; of nothing."""
+    rank, world = communicator.rank, communicator.world
+    for dtype in SENT:
+        table = communicator.all_gather(numbers(rank, dtype).to(memory_format=CLOSE))
+        assert table.shape == (world, 2, 3, 4, 5)
+        assert all(table[peer].equal(numbers(peer, dtype)) for peer in range(world)), dtype
+    assert communicator.all_gather(torch.tensor(float(rank))).tolist() == list(range(world))
+    assert communicator.all_gather(torch.empty(0, 3)).shape == (world, 0, 3)
+
+
+def exchanges(communicator: Communicator) -> None:
+    """With the neighbours of a ring, of two ranks both ways, large and small at once; several under way."""
+    rank, world = communicator.rank, communicator.world
+    near = sorted({(rank + 1) % world, (rank - 1) % world})
+    under_way = []
+    for turn, size in enumerate((3, 300_000, 5)):
+        places = [torch.zeros(size) for _ in near]
+        sends = [(peer, torch.full((size,), 10.0 * turn + rank)) for peer in near]
+        under_way.append((turn, places, *communicator.exchange(sends, list(zip(near, places, strict=True)), turn)))
+    for turn, places, leaving, arriving in under_way:
+        finish(arriving)
+        assert [place.unique().tolist() for place in places] == [[10.0 * turn + peer] for peer in near]
+        finish(leaving)
+    assert communicator.exchange([], [], 7) == ([], [])
 
 
 def messages_leave_by_themselves(communicator: Communicator) -> None:

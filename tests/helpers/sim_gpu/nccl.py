@@ -86,15 +86,15 @@ class Member:
 
 
 class NcclWork:
-    """What an operation over NCCL returns; as in torch, it holds the tensor until ``wait``, or until it is done."""
+    """What an operation over NCCL returns; as in torch, it holds the tensors until ``wait``, or until it is done."""
 
-    def __init__(self, gpus: Gpus, tensor: Tensor, stream: Stream, done: Any) -> None:
+    def __init__(self, gpus: Gpus, tensors: Sequence[Tensor], stream: Stream, done: Any) -> None:
         self._gpus, self._stream, self._done = gpus, stream, done
-        self._tensor: Tensor | None = tensor
+        self._tensors = tensors
 
     def wait(self) -> bool:
         self._done.wait(torch.cuda.current_stream(self._stream.device))
-        self._tensor = None
+        self._tensors = ()
         return True
 
     def is_completed(self) -> bool:
@@ -104,16 +104,16 @@ class NcclWork:
         return done
 
     def is_held(self) -> bool:
-        """Return whether the tensor still is; torch's watchdog looks, too."""
-        return self._tensor is not None and not self.is_completed()
+        """Return whether the tensors still are; torch's watchdog looks, too."""
+        return bool(self._tensors) and not self.is_completed()
 
     def let_go(self) -> None:
         """If nothing has waited: the memory is given out again after this operation."""
-        if self._tensor is not None:
-            memory = self._gpus.memories.of(self._tensor)
+        for tensor in self._tensors:
+            memory = self._gpus.memories.of(tensor)
             assert memory is not None
             memory.recorded.add(self._stream)
-            self._tensor = None
+        self._tensors = ()
 
 
 class GlooWork:
@@ -211,6 +211,46 @@ class Distributed:
         root = self._group(group).ranks.index(src)
         run: Callable[[list[Tensor]], object] = lambda tensors: [each.copy_(tensors[root]) for each in tensors]  # noqa: E731
         return self._collective(f"broadcast from {src}", tensor, group, async_op, run)
+
+    def all_gather(self, parts: Sequence[Tensor], tensor: Tensor, group: Group | None = None) -> None:
+        table = parts[0].as_strided((len(parts), tensor.numel()), (tensor.numel(), 1))
+        table[self._group(group).number] = tensor
+        run: Callable[[list[Tensor]], object] = lambda tables: [  # noqa: E731
+            each[number].copy_(table[number]) for number, table in enumerate(tables) for each in tables
+        ]
+        self._collective("all_gather", table, group, False, run)
+
+    def P2POp(self, call: Any, tensor: Tensor, peer: int, group: Group | None = None) -> Any:
+        return "send" if call == self.isend else "receive", tensor, peer, group
+
+    def batch_isend_irecv(self, messages: Sequence[Any]) -> list[Any]:
+        """Messages between some members of a communicator, side by side: they follow what the communicator did before,
+        and precede what follows. All members have come to it before, or the first ones wait for the others."""
+        gpus, (_, tensor, _, group) = self._gpus, messages[0]
+        group, device = self._group(group), tensor.get_device()
+        with gpus.timeline.lock:
+            whole = self._member(group, "all", group.number, len(group.ranks), device)
+            stream = torch.cuda.Stream(of=whole.stream)  # type: ignore[call-arg]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            keys = []
+            for operation, tensor, peer, _ in messages:
+                to = group.ranks.index(peer)
+                pair = (group.number, to) if operation == "send" else (to, group.number)
+                key, number = f"{pair[0]}>{pair[1]}", pair.index(group.number)
+                assert self._backend(tensor, group) == "nccl"
+                self._over_nccl(group, key, number, 2, operation, tensor, True, _handed_over, whole)
+                keys.append(key)
+            for key in keys:
+                stream.wait_stream(torch.cuda.Stream(of=group.members[key].stream))  # type: ignore[call-arg]
+            done = stream.record_event()
+            whole.last = next(iter(whole.stream.last), None)
+            work = NcclWork(gpus, [tensor for _, tensor, _, _ in messages], whole.stream, done)
+            self._watch(work)
+            return [work]
+
+    def _watch(self, work: NcclWork) -> None:
+        watched = self._watched[self._gpus.process]
+        watched[:] = [each for each in (*watched, work) if each.is_held()]
 
     def barrier(self, group: Group | None = None) -> None:
         self._collective("barrier", torch.empty(0), group, False, lambda _: None)
@@ -311,6 +351,18 @@ class Distributed:
             share.work.met = True
         self._gpus.timeline.note()
 
+    def _member(
+        self, group: Group, key: str, number: int, size: int, device: int, whole: Member | None = None
+    ) -> Member:
+        """Return this process's member of a communicator; made, with a stream of its own, once all members have come.
+        Messages in a batch belong to the communicator ``whole``, and need no other."""
+        if key not in group.members:  # its id is in the store of all ranks, by the name of the group and the key
+            if whole is None:
+                self._come(f"communicator {key} of group {group.name}", number, size, device)
+            stream = self._gpus.pool_stream(device) if whole is None else self._gpus.timeline.stream(device)
+            group.members[key] = Member(stream, self._shared[f"{group.name}/{key}"])
+        return group.members[key]
+
     def _over_nccl(
         self,
         group: Group,
@@ -321,19 +373,22 @@ class Distributed:
         tensor: Tensor,
         async_op: bool,
         run: Callable[[Sequence[Share]], object],
+        whole: Member | None = None,
     ) -> Any:
-        """Launch an operation of the communicator ``key`` of a group, as its member ``number``."""
+        """Launch an operation of the communicator ``key`` of a group, as its member ``number``.
+
+        Args:
+            whole: of a message in a batch: this member of the group's communicator, which it is part of.
+        """
         gpus, process, device = self._gpus, self._gpus.process, tensor.get_device()
         with gpus.timeline.lock:
             name = f"communicator {key} of group {group.name} of ranks {list(group.ranks)}"
-            if key not in group.members:  # its id is in the store of all ranks, by the name of the group and the key
-                self._come(f"communicator {key} of group {group.name}", number, size, device)
-                group.members[key] = Member(gpus.pool_stream(device), self._shared[f"{group.name}/{key}"])
-            member, memory = group.members[key], gpus.memories.of(tensor)
+            member, memory = self._member(group, key, number, size, device, whole), gpus.memories.of(tensor)
             assert memory is not None
             stream = member.stream if async_op else gpus.current_stream(device)
             if async_op:
-                torch.cuda.Stream(of=stream).wait_stream(torch.cuda.current_stream(device))  # type: ignore[call-arg]
+                before = torch.cuda.current_stream(device) if whole is None else torch.cuda.Stream(of=whole.stream)  # type: ignore[call-arg]
+                torch.cuda.Stream(of=stream).wait_stream(before)  # type: ignore[call-arg]
             reads_only = operation in ("send", f"broadcast from {process.rank}")
             process.hazards.access(
                 stream.number, f"NCCL's {operation}", [memory.number], [] if reads_only else [memory.number]
@@ -350,10 +405,11 @@ class Distributed:
             member.last = gpus.timeline.launch(stream, f"{operation}, {name}", after=last, meeting=meeting)
             if not async_op:
                 return None
+            if whole is not None:
+                return None
             done = torch.cuda.Stream(of=stream).record_event()  # type: ignore[call-arg]
-            work = NcclWork(gpus, tensor, stream, done)
-            watched = self._watched[process]
-            watched[:] = [each for each in (*watched, work) if each.is_held()]
+            work = NcclWork(gpus, [tensor], stream, done)
+            self._watch(work)
             return work
 
 

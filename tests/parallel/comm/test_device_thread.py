@@ -15,10 +15,10 @@ from torch import nn
 from app.checkpoint import two_phase
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
 from parallel.comm import torch_rendezvous
-from parallel.comm.async_sends import Departures
 from parallel.comm.kinds import RankKind
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.mixed_comm import MixedCommunicator
+from parallel.comm.torch_comm import Departures
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
 from tests.helpers.sim_gpu import Gpus, simulated

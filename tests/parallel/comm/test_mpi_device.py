@@ -15,7 +15,7 @@ import torch
 
 from parallel.comm import objects
 
-MODULES = ("mpi4py", "parallel.comm.mpi_comm", "parallel.comm.mpi_request")
+MODULES = ("mpi4py", "parallel.comm.mpi_comm")
 GPU = 3
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel.comm.communicator import Communicator
-from parallel.comm.sent_bytes import part_bytes, sum_bytes
+from parallel.comm.communicator import Communicator, part_bytes, sum_bytes
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.data_parallel import DataParallelEngine
 from parallel.strategy import Strategy

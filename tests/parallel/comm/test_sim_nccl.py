@@ -61,6 +61,34 @@ def shared(communicator: TorchCommunicator) -> list[float]:
     return [*total.tolist(), *on_host.tolist()]
 
 
+def halos(communicator: TorchCommunicator, count: int = 2) -> list[list[float]]:
+    """Neighbours of a row exchange twice, before and after a sum of all."""
+    rank, world = communicator.rank, communicator.world
+    near = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < world]
+    communicator.all_reduce(ones(communicator))
+    found = []
+    for turn in range(count):
+        own = ones(communicator) * (10 * turn + rank)
+        places = [ones(communicator) for _ in near]
+        _, works = communicator.exchange([(peer, own) for peer in near], list(zip(near, places, strict=True)), turn)
+        del own
+        total = ones(communicator)
+        communicator.all_reduce(total)
+        for work in works:
+            work.wait()
+        found.append([float(place[0]) for place in places] + [float(total[0])])
+    return found
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_neighbours_exchange_in_one_communicator(late: int | None) -> None:
+    with simulated(4, late) as gpus:
+        found = run_ranks(gpus, 4, halos)
+        assert found[1] == [[0, 2, 4], [10, 12, 4]]
+        assert found[3] == [[2, 4], [12, 4]]
+        assert not gpus.found
+
+
 def no_wait(communicator: TorchCommunicator) -> None:
     other, value = linked(communicator), ones(communicator)
     if communicator.rank:

@@ -357,7 +357,8 @@ def test_deferred_statistics_are_those_of_data_parallelism(ranks: list[dict[str,
 
 def test_ranks_that_cannot_hold_parts_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"between 2 processes or more; got 1 rank: start them with --ranks or torchrun"
+        ValueError,
+        match="between 2 processes or more; got 1 ranks of a LocalCommunicator: start them",
     ):
         engine_of(CASES["one-each"], LocalCommunicator())
 
@@ -366,4 +367,4 @@ def test_ranks_that_cannot_hold_parts_are_refused() -> None:
             engine_of(CASES["one-each"], communicator, module=nn.Linear(2, 2))
         return str(caught.value)
 
-    assert all("got ranks that are threads of one process" in said for said in run_on_threads(2, rank))
+    assert all("got 2 ranks of a ThreadCommunicator" in said for said in run_on_threads(2, rank))
