@@ -284,7 +284,7 @@ def _stage(
         ),
         loss=loss if number == partition.depth - 1 else None,
         differentiable=[edge.value for edge in partition.edges if edge.source == number and edge.differentiable],
-        unasked=[
+        no_grad_outputs=[
             edge.value
             for edge in partition.edges
             if edge.source == number

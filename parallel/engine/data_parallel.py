@@ -30,8 +30,7 @@ from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.microbatch import microbatch_seed, share_of
 from parallel.schedule.shares import Shares
 from parallel.stage.batchnorm import running_statistics
-from parallel.stage.recompute_context import recompute_context
-from parallel.stage.stage import Loss, SummedLoss
+from parallel.stage.stage import Loss, SummedLoss, recompute_context
 from parallel.streaming.box_sums import BoxSums, Sums
 from parallel.streaming.images import whole
 from parallel.streaming.streamed_module import StreamedModule
@@ -152,7 +151,7 @@ class DataParallelEngine:
         faulty = [i for i, value in enumerate(losses.tolist()) if not math.isfinite(value)]
         if faulty:
             if self._host is not None:
-                self._host.take_back()
+                self._host.rollback()
             raise NonFiniteLoss(faulty, [losses[i].item() for i in faulty])
         if self._host is not None:
             self._host.apply(learning_rate)
@@ -190,7 +189,7 @@ class DataParallelEngine:
             del microbatch  # its images live on where autograd needs them
             # The mean over several ranks comes after a gradient has been added.
             if last and self._host is not None and self._communicator.world == 1:
-                self._host.arm(self._learning_rate)
+                self._host.expect_final_grads(self._learning_rate)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
         self._saved_tensors.release(i)
         return loss.detach(), tiles

@@ -99,12 +99,12 @@ class OptimizerStep:
         if self._host is not None:
             mine = {id(parameter) for parameter in self._unshared}
             names = [name for name, p in parameters.items() if id(p) in mine and name in self.owned]
-            self._host.arm(learning_rate, names)
+            self._host.expect_final_grads(learning_rate, names)
 
     def take_back(self) -> None:
         """Give the step up: parameters and optimizer are as they were before it."""
         if self._host is not None:
-            self._host.take_back()
+            self._host.rollback()
 
     @torch.no_grad()
     def apply(self, learning_rate: float, scale: float) -> None:

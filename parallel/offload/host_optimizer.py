@@ -60,7 +60,7 @@ class HostOptimizer:
         self._versions: dict[str, int] = {}
         """Of the parameters, when they last were the same as those on the host."""
         self._gradients: dict[str, Tensor] = {}
-        self._armed: set[str] = set()
+        self._final: set[str] = set()
         self._begun: set[str] = set()
         """Whose update is asked for in this step."""
         self._ready: collections.deque[tuple[str, Mark]] = collections.deque()
@@ -74,10 +74,10 @@ class HostOptimizer:
 
     def begin_step(self) -> None:
         """Forget the step before, if it was not applied."""
-        self.take_back()
-        self._take_over()
+        self.rollback()
+        self._copy_changed()
 
-    def arm(self, learning_rate: float, names: Iterable[str] | None = None) -> None:
+    def expect_final_grads(self, learning_rate: float, names: Iterable[str] | None = None) -> None:
         """Gradients that are added next are final: the parameters are updated while the backward pass goes on.
 
         Args:
@@ -85,7 +85,7 @@ class HostOptimizer:
             names: of the parameters this is so for; None: all.
         """
         set_learning_rate(self.optimizer, learning_rate)
-        self._armed = set(self._parameters if names is None else names)
+        self._final = set(self._parameters if names is None else names)
 
     def gradient_ready(self, name: str) -> None:
         """Update ``name``: its gradient is final. Takes place on another thread."""
@@ -107,10 +107,12 @@ class HostOptimizer:
     def apply(self, learning_rate: float) -> None:
         """Update what has not been updated and has a gradient, and let the parameters have their new values."""
         if not self._begun:
-            self._take_over()
+            self._copy_changed()
             set_learning_rate(self.optimizer, learning_rate)
-        assert all(g["lr"] == scaled(g, learning_rate) for g in self.optimizer.param_groups), "armed with another rate"
-        self._armed.clear()
+        assert all(g["lr"] == scaled(g, learning_rate) for g in self.optimizer.param_groups), (
+            "expected with another rate"
+        )
+        self._final.clear()
         self._finish()
         self._replaced = None
         for name, parameter in self._parameters.items():
@@ -118,17 +120,17 @@ class HostOptimizer:
                 self.gradient_ready(name)
         self._finish()
         if not self.resident:
-            self._hand_out(self._begun)
-        self._settled()
+            self._copy_back(self._begun)
+        self._reset()
 
     @torch.no_grad()
     def exchange(self, swap: Callable[[Optimizer], bool]) -> None:
         """Let ``swap`` change the values of all parameters between two steps; it says whether it did."""
-        self._take_over()
+        self._copy_changed()
         if swap(self.optimizer) and not self.resident:
-            self._hand_out(self._parameters)
+            self._copy_back(self._parameters)
 
-    def _hand_out(self, names: Iterable[str]) -> None:
+    def _copy_back(self, names: Iterable[str]) -> None:
         """Let the parameters ``names`` have their values on the host."""
         for name in names:
             parameter = self._parameters[name]
@@ -136,9 +138,9 @@ class HostOptimizer:
             self._versions[name] = parameter._version
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Undo what has been updated since the last ``apply``: parameters and state are as they were."""
-        self._armed.clear()
+        self._final.clear()
         try:
             self._finish()
         finally:
@@ -148,9 +150,9 @@ class HostOptimizer:
                 self.optimizer.state.pop(own, None)
                 if state is not None:
                     self.optimizer.state[own] = state
-            self._settled()
+            self._reset()
 
-    def _settled(self) -> None:
+    def _reset(self) -> None:
         """Nothing is under way."""
         self._ready.clear()
         self._begun.clear()
@@ -168,7 +170,7 @@ class HostOptimizer:
             return torch.empty_like(like, device="cpu", pin_memory=self._copies.pinned)
 
     @torch.no_grad()
-    def _take_over(self) -> None:
+    def _copy_changed(self) -> None:
         """The values of parameters that were changed by others: loaded, or received from another rank."""
         if self.resident:
             return
@@ -182,8 +184,8 @@ class HostOptimizer:
 
     def _added(self, name: str) -> None:
         """A gradient was added to parameter ``name``."""
-        if name in self._armed:
-            self._armed.remove(name)
+        if name in self._final:
+            self._final.remove(name)
             self.gradient_ready(name)
 
     def _finish(self) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from parallel.offload.copies import Copies
 from parallel.offload.live_bytes import not_counted
 from parallel.offload.packing import Packed, Packer
-from parallel.offload.parameter_copies import Claim, DeviceCopy, Unit
-from parallel.offload.to_device import on_device
+from parallel.offload.parameter_copies import Claim, DeviceCopy, Unit, on_device
 
 
 class HostParameters:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parallel.offload.copies import Copies, Mark
+from parallel.offload.live_bytes import not_counted
 from parallel.offload.packing import check_version, form_of, view_like
 
 
@@ -127,3 +130,67 @@ class Claim:
     def unpack(self) -> Tensor:
         """The same part of the parameter, on the device again."""
         return view_like(self._visit.tensor(), self._form)
+
+
+def on_device(parameter: nn.Parameter, copy: Tensor, copies: Copies) -> Tensor:
+    """``copy``, as a function of ``parameter``.
+
+    Args:
+        parameter: on the host.
+        copy: of it, on the device.
+        copies: bring the gradient to the host.
+    """
+    way = _Way(copies)
+    # Each use has a tensor of its own: the copy itself may be given to several.
+    tensor: Tensor = _ToDevice.apply(_Arrived.apply(parameter, way), copy, way)
+    return tensor
+
+
+class _Way:
+    """A gradient on its way to the host."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._under_way: tuple[Tensor, Mark] | None = None
+
+    def send(self, gradient: Tensor) -> Tensor:
+        """Begin to copy ``gradient``, which is held until ``arrived``. Gives where it will be."""
+        with not_counted():
+            into = torch.empty_like(gradient, device="cpu", pin_memory=self._copies.pinned)
+        self._under_way = gradient, self._copies.to_host(gradient, into)
+        return into
+
+    def arrived(self) -> None:
+        """Return once the gradient is there."""
+        assert self._under_way is not None
+        self._copies.synchronize(self._under_way[1])
+        self._under_way = None
+
+
+class _Arrived(torch.autograd.Function):
+    """The host's node."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.way.arrived()
+        return gradient, None
+
+
+class _ToDevice(torch.autograd.Function):
+    """The device's node."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return copy.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.way.send(gradient), None, None

@@ -10,9 +10,56 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.stage.arrivals import Arrival
 from parallel.streaming.images import Boxes
 from parallel.team.tape import Tape
+
+
+class GradCapture:
+    """Gradient of one received tensor that needs one; the stage need not hold the tensor.
+
+    A leaf of autograd's graph lives as long as the graph. What ``capture_grad`` gives is only an alias of the value: it
+    lives as long as layers use it or autograd saves it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.gradient: Tensor | None = None
+        self._form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def take(self) -> Tensor:
+        """Return the gradient and let go of it; zeros where nothing flowed back."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is not None:
+            return gradient
+        shape, strides, dtype, device = self._form
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+
+
+class _CaptureGrad(torch.autograd.Function):
+    """Identity whose backward pass leaves the gradient in ``capture``. The anchor makes the output need one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, capture: GradCapture) -> Tensor:
+        ctx.capture = capture
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.capture.gradient = gradient
+        return None, None, None
+
+
+def capture_grad(value: Any) -> tuple[Any, list[GradCapture]]:
+    """Return ``value`` as a stage is to use it, and the captures of its tensors that ask for a gradient, in order."""
+    captures: list[GradCapture] = []
+
+    def enter(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return leaf
+        captures.append(GradCapture(leaf))
+        anchor = torch.zeros((), requires_grad=True)
+        return _CaptureGrad.apply(anchor, leaf.detach(), captures[-1])
+
+    return tree_map(enter, value), captures
 
 
 @dataclass
@@ -29,7 +76,7 @@ class MicrobatchState:
         shape: (n, 3, h, w) of the tiles, for a stage that a team computes.
         tape: what its first pass was told by others, where it is recomputed.
         roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
-        arrivals: by name of the value received: where its gradients end up, where activations go to the host.
+        captures: by name of the value received: where its gradients end up, where activations go to the host.
     """
 
     tiles: int
@@ -40,7 +87,7 @@ class MicrobatchState:
     shape: tuple[int, ...] = ()
     tape: Tape | None = None
     roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
-    arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
+    captures: dict[str, list[GradCapture]] = field(default_factory=dict)
 
 
 def can_need_grad(tensor: Tensor) -> bool:

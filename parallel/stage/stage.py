@@ -18,12 +18,10 @@ from torch.utils._pytree import tree_map
 from parallel.graph.layers import RANDOM_STATE
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.packing import put_away, restore
-from parallel.offload.rng import drawing
+from parallel.offload.rng import drawing, get_random_state
 from parallel.offload.saved_tensors import SavedTensors
-from parallel.stage.arrivals import arrived
 from parallel.stage.batchnorm import RunningStatistics
-from parallel.stage.microbatch_state import MicrobatchState, edges_of, gradients_of, promised
-from parallel.stage.recompute_context import recompute_context
+from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of, promised
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
@@ -66,7 +64,7 @@ class Stage:
         device: where they are.
         loss: of the last stage: (output, targets) -> mean over the microbatch; None for the others.
         differentiable: names of the values given whose gradients come back.
-        unasked: names of the values given that no gradient flows back to from the loss.
+        no_grad_outputs: names of the values given that no gradient flows back to from the loss.
         statistics: of the module's normalisation layers.
         uses_rng: the module may draw random numbers.
         autocast: type for mixed precision; None computes in the module's own.
@@ -88,7 +86,7 @@ class Stage:
         statistics: RunningStatistics,
         loss: Loss | None = None,
         differentiable: Iterable[str] = (),
-        unasked: Iterable[str] = (),
+        no_grad_outputs: Iterable[str] = (),
         uses_rng: bool = False,
         autocast: torch.dtype | None = None,
         split: bool = False,
@@ -101,7 +99,7 @@ class Stage:
         self.statistics = statistics
         self._loss = loss
         self._differentiable = frozenset(differentiable)
-        self._unasked = frozenset(unasked)
+        self._no_grad_outputs = frozenset(no_grad_outputs)
         self._device = device
         self._uses_rng = uses_rng
         self._autocast = autocast
@@ -200,8 +198,8 @@ class Stage:
             torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
         if self._saved_tensors is not None:
             self._saved_tensors.release((self, i))
-        arrived = {name: [arrival.take() for arrival in arrivals] for name, arrivals in microbatch.arrivals.items()}
-        return arrived or {name: gradients_of(value) for name, value in microbatch.values.items()}
+        captured = {name: [capture.take() for capture in captures] for name, captures in microbatch.captures.items()}
+        return captured or {name: gradients_of(value) for name, value in microbatch.values.items()}
 
     def backward_weight(self, i: int) -> None:
         """Add the gradients of the weights that ``backward`` of microbatch ``i`` put off."""
@@ -256,7 +254,7 @@ class Stage:
                 self._loss_dtype = loss.dtype
                 outputs = {LOSS: loss}
         if torch.is_grad_enabled():
-            for name in self._unasked.intersection(outputs):
+            for name in self._no_grad_outputs.intersection(outputs):
                 outputs[name] = tree_map(_detached, outputs[name])
             # Edges, not tensors: what was sent can be freed before its gradient comes back.
             for name, value in outputs.items():
@@ -296,10 +294,10 @@ class Stage:
         if not (self._moves and torch.is_grad_enabled()):
             return (microbatch.values[name] for name in self.module.inputs)
         values, microbatch.values = microbatch.values, {}
-        microbatch.arrivals = {}
+        microbatch.captures = {}
         entering = []
         for name in self.module.inputs:
-            value, microbatch.arrivals[name] = arrived(values.pop(name))
+            value, microbatch.captures[name] = capture_grad(values.pop(name))
             entering.append(value)
         return iter(entering)
 
@@ -337,3 +335,32 @@ def renew_buffers(module: nn.Module, names: Collection[str]) -> None:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+Precision = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Gives a new context that switches autocast as the stage is run."""
+
+
+def recompute_context(
+    segment: SegmentRun, device: torch.device, statistics: RunningStatistics, precision: Precision
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context with what the pass that is about to begin finds; it is entered once, later.
+
+    Args:
+        segment: that is computed.
+        device: of the stage.
+        statistics: of the stage's normalisation layers.
+        precision: of the stage.
+    """
+    start = get_random_state(device) if segment.uses_rng else None
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with contextlib.ExitStack() as scopes:
+            if start is not None:
+                scopes.enter_context(drawing(start, device))
+            scopes.enter_context(precision())
+            scopes.enter_context(statistics.frozen(segment.modules))
+            yield
+
+    return context()

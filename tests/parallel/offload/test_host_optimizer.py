@@ -138,7 +138,7 @@ def test_a_step_that_is_given_up_changes_nothing(optimizer: str, resident: bool)
         host.begin_step()
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
         backward(net, loss, 7, functools.partial(host.arm, LR / (step + 1)))
-        host.take_back()
+        host.rollback()
         with torch.no_grad():
             for name, buffer in net.named_buffers():
                 buffer.copy_(buffers[name])
@@ -187,7 +187,7 @@ def test_the_last_layer_is_updated_while_the_first_is_still_at_its_backward_pass
     value = net[0](torch.ones(2, 4))
     value.register_hook(at_the_first)
     loss = net[2](net[1](value)).sum()
-    host.arm(LR)
+    host.expect_final_grads(LR)
     loss.backward()
     assert seen == [True], "the device has the old values until the step is applied"
     host.apply(LR)
@@ -206,7 +206,7 @@ def test_what_the_thread_fails_with_is_raised_when_the_step_is_applied(early: bo
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     host.begin_step()
     if early:
-        host.arm(LR)
+        host.expect_final_grads(LR)
     net(torch.ones(2, 4)).sum().backward()
     with pytest.raises(OSError, match="no more memory"):
         host.apply(LR)
@@ -218,10 +218,10 @@ def test_only_named_parameters_are_updated_early() -> None:
     host = HostOptimizer(Telling, dict(net.named_parameters()), Copies())
     assert isinstance(host.optimizer, Telling)
     host.begin_step()
-    host.arm(LR, ["0.weight"])
+    host.expect_final_grads(LR, ["0.weight"])
     net(torch.ones(2, 4)).sum().backward()
     assert host.optimizer.stepped.wait(PATIENCE_S)
-    host.take_back()
+    host.rollback()
     assert host.optimizer.calls == [1]
 
 

@@ -141,7 +141,7 @@ def test_a_step_makes_nothing_else_on_the_device_than_activations_and_one_layers
             with saving(host):
                 losses = [net(torch.randn(2, 64)).sum() for _ in range(2)]
             losses[0].backward()
-            optimizer.arm(0.1)
+            optimizer.expect_final_grads(0.1)
             losses[1].backward()
             optimizer.apply(0.1)
         assert 3 * layer < live.peak_bytes < 3 * layer + 20 * activation
@@ -349,7 +349,7 @@ def test_a_gpus_host_gives_the_plain_steps_numbers(name: str, resident: bool) ->
                     values.append(loss(layers(images.to(device)), targets.to(device)))
             for i, value in enumerate(values):
                 if layers is net and i == 2:
-                    ours.arm(0.05)
+                    ours.expect_final_grads(0.05)
                 value.backward()  # type: ignore[no-untyped-call]
         ours.apply(0.05)
         theirs.step()
