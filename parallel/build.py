@@ -47,11 +47,10 @@ from parallel.stage.stage import Loss, Stage
 from parallel.strategy import Strategy
 from parallel.streaming.streamed_stages import streamed_stages
 from parallel.team.boxed_nodes import BoxedParts
-from parallel.team.link import TeamLink
 from parallel.team.seat import modules_of_seat
+from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import TeamStage
-from parallel.team.told_waits import ToldWaits
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -140,10 +139,10 @@ def put_to_work(
     holders = StageGroups(communicator, seating, pairs=strategy.shard_optimizer)
     communicator.connect(seating.pairs(partition.links))
     numbers = sorted({stage for stage, _ in placement.held_by(seat)})
-    link, waits, plans = None, None, None
+    link, plans = None, None
     if seating.together:
-        waits = ToldWaits(holders.team, seating.ranks_on(seat))
-        link, plans = TeamLink(waits), TeamPlans(traced, once=policy.stream is None)
+        link = TeamComm(holders.team, seating.ranks_on(seat))
+        plans = TeamPlans(traced, once=policy.stream is None)
         stored = _stored_bytes(policy, schedule[seat])
         boxed = None if policy.stream is None else BoxedParts(policy.stream, stored, host)
         cuts: Mapping[int, StageModule] = modules_of_seat(
@@ -188,7 +187,6 @@ def put_to_work(
         batch=batch,
         m=strategy.m,
         link=link,
-        waits=waits,
     )
 
 

@@ -21,7 +21,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.graph.partition import Partition
 from parallel.space.team import Grid
 from parallel.team.boxed_nodes import BoxedParts
-from parallel.team.link import TeamLink
+from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import team_stages
 from parallel.trace.trace_alone import trace_as_it_runs
@@ -88,7 +88,7 @@ def team_error(
     traced = trace_as_it_runs(model, shape, dtype)
 
     def member(communicator: Communicator, _: None) -> dict[str, Any]:
-        link, own = TeamLink(communicator), copy.deepcopy(traced)
+        link, own = TeamComm(communicator), copy.deepcopy(traced)
         plans, whole = TeamPlans(own, once=boxed is None), Partition(own.graph, (0,))
         stages = team_stages(own, whole, {0: grid}, link, plans, CPU, boxed=boxed)
         stage = stages[0].train(training)

@@ -11,38 +11,39 @@ from torch import Tensor
 from app.launch.place import take_cores
 from benchmarks.teams.delayed import Delayed
 from benchmarks.teams.passes import Problem
-from parallel.comm.communicator import Communicator, Work
-from parallel.space.team import Exchange, Grid
-from parallel.team.link import Halos, TeamLink
+from parallel.comm.communicator import Communicator
+from parallel.space.team import Grid
+from parallel.team.halo_exchange import BoundExchange
+from parallel.team.team_comm import PendingRecvs, Recv, TeamComm
 
 WAYS = ("at once", "overlapped")
-"""Halos that are waited for before anything is computed; and that travel meanwhile, the way teams are."""
+"""PendingRecvs that are waited for before anything is computed; and that travel meanwhile, the way teams are."""
 
 
-class Noting(TeamLink):
+class Noting(TeamComm):
     """Notes pieces of maps that travel by themselves, and no sums."""
 
     def __init__(self, slow: Delayed) -> None:
         super().__init__(slow)  # type: ignore[arg-type]
         self._slow = slow
 
-    def _swap(self, leaving: Any, arriving: Any, counted: bool = True) -> list[Work]:
+    def _swap(self, sends: Any, recvs: Any, counted: bool) -> list[Recv]:
         self._slow.noted = counted
-        return super()._swap(leaving, arriving, counted)
+        return super()._swap(sends, recvs, counted)
 
 
 class AtOnce(Noting):
     """Waits for what it asks for before anything else is computed."""
 
-    def fetch(self, exchange: Exchange, own: Tensor, dims: tuple[int, int]) -> Halos:
-        return _here(super().fetch(exchange, own, dims))
+    def fetch(self, exchange: BoundExchange, own: Tensor) -> PendingRecvs:
+        return _here(super().fetch(exchange, own))
 
-    def give_back(self, exchange: Exchange, gradients: Any, like: Tensor, dims: tuple[int, int]) -> Halos:
-        return _here(super().give_back(exchange, gradients, like, dims))
+    def send_halo_grads(self, exchange: BoundExchange, gradients: Any, like: Tensor) -> PendingRecvs:
+        return _here(super().send_halo_grads(exchange, gradients, like))
 
 
-def _here(halos: Halos) -> Halos:
-    return Halos(halos.wait(), ())
+def _here(halos: PendingRecvs) -> PendingRecvs:
+    return PendingRecvs(halos.wait())
 
 
 def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:

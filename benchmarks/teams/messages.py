@@ -20,7 +20,7 @@ from parallel.strategy import Strategy
 from parallel.team import convolution
 
 M = 2
-APART = partial(mock.patch.object, convolution, "apart_pays", return_value=True)
+APART = partial(mock.patch.object, convolution, "overlap_pays", return_value=True)
 WAYS = {"as it is": (), "taken apart": (APART,)}
 """What is put in place of what a team does."""
 

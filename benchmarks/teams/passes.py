@@ -18,7 +18,7 @@ from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums
-from parallel.team.link import TeamLink
+from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import TeamStage, team_stages
 from parallel.trace.trace_alone import trace_alone
@@ -51,11 +51,11 @@ class Problem:
         output = self.model(self.images)
         (_sums(output, self.targets).sum() / self.targets.numel()).backward()
 
-    def member(self, communicator: Communicator, grid: Grid, link: TeamLink | None = None) -> Member:
+    def member(self, communicator: Communicator, grid: Grid, link: TeamComm | None = None) -> Member:
         """Return this rank's part of the work of a team, whose members talk over ``link``; every rank calls it."""
         model = copy.deepcopy(self.model)
         traced = trace_alone(model, self.shape, communicator)
-        link = link or TeamLink(communicator)
+        link = link or TeamComm(communicator)
         partition, plans = Partition(traced.graph, (0,)), TeamPlans(traced)
         stage = team_stages(traced, partition, {0: grid}, link, plans, torch.device("cpu"))[0]
         return Member(self, stage.train(), link)
@@ -64,7 +64,7 @@ class Problem:
 class Member:
     """One rank of a team that computes the tile of ``problem`` side by side."""
 
-    def __init__(self, problem: Problem, stage: Any, link: TeamLink) -> None:
+    def __init__(self, problem: Problem, stage: Any, link: TeamComm) -> None:
         assert isinstance(stage, TeamStage)
         self.problem, self.stage, self.link = problem, stage, link
 

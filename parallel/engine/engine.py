@@ -310,14 +310,14 @@ class Engine:
     @contextlib.contextmanager
     def _computing(self, position: int, action: Action) -> Iterator[int]:
         self._tell(position)
-        waits = self._work.waits
-        if waits and self._observer:
-            waits.told = functools.partial(self._tell_wait, position)
+        link = self._work.link
+        if link and self._observer:
+            link.report = functools.partial(self._tell_wait, position)
         begun = self._clock.mark()
         yield action.i
         self._marks.append((action, begun, self._clock.mark()))
-        if waits:
-            waits.told = None
+        if link:
+            link.report = None
 
     def _tell(self, position: int, waiting: bool = False) -> None:
         if self._observer:

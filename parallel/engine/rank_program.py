@@ -16,8 +16,7 @@ from parallel.schedule.placement import Placement
 from parallel.schedule.seating import Seating
 from parallel.schedule.shares import Shares
 from parallel.stage.stage import Stage
-from parallel.team.link import TeamLink
-from parallel.team.told_waits import ToldWaits
+from parallel.team.team_comm import TeamComm
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class RankProgram:
         scheduled: gives that of other shares of the groups.
         seating: which ranks sit there.
         link: to the others on this rank's seat.
-        waits: of the link, for those.
         stages: those this rank holds, by number; two replicas of one stage share it.
         exchanges: of the stages that other ranks hold too.
         inputs: name of the model's input.
@@ -53,8 +51,7 @@ class RankProgram:
     share: Sequence[int]
     batch: int
     m: int
-    link: TeamLink | None = None
-    waits: ToldWaits | None = None
+    link: TeamComm | None = None
 
     def of_shares(self, shares: Shares, rank: int) -> RankProgram:
         """Return what ``rank`` computes, with the same parts, once the groups compute ``shares``.

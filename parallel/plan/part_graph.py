@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from parallel.graph.layers import OUTPUT, Convolution, Layer, LayerGraph, Op
 from parallel.graph.scale import cast_parameters, on_part
 from parallel.plan.talk import Halo, Sum, Talk
-from parallel.space.borders import Borders, Rim, apart_pays
+from parallel.space.borders import Borders, BoundaryStrip, overlap_pays
 from parallel.space.side_by_side import Fetch, SideBySide, box_px
 from parallel.space.step import Step
 
@@ -160,7 +160,7 @@ class _Parts:
         back = self._graph.flows_back(fetch.source)
         parts: list[Borders | None] = [None]
         own = round(source.output_bytes * self._share(source))
-        if plain and apart_pays(own, layer.param_bytes):
+        if plain and overlap_pays(own, layer.param_bytes):
             parts = self._side.borders(step, fetch)
         apart = plain and all(parts)
         halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back, apart)
@@ -190,18 +190,18 @@ class _Parts:
         made.backward += (wide + (box if padded else 0)) * back
 
     def _taken_apart(self, layer: Layer, apart: list[Borders], each: int, back: bool, made: _Made) -> None:
-        """A convolution of a member's own part, whose rims are computed again: small copies, and in the backward pass a
-        gradient of the weights for each halo beside its own."""
-        rims = max((sum(box_px(rim.have) for rim in borders.rims) for borders in apart), default=0)
+        """A convolution of a member's own part, whose boundary strips are computed again: small copies, and in the
+        backward pass a gradient of the weights for each halo beside its own."""
+        strips = max((sum(box_px(strip.have) for strip in borders.strips) for borders in apart), default=0)
         halos = max((sum(box_px(halo.box) for halo in borders.halos) for borders in apart), default=0)
         beside = max((len(borders.halos) for borders in apart), default=0)
-        made.forward = rims * each
+        made.forward = strips * each
         made.backward = halos * each * (1 + back) + beside * layer.param_bytes
-        made.copied[0] += 2 * rims * each
+        made.copied[0] += 2 * strips * each
         made.copied[1] += 4 * halos * each
         if apart:
-            most = max(apart, key=lambda borders: sum(box_px(rim.made) for rim in borders.rims))
-            made.again += [_rim_op(layer, rim) for rim in most.rims]
+            most = max(apart, key=lambda borders: sum(box_px(strip.made) for strip in borders.strips))
+            made.again += [_strip_op(layer, strip) for strip in most.strips]
 
     def _taken_whole(self, layer: Layer, fetch: Fetch, made: _Made) -> None:
         """Member 0 puts a map together to compute what follows."""
@@ -255,13 +255,13 @@ class _Parts:
         )
 
 
-def _rim_op(layer: Layer, rim: Rim) -> Op:
-    """The convolution of ``layer`` for one rim of a part: forward once more than the part's own, and backward for the
+def _strip_op(layer: Layer, strip: BoundaryStrip) -> Op:
+    """The convolution of ``layer`` for one strip of a part: forward once more than the part's own, and backward for the
     halo beside it, which reads and writes the weights as any other."""
     op = next(op for op in layer.ops if op.convolution is not None)
     whole = op.convolution
     assert whole is not None
-    size_in, size_out = (tuple(max(1, span.size) for span in box) for box in (rim.have, rim.made))
+    size_in, size_out = (tuple(max(1, span.size) for span in box) for box in (strip.have, strip.made))
     shape = dataclasses.replace(whole, size_in=size_in, size_out=size_out)
     return on_part(op, layer, math.prod(size_out) / math.prod(whole.size_out), shape)
 

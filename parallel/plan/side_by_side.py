@@ -19,7 +19,7 @@ from parallel.plan.part_graph import PartGraph, part_graph
 from parallel.plan.talk import Sum, Talk
 from parallel.space.boxes import StreamedModel
 from parallel.space.side_by_side import SideBySide, divide_among
-from parallel.space.team import Grid, is_told
+from parallel.space.team import Grid, is_small_all_reduce
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cl
 
 def sum_in_team_s(told: Sum, members: int, cluster: Cluster) -> float:
     """Return the seconds of a sum over the cluster's first ``members`` ranks."""
-    if cluster.kind == "cpu" and is_told(told.bytes, members):
+    if cluster.kind == "cpu" and is_small_all_reduce(told.bytes, members):
         messages = members - 1
         return cluster.exchange_s(messages, members) + messages * told.bytes / cluster.told_link(members).bandwidth
     return cluster.sum_s(told.bytes * (members if told.gathered else 1), range(members))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
 from parallel.space.team import Grid
-from parallel.team.link import TeamLink
+from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import TeamStage, team_stages
 from parallel.trace.trace_alone import trace_alone
@@ -38,7 +38,7 @@ class MemberPass:
         shape = (1, 3, PART[0] * team.world, PART[1])
         self._shape = shape
         self._net = _net().to(memory_format=torch.channels_last).train()
-        self._link = TeamLink(team)
+        self._link = TeamComm(team)
         traced = trace_alone(copy.deepcopy(self._net), shape, team)
         partition, plans = Partition(traced.graph, (0,)), TeamPlans(traced)
         stage: Any = team_stages(traced, partition, {0: Grid(team.world, 1)}, self._link, plans, CPU)[0]

@@ -1,7 +1,7 @@
-"""What of a convolution a member can compute of its own part alone, and which rims of it need what others have.
+"""What of a convolution a member can compute of its own part alone, and which strips of it need what others have.
 
 Takes the boxes of one exchange; gives the pads with which its own part alone has all of its output, right but in the
-rims, and the rims: computed again once the rows of others are here. Backward the input is taken apart: its own part
+strips, and the strips: computed again once the rows of others are here. Backward the input is taken apart: its own part
 and, beside it, halos; a convolution is linear in it.
 """
 
@@ -15,17 +15,17 @@ from parallel.space.span import Span
 from parallel.space.team import Box
 
 MOST = 0.5
-"""Of its output, in rims: beyond, one convolution of all that is needed is less work."""
+"""Of its output, in strips: beyond, one convolution of all that is needed is less work."""
 
 
-def apart_pays(map_bytes: int, weight_bytes: int) -> bool:
-    """Return whether a convolution is better taken apart: each of its rims reads, and each gradient of a halo writes,
+def overlap_pays(map_bytes: int, weight_bytes: int) -> bool:
+    """Return whether a convolution is better taken apart: each of its strips reads, and each gradient of a halo writes,
     the weights again, where putting all together copies a member's part ``map_bytes`` of a tile."""
     return map_bytes >= weight_bytes
 
 
 @dataclass(frozen=True)
-class Rim:
+class BoundaryStrip:
     """Output that needs what others have.
 
     Attributes:
@@ -61,20 +61,20 @@ class Borders:
     Attributes:
         base: of the input: what is needed of its own part.
         pads: rows, columns padded on both sides of ``base``.
-        rims: apart from each other.
+        strips: apart from each other.
         halos: apart from each other and from ``base``; with it all that is needed.
     """
 
     base: Box
     pads: tuple[int, int]
-    rims: tuple[Rim, ...]
+    strips: tuple[BoundaryStrip, ...]
     halos: tuple[Halo, ...]
 
 
 @functools.lru_cache(4096)
 def borders(rules: tuple[Window, Window], made: Box, have: Box, own: Box, sides: tuple[int, int]) -> Borders | None:
     """Return how a convolution is taken apart; None where its own part is not padded alike on both sides, or is so
-    small that it is mostly rims.
+    small that it is mostly strips.
 
     Args:
         made: output of this member.
@@ -86,11 +86,11 @@ def borders(rules: tuple[Window, Window], made: Box, have: Box, own: Box, sides:
     if rows is None or columns is None:
         return None
     (base, top, bottom, pad), (base_columns, left, right, pad_columns) = rows, columns
-    of_rims = (top.size + bottom.size) / made[0].size + (left.size + right.size) / made[1].size
-    if of_rims > MOST:
+    of_strips = (top.size + bottom.size) / made[0].size + (left.size + right.size) / made[1].size
+    if of_strips > MOST:
         return None
     middle = Span(top.stop, bottom.start)
-    rims = [(top, made[1]), (bottom, made[1]), (middle, left), (middle, right)]
+    strips = [(top, made[1]), (bottom, made[1]), (middle, left), (middle, right)]
     halos = [
         ((Span(have[0].start, base.start), have[1]), (top, made[1])),
         ((Span(base.stop, have[0].stop), have[1]), (bottom, made[1])),
@@ -100,13 +100,13 @@ def borders(rules: tuple[Window, Window], made: Box, have: Box, own: Box, sides:
     return Borders(
         (base, base_columns),
         (pad, pad_columns),
-        tuple(_rim(rules, rim, sides) for rim in rims if rim[0].size and rim[1].size),
+        tuple(_strip(rules, strip, sides) for strip in strips if strip[0].size and strip[1].size),
         tuple(_halo(rules, *halo, sides) for halo in halos if halo[0][0].size and halo[0][1].size),
     )
 
 
 def _axis(rule: Window, made: Span, have: Span, own: Span, side: int) -> tuple[Span, Span, Span, int] | None:
-    """(own part, rim before, rim after, pad) along one axis."""
+    """(own part, strip before, strip after, pad) along one axis."""
     base = Span(max(have.start, own.start), min(have.stop, own.stop))
     if not base.size or rule.reach < rule.stride:
         return None
@@ -120,9 +120,9 @@ def _axis(rule: Window, made: Span, have: Span, own: Span, side: int) -> tuple[S
     return base, Span(made.start, first), Span(last, made.stop), pad
 
 
-def _rim(rules: tuple[Window, Window], made: Box, sides: tuple[int, int]) -> Rim:
+def _strip(rules: tuple[Window, Window], made: Box, sides: tuple[int, int]) -> BoundaryStrip:
     need = rules[0].need(made[0], sides[0]), rules[1].need(made[1], sides[1])
-    return Rim(made, need, (need[0].within(sides[0]), need[1].within(sides[1])))
+    return BoundaryStrip(made, need, (need[0].within(sides[0]), need[1].within(sides[1])))
 
 
 def _halo(rules: tuple[Window, Window], box: Box, made: Box, sides: tuple[int, int]) -> Halo:

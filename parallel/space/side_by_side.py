@@ -38,16 +38,12 @@ class Fetch:
     @functools.cached_property
     def arriving_px(self) -> int:
         """Of the member that fetches most."""
-        return max(sum(box_px(piece.box) for piece in self.exchange.arriving(m)) for m in self._members)
+        return max(sum(box_px(piece.box) for piece in pieces) for pieces in self.exchange.recvs)
 
     @functools.cached_property
     def messages(self) -> int:
         """That come to the member which is sent most of them."""
-        return max(len(self.exchange.arriving(m)) for m in self._members)
-
-    @property
-    def _members(self) -> range:
-        return range(len(self.exchange.pieces))
+        return max(map(len, self.exchange.recvs))
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class SideBySide:
             if step.sums:
                 continue
             fetch = _fetch(self.territory, source, step.rules, self.sides[step.name], self.sides[source])
-            if not fetch.exchange.quiet:
+            if not fetch.exchange.is_local:
                 yield fetch
 
     def borders(self, step: Step, fetch: Fetch) -> list[Borders | None]:

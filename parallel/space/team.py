@@ -23,15 +23,15 @@ from parallel.space.span import Span
 Box = tuple[Span, Span]
 """(rows, columns)"""
 Sides = tuple[int, int]
-TOLD_BYTES, TOLD_MEMBERS = 2**16, 4
+SMALL_ALL_REDUCE_BYTES, SMALL_TEAM = 2**16, 4
 """Sums of at most so many bytes, in teams of at most so many members, go as a message to each, where members are on
 CPUs."""
 
 
-def is_told(size: int, members: int) -> bool:
+def is_small_all_reduce(size: int, members: int) -> bool:
     """Return whether a message to each member takes less than a sum of ``size`` bytes, in which members wait for each
     other in turn."""
-    return 1 < members <= TOLD_MEMBERS and size <= TOLD_BYTES
+    return 1 < members <= SMALL_TEAM and size <= SMALL_ALL_REDUCE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def team_cuts(side: int, boxes: int) -> tuple[int, ...]:
     return (0, *(round(j * side / boxes / step) * step for j in range(1, boxes)), side)
 
 
-class Piece(NamedTuple):
+class HaloPiece(NamedTuple):
     """Part of a map that a member has."""
 
     owner: int
@@ -88,26 +88,32 @@ class Exchange:
 
     needs: tuple[Box, ...]
     boxes: tuple[Box, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[HaloPiece, ...], ...]
     owned: tuple[Box, ...]
 
     @functools.cached_property
-    def quiet(self) -> bool:
+    def is_local(self) -> bool:
         """Nobody needs what another has."""
         return all(piece.owner == member for member, pieces in enumerate(self.pieces) for piece in pieces)
 
-    def leaving(self, member: int) -> list[tuple[int, Box]]:
-        """Return (target, box) of what ``member`` sends, in order of targets."""
-        return [(t, p.box) for t, pieces in enumerate(self.pieces) for p in pieces if p.owner == member != t]
+    @functools.cached_property
+    def sends(self) -> tuple[tuple[tuple[int, Box], ...], ...]:
+        """By member: (target, box) of what it sends, in order of targets."""
+        found: list[list[tuple[int, Box]]] = [[] for _ in self.pieces]
+        for target, pieces in enumerate(self.recvs):
+            for piece in pieces:
+                found[piece.owner].append((target, piece.box))
+        return tuple(map(tuple, found))
 
-    def arriving(self, member: int) -> list[Piece]:
-        """Return what ``member`` is sent."""
-        return [piece for piece in self.pieces[member] if piece.owner != member]
+    @functools.cached_property
+    def recvs(self) -> tuple[tuple[HaloPiece, ...], ...]:
+        """By member: what it receives, in order of owners."""
+        return tuple(tuple(p for p in pieces if p.owner != member) for member, pieces in enumerate(self.pieces))
 
     @property
     def px(self) -> int:
         """Of all that is sent, by all members."""
-        return sum(p.box[0].size * p.box[1].size for m in range(len(self.pieces)) for p in self.arriving(m))
+        return sum(p.box[0].size * p.box[1].size for pieces in self.recvs for p in pieces)
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class Territory:
                 [(k, common) for k, own in enumerate(axis) if (common := _both(span, own)).size]
                 for span, axis in zip(box, axes, strict=True)
             )
-            pieces.append(tuple(Piece(r * width + c, (top, left)) for r, top in rows for c, left in columns))
+            pieces.append(tuple(HaloPiece(r * width + c, (top, left)) for r, top in rows for c, left in columns))
         return Exchange(tuple(needs), tuple(boxes), tuple(pieces), tuple(itertools.product(*axes)))
 
 

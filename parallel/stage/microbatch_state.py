@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.streaming.images import Boxes
-from parallel.team.tape import Tape
+from parallel.team.team_comm import ReplayLog
 
 
 class GradCapture:
@@ -74,7 +74,7 @@ class MicrobatchState:
         random: where the stage's random numbers began: a seed, or a state handed on by an earlier stage.
         recomputed: the first forward pass kept nothing else.
         shape: (n, 3, h, w) of the tiles, for a stage that a team computes.
-        tape: what its first pass was told by others, where it is recomputed.
+        log: of what its forward pass received from its team, where it is recomputed.
         roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
         captures: by name of the value received: where its gradients end up, where activations go to the host.
     """
@@ -85,7 +85,7 @@ class MicrobatchState:
     random: int | Tensor
     recomputed: bool
     shape: tuple[int, ...] = ()
-    tape: Tape | None = None
+    log: ReplayLog | None = None
     roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
     captures: dict[str, list[GradCapture]] = field(default_factory=dict)
 

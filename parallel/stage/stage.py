@@ -26,7 +26,7 @@ from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.streamed_module import StreamedStage
-from parallel.team.tape import Tape
+from parallel.team.team_comm import ReplayLog
 from parallel.team.team_stage import TeamStage
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 
@@ -143,7 +143,7 @@ class Stage:
         """
         self._in_flight[i] = microbatch = MicrobatchState(tiles, values, targets, random, recomputed, shape)
         if recomputed and isinstance(self.module, TeamStage):
-            microbatch.tape = Tape()
+            microbatch.log = ReplayLog()
         if self._updated:
             renew_buffers(self.module, self._updated)
         with self.statistics.microbatch(i, tiles):
@@ -234,7 +234,7 @@ class Stage:
 
     def _compute(self, i: int, microbatch: MicrobatchState) -> dict[str, Any]:
         with contextlib.ExitStack() as scopes:
-            team = self._among(microbatch.shape, microbatch.random, microbatch.tape)
+            team = self._among(microbatch.shape, microbatch.random, microbatch.log)
             passing = scopes.enter_context(team)
             draws = self._uses_rng and passing is None  # members draw one number after the other: they wait in between
             state = scopes.enter_context(drawing(microbatch.random, self._device)) if draws else None
@@ -266,12 +266,12 @@ class Stage:
         return outputs
 
     def _among(
-        self, shape: tuple[int, ...], random: int | Tensor = 0, tape: Tape | None = None
+        self, shape: tuple[int, ...], random: int | Tensor = 0, log: ReplayLog | None = None
     ) -> contextlib.AbstractContextManager[Any]:
         """Around a pass of a stage that a team computes."""
         if not isinstance(self.module, TeamStage):
             return contextlib.nullcontext()
-        return self.module.microbatch(shape, random, tape)
+        return self.module.microbatch(shape, random, log)
 
     def _loss_of(self, values: Iterator[Any], targets: Tensor | Boxes) -> Tensor:
         assert self._loss is not None

@@ -18,10 +18,10 @@ from parallel.streaming.region import Region
 from parallel.streaming.region_run import RegionRun
 from parallel.streaming.streamed_module import StreamedRun
 from parallel.team.boxed_region import BoxedRegion
-from parallel.team.link import TeamLink
-from parallel.team.nodes import NodeRun
-from parallel.team.passing import Pass
+from parallel.team.program import NodeRun
 from parallel.team.stage_region import region_of_stage, scale_of
+from parallel.team.team_comm import TeamComm
+from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan
 
 Targets = tuple[int, ...]
@@ -52,7 +52,7 @@ class BoxedNodes(NodeRun):
         random: Collection[str],
         boxed: BoxedParts,
         grid: Grid,
-        link: TeamLink,
+        link: TeamComm,
         device: torch.device,
     ) -> None:
         super().__init__(nodes, inputs, outputs, random)
@@ -63,19 +63,19 @@ class BoxedNodes(NodeRun):
         self._planned = weakref.WeakKeyDictionary()
 
     def run(
-        self, stage: nn.Module, passing: Pass, values: Sequence[Any], asked: BoxSums | None = None
+        self, stage: nn.Module, context: ForwardContext, values: Sequence[Any], asked: BoxSums | None = None
     ) -> tuple[Any, ...]:
-        plan = self.planned(stage, passing.plan, () if asked is None else tuple(asked.targets.shape))
+        plan = self.planned(stage, context.plan, () if asked is None else tuple(asked.targets.shape))
         if plan is None:
-            return super().run(stage, passing, values, asked)
+            return super().run(stage, context, values, asked)
         sums = {} if asked is None or not plan.sums else beside(plan.run.region, asked)
         assert isinstance(plan.run, BoxedRegion)
-        plan.run.passing = passing
+        plan.run.context = context
         leaving = plan.leaving(stage, values, sums)
         if plan.sums:
             return tuple(leaving)
         made = dict(zip(plan.run.region.leaving, leaving, strict=True))
-        return self._rest(stage, passing, values, made, asked)
+        return self._rest(stage, context, values, made, asked)
 
     def planned(self, stage: nn.Module, plan: TeamPlan, targets: Targets = ()) -> PlannedRegion | None:
         """Return what is computed box by box, planned for tiles as ``plan`` is; None where nothing is.
@@ -101,7 +101,7 @@ class _Planned(StreamedRun):
     """Plans of a member's region for tiles of any shape."""
 
     grid: Grid
-    link: TeamLink
+    link: TeamComm
     random: Collection[str]
     tile: tuple[int, int]
 

@@ -27,8 +27,8 @@ from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, places_of
 from parallel.streaming.region import Region
 from parallel.streaming.region_run import Gradients, Kept, Phase, RegionRun
-from parallel.team.link import TeamLink
-from parallel.team.passing import Pass
+from parallel.team.team_comm import TeamComm
+from parallel.team.team_context import ForwardContext
 
 
 class BoxedRegion(RegionRun):
@@ -41,14 +41,14 @@ class BoxedRegion(RegionRun):
         options: of ``RegionRun``.
 
     Attributes:
-        passing: the forward pass under way.
+        context: the forward pass under way.
     """
 
-    passing: Pass
+    context: ForwardContext
     boxes: TeamBoxes
 
     def __init__(
-        self, region: Region, box: int, grid: Grid, link: TeamLink, random: Collection[str], **options: Any
+        self, region: Region, box: int, grid: Grid, link: TeamComm, random: Collection[str], **options: Any
     ) -> None:
         self._link, self._grid, self._random = link, grid, random
         super().__init__(region, box, **options)
@@ -67,7 +67,7 @@ class BoxedRegion(RegionRun):
 
     def enter(self, maps: Maps, name: str, value: Tensor | Boxes) -> None:
         assert isinstance(value, Tensor)
-        if self._exchanges[name].quiet:
+        if self._exchanges[name].is_local:
             maps.put(name, value)
         else:
             maps.write(name, self._own(name), value)
@@ -76,7 +76,7 @@ class BoxedRegion(RegionRun):
     def plain(self, module: nn.Module, step: Step, known: Mapping[str, Any]) -> Any:
         if self.region.nodes[step.name].name not in self._random:
             return super().plain(module, step, known)
-        return self.passing.drawn(lambda: super(BoxedRegion, self).plain(module, step, known))
+        return self.context.run_with_rng(lambda: super(BoxedRegion, self).plain(module, step, known))
 
     def leave(self, maps: Maps, name: str) -> Tensor:
         return maps.part(name, self._own(name))
@@ -86,33 +86,33 @@ class BoxedRegion(RegionRun):
 
     def after_part(self, part: PartPlan, kept: Kept) -> None:
         for step in part.given:
-            if not step.sums and not self._exchanges[step.name].quiet:
+            if not step.sums and not self._exchanges[step.name].is_local:
                 self._fetch(kept.maps, step.name, self.region.forms[step.name][2])
 
     def after_phase(self, phase: Phase, kept: Kept) -> None:
         for name in _sums(phase):
             merge, value = self.region.operations[name].merge, kept.known[name]
             if merge is None:
-                kept.known[name] = self._link.sum_back(value)
+                kept.known[name] = self._link.all_reduce(value, False)
             else:
-                kept.known[name] = functools.reduce(merge, self._link.gather_back(value))
+                kept.known[name] = functools.reduce(merge, self._link.all_gather(value, False))
 
     def before_phase_backward(self, phase: Phase, kept: Kept, back: Gradients) -> None:
         for name in _sums(phase):
             if name in self.region.flows:
                 gradient = back.known[name] if name in back.known else torch.zeros_like(kept.known[name])
-                back.known[name] = self._link.sum_back(gradient)
+                back.known[name] = self._link.all_reduce(gradient, False)
 
     def before_part_backward(self, part: PartPlan, kept: Kept, back: Gradients) -> None:
         for step in part.given:
             name = step.name
-            if step.sums or name not in self.region.flows or self._exchanges[name].quiet:
+            if step.sums or name not in self.region.flows or self._exchanges[name].is_local:
                 continue
             self._hand_back(kept, back, name)
 
     def after_backward(self, kept: Kept, back: Gradients) -> None:
         for name in self.region.inputs:
-            if name in self.region.flows and not self._exchanges[name].quiet:
+            if name in self.region.flows and not self._exchanges[name].is_local:
                 self._hand_back(kept, back, name)
 
     def leave_gradient(self, maps: Maps, name: str) -> Tensor | None:
@@ -131,8 +131,8 @@ class BoxedRegion(RegionRun):
     def _fetch(self, maps: Maps, name: str, device: torch.device) -> None:
         """Fetch of others what is held here of a map, and send what others hold."""
         exchange, member = self._exchanges[name], self._link.member
-        pieces = exchange.arriving(member)
-        leaving = [(target, _sent(maps.part(name, box), device)) for target, box in exchange.leaving(member)]
+        pieces = exchange.recvs[member]
+        leaving = [(target, _sent(maps.part(name, box), device)) for target, box in exchange.sends[member]]
         arriving = [(piece.owner, _room(maps.part(name, piece.box), device)) for piece in pieces]
         for piece, value in zip(pieces, self._link.swap(leaving, arriving).wait(), strict=True):
             maps.part(name, piece.box).copy_(value)
@@ -140,8 +140,8 @@ class BoxedRegion(RegionRun):
     def _give_back(self, gradients: Maps, name: str, device: torch.device) -> None:
         """Send the gradients of what others own to them, and add those that come to this member's own."""
         exchange, member = self._exchanges[name], self._link.member
-        sent = exchange.leaving(member)
-        leaving = [(p.owner, _sent(gradients.part(name, p.box), device)) for p in exchange.arriving(member)]
+        sent = exchange.sends[member]
+        leaving = [(p.owner, _sent(gradients.part(name, p.box), device)) for p in exchange.recvs[member]]
         arriving = [(target, _room(gradients.part(name, box), device)) for target, box in sent]
         for (_, box), value in zip(sent, self._link.swap(leaving, arriving).wait(), strict=True):
             gradients.add(name, box, value)

@@ -1,154 +1,175 @@
-"""A convolution of a map that lies with several members, computed while what they need of each other travels.
+"""A convolution of a map that is sharded over a team, computed while halos travel.
 
-Forward: of its own part alone, while halos come in; then the rims of its output again, with them. Backward: gradients
-of the halos first; while they travel, that of its own part and of the weights. So nothing is put together in a tensor
-of its own, and what is kept is this member's part and the halos. Where its part is mostly rims, padded unlike, or
-smaller than the weights, it is put together after all, for one pass alone.
+Forward: of its own part alone, while halos come in; then the boundary strips of its output again, with them. Backward:
+gradients of the halos first; while they travel, that of its own part and of the weights. So nothing is put together in
+a tensor of its own, and what is kept is this member's part and the halos. Where its part is mostly boundary strips,
+padded unlike, or smaller than the weights, it is put together after all, for one pass alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.borders import Borders, apart_pays, borders
-from parallel.space.team import Box, Exchange
+from parallel.space.borders import Borders, borders, overlap_pays
+from parallel.space.team import Box
+from parallel.streaming.operation import DIMS
 from parallel.streaming.patch import Patch
-from parallel.team.fetched import add_pieces, handed_back, put_together
-from parallel.team.link import TeamLink, cut
+from parallel.team.halo_exchange import BoundExchange, Slices, slices
+from parallel.team.team_comm import TeamComm
 
-DIMS = (2, 3)
 Pads = tuple[tuple[int, int], tuple[int, int]]
+Operands = tuple[Tensor, Tensor | None, int]
+"""(weight, bias, groups)"""
 
 
-def convolve_side_by_side(
-    link: TeamLink,
-    exchange: Exchange,
-    own: Tensor,
-    patch: Patch,
-    rules: tuple[Any, Any],
-    operands: tuple[Tensor, Tensor | None, int],
-) -> Tensor:
-    """Return this member's box of a convolution.
-
-    Args:
-        patch: of what it needs, its tensor aside.
-        rules: windows of rows and columns.
-        operands: (weight, bias, groups).
-    """
+def sharded_convolution(comm: TeamComm, own: Tensor, work: HaloConvolution, operands: Operands) -> Tensor:
+    """Return this member's box of a convolution of the map that it owns ``own`` of."""
     weight, bias, groups = operands
-    device = own.device.type
-    if torch.is_autocast_enabled(device):
-        kind = torch.get_autocast_dtype(device)
+    if torch.is_autocast_enabled(own.device.type):
+        kind = torch.get_autocast_dtype(own.device.type)
         own, weight, bias = own.to(kind), weight.to(kind), bias if bias is None else bias.to(kind)
-    pays = apart_pays(own.nbytes // len(own), weight.nbytes)
-    work = _Work(exchange, link.member, patch, rules, groups, pays)
-    value: Tensor = _Convolved.apply(own, weight, bias, link, work)
+    split = work.split if overlap_pays(own.nbytes // len(own), weight.nbytes) else None
+    value: Tensor = _Convolution.apply(own, weight, bias, comm, work, split, groups)
     return value
 
 
-class _Work:
-    """One convolution on one member."""
+class HaloConvolution:
+    """One convolution on one member; made once for a plan.
 
-    def __init__(
-        self, exchange: Exchange, member: int, patch: Patch, rules: tuple[Any, Any], groups: int, pays: bool
-    ) -> None:
-        self.exchange, self.member, self.groups = exchange, member, groups
-        self.patch = replace(patch, tensor=patch.tensor.new_empty(0))  # or a pass that keeps nothing would keep it
-        self.need, self.have, self.own = exchange.needs[member], exchange.boxes[member], exchange.owned[member]
+    Args:
+        patch: of what the member needs, without a tensor.
+        rules: windows of rows and columns.
+
+    Attributes:
+        split: into own part and halos; None where all that is needed is put together.
+    """
+
+    def __init__(self, exchange: BoundExchange, patch: Patch, rules: tuple[Any, Any]) -> None:
+        self.exchange, self.pads = exchange, patch.pads
         self.stride, self.dilation = [rule.stride for rule in rules], [rule.dilation for rule in rules]
-        self.apart: Borders | None = borders(rules, patch.box, self.have, self.own, patch.sides) if pays else None
+        split = borders(rules, patch.box, exchange.box, exchange.own, patch.sides)
+        self.split = None if split is None else _Split(exchange, patch.box, split)
 
-    def forward(self, x: Tensor, pads: Pads, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, pads: Pads, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
         x, even = _padded(x, pads)
-        return F.conv2d(x, weight, bias, self.stride, even, self.dilation, self.groups)
+        return F.conv2d(x, weight, bias, self.stride, even, self.dilation, groups)
 
     def backward(
-        self, gradient: Tensor, x: Tensor, pads: Pads, weight: Tensor, bias: list[int] | None, wanted: Sequence[bool]
+        self, gradient: Tensor, x: Tensor, pads: Pads, weight: Tensor, bias: list[int] | None, groups: int, wanted: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of ``x``, weight and bias."""
         padded, even = _padded(x, pads)
         to_x, to_weight, to_bias = torch.ops.aten.convolution_backward(
-            gradient, padded, weight, bias, self.stride, even, self.dilation, False, (0, 0), self.groups, list(wanted)
+            gradient, padded, weight, bias, self.stride, even, self.dilation, False, (0, 0), groups, list(wanted)
         )
         if to_x is not None and padded is not x:
             to_x = to_x.narrow(2, pads[0][0], x.shape[2]).narrow(3, pads[1][0], x.shape[3])
         return to_x, to_weight, to_bias
 
-    def whole(self, own: Tensor, halos: Sequence[Tensor]) -> Tensor:
-        """All that is needed."""
-        return put_together(self.exchange, self.member, own, halos, DIMS, self.have)
+
+class _Split:
+    """Where own part, boundary strips and halos lie in the tensors of a pass.
+
+    Attributes:
+        strips: (puts its input together, its pads, where it lies in the output).
+        halos: as strips; of the output it is part of.
+        pieces: (number of the halo, where in it) of each piece received.
+    """
+
+    def __init__(self, exchange: BoundExchange, made: Box, split: Borders) -> None:
+        self.whole = split.base == exchange.own
+        self.base = slices(DIMS, split.base, exchange.own)
+        self.pads = (split.pads[0], split.pads[0]), (split.pads[1], split.pads[1])
+        self.strips = [
+            (exchange.concat_halo(strip.have), _between(strip.have, strip.need), slices(DIMS, strip.made, made))
+            for strip in split.strips
+        ]
+        self.halos = [
+            (exchange.concat_halo(halo.box), halo.pads, slices(DIMS, halo.made, made)) for halo in split.halos
+        ]
+        self.pieces: list[tuple[int, Slices]] = []
+        for piece in exchange.exchange.recvs[exchange.member]:
+            for number, (rows, columns) in enumerate(halo.box for halo in split.halos):
+                if rows.holds(piece.box[0]) and columns.holds(piece.box[1]):
+                    self.pieces.append((number, slices(DIMS, piece.box, (rows, columns))))
+                    break
 
 
-class _Convolved(torch.autograd.Function):
+class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, weight: Tensor, bias: Tensor | None, link: TeamLink, work: _Work) -> Tensor:
-        arriving = link.fetch(work.exchange, own, DIMS)
-        apart, made = work.apart, work.patch.box
-        if apart is None:
+    def forward(
+        ctx: Any,
+        own: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        comm: TeamComm,
+        work: HaloConvolution,
+        split: _Split | None,
+        groups: int,
+    ) -> Tensor:
+        arriving = comm.fetch(work.exchange, own)
+        if split is None:
             halos = arriving.wait()
-            y = work.forward(work.whole(own, halos), work.patch.pads, weight, bias)
+            y = work.forward(work.exchange.needed(own, halos), work.pads, weight, bias, groups)
         else:
-            y = work.forward(cut(own, DIMS, apart.base, work.own), _both(apart.pads), weight, bias)
+            y = work.forward(own if split.whole else own[split.base], split.pads, weight, bias, groups)
             halos = arriving.wait()
-            for rim in apart.rims:
-                x = put_together(work.exchange, work.member, own, halos, DIMS, rim.have)
-                cut(y, DIMS, rim.made, made).copy_(work.forward(x, _between(rim.have, rim.need), weight, bias))
+            for concat, pads, part in split.strips:
+                y[part].copy_(work.forward(concat(own, halos), pads, weight, bias, groups))
         ctx.save_for_backward(own, weight, *halos)
-        ctx.link, ctx.work, ctx.bias = link, work, None if bias is None else list(bias.shape)
+        ctx.comm, ctx.work, ctx.split, ctx.groups = comm, work, split, groups
+        ctx.bias = None if bias is None else list(bias.shape)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         own, weight, *halos = ctx.saved_tensors
-        work, to_input = ctx.work, ctx.needs_input_grad[0]
-        if work.apart is None:
-            return _backward_whole(ctx, gradients[0], own, halos, weight)
-        (gradient,), (_, weights, biases) = gradients, ctx.needs_input_grad[:3]
-        of_weight: list[Tensor | None] = []
-        to_halos: dict[Box, Tensor] = {}
-        for halo in work.apart.halos:
-            x = put_together(work.exchange, work.member, own, halos, DIMS, halo.box)
-            above = cut(gradient, DIMS, halo.made, work.patch.box)
-            to_x, to_weight, _ = work.backward(above, x, halo.pads, weight, None, (to_input, weights, False))
+        work, split, (to_input, weights, biases) = ctx.work, ctx.split, ctx.needs_input_grad[:3]
+        if split is None:
+            return *_backward_of_needed(ctx, gradients[0], own, halos, weight), None, None, None, None
+        (gradient,) = gradients
+        of_weight, of_halos = [], []
+        for concat, pads, part in split.halos:
+            to_x, to_weight, _ = work.backward(
+                gradient[part], concat(own, halos), pads, weight, None, ctx.groups, (to_input, weights, False)
+            )
             of_weight.append(to_weight)
-            if to_x is not None:
-                to_halos[halo.box] = to_x
-        arriving = None
+            of_halos.append(to_x)
         if to_input:
-            pieces = [_piece(to_halos, piece.box) for piece in work.exchange.arriving(work.member)]
-            arriving = ctx.link.give_back(work.exchange, pieces, own, DIMS)
-        base = cut(own, DIMS, work.apart.base, work.own)
+            pieces = [of_halos[number][part] for number, part in split.pieces]
+            arriving = ctx.comm.send_halo_grads(work.exchange, pieces, own)
+        base = own if split.whole else own[split.base]
         to_own, to_weight, to_bias = work.backward(
-            gradient, base, _both(work.apart.pads), weight, ctx.bias, (to_input, weights, biases)
+            gradient, base, split.pads, weight, ctx.bias, ctx.groups, (to_input, weights, biases)
         )
         for of_halo in of_weight:
             if to_weight is not None:
                 to_weight.add_(of_halo)
-        if to_input and work.apart.base != work.own:
-            whole = torch.zeros_like(own)
-            cut(whole, DIMS, work.apart.base, work.own).copy_(to_own)
-            to_own = whole
-        if arriving is not None:
-            add_pieces(work.exchange, work.member, to_own, arriving.wait(), DIMS)
-        return to_own, to_weight, to_bias, None, None
+        if to_input:
+            if not split.whole:
+                to_base, to_own = to_own, torch.zeros_like(own)
+                to_own[split.base].copy_(to_base)
+            work.exchange.add_pieces(to_own, arriving.wait())
+        return to_own, to_weight, to_bias, None, None, None, None
 
 
-def _backward_whole(ctx: Any, gradient: Tensor, own: Tensor, halos: Sequence[Tensor], weight: Tensor) -> Any:
-    work, pads = ctx.work, ctx.work.patch.pads
-    wide, wants = work.whole(own, halos), ctx.needs_input_grad
-    finish = None
-    if wants[0]:
-        to_wide, _, _ = work.backward(gradient, wide, pads, weight, ctx.bias, (True, False, False))
-        finish = handed_back(ctx.link, work.exchange, to_wide, own, DIMS)
-        del to_wide
-    _, to_weight, to_bias = work.backward(gradient, wide, pads, weight, ctx.bias, (False, *wants[1:3]))
-    return None if finish is None else finish(), to_weight, to_bias, None, None
+def _backward_of_needed(ctx: Any, gradient: Tensor, own: Tensor, halos: Sequence[Tensor], weight: Tensor) -> Any:
+    """Gradients of the own part, weight and bias, where all that is needed is put together."""
+    work, (to_input, weights, biases) = ctx.work, ctx.needs_input_grad[:3]
+    needed, finish = work.exchange.needed(own, halos), None
+    if to_input:
+        wanted = (True, False, False)
+        to_needed, _, _ = work.backward(gradient, needed, work.pads, weight, ctx.bias, ctx.groups, wanted)
+        finish = work.exchange.send_back(ctx.comm, to_needed, own)
+        del to_needed
+    wanted = (False, weights, biases)
+    _, to_weight, to_bias = work.backward(gradient, needed, work.pads, weight, ctx.bias, ctx.groups, wanted)
+    return None if finish is None else finish(), to_weight, to_bias
 
 
 def _padded(x: Tensor, pads: Pads) -> tuple[Tensor, tuple[int, int]]:
@@ -159,18 +180,6 @@ def _padded(x: Tensor, pads: Pads) -> tuple[Tensor, tuple[int, int]]:
     return F.pad(x, (left, right, top, bottom)), (0, 0)
 
 
-def _both(pads: tuple[int, int]) -> Pads:
-    return (pads[0], pads[0]), (pads[1], pads[1])
-
-
 def _between(inner: Box, outer: Box) -> Pads:
     rows, columns = ((o.start, i.start, i.stop, o.stop) for i, o in zip(inner, outer, strict=True))
     return (rows[1] - rows[0], rows[3] - rows[2]), (columns[1] - columns[0], columns[3] - columns[2])
-
-
-def _piece(parts: dict[Box, Tensor], box: Box) -> Tensor:
-    """The part ``box`` of the one among ``parts`` that holds it."""
-    for at, value in parts.items():
-        if at[0].holds(box[0]) and at[1].holds(box[1]):
-            return cut(value, DIMS, box, at)
-    raise AssertionError(f"{box} lies in none of {list(parts)}")

@@ -1,4 +1,4 @@
-"""Batch norm of a map that lies with several members: statistics of the whole, in one message forward and one back.
+"""Batch norm of a map that is sharded over a team: statistics of the whole, in one message forward and one back.
 
 Each member gives (count, mean, M2) of its own part; they are merged in the order of members, by Chan, Golub and LeVeque
 (1983), the same bits everywhere. Backward is the textbook formula with sums over all members.
@@ -14,33 +14,33 @@ from torch import Tensor
 
 from parallel.streaming.moments import merged
 from parallel.streaming.operation import ChannelNorm
-from parallel.team.link import TeamLink
+from parallel.team.team_comm import TeamComm
 
 
-def merged_moments(link: TeamLink, own: Tensor) -> Tensor:
+def merged_moments(comm: TeamComm, own: Tensor) -> Tensor:
     """Return (3, ...) count, mean and M2 of all members' parts from those of each."""
-    return functools.reduce(merged, link.gather(own))
+    return functools.reduce(merged, comm.all_gather(own))
 
 
-def normalised_side_by_side(link: TeamLink, x: Tensor, of_all: Tensor, norm: ChannelNorm, given: Any) -> Tensor:
+def sharded_batch_norm(comm: TeamComm, x: Tensor, of_all: Tensor, norm: ChannelNorm, given: Any) -> Tensor:
     """Return this member's part of a map normalised by the moments ``of_all`` its parts."""
     scale, shift = norm.affine(given)
     weight = torch.ones_like(of_all[0].flatten(), dtype=x.dtype) if scale is None else scale
     bias = torch.zeros_like(weight) if shift is None else shift
-    y: Tensor = _Normalised.apply(x, weight, bias, of_all, link, norm)
+    y: Tensor = _BatchNorm.apply(x, weight, bias, of_all, comm, norm)
     return norm.then(y)
 
 
-class _Normalised(torch.autograd.Function):
+class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, of_all: Tensor, link: TeamLink, norm: ChannelNorm
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, of_all: Tensor, comm: TeamComm, norm: ChannelNorm
     ) -> Tensor:
-        count, mean, squares = (each.flatten() for each in of_all)
+        count, mean, squares = of_all.flatten(1)
         mean, variance = mean.to(x.dtype), (squares / count).to(x.dtype)
         y, *saved = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, norm.eps)
         ctx.save_for_backward(x, weight, mean, variance, *saved)
-        ctx.count, ctx.link, ctx.epsilon = norm.count, link, norm.eps
+        ctx.count, ctx.comm, ctx.epsilon = norm.count, comm, norm.eps
         return y
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Normalised(torch.autograd.Function):
         )
         to_x = None
         if ctx.needs_input_grad[0]:
-            arriving = ctx.link.begin_sum_back(torch.stack([to_bias, to_weight]).double())
+            arriving = ctx.comm.all_reduce_async(torch.stack([to_bias, to_weight]).double())
             deviation = (variance.double() + ctx.epsilon).rsqrt()
             to_x = gradients[0] * (weight.double() * deviation).to(x.dtype)[:, None, None]  # while the sums travel
             (total,) = arriving.wait()

@@ -25,10 +25,10 @@ def parcels(names: Iterable[str], plan: TeamPlan) -> list[Parcel]:
     """Return all that goes between two teams of ``plan``, in the order that every member sends and receives it in."""
     members, found = range(plan.territory.grid.members), []
     for name in names:
-        place = plan.lies(name)
-        if place == "parts":
+        place = plan.placement(name)
+        if place == "shard":
             found += [Parcel(name, p, p) for p in members if all(span.size > 0 for span in plan.owned(name, p))]
         else:
-            everybody = name == RANDOM_STATE or place == "all"
+            everybody = name == RANDOM_STATE or place == "replicate"
             found += [Parcel(name, 0, q) for q in (members if everybody else [0])]
     return found

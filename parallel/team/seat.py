@@ -15,8 +15,8 @@ from parallel.memory.segments import segments_of
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import NothingInBoxes
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
-from parallel.team.link import TeamLink
 from parallel.team.stage_region import region_of_stage
+from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.team.team_stage import TeamRun, TeamStage, team_stages
 from parallel.trace.left_as_it_was import left_as_it_was
@@ -28,7 +28,7 @@ def modules_of_seat(
     partition: Partition,
     numbers: Sequence[int],
     strategy: Strategy,
-    link: TeamLink,
+    link: TeamComm,
     plans: TeamPlans,
     shape: tuple[int, ...],
     device: torch.device,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,9 @@ from parallel.streaming.region import Region
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
 
-Lies = Literal["parts", "all", "first"]
+MOST_PLANS = 64
+"""Plans that are kept, each with its programs: tiles of whole slides have a shape each."""
+Placement = Literal["shard", "replicate", "rank0"]
 """In parts with the members; whole with each of them; with member 0 alone."""
 
 
@@ -33,24 +35,26 @@ class TeamPlan:
     Attributes:
         region: what the members compute side by side; None where nothing can be.
         ends_at: (layer, reason) that ended it; None where all that has rows is in it.
+        compiled: programs of this plan, by what runs them; they go with the plan.
     """
 
     territory: Territory
     region: Region | None
     ends_at: tuple[str, str] | None
+    compiled: dict[Any, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def steps(self) -> frozenset[str]:
         """Names of values of the region, and of their sums."""
         return frozenset(step.name for step in self.region.steps) if self.region else frozenset()
 
-    def lies(self, name: str) -> Lies:
+    def placement(self, name: str) -> Placement:
         """Return where a value is."""
         if self.region is None:
-            return "first"
+            return "rank0"
         if name in self.region.dims:
-            return "parts"
-        return "all" if name in self.steps or name in self.region.constants else "first"
+            return "shard"
+        return "replicate" if name in self.steps or name in self.region.constants else "rank0"
 
     def sides(self, name: str) -> tuple[int, int]:
         """Return rows and columns of a map that lies in parts."""
@@ -140,16 +144,18 @@ class TeamPlans:
     def __init__(self, traced: Traced, once: bool = True) -> None:
         self._once = once
         self._traced = traced
-        self._made: dict[tuple[Grid, tuple[int, ...], bool], TeamPlan] = {}
+        self._plans: dict[tuple[Grid, tuple[int, ...], bool], TeamPlan] = {}
 
     def plan(self, grid: Grid, shape: Sequence[int], training: bool) -> TeamPlan:
         """Return the plan for tiles of ``shape`` (n, 3, h, w)."""
         key = (grid, tuple(shape), training)
-        if key not in self._made:
+        if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
             traced = self._traced
             nodes = list((traced.training if training else traced.evaluation).graph.nodes)
             with left_as_it_was(traced.model):
                 traced.model.train(training)
                 _put_on_one_device(traced.model)
-                self._made[key] = plan_team(traced.model, nodes, shape, grid, self._once)
-        return self._made[key]
+                self._plans[key] = plan_team(traced.model, nodes, shape, grid, self._once)
+        return self._plans[key]

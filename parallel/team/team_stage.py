@@ -22,10 +22,9 @@ from parallel.space.team import Box, Grid
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
-from parallel.team.link import TeamLink, cut
-from parallel.team.nodes import NodeRun
-from parallel.team.passing import Pass
-from parallel.team.tape import Tape
+from parallel.team.program import NodeRun
+from parallel.team.team_comm import ReplayLog, TeamComm, cut
+from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import SegmentRun, StageModule
@@ -43,35 +42,37 @@ class TeamStage(StageModule):
         plans: for tiles of any shape.
     """
 
-    link: TeamLink
+    link: TeamComm
     plans: Plans
     device: torch.device
-    _pass: Pass
+    _context: ForwardContext
     _asked: BoxSums | None = None
 
     @contextlib.contextmanager
-    def microbatch(self, shape: tuple[int, ...], random: int | Tensor = 0, tape: Tape | None = None) -> Iterator[Pass]:
+    def microbatch(
+        self, shape: tuple[int, ...], random: int | Tensor = 0, log: ReplayLog | None = None
+    ) -> Iterator[ForwardContext]:
         """Around a forward pass on tiles of ``shape`` (n, 3, h, w).
 
         Args:
             random: seed, or state, that the stage draws from.
-            tape: of the pass, where it will be computed a second time, or is.
+            log: of the pass, where it will be computed a second time, or is.
         """
-        self._pass = Pass(self.plans(shape, self.training), self.link, self.device, random)
+        self._context = ForwardContext(self.plans(shape, self.training), self.link, self.device, random)
         with contextlib.ExitStack() as scopes:
-            if tape is not None:
-                scopes.enter_context(tape.replayed() if tape.words else contextlib.nullcontext())
-                scopes.enter_context(self.link.on(tape))
-            yield self._pass
+            if log is not None:
+                scopes.enter_context(log.replayed() if log.entries else contextlib.nullcontext())
+                scopes.enter_context(self.link.on(log))
+            yield self._context
 
     def forward(self, *values: Any) -> Any:
         """Return the values named in ``outputs``."""
-        passing = self._pass
+        context = self._context
         if self.training and self.run_segment is not None and self.segments:
-            return self._in_segments(passing, values)
+            return self._in_segments(context, values)
         run = self._run_training if self.training else self._run_evaluation
         assert isinstance(run, TeamRun)
-        return run.nodes.run(self, passing, values, self._asked)
+        return run.nodes.run(self, context, values, self._asked)
 
     @property
     def counted(self) -> int:
@@ -83,7 +84,7 @@ class TeamStage(StageModule):
         with member 0 alone."""
         run = self._run_training if self.training else self._run_evaluation
         assert isinstance(run, TeamRun)
-        if not run.nodes.gives_parts(self._pass.plan, asked.targets.shape):
+        if not run.nodes.gives_parts(self._context.plan, asked.targets.shape):
             return None
         self._asked = asked
         try:
@@ -127,31 +128,31 @@ class TeamStage(StageModule):
             return own_part(tiles, plan.territory.side, box)
         return tiles.box(*box)
 
-    def _in_segments(self, passing: Pass, values: Sequence[Any]) -> tuple[Any, ...]:
+    def _in_segments(self, context: ForwardContext, values: Sequence[Any]) -> tuple[Any, ...]:
         assert self.run_segment is not None
         known = dict(zip(self.inputs, values, strict=True))
         for segment in self.segments:
             entering = tuple(known[name] for name in segment.inputs)
             for name in segment.finished:
                 del known[name]
-            made = self.run_segment(segment, self._computed(segment, passing), entering)
+            made = self.run_segment(segment, self._computed(segment, context), entering)
             known.update(zip(segment.outputs, made, strict=True))
             del entering, made
         return tuple(known[name] for name in self.outputs)
 
-    def _computed(self, segment: SegmentRun, passing: Pass) -> Callable[..., tuple[Any, ...]]:
-        """The segment's pass; a second one finds on tape what the first was told."""
+    def _computed(self, segment: SegmentRun, context: ForwardContext) -> Callable[..., tuple[Any, ...]]:
+        """The segment's pass; a second one finds on log what the first was told."""
         run = segment.run
         assert isinstance(run, TeamRun)
         asked = self._asked if segment is self.segments[-1] else None
         if not segment.recompute:
-            return lambda *values: run.nodes.run(self, passing, values, asked)
-        tape, passes = Tape(), iter((False, True))
+            return lambda *values: run.nodes.run(self, context, values, asked)
+        log, passes = ReplayLog(), iter((False, True))
 
         def compute(*values: Any) -> tuple[Any, ...]:
             again = next(passes)
-            with tape.replayed() if again else contextlib.nullcontext(), self.link.on(tape):
-                own = Pass(passing.plan, self.link, self.device) if again else passing
+            with log.replayed() if again else contextlib.nullcontext(), self.link.on(log):
+                own = ForwardContext(context.plan, self.link, self.device) if again else context
                 return run.nodes.run(self, own, values, asked)
 
         return compute
@@ -174,14 +175,14 @@ class TeamRun:
 
     def __call__(self, stage: Any, *values: Any) -> tuple[Any, ...]:
         assert isinstance(stage, TeamStage)
-        return self.nodes.run(stage, stage._pass, values)
+        return self.nodes.run(stage, stage._context, values)
 
 
 def team_stages(
     traced: Traced,
     partition: Partition,
     grids: Mapping[int, Grid],
-    link: TeamLink,
+    link: TeamComm,
     plans: TeamPlans,
     device: torch.device,
     segments: Mapping[int, Sequence[Segment]] = MappingProxyType({}),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from app.settings.strategy import StrategySettings
 from app.verify import VerifyCommand, VerifyResult, main, verify
@@ -17,7 +16,7 @@ from parallel.engine.optimizer_step import OptimizerStep
 from parallel.stage.batchnorm import OrderedStatistics
 from parallel.stage.running_buffers import untouched
 from parallel.stage.stage import Stage
-from parallel.team.link import TeamLink
+from parallel.team.team_comm import TeamComm
 
 MODEL = "tests.helpers.tiny_models:classifier"
 Patch = pytest.MonkeyPatch
@@ -34,16 +33,12 @@ def verified(parallel: Any, ranks: int, **more: Any) -> VerifyResult:
 
 def detached_halo(patch: Patch) -> None:
     """Gradients of rows and columns that came from another rank are lost."""
-    right, right_with_sum = TeamLink.give_back, TeamLink.begin_sum_and_give_back
+    right = TeamComm.send_halo_grads
 
-    def give_back(link: TeamLink, exchange: Any, gradients: Any, *more: Any) -> Any:
+    def detached(link: TeamComm, exchange: Any, gradients: Any, *more: Any) -> Any:
         return right(link, exchange, [gradient * 0 for gradient in gradients], *more)
 
-    def with_sum(link: TeamLink, value: Tensor, exchange: Any, gradients: Any, *more: Any) -> Any:
-        return right_with_sum(link, value, exchange, [gradient * 0 for gradient in gradients], *more)
-
-    patch.setattr(TeamLink, "give_back", give_back)
-    patch.setattr(TeamLink, "begin_sum_and_give_back", with_sum)
+    patch.setattr(TeamComm, "send_halo_grads", detached)
 
 
 def lost_microbatch(patch: Patch) -> None:

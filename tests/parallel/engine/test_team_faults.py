@@ -21,7 +21,6 @@ from parallel.schedule.action import Schedule
 from parallel.space import team
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from parallel.team.told_waits import ToldWaits
 from tests.helpers.engine_runs import build, steps_of, train
 from tests.helpers.forked import run_ranks
 
@@ -81,9 +80,10 @@ def losing(communicator: Communicator, kind: str, number: int, end: Any) -> tupl
     watch = Watch()
     engine = build(communicator, "skips", SPATIAL, steps_of(2), observer=watch)
     if communicator.rank == 1:
-        waits = engine._work.waits
-        assert isinstance(waits, ToldWaits)
-        waits._talk = Leaving(waits._talk, kind, number, end)
+        link = engine._work.link
+        assert link is not None
+        communicator = link._communicator
+        link._communicator = Leaving(communicator, kind, number, end)
     return engine, watch
 
 
@@ -96,7 +96,7 @@ def test_others_of_a_team_are_told_whatever_they_wait_for(
     kind: str, number: int, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "iall_reduce":
-        monkeypatch.setattr(team, "TOLD_BYTES", 0)  # as sums of more are
+        monkeypatch.setattr(team, "SMALL_ALL_REDUCE_BYTES", 0)  # as sums of more are
     heard: dict[int, Any] = {}
 
     def run(communicator: Communicator, _: Any) -> None:

@@ -49,7 +49,7 @@ def test_every_number_is_made_of_its_part_or_in_a_rim(seed: int) -> None:
                 whole += 1
                 continue
             apart += 1
-            base, rims = cells(split.base), [cells(rim.made) for rim in split.rims]
+            base, rims = cells(split.base), [cells(rim.made) for rim in split.strips]
             halos = [cells(halo.box) for halo in split.halos]
             assert sum(map(len, [base, *halos])) == len(cells(have)) == len(base.union(*halos))
             assert sum(map(len, rims)) == len(set().union(*rims))

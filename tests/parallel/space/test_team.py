@@ -59,10 +59,10 @@ def faults(exchange: Exchange, sides: Px) -> list[str]:
             if not px_of(box) or not px_of(box) <= px_of(exchange.owned[owner]):
                 found.append(f"{member} is to get of {owner} what that has not")
         for other in members:
-            sent = [box for target, box in exchange.leaving(other) if target == member]
-            if sent != [piece.box for piece in exchange.arriving(member) if piece.owner == other]:
+            sent = [box for target, box in exchange.sends[other] if target == member]
+            if sent != [piece.box for piece in exchange.recvs[member] if piece.owner == other]:
                 found.append(f"{other} sends {member} other than it expects, or in another order")
-    if exchange.px != sum(len(px_of(box)) for member in members for _, box in exchange.leaving(member)):
+    if exchange.px != sum(len(px_of(box)) for member in members for _, box in exchange.sends[member]):
         found.append("the px on paper are not those sent")
     return found
 
@@ -76,7 +76,7 @@ def test_pieces_partition_what_each_member_needs() -> None:
         rules = random_rule(draw, taken[0]), random_rule(draw, taken[1])
         exchange = territory.exchange(rules, (rules[0].out(taken[0]), rules[1].out(taken[1])), taken)
         assert not faults(exchange, taken), (territory, rules, taken)
-        assert exchange.quiet == (exchange.px == 0)
+        assert exchange.is_local == (exchange.px == 0)
         columns = territory.grid.columns
         beyond_neighbours += any(
             abs(piece.owner // columns - member // columns) > 1
@@ -89,9 +89,9 @@ def test_pieces_partition_what_each_member_needs() -> None:
 
 def test_what_a_member_needs_comes_from_corners_too() -> None:
     exchange = Territory(Grid(3, 3), (30, 30)).exchange((Window(3, 1, 1, 1, 1),) * 2, (30, 30), (30, 30))
-    sizes = {piece.owner: len(px_of(piece.box)) for piece in exchange.arriving(4)}
+    sizes = {piece.owner: len(px_of(piece.box)) for piece in exchange.recvs[4]}
     assert sizes == {0: 1, 1: 10, 2: 1, 3: 10, 5: 10, 6: 1, 7: 10, 8: 1}
-    assert [piece.owner for piece in exchange.arriving(0)] == [1, 3, 4]
+    assert [piece.owner for piece in exchange.recvs[0]] == [1, 3, 4]
 
 
 def test_a_halo_wider_than_a_part_comes_from_several_members() -> None:
@@ -110,14 +110,14 @@ def test_the_first_needed_row_follows_the_stride() -> None:
     exchange = territory.exchange((Window(7, 2, 1, 3, 3), SAME), (31, 61), (61, 61))
     assert territory.owned(0, (31, 61))[0] == Span(0, 15)
     assert [need[0] for need in exchange.needs] == [Span(-3, 32), Span(27, 64)]
-    assert [piece.box[0] for piece in exchange.arriving(1)] == [Span(27, 30)]
+    assert [piece.box[0] for piece in exchange.recvs[1]] == [Span(27, 30)]
 
 
 def test_gathered_gives_all_to_member_0_and_nothing_to_the_others() -> None:
     exchange = Territory(Grid(2, 2), (11, 9)).gathered((7, 5))
     assert len(px_of(exchange.boxes[0])) == 35
-    assert not any(exchange.arriving(member) for member in (1, 2, 3))
-    assert exchange.leaving(0) == []
+    assert not any(exchange.recvs[member] for member in (1, 2, 3))
+    assert exchange.sends[0] == ()
 
 
 def test_cuts_fall_where_strides_do_and_every_member_has_a_part() -> None:

@@ -25,7 +25,7 @@ from parallel.strategy import Strategy
 from parallel.streaming.planned_region import PlannedRegion
 from parallel.streaming.read_region import NothingInBoxes
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
-from parallel.team.link import TeamLink
+from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import team_stages
 from parallel.trace.trace_alone import trace_as_it_runs
@@ -178,7 +178,7 @@ def test_a_stage_without_anything_for_boxes_is_computed_at_once() -> None:
 def test_boxes_are_on_the_device_of_their_stage() -> None:
     """Regions are read, and planned, while the model still lies on the CPU."""
     shape, traced = (1, 3, 32, 32), trace_as_it_runs(classifier(3), (1, 3, 32, 32), torch.float32)
-    link, plans, whole = TeamLink(LocalCommunicator()), TeamPlans(traced, once=False), Partition(traced.graph, (0,))
+    link, plans, whole = TeamComm(LocalCommunicator()), TeamPlans(traced, once=False), Partition(traced.graph, (0,))
     device, boxed = torch.device("cuda"), BoxedParts(8)
     (stage,) = team_stages(traced, whole, {0: Grid()}, link, plans, device, boxed=boxed).values()
     plan = stage._run_training.nodes.planned(stage.train(), plans.plan(Grid(), shape, True))  # type: ignore[union-attr]

@@ -14,9 +14,9 @@ from parallel.comm.communicator import Communicator, Work
 from parallel.comm.thread_comm import run_on_threads
 from parallel.space.rule import Window
 from parallel.space.team import Box, Grid, Territory
-from parallel.team.convolution import convolve_side_by_side
-from parallel.team.fetched import patch_of
-from parallel.team.link import TeamLink, cut
+from parallel.team.convolution import HaloConvolution, sharded_convolution
+from parallel.team.halo_exchange import BoundExchange, patch_of
+from parallel.team.team_comm import TeamComm, cut
 
 SIDES = (12, 12)
 
@@ -70,15 +70,16 @@ def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: Grid) 
 
     def rank(communicator: Communicator, _: Any) -> list[tuple[int, int]]:
         order: list[Any] = []
-        link = TeamLink(Noted(communicator, order.append))  # type: ignore[arg-type]
+        link = TeamComm(Noted(communicator, order.append))  # type: ignore[arg-type]
         whole = torch.arange(144.0).reshape(1, 1, *SIDES)
         box = exchange.owned[link.member]
         own = part(whole, box)
-        halos = link.fetch(exchange, own, (2, 3)).wait()
-        for piece, halo in zip(exchange.arriving(link.member), halos, strict=True):
+        bound = BoundExchange(exchange, link.member, (2, 3))
+        halos = link.fetch(bound, own).wait()
+        for piece, halo in zip(exchange.recvs[link.member], halos, strict=True):
             assert torch.equal(halo, part(whole, piece.box))
-        back = link.give_back(exchange, halos, own, (2, 3)).wait()
-        for (_, sent), arrived in zip(exchange.leaving(link.member), back, strict=True):
+        back = link.send_halo_grads(bound, halos, own).wait()
+        for (_, sent), arrived in zip(exchange.sends[link.member], back, strict=True):
             assert torch.equal(arrived, cut(own, (2, 3), sent, box))
         link.finish()
         return [each for each in order if each != "wait"]
@@ -97,17 +98,12 @@ def test_halos_travel_while_a_member_computes() -> None:
 
     def rank(communicator: Communicator, _: Any) -> list[Any]:
         notes: list[Any] = []
-        link, member = TeamLink(Noted(communicator, notes.append)), communicator.rank  # type: ignore[arg-type]
+        link, member = TeamComm(Noted(communicator, notes.append)), communicator.rank  # type: ignore[arg-type]
         made, own = exchange.owned[member], part(whole, exchange.owned[member]).clone().requires_grad_()
         with Convolutions(notes), torch.autograd.set_multithreading_enabled(False):
-            y = convolve_side_by_side(
-                link,
-                exchange,
-                own,
-                patch_of(exchange, member, own, made, sides, (2, 3)),
-                (rule, rule),
-                (weight, None, 1),
-            )
+            patch = patch_of(exchange, member, None, made, sides, (2, 3))
+            work = HaloConvolution(BoundExchange(exchange, member, (2, 3)), patch, (rule, rule))
+            y = sharded_convolution(link, own, work, (weight, None, 1))
             y.backward(part(torch.ones(1, 4, *sides), made))
         link.finish()
         return notes

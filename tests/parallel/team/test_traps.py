@@ -21,8 +21,9 @@ from parallel.space.span import Span
 from parallel.space.team import Exchange, Grid, Territory
 from parallel.streaming import local_ops, read_norm, read_window
 from parallel.streaming.patch import Patch
-from parallel.team import convolution, fetched, link, member, nodes, norm, team_plan
-from parallel.team.link import Halos, TeamLink
+from parallel.team import convolution, norm, program, team_plan
+from parallel.team.halo_exchange import BoundExchange, patch_of
+from parallel.team.team_comm import PendingRecvs, TeamComm
 
 EXACT, WRONG = 1e-12, 1e-7
 SHAPE, GRID = (2, 2, 37, 29), Grid(2, 1)
@@ -85,13 +86,9 @@ def without_corners(self: Territory, needs: Any, sides: Any, whole: Any = Territ
     return Exchange(exchange.needs, exchange.boxes, tuple(kept), exchange.owned)
 
 
-def kept_gradients(own: TeamLink, exchange: Exchange, gradients: Any, like: Tensor, dims: Any) -> link.Halos:
+def kept_gradients(own: TeamComm, exchange: BoundExchange, gradients: Any, like: Tensor) -> PendingRecvs:
     """Of a detached halo."""
-    shapes = [
-        [box[dims.index(d)].size if d in dims else s for d, s in enumerate(like.shape)]
-        for _, box in exchange.leaving(own.member)
-    ]
-    return link.Halos([like.new_zeros(shape) for shape in shapes], ())
+    return PendingRecvs([torch.zeros_like(like[part]) for _, part, _ in exchange.sends])
 
 
 def naive_patch(exchange: Exchange, member: int, value: Any, made: Any, sides: Any, dims: Any) -> Patch:
@@ -104,15 +101,15 @@ def around_the_part(self: Window, rows: Span, side: int) -> Span:
     return Span(rows.start * self.stride - self.kernel // 2, rows.stop * self.stride + self.kernel // 2)
 
 
-def padded_by_ones(tensor: Tensor, patch: Patch) -> tuple[Tensor, tuple[int, int]]:
-    (top, bottom), (left, right) = patch.pads
+def padded_by_ones(tensor: Tensor, pads: Any) -> tuple[Tensor, tuple[int, int]]:
+    (top, bottom), (left, right) = pads
     return F.pad(tensor, (left, right, top, bottom), value=1.0), (0, 0)
 
 
 TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
     # MPI4DL detaches halos: what its neighbours made of a row never reaches who computed it.
     "gradients of halos are handed back": (
-        OPERATIONS["convolution 3x3"].make, replaced(TeamLink, "give_back", kept_gradients), GRID),
+        OPERATIONS["convolution 3x3"].make, replaced(TeamComm, "send_halo_grads", kept_gradients), GRID),
     # MPI4DL's fused halos pad once: rows outside the image become norm and ReLU of something.
     "rows outside the image are zero at every layer": (
         Together, replaced(convolution, "_padded", padded_by_ones), GRID),
@@ -124,11 +121,13 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         OPERATIONS["batch norm"].make, replaced(norm, "merged", half_merged), GRID),
     "the backward pass of a norm takes sums of all members": (
         OPERATIONS["batch norm"].make,
-        replaced(TeamLink, "begin_sum_back", lambda _, value: Halos([value], ())), GRID),
+        replaced(TeamComm, "all_reduce_async", lambda _, value: PendingRecvs([value])), GRID),
     "gradients of a gate are summed": (
-        OPERATIONS["deviation over the image"].make, replaced(member, "summed", lambda link, value: value), GRID),
+        OPERATIONS["deviation over the image"].make,
+        replaced(program, "all_reduce_sum", lambda comm, value: value), GRID),
     "gradients of moments are summed": (
-        OPERATIONS["group norm"].make, replaced(member, "echoed", lambda link, value: value), GRID),
+        OPERATIONS["group norm"].make,
+        replaced(program, "identity_fwd_all_reduce_bwd", lambda comm, value: value), GRID),
     # MPI4DL pads maxima by 0, which is the largest where all is negative.
     "maxima are padded by minus infinity": (
         lambda: Call(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1)),
@@ -141,7 +140,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         OPERATIONS["convolution 3x3, stride 2, no pad"].make,
         replaced(Window, "need", around_the_part), GRID),
     "needed rows may lie wholly outside": (
-        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(member, "patch_of", naive_patch), Grid(3, 1)),
+        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(program, "patch_of", naive_patch), Grid(3, 1)),
     "even 'same' kernels pad at the end": (
         OPERATIONS["convolution 4x4, 'same'"].make,
         replaced(read_window, "same_pads", lambda k, d: ((d * (k - 1) + 1) // 2, d * (k - 1) // 2)), GRID),
@@ -186,14 +185,14 @@ def test_ties_of_maxima_go_to_the_px_that_torch_takes() -> None:
 @pytest.mark.parametrize("held", [False, True])
 def test_draws_under_way_do_not_wait_for_halos(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads share torch's generator: a lock held over a whole pass, halos among it, never ends."""
-    run = nodes.NodeRun.run
+    run = program.NodeRun.run
 
     def locked(*arguments: Any) -> Any:
         with DRAWING:
             return run(*arguments)
 
     if held:
-        monkeypatch.setattr(nodes.NodeRun, "run", locked)
+        monkeypatch.setattr(program.NodeRun, "run", locked)
     layers = nn.Sequential(nn.Dropout2d(0.3), nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.3))
     assert (error(Around(layers)) <= EXACT) is not held
 
@@ -207,7 +206,7 @@ def test_members_are_numbered_in_their_team() -> None:
         if team is None:
             return []
         own = torch.full((1, 1, 3, 2), float(communicator.rank))
-        (halo,) = TeamLink(team).fetch(exchange, own, (2, 3)).wait()
+        (halo,) = TeamComm(team).fetch(BoundExchange(exchange, team.rank, (2, 3)), own).wait()
         return [float(halo.mean()), *map(float, halo.shape)]
 
     found = run_on_threads(4, rank, [None] * 4, timeout_s=5)
@@ -219,10 +218,10 @@ def test_what_is_sent_may_be_overwritten_at_once() -> None:
     exchange = Territory(Grid(2, 1), (6, 2)).exchange((Window(3, 1, 1, 1, 1), SAME), (6, 2), (6, 2))
 
     def rank(communicator: Communicator, _: None) -> float:
-        own, member = torch.full((1, 1, 3, 2), 1.0 + communicator.rank), TeamLink(communicator)
+        own, member = torch.full((1, 1, 3, 2), 1.0 + communicator.rank), TeamComm(communicator)
         if communicator.rank:
             communicator.barrier()
-        halos = member.fetch(exchange, own, (2, 3))
+        halos = member.fetch(BoundExchange(exchange, member.member, (2, 3)), own)
         own.fill_(float("nan"))
         if not communicator.rank:
             communicator.barrier()
@@ -237,7 +236,7 @@ def test_no_padded_copy_is_kept() -> None:
     exchange = Territory(Grid(2, 1), (16, 8)).exchange((window, window), (16, 8), (16, 8))
 
     def rank(communicator: Communicator, _: None) -> int:
-        member = TeamLink(communicator)
+        member = TeamComm(communicator)
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -246,9 +245,10 @@ def test_no_padded_copy_is_kept() -> None:
 
         own, weight = torch.randn(1, 4, 8, 8, requires_grad=True), torch.randn(4, 4, 3, 3, requires_grad=True)
         made = exchange.owned[member.member]
-        patch = fetched.patch_of(exchange, member.member, own, made, (16, 8), (2, 3))
+        patch = patch_of(exchange, member.member, None, made, (16, 8), (2, 3))
+        work = convolution.HaloConvolution(BoundExchange(exchange, member.member, (2, 3)), patch, (window, window))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            convolution.convolve_side_by_side(member, exchange, own, patch, (window, window), (weight, None, 1))
+            convolution.sharded_convolution(member, own, work, (weight, None, 1))
         return sum(kept.values())
 
     own, halo, weight = 4 * 4 * 8 * 8, 4 * 4 * 8, 4 * 4 * 4 * 9

@@ -1,0 +1,158 @@
+"""Halo exchange of a map: a member's own part and pieces of others in one tensor; gradients go back to their owners.
+
+The backward pass is the linear adjoint of the forward pass: gradients of rows that were fetched go to their owners and
+are added there. So each member's gradients are partial sums, and the sum over the members is exact whoever computed
+what (Hewett and Grady 2020, A linear algebraic approach to model parallelism in deep learning, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.space.team import Box, Exchange, overlap
+from parallel.streaming.patch import Patch, had
+from parallel.team.team_comm import TeamComm, cut
+
+Dims = tuple[int, int]
+Slices = tuple[slice, ...]
+
+
+class BoundExchange:
+    """An exchange as one member runs it on tensors whose rows and columns are ``dims``; made once for a plan.
+
+    Attributes:
+        sends: (peer, where in its own part, sizes) of what it sends.
+        recvs: (peer, where in the needed box, sizes) of what it receives.
+        needed: puts together the needed box (``concat_halo``).
+    """
+
+    def __init__(self, exchange: Exchange, member: int, dims: Dims) -> None:
+        self.exchange, self.member, self.dims = exchange, member, dims
+        self.own, self.box = exchange.owned[member], exchange.boxes[member]
+        self.sends = [(peer, slices(dims, box, self.own), sizes(box)) for peer, box in exchange.sends[member]]
+        self.recvs = [(p.owner, slices(dims, p.box, self.box), sizes(p.box)) for p in exchange.recvs[member]]
+        self.needed = self.concat_halo(self.box)
+        self._used = [piece.box for piece in exchange.pieces[member] if piece.owner == member]
+        self._used_slices = [(slices(dims, box, self.own), slices(dims, box, self.box)) for box in self._used]
+
+    def concat_halo(self, box: Box) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
+        """Return (own part, received pieces) -> ``box`` of the map in one tensor, in the layout of the own part."""
+        copies: list[tuple[int, Slices, Slices]] = []
+        number = 0
+        for piece in self.exchange.pieces[self.member]:
+            source, at = (-1, self.own) if piece.owner == self.member else (number, piece.box)
+            number += source >= 0
+            if (common := overlap(piece.box, box)) is not None:
+                copies.append((source, slices(self.dims, common, box), slices(self.dims, common, at)))
+        (rows, columns), (first, second) = sizes(box), self.dims
+
+        def concat(own: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+            shape = list(own.shape)
+            shape[first], shape[second] = rows, columns
+            value = torch.empty(shape, dtype=own.dtype, device=own.device, memory_format=layout(own))
+            for source, target, part in copies:
+                value[target].copy_((own if source < 0 else pieces[source])[part])
+            return value
+
+        return concat
+
+    def own_gradient(self, gradient: Tensor, form: Tensor) -> Tensor:
+        """Return of the needed box's gradient that of this member's part, zero where no output used it.
+
+        It is written once: pages that are touched for zeros first cost as much as the rest of a pass over a large map.
+        """
+        if self._used == [self.own]:
+            return gradient[self._used_slices[0][1]].clone(memory_format=layout(gradient))
+        own = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+        for target, part in self._used_slices:
+            own[target].copy_(gradient[part])
+        return own
+
+    def add_pieces(self, own: Tensor, pieces: Sequence[Tensor]) -> None:
+        """Add to this member's gradient what others sent back, in the order of ``sends``."""
+        for (_, part, _), piece in zip(self.sends, pieces, strict=True):
+            own[part].add_(piece)
+
+    def send_back(self, comm: TeamComm, gradient: Tensor, form: Tensor) -> Callable[[], Tensor]:
+        """Send the gradients of what was fetched to their owners.
+
+        Args:
+            gradient: of the needed box.
+            form: of shape and type of this member's part.
+
+        Returns:
+            () -> gradient of this member's part, with what the others send back.
+        """
+        halos = comm.send_halo_grads(self, [gradient[part] for _, part, _ in self.recvs], form)
+        own = self.own_gradient(gradient, form)
+
+        def finish() -> Tensor:
+            self.add_pieces(own, halos.wait())
+            return own
+
+        return finish
+
+
+def halo_exchange(comm: TeamComm, exchange: BoundExchange, own: Tensor) -> Tensor:
+    """Return the box that this member needs of the map that it owns ``own`` of."""
+    if exchange.exchange.is_local:
+        return cut(own, exchange.dims, exchange.box, exchange.own)
+    value: Tensor = _HaloExchange.apply(own, comm, exchange)
+    return value
+
+
+class _HaloExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, comm: TeamComm, exchange: BoundExchange) -> Tensor:
+        ctx.comm, ctx.exchange = comm, exchange
+        ctx.own = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)  # its form alone
+        return exchange.needed(own, comm.fetch(exchange, own).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.exchange.send_back(ctx.comm, gradients[0], ctx.own)(), None, None
+
+
+def all_of_own(exchange: Exchange, member: int, patch: Patch) -> Patch | None:
+    """Return a patch of this member's part as it is, in place of ``patch``, which leaves out its last rows or columns
+    as a window that moves by several does not come to them; None where it begins elsewhere.
+
+    So the map is not copied, and neither is its gradient. A convolution makes no more of it: where nobody needs what
+    another has (``Exchange.is_local``), the next window begins beyond this part, or it would be this member's.
+    """
+    need, have, at = patch.need, patch.have, exchange.owned[member]
+    if any(h.start != o.start for h, o in zip(have, at, strict=True)):
+        return None
+    rows, columns = (type(n)(n.start, n.stop + o.stop - h.stop) for n, h, o in zip(need, have, at, strict=True))
+    return replace(patch, need=(rows, columns), have=at)
+
+
+def patch_of(exchange: Exchange, member: int, value: Any, made: Box, sides: tuple[int, int], dims: Dims) -> Patch:
+    """Return ``value``, the box that is needed of a map of ``sides``, as what an operation takes to give ``made``."""
+    need, has = exchange.needs[member], exchange.boxes[member]
+    have = had(need, has, sides)
+    wide = tuple(n if h.size else type(n)(h.start - n.size, h.stop) for n, h in zip(need, have, strict=True))
+    return Patch(value, (wide[0], wide[1]), have, made, sides, dims)
+
+
+def slices(dims: Dims, box: Box, at: Box) -> Slices:
+    """Return the index of ``box`` in a tensor that is the part ``at`` of a map."""
+    index = [slice(None)] * (max(dims) + 1)
+    for dim, span, whole in zip(dims, box, at, strict=True):
+        index[dim] = slice(span.start - whole.start, span.stop - whole.start)
+    return tuple(index)
+
+
+def sizes(box: Box) -> tuple[int, int]:
+    return box[0].size, box[1].size
+
+
+def layout(value: Tensor) -> torch.memory_format:
+    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous():
+        return torch.channels_last
+    return torch.contiguous_format
