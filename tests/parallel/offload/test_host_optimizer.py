@@ -63,7 +63,7 @@ def host_steps(net: nn.Module, loss: Loss, host: HostOptimizer, steps: range, ea
     for step in steps:
         rate = LR / (step + 1)
         host.begin_step()
-        backward(net, loss, step, functools.partial(host.arm, rate) if early else lambda: None)
+        backward(net, loss, step, functools.partial(host.expect_final_grads, rate) if early else lambda: None)
         host.apply(rate)
 
 
@@ -137,7 +137,7 @@ def test_a_step_that_is_given_up_changes_nothing(optimizer: str, resident: bool)
         before = state(net, host.optimizer)
         host.begin_step()
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-        backward(net, loss, 7, functools.partial(host.arm, LR / (step + 1)))
+        backward(net, loss, 7, functools.partial(host.expect_final_grads, LR / (step + 1)))
         host.rollback()
         with torch.no_grad():
             for name, buffer in net.named_buffers():
