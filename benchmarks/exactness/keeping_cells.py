@@ -12,10 +12,11 @@ from typing import Any
 
 from app.planning.workload import Workload
 from app.settings.strategy import StrategySettings
-from parallel.graph.partition import equal_cost
-from parallel.memory.policy import ActivationPolicy
+from parallel.graph.partition import Partition, equal_cost
+from parallel.memory.policy import ActivationPolicy, Recompute
 from parallel.memory.rank_bytes import whole_bytes
 from parallel.memory.recompute_ranks import chosen_runs_of_whole
+from parallel.memory.stage_memory import StageMemory
 
 CLASSES, RANKS = 3, 2
 SCHEDULES = ("gpipe", "1f1b", "master", "bidirectional", "ddp")
@@ -110,10 +111,10 @@ def planned_runs(name: str) -> str:
     """What is computed again to take half of what blocks save, as ``--developer recompute-runs`` takes it."""
     subject = SUBJECTS[name]
     graph = Workload(subject.model, ENLARGED * subject.tile, CLASSES).trace()
-    ends = [
-        whole_bytes("ddp", RANKS, subject.m, graph, 1, "cpu", ActivationPolicy(rule)).total
-        for rule in ("none", "block")
-    ]
+    memory, whole = StageMemory(graph), Partition(graph, (0,))
+    rules: tuple[Recompute, ...] = ("none", "block")
+    stages = [memory.of_stage(whole, 0, ActivationPolicy(rule)) for rule in rules]
+    ends = [whole_bytes("ddp", RANKS, subject.m, stage, 1).total for stage in stages]
     runs = chosen_runs_of_whole("ddp", RANKS, subject.m, graph, equal_cost(graph), sum(ends) / 2, slots=1)
     assert runs, f"nothing to compute again in {name}"
     return ",".join(f"{first}:{last}" for first, last in runs)

@@ -18,9 +18,9 @@ from benchmarks.gpu.offload_time import USUAL
 from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, seconds_of, told
 from benchmarks.gpu.work import CLASSES, Problem, Work
 from parallel.graph.partition import Partition
-from parallel.memory.kept_bytes import kept_bytes
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes
+from parallel.memory.stage_memory import StageMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.schedule.registry import build_schedule, placement_for
 
@@ -171,8 +171,8 @@ def _predicted_bytes(setting: Setting, model: str, px: int, policy: ActivationPo
     partition = _graph(model, px)
     placement = placement_for("1f1b", groups=1, depth=1, chunks=1)
     schedule = build_schedule("1f1b", placement, 1)
-    found = kept_bytes(partition, policy)
-    (rank,) = rank_bytes(partition, placement, schedule, slots=1, stages=found, device=setting.device.type)
+    stages = StageMemory(partition.graph).kept(partition, policy)
+    (rank,) = rank_bytes(stages, placement, schedule, slots=1, device=setting.device.type)
     return rank.total
 
 

@@ -39,6 +39,7 @@ from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import RankBytes, rank_bytes, whole_bytes
+from parallel.memory.stage_memory import StageMemory
 from parallel.strategy import WHOLE, Strategy
 from parallel.trace.trace import trace
 
@@ -78,11 +79,12 @@ def predict(case: dict[str, Any]) -> list[RankBytes]:
     graph = trace(WithLoss(model, targets_of(case["model"], case["px"])), shape).graph
     name, ranks, m = case["strategy"], case["ranks"], case["m"]
     if name in WHOLE:
-        return [whole_bytes(name, ranks, m, graph, SLOTS)] * ranks
+        return [whole_bytes(name, ranks, m, StageMemory(graph).plain((0, len(graph.layers))), SLOTS)] * ranks
     strategy = Strategy(name, ranks, ranks, m)
     cut = strategy.partition(trace(model, shape).graph)
     partition = Partition(graph, cut.starts)  # the loss comes after everything else
-    return rank_bytes(partition, strategy.placement, strategy.schedule(partition.links), slots=SLOTS)
+    stages = StageMemory(graph).kept(partition)
+    return rank_bytes(stages, strategy.placement, strategy.schedule(partition.links), slots=SLOTS)
 
 
 def resident(key: str) -> int:

@@ -1,7 +1,8 @@
-"""From a stage and a rule to spans: how long each piece of memory is on the device while a microbatch goes through.
+"""How long each piece of memory of a stage is on the device and on the host while a microbatch goes through.
 
-Takes the pieces of memory of a graph (``liveness``), the passes of a stage and an ``ActivationPolicy``; gives spans of
-moments. What a layer makes that is computed again is another piece of memory than what it made at first. No torch here.
+Takes the pieces of memory that a stage touches (``liveness``), its passes and an ``ActivationPolicy``; gives spans of
+moments, and bytes. What is recomputed is another piece of memory than what was made at first. Copies between device and
+host are taken to be done at once; on a GPU what has begun to leave is counted by the window (``ahead``). No torch here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,80 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from parallel.memory.liveness import LiveRange, Piece
+from parallel.graph.layers import LayerGraph
+from parallel.memory.liveness import LiveRange, Piece, gradient_spans, running_bytes
 from parallel.memory.offload_window import Journey, on_device
-from parallel.memory.passes import Passes
-from parallel.memory.policy import ActivationPolicy, buffer_bytes
+from parallel.memory.policy import ActivationPolicy, Segment, buffer_bytes
+from parallel.memory.stage_bytes import StageBytes
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Bytes of a stage on the host for one microbatch of the traced size.
+
+    Attributes:
+        kept: between its forward and its backward pass.
+        inputs: when the whole stage is to be computed again.
+        again: besides, at most, in a backward pass in which segments are computed again.
+    """
+
+    kept: int
+    inputs: int
+    again: int
+
+
+class Passes:
+    """Moments of a stage's layers in the two passes of a microbatch, by position in the graph.
+
+    First every layer runs forward; then segment by segment, the last first, forward again where it is recomputed, and
+    backward.
+
+    Args:
+        segments: of the stage, in order, without gaps.
+
+    Attributes:
+        start, stop: positions of the stage's first layer, and after its last.
+        again: position -> moment at which the layer runs forward again, where it does.
+        back: position -> moment of its backward pass.
+        turn: the first moment of the backward pass.
+        end: after the last moment.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        self.start, self.stop = segments[0].start, segments[-1].stop
+        self.turn = now = self.stop - self.start
+        self.again: dict[int, int] = {}
+        self.back: dict[int, int] = {}
+        for segment in reversed(segments):
+            places = range(segment.start, segment.stop)
+            if segment.recompute:
+                self.again |= {place: now + k for k, place in enumerate(places)}
+                now += len(places)
+            self.back |= {place: now + k for k, place in enumerate(reversed(places))}
+            now += len(places)
+        self.end = now
+
+    def forth(self, position: int) -> int:
+        """Moment at which the layer first runs forward."""
+        return position - self.start
+
+
+def passes_of(graph: LayerGraph, segments: Sequence[Segment], touched: Iterable[Piece]) -> Passes:
+    """Return the passes of a stage. Nobody asks for a segment that keeps nothing: what enters it is not held, and it is
+    not computed again. Nor is the loss, which is computed with the model's output, but in no segment."""
+    saved = {position for piece in touched for position in piece.saved}
+    last = len(graph.layers) - 1
+    run: list[Segment] = []
+    for segment in segments:
+        if segment.recompute and segment.start < last < segment.stop:
+            run += [Segment(segment.start, last, True), Segment(last, segment.stop, False)]
+        else:
+            run.append(segment)
+    return Passes([replace(s, recompute=s.recompute and not saved.isdisjoint(range(s.start, s.stop))) for s in run])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +116,12 @@ class Lifetimes:
         unkept: of positions, in a forward pass that keeps nothing, as before a recomputation of the whole stage.
         held: bytes on the device between the two passes.
         held_inputs: of those, what entered the stage.
-        host: bytes on the host between the two passes.
-        host_inputs: there, when the whole stage is to be computed again.
-        host_again: there besides, at most: what a segment keeps that is computed again.
     """
 
     def __init__(self, touched: Iterable[Piece], passes: Passes, policy: ActivationPolicy) -> None:
         self.spans: list[LiveRange] = []
         self.unkept: list[LiveRange] = []
-        self.held = self.held_inputs = self.host = self.host_inputs = 0
+        self.held = self.held_inputs = self._host = self._host_inputs = 0
         self.passes = passes
         self._starts = [segment.start for segment in passes.segments]
         self._moves = policy.offload != "none"
@@ -65,7 +131,36 @@ class Lifetimes:
         for piece in touched:
             self._take(piece)
         self.spans += on_device(self._journeys, policy.ahead, passes.turn)
-        self.host_again = max(self._host_again.values(), default=0)
+
+    @property
+    def on_host(self) -> HostBytes:
+        """Bytes on the host."""
+        return HostBytes(self._host, self._host_inputs, max(self._host_again.values(), default=0))
+
+    def stage_bytes(self, graph: LayerGraph, plain: StageBytes) -> StageBytes:
+        """Return the bytes of the stage on the device.
+
+        Args:
+            plain: of the stage, when all is kept there.
+        """
+        passes = self.passes
+        live = running_bytes([*self.spans, *_gradients(graph, passes)], 0, passes.end)
+        params = graph.owned_bytes[passes.start : passes.stop]
+        made = list(accumulate(reversed(params)))[::-1]
+        own, before = [0] * passes.end, [0] * passes.end
+        for position, moment in passes.back.items():
+            own[moment], before[moment] = params[position - passes.start], made[position - passes.start]
+        before[passes.turn :] = accumulate(before[passes.turn :], max)  # gradients are there while a segment runs again
+        backward = range(passes.turn, passes.end)
+        return replace(
+            plain,
+            inputs=self.held_inputs,
+            activations=self.held,
+            forward=max(live[: passes.turn]),
+            forward_only=max(running_bytes(self.unkept, passes.start, passes.stop)),
+            backward=max(live[now] + own[now] for now in backward),
+            first_backward=max(live[now] + before[now] for now in backward),
+        )
 
     def _take(self, piece: Piece) -> None:
         uses = self._uses(piece)
@@ -83,7 +178,7 @@ class Lifetimes:
         if entered or any(place < passes.stop for place in piece.made):
             self.unkept.append(LiveRange(begin, last, size))
         if entered and moves:
-            self.host_inputs += buffer_bytes(size)
+            self._host_inputs += buffer_bytes(size)
         if entered and not self._moves:  # the stage holds what it is given
             self._hold(size, begin, passes.end - 1, entered)
         elif moves and (kept or entering):
@@ -137,7 +232,7 @@ class Lifetimes:
                 asked.append((begin_again, passes.again[use.last]))
                 asked += [(passes.back[place],) * 2 for place in use.saved]
         packed = min([*kept, *(use.begin for use in entering)])
-        self.host += self._leave(size, passes.forth(begin), passes.forth(last), passes.forth(packed), asked)
+        self._host += self._leave(size, passes.forth(begin), passes.forth(last), passes.forth(packed), asked)
 
     def _make_again(self, size: int, use: _Use, moves: bool) -> None:
         """Hold what a segment that is computed again makes."""
@@ -156,3 +251,11 @@ class Lifetimes:
         """To the host at moment ``packed``, and back. Gives its bytes there."""
         self._journeys.append(Journey(size, begin, free, packed, tuple(sorted({*asked}))))
         return buffer_bytes(size)
+
+
+def _gradients(graph: LayerGraph, passes: Passes) -> Iterable[LiveRange]:
+    """Memory of gradients of values, by moments; that of messages is there from the beginning."""
+    for span in gradient_spans(graph, passes.start, passes.stop):
+        message = (span.first, span.last) == (passes.start, passes.stop - 1)
+        begin = passes.turn if message else passes.back[span.last]
+        yield LiveRange(begin, passes.back[span.first], span.bytes)

@@ -1,23 +1,19 @@
-"""Bytes that each rank takes at most in a training step, for any schedule, before it is run.
+"""Bytes that each rank takes at most in a training step, on its device and on the host, before it is run.
 
-Takes a partition of a graph that was traced with its loss, the schedule and the optimizer; gives ``RankBytes``. The
-actions of a rank are gone through one by one: what microbatches in flight keep, what lives only while an action runs
-(``stage_bytes``), and the messages beside it, which are received one action ahead and leave during the next. Buffers of
-modules, a few numbers per channel, are not counted. No torch here.
+Takes the bytes of stages, the schedule and the optimizer; gives ``RankBytes``. The actions of a rank are gone through
+one by one: what microbatches in flight keep, what lives only while an action runs (``stage_bytes``), and the messages
+beside it, which are received one action ahead and leave during the next. Buffers of modules, a few numbers per channel,
+are not counted. No torch here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Partition
-from parallel.memory.kept_bytes import kept_bytes
-from parallel.memory.policy import ActivationPolicy
-from parallel.memory.stage_bytes import StageBytes, stage_bytes
-from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, Action, Kind, Schedule
+from parallel.memory.lifetimes import HostBytes
+from parallel.memory.stage_bytes import StageBytes
+from parallel.schedule.action import BEGINS_BACKWARD, Action, Held, Kind, Schedule, held
 from parallel.schedule.microbatch import share_of
 from parallel.schedule.placement import Placement
 
@@ -66,22 +62,14 @@ def in_flight(schedule: Schedule, placement: Placement) -> tuple[tuple[tuple[int
     combinations = []
     for rank in range(placement.depth):
         stages = sorted({stage for stage, _ in placement.held_by(rank)})
-        now: Counter[int] = Counter()
+        now = dict.fromkeys(stages, 0)
         reached: dict[tuple[int, ...], None] = {}
-        last = _last(schedule[rank])
-        for action in schedule[rank]:
+        for action, before, after in held(schedule[rank]):
+            now[action.stage] += bool(after) - bool(before)
             if action.kind is Kind.FORWARD:
-                now[action.stage] += 1
-                reached[tuple(now[stage] for stage in stages)] = None
-            elif action.kind is last:
-                now[action.stage] -= 1
+                reached[tuple(now.values())] = None
         combinations.append(tuple(n for n in reached if not any(_exceeds(other, n) for other in reached)))
     return tuple(combinations)
-
-
-def _last(actions: Sequence[Action]) -> Kind:
-    """The kind of action after which nothing is held of a microbatch any more."""
-    return Kind.BACKWARD_WEIGHT if any(a.kind is Kind.BACKWARD_WEIGHT for a in actions) else Kind.BACKWARD
 
 
 def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -89,7 +77,7 @@ def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def rank_bytes(
-    partition: Partition,
+    stages: Sequence[StageBytes] | Mapping[int, StageBytes],
     placement: Placement,
     schedule: Schedule,
     *,
@@ -97,26 +85,22 @@ def rank_bytes(
     shard_optimizer: bool = False,
     weights: Sequence[float] | None = None,
     device: str = "cpu",
-    stages: Sequence[StageBytes] | Mapping[int, StageBytes] | None = None,
     summed: bool = False,
 ) -> list[RankBytes]:
     """Return the bytes of every rank in ``schedule``.
 
     Args:
-        partition: of the graph of the largest microbatch and its loss.
+        stages: for the largest microbatch, at least those that the ranks of ``schedule`` hold.
         schedule: compute-only, with recomputation where it is done, or lowered.
         slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
         shard_optimizer: of a pair of replicas' ranks, each keeps the optimizer state of the stage that it holds of the
             first replica.
         weights: of the microbatches by number, as parts of the largest; 1 each by default.
         device: kind of device, "cpu" or "cuda", which the optimizer's own memory depends on.
-        stages: what ``stage_bytes`` gives for the partition, where it is known, or ``kept_bytes`` under another rule;
-            those that the ranks of ``schedule`` hold are enough.
         summed: gradients of every stage are summed over ranks, those that ``placement`` does not tell of among them.
     """
-    stages = stage_bytes(partition) if stages is None else stages
     return [
-        _Walk(rank, actions, placement, stages, slots, shard_optimizer, weights, device, summed).fullest()
+        _fullest(rank, actions, placement, stages, slots, shard_optimizer, weights, device, summed)
         for rank, actions in sorted(schedule.items())
     ]
 
@@ -125,11 +109,9 @@ def whole_bytes(
     name: str,
     ranks: int,
     m: int,
-    graph: LayerGraph,
+    stage: StageBytes,
     slots: int,
     device: str = "cpu",
-    policy: ActivationPolicy | None = None,
-    stage: StageBytes | None = None,
 ) -> RankBytes:
     """Return the bytes of each rank where every rank computes the whole model: single, ddp and fsdp.
 
@@ -140,13 +122,9 @@ def whole_bytes(
         name: of the strategy: "single", "ddp" or "fsdp".
         ranks: that share the global batch.
         m: microbatches of the global batch.
-        graph: of the model and its loss, traced with the largest microbatch.
+        stage: the whole model and its loss, for the largest microbatch.
         slots: values that the optimizer keeps for each parameter.
-        policy: what becomes of activations; all stay on the device by default.
-        stage: what ``kept_bytes`` gives for the whole model, where it is known.
     """
-    if stage is None:
-        (stage,) = kept_bytes(Partition(graph, (0,)), policy or ActivationPolicy())
     several = len(share_of(0, ranks, m)) > 1
     parameters, kept = stage.parameters, stage.activations
     # Buckets take in the gradients layer by layer; without them all that are made add up.
@@ -183,90 +161,80 @@ def _fuller(*moments: RankBytes) -> RankBytes:
     return max(moments, key=lambda moment: moment.total)
 
 
-class _Walk:
-    """One rank through its actions."""
+def _fullest(
+    rank: int,
+    actions: Sequence[Action],
+    placement: Placement,
+    stages: Sequence[StageBytes] | Mapping[int, StageBytes],
+    slots: int,
+    shard_optimizer: bool,
+    weights: Sequence[float] | None,
+    device: str,
+    summed: bool,
+) -> RankBytes:
+    """Return the bytes of one rank; arguments as of ``rank_bytes``."""
+    of_rank = sorted({stage for stage, _ in placement.held_by(rank)})
+    parameters = sum(stages[stage].parameters for stage in of_rank)
+    owned = [s for s in of_rank if not shard_optimizer or placement.rank_of(s, 0, placement.group_of(rank)) == rank]
+    optimizer = slots * sum(stages[stage].parameters for stage in owned)
+    largest = max((stages[stage].largest_parameter for stage in owned), default=0)
+    # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.
+    gradients = {s: stages[s].parameters for s in of_rank if summed or len(placement.holders(s)) > 1}
+    steps = list(held(actions))
+    scales = [1.0 if weights is None else weights[action.i] for action, _, _ in steps]
+    # By action: messages that it waits for, and that it has made.
+    boundary = [(0.0, 0.0)] * len(steps)
+    if placement.depth > 1:
+        boundary = [_messages(a, stages[a.stage], weight) for (a, *_), weight in zip(steps, scales, strict=True)]
+    moments, kept = [], 0.0
+    for n, ((action, before, after), weight) in enumerate(zip(steps, scales, strict=True)):
+        stage, first = stages[action.stage], action.stage not in gradients
+        sizes = (0.0, stage.inputs * weight, stage.activations * weight)
+        fuller = max(before, after)
+        kept += sizes[fuller] - sizes[before]
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            during = float(stage.parameters * first)
+        elif action.kind in BEGINS_BACKWARD:
+            during = (stage.first_backward if first else stage.backward) * weight - sizes[fuller]
+        else:
+            during = (stage.forward if after is Held.ACTIVATIONS else stage.forward_only) * weight - sizes[fuller]
+        messages = sum(arriving for arriving, _ in boundary[n + 1 : n + 2])
+        messages += sum(leaving for _, leaving in boundary[max(0, n - 1) : n])
+        model = parameters, sum(gradients.values()), optimizer
+        moments.append((*model, round(kept), round(during), round(messages)))
+        if action.kind in (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT):
+            gradients[action.stage] = stage.parameters
+        kept += sizes[after] - sizes[fuller]
+    return _fuller(_update(parameters, optimizer, largest, slots, device), RankBytes(*max(moments, key=sum)))
 
-    def __init__(
-        self,
-        rank: int,
-        actions: Sequence[Action],
-        placement: Placement,
-        stages: Sequence[StageBytes] | Mapping[int, StageBytes],
-        slots: int,
-        shard_optimizer: bool,
-        weights: Sequence[float] | None,
-        device: str,
-        summed: bool,
-    ) -> None:
-        self._actions = [action for action in actions if action.kind in COMPUTE]
-        self._stages, self._weights = stages, weights
-        held = sorted({stage for stage, _ in placement.held_by(rank)})
-        self._parameters = sum(stages[stage].parameters for stage in held)
-        shared = {stage for stage in held if summed or len(placement.holders(stage)) > 1}
-        owned = [s for s in held if not shard_optimizer or placement.rank_of(s, 0, placement.group_of(rank)) == rank]
-        optimizer = slots * sum(stages[stage].parameters for stage in owned)
-        largest = max((stages[stage].largest_parameter for stage in owned), default=0)
-        self._update = _update(self._parameters, optimizer, largest, slots, device)
-        # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.
-        self._gradients = {stage: stages[stage].parameters for stage in shared}
-        self._recomputed = {a.key for a in self._actions if a.kind is Kind.RECOMPUTE}
-        self._split = any(action.kind is Kind.BACKWARD_WEIGHT for action in self._actions)
-        self._alone = placement.depth == 1
 
-    def fullest(self) -> RankBytes:
-        return _fuller(self._update, RankBytes(*max(self._moments(), key=sum)))
+def _messages(action: Action, stage: StageBytes, weight: float) -> tuple[float, float]:
+    if action.kind is Kind.FORWARD:
+        return stage.received * weight, stage.sent * weight
+    if action.kind in BEGINS_BACKWARD:
+        return stage.awaited * weight, stage.returned * weight
+    return 0.0, 0.0
 
-    def _moments(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """What ``RankBytes`` has, while each action runs."""
-        kept = 0.0
-        for n, action in enumerate(self._actions):
-            stage, weight = self._stages[action.stage], self._weight(action)
-            before, during, kept = self._step(action, stage, weight, kept)
-            boundary = sum(self._arriving(a) for a in self._actions[n + 1 : n + 2])
-            boundary += sum(self._leaving(a) for a in self._actions[max(0, n - 1) : n])
-            yield (
-                self._parameters,
-                sum(self._gradients.values()),
-                self._update.optimizer,
-                round(before),
-                round(during),
-                0 if self._alone else round(boundary),
-            )
-            if action.kind in (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT):
-                self._gradients[action.stage] = stage.parameters
 
-    def _step(self, action: Action, stage: StageBytes, weight: float, kept: float) -> tuple[float, float, float]:
-        """What is kept for backward while ``action`` runs, what lives besides, and what is kept after it."""
-        own, entered = stage.activations * weight, stage.inputs * weight
-        match action.kind:
-            case Kind.FORWARD if action.key in self._recomputed:
-                return kept + entered, stage.forward_only * weight - entered, kept + entered
-            case Kind.FORWARD:
-                return kept + own, stage.forward * weight - own, kept + own
-            case Kind.RECOMPUTE:
-                return kept - entered + own, stage.forward * weight - own, kept - entered + own
-            case Kind.BACKWARD_WEIGHT:
-                return kept, self._parameter_gradients(action, stage), kept - own
-        first = action.stage not in self._gradients
-        during = ((stage.first_backward if first else stage.backward) - stage.activations) * weight
-        return kept, during, kept if self._split else kept - own
+def host_bytes(schedule: Schedule, stages: Sequence[HostBytes], weights: Sequence[float] | None = None) -> list[int]:
+    """Return the bytes on the host of every rank in ``schedule`` at the fullest moment of a step.
 
-    def _parameter_gradients(self, action: Action, stage: StageBytes) -> float:
-        return 0.0 if action.stage in self._gradients else float(stage.parameters)
+    Counted are the buffers of the host's pool, which are up to a ninth larger than what lies in them.
 
-    def _arriving(self, action: Action) -> float:
-        """Messages that ``action`` waits for."""
-        stage = self._stages[action.stage]
-        if action.kind is Kind.FORWARD:
-            return stage.received * self._weight(action)
-        return stage.awaited * self._weight(action) if action.kind in BEGINS_BACKWARD else 0.0
+    Args:
+        schedule: compute-only, with recomputation where it is done, or lowered.
+        stages: of the partition.
+        weights: of the microbatches by number, as parts of the largest; 1 each by default.
+    """
 
-    def _leaving(self, action: Action) -> float:
-        """Messages that ``action`` has made."""
-        stage = self._stages[action.stage]
-        if action.kind is Kind.FORWARD:
-            return stage.sent * self._weight(action)
-        return stage.returned * self._weight(action) if action.kind in BEGINS_BACKWARD else 0.0
+    def fullest(actions: Sequence[Action]) -> int:
+        now = most = 0.0
+        for action, before, after in held(actions):
+            stage, weight = stages[action.stage], 1.0 if weights is None else weights[action.i]
+            sizes, fuller = (0, stage.inputs, stage.kept), max(before, after)
+            now += (sizes[fuller] - sizes[before]) * weight
+            most = max(most, now + (stage.again * weight if before is Held.ACTIVATIONS else 0.0))
+            now += (sizes[after] - sizes[fuller]) * weight
+        return round(most)
 
-    def _weight(self, action: Action) -> float:
-        return 1.0 if self._weights is None else self._weights[action.i]
+    return [fullest(actions) for _, actions in sorted(schedule.items())]

@@ -50,7 +50,7 @@ def chosen_runs(
         memory: of the partition's graph, where searches share it.
     """
     memory = StageMemory(partition.graph) if memory is None else memory
-    plain = memory.kept(partition, ActivationPolicy())
+    plain = memory.kept(partition)
     flights, rooms = [1] * partition.depth, [limit_bytes] * partition.depth
     for rank, combinations in enumerate(in_flight(schedule, placement)):
         held = sorted({stage for stage, _ in placement.held_by(rank)})
@@ -67,14 +67,13 @@ def chosen_runs(
     def taken(runs: Runs) -> list[int]:
         stages = memory.kept(partition, ActivationPolicy("optimal", runs))
         ranks = rank_bytes(
-            partition,
+            stages,
             placement,
             schedule,
             slots=slots,
             shard_optimizer=shard_optimizer,
             weights=weights,
             device=device,
-            stages=stages,
         )
         return [
             max(ranks[rank].total for rank in holders if rank < placement.depth)
@@ -102,7 +101,7 @@ def chosen_runs_of_whole(
 
     def taken(runs: Runs) -> list[int]:
         (stage,) = memory.kept(partition, ActivationPolicy("optimal", runs))
-        return [whole_bytes(name, ranks, m, graph, slots, device, stage=stage).total]
+        return [whole_bytes(name, ranks, m, stage, slots, device).total]
 
     room = limit_bytes - (2 + slots) * sum(graph.owned_bytes)
     return _chosen(partition, forward_s, [1], [room], taken, limit_bytes, memory)

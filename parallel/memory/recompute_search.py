@@ -2,7 +2,7 @@
 
 Takes a stage's layers with their seconds, a budget and the number of microbatches in flight; gives ``Segment``s. A
 dynamic programme over places and bytes held, as in Chen et al. 2016 and Beaumont et al. 2019 (rotor), finds plans by
-the bytes of ``segment_windows``, which are close; ``kept_bytes`` says what each really takes, and its answer moves the
+the bytes of ``SegmentWindows``, which are close; ``StageMemory`` says what each really takes, and its answer moves the
 budget of the next. Bytes are rounded up to one of ``LEVELS``. No torch here.
 """
 
@@ -18,9 +18,8 @@ import numpy.typing as npt
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import cut_positions
 from parallel.memory.policy import ActivationPolicy, Segment
-from parallel.memory.segment_windows import SegmentWindows
 from parallel.memory.stage_memory import StageMemory
-from parallel.memory.windows import thinned
+from parallel.memory.windows import SegmentWindows, thinned
 
 LEVELS = 256
 PLACES = 130
@@ -38,30 +37,16 @@ RULE = ActivationPolicy("optimal")
 Plan = tuple[Segment, ...]
 
 
-def choose_recompute(
-    graph: LayerGraph,
-    start: int,
-    stop: int,
-    forward_s: Sequence[float],
-    budget_bytes: float,
-    in_flight: int = 1,
-    memory: StageMemory | None = None,
-) -> Plan | None:
-    """The segments of the layers from ``start`` to ``stop``, not included; None where nothing fits.
+class RecomputeSearch:
+    """Searches for one stage and any budgets; what plans take is remembered.
 
     Args:
         graph: traced with the largest microbatch and the loss.
+        start, stop: positions of the stage's first layer, and after its last.
         forward_s: of each layer of the graph, positive.
-        budget_bytes: for all that is kept of microbatches in flight, and what one pass takes beside it.
         in_flight: microbatches of the stage between their forward and backward pass, at most.
-        memory: of the graph, where searches share it.
+        memory: of the graph.
     """
-    memory = StageMemory(graph) if memory is None else memory
-    return RecomputeSearch(graph, start, stop, forward_s, in_flight, memory).best(budget_bytes)
-
-
-class RecomputeSearch:
-    """Searches for one stage and any budgets; arguments as of ``choose_recompute``. What plans take is remembered."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What the stages of one graph hold, remembered: a search asks for the same stages again and again.
+"""Bytes that the stages of one graph hold, remembered: a search asks for the same stages again and again.
 
-Takes a graph that was traced with its loss; gives what ``kept_bytes``, ``stage_host_bytes`` and ``moved_bytes`` give,
-stage by stage. A stage is worked out once for each choice of segments, whatever the stages beside it do. No torch here.
+Takes a graph that was traced with its loss; gives ``StageBytes`` and ``HostBytes``, stage by stage. A stage is worked
+out once for each choice of segments, whatever the stages beside it do. No torch here.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from collections.abc import Sequence
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
-from parallel.memory.host_bytes import HostBytes, host_bytes_of
-from parallel.memory.kept_bytes import passes_of, with_lifetimes
-from parallel.memory.lifetimes import Lifetimes
+from parallel.memory.lifetimes import HostBytes, Lifetimes, passes_of
 from parallel.memory.liveness import Piece, gradient_spans, pieces, running_bytes
-from parallel.memory.policy import ActivationPolicy, Segment
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy, Segment
 from parallel.memory.segments import segments_of
-from parallel.memory.stage_arrays import StageArrays
-from parallel.memory.stage_bytes import StageBytes, bytes_of_window
+from parallel.memory.stage_bytes import StageArrays, StageBytes
 
 Bound = tuple[int, int]
 
 
 class StageMemory:
-    """What stages of ``graph`` hold, worked out once for each.
+    """Bytes that stages of ``graph`` hold, worked out once for each.
 
     Attributes:
         pieces: of the graph's memory.
@@ -43,8 +40,8 @@ class StageMemory:
         self._kept: dict[object, StageBytes] = {}
         self._host: dict[object, HostBytes] = {}
 
-    def kept(self, partition: Partition, policy: ActivationPolicy) -> list[StageBytes]:
-        """Return what ``kept_bytes`` does.
+    def kept(self, partition: Partition, policy: ActivationPolicy = KEEP_ALL) -> list[StageBytes]:
+        """Return the bytes of every stage on the device.
 
         Raises:
             ValueError: a chosen run of layers does not fit the model.
@@ -52,14 +49,14 @@ class StageMemory:
         return [self.of_stage(partition, stage, policy) for stage in range(partition.depth)]
 
     def of_stage(self, partition: Partition, stage: int, policy: ActivationPolicy) -> StageBytes:
-        """Return what ``kept`` has of one stage."""
+        """Return the bytes of one stage on the device."""
         segments = segments_of(partition, stage, policy)
         if not policy.moves and not policy.segmented:
             return self.plain((segments[0].start, segments[-1].stop))
         return self.of_segments(segments, policy)
 
     def host(self, partition: Partition, policy: ActivationPolicy) -> list[HostBytes]:
-        """Return what ``stage_host_bytes`` does."""
+        """Return the bytes of every stage on the host."""
         stages = []
         for stage in range(partition.depth):
             key = self._key(segments := segments_of(partition, stage, policy), policy)
@@ -81,15 +78,17 @@ class StageMemory:
 
     def _work_out(self, key: object, segments: Sequence[Segment], policy: ActivationPolicy) -> None:
         bound = segments[0].start, segments[-1].stop
-        touched = self.touched(bound)
-        if policy.offload == "none" and touched:
-            if bound not in self._arrays:
-                self._arrays[bound] = StageArrays(self.graph, *bound, touched, self.plain(bound))
-            self._kept[key], self._host[key] = self._arrays[bound].stage_bytes(segments), HostBytes(0, 0, 0)
+        if not policy.moves:
+            self._kept[key], self._host[key] = self._arrays_of(bound).stage_bytes(segments), HostBytes(0, 0, 0)
             return
+        touched = self.touched(bound)
         lives = Lifetimes(touched, passes_of(self.graph, segments, touched), policy)
-        self._kept[key] = with_lifetimes(self.graph, lives, self.plain(bound))
-        self._host[key] = host_bytes_of(lives)
+        self._kept[key], self._host[key] = lives.stage_bytes(self.graph, self.plain(bound)), lives.on_host
+
+    def _arrays_of(self, bound: Bound) -> StageArrays:
+        if bound not in self._arrays:
+            self._arrays[bound] = StageArrays(self.graph, *bound, self.touched(bound))
+        return self._arrays[bound]
 
     def least(self, bound: Bound) -> int:
         """Bytes below which no choice of what is computed again or moved brings a backward pass: what a layer saved,
@@ -104,9 +103,9 @@ class StageMemory:
         return self._least[bound]
 
     def plain(self, bound: Bound) -> StageBytes:
-        """When all is kept on the device: of the layers from one position to another, not included."""
+        """Return the bytes of the layers from one position to another, not included, when all is kept on the device."""
         if bound not in self._plain:
-            self._plain[bound] = bytes_of_window(self.graph, *bound, self.touched(bound))
+            self._plain[bound] = self._arrays_of(bound).plain
         return self._plain[bound]
 
     def touched(self, bound: Bound) -> list[Piece]:

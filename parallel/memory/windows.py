@@ -1,4 +1,4 @@
-"""What every run of consecutive layers would cost as a stage: seconds, and bytes received, kept and live at most.
+"""Costs of every run of consecutive layers, as a stage or as a segment that is recomputed: seconds and bytes.
 
 Takes a ``LayerGraph``, seconds per layer and the positions where stages may begin; gives matrices over all pairs of
 them, for the exact search of ``partition_optimal``. Each matrix is a sum of rectangles: a value counts in the windows
@@ -142,19 +142,21 @@ class Windows:
 
     def _rows(self, rectangles: Iterable[Rectangle]) -> Matrix:
         """(P, layers): entry [i, p] for the window that begins at ``positions[i]`` and ends with layer p."""
-        count = len(self.graph.layers)
-        cells = np.array([r for r in rectangles if r[0] <= r[1] and r[2] <= r[3]], dtype=np.int64).reshape(-1, 5)
-        top = np.searchsorted(self._begin, cells[:, 0])
-        bottom = np.searchsorted(self._begin, cells[:, 1], side="right")
-        corners = np.zeros((len(self.positions) + 1, count + 1), dtype=np.int64)
-        left, right, size = cells[:, 2], cells[:, 3] + 1, cells[:, 4]
-        for row, sign in ((top, 1), (bottom, -1)):
-            np.add.at(corners, (row, left), sign * size)
-            np.add.at(corners, (row, right), -sign * size)
-        np.cumsum(corners, axis=0, out=corners)
-        np.cumsum(corners, axis=1, out=corners)
-        inner: Matrix = corners[:-1, :-1]
-        return inner
+        return _summed(self._begin, np.arange(len(self.graph.layers)), rectangles)
+
+
+def _summed(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], rectangles: Iterable[Rectangle]) -> Matrix:
+    """(begins, ends): the bytes of each window, of all rectangles that it lies in."""
+    cells = np.array([r for r in rectangles if r[0] <= r[1] and r[2] <= r[3]], dtype=np.int64).reshape(-1, 5)
+    top, left = np.searchsorted(begins, cells[:, 0]), np.searchsorted(ends, cells[:, 2])
+    bottom, right = (np.searchsorted(line, cells[:, k], side="right") for line, k in ((begins, 1), (ends, 3)))
+    corners = np.zeros((len(begins) + 1, len(ends) + 1), dtype=np.int64)
+    for row, column, sign in ((top, left, 1), (top, right, -1), (bottom, left, -1), (bottom, right, 1)):
+        np.add.at(corners, (row, column), sign * cells[:, 4])
+    np.cumsum(corners, axis=0, out=corners)
+    np.cumsum(corners, axis=1, out=corners)
+    inner: Matrix = corners[:-1, :-1]
+    return inner
 
 
 class _Some(Windows):
@@ -258,3 +260,66 @@ def _gradients(graph: LayerGraph) -> tuple[list[Rectangle], list[Rectangle]]:
     spans = list(gradient_spans(graph))
     own = [(0, span.first, span.first, span.last, span.bytes) for span in spans]
     return own, [(span.first + 1, span.last, 0, span.last, span.bytes) for span in spans]
+
+
+class SegmentWindows:
+    """Costs of every run of consecutive layers of a stage as a segment, for the search of ``recompute_search``.
+
+    Entry [i, j] is for the layers from ``places[i]`` to ``places[j]``, not included; those with i >= j mean nothing.
+    What later segments use is counted with the segment that makes it, so that bytes held add up over segments; where a
+    later segment keeps nothing of it after all, that is too much.
+
+    Args:
+        touched: pieces of memory that the stage's layers make, keep or use.
+        places: increasing positions, both ends of the stage among them.
+        forward_s: of each layer of the graph.
+
+    Attributes:
+        held_again: bytes held between the passes of the stage of a segment that is computed again: what it gives.
+        held_kept: of one that is not: what it keeps, too.
+        work: live at most while it is computed again and goes backward, besides what is held of segments before it.
+        seconds: of its forward pass.
+        inputs: bytes that enter the stage, which are held anyway.
+    """
+
+    def __init__(
+        self, graph: LayerGraph, touched: Iterable[Piece], places: Sequence[int], forward_s: Sequence[float]
+    ) -> None:
+        self.places = tuple(places)
+        at = np.asarray(places)
+        start, stop = places[0], places[-1]
+        again, kept, self.inputs = [], [], 0
+        for piece in touched:
+            if any(start <= use < stop and made < start for made, use in piece.used):
+                self.inputs += piece.bytes
+                continue
+            saved = [place for place in piece.saved if start <= place < stop]
+            inside = [place for place in (*piece.made, *saved) if start <= place < stop]
+            if not inside:
+                continue
+            first = min(inside)
+            last = max((use for _, use in piece.used if first < use < stop), default=first)
+            again.append((start, first, first + 1, last, piece.bytes))
+            if saved and min(saved) <= last:
+                kept.append((start, first, first + 1, stop, piece.bytes))
+            else:
+                kept.append((start, first, first + 1, last, piece.bytes))
+                kept += [(start, first, min(saved) + 1, stop, piece.bytes)] if saved else []
+        windows = Windows(graph, forward_s, sorted({0, *places, len(graph.layers)})).among(places)
+        self.held_again = _summed(at, at, again)
+        self.held_kept = _summed(at, at, kept)
+        self.work = windows.peak_bytes - windows.entered_bytes + _summed(at, at, _passing(graph, start, stop))
+        self.seconds = windows.seconds
+
+
+def _passing(graph: LayerGraph, start: int, stop: int) -> Iterable[Rectangle]:
+    """Gradients that wait while a segment goes backward that neither made their value nor uses it."""
+    uses: dict[str, list[int]] = {}
+    for position in range(start, stop):
+        for name in graph.layers[position].inputs:
+            uses.setdefault(name, []).append(position)
+    for name, by in uses.items():
+        layer = graph.by_name[name]
+        if layer.differentiable:
+            for before, after in pairwise([graph.position[name], *by]):
+                yield max(before + 1, start), after - 1, max(before + 2, start + 1), after, layer.output_bytes

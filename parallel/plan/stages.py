@@ -20,9 +20,8 @@ from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, equal_cost
 from parallel.graph.scale import with_tiles
-from parallel.memory.host_bytes import host_bytes
 from parallel.memory.policy import MIB, SMALLEST, WINDOW
-from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
+from parallel.memory.rank_bytes import RankBytes, host_bytes, in_flight, rank_bytes, whole_bytes
 from parallel.memory.recompute_beside_offload import runs_beside_offload
 from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
 from parallel.memory.stage_bytes import StageBytes
@@ -283,7 +282,7 @@ class StageCache:
         if not candidate.splits:
             stage = memory.of_stage(partition, 0, policy)
             name, ranks, m = candidate.name, candidate.ranks, candidate.m
-            return whole_bytes(name, ranks, m, partition.graph, self.task.slots, self.cluster.kind, stage=stage)
+            return whole_bytes(name, ranks, m, stage, self.task.slots, self.cluster.kind)
         schedule, placement = schedule_of(candidate)
 
         def held(stage: int) -> StageBytes:
@@ -292,14 +291,13 @@ class StageCache:
             return memory.of_stage(partition, stage, policy)
 
         (of_rank,) = rank_bytes(
-            partition,
+            {stage: held(stage) for stage, _ in placement.held_by(rank)},
             placement,
             {rank: schedule[rank]},
             slots=self.task.slots,
             shard_optimizer=candidate.shard_optimizer,
             weights=weights_of(candidate, self.task.batch),
             device=self.cluster.kind,
-            stages={stage: held(stage) for stage, _ in placement.held_by(rank)},
             summed=candidate.grid is not None,
         )
         return of_rank

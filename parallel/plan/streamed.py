@@ -130,7 +130,7 @@ class StreamedStages:
         """
         name, ranks, m = strategy.name, strategy.ranks, strategy.m
         stage = self.stage_bytes(strategy, tiles, memory)
-        return whole_bytes(name, ranks, m, memory.graph, self._slots, self._cluster.kind, stage=stage)
+        return whole_bytes(name, ranks, m, stage, self._slots, self._cluster.kind)
 
     def stage_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> StageBytes:
         """Return the bytes of the only stage, of a team's largest member.

@@ -17,9 +17,10 @@ from models.registry import build_model
 from parallel.draw.svg_style import style, svg_text
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
-from parallel.memory.kept_bytes import lifetimes_of
-from parallel.memory.liveness import LiveRange, gradient_spans, running_bytes
+from parallel.memory.lifetimes import Lifetimes, passes_of
+from parallel.memory.liveness import LiveRange, gradient_spans, pieces, running_bytes
 from parallel.memory.policy import ActivationPolicy
+from parallel.memory.segments import segments_of
 from parallel.trace.trace import trace
 from parallel.units import bytes_text
 
@@ -48,8 +49,9 @@ def graph() -> LayerGraph:
 
 def bytes_over_a_step(graph: LayerGraph, rule: ActivationPolicy) -> tuple[list[int], int]:
     """Bytes while each layer is computed, forward, again and backward; and how many of these are forward."""
-    (lives,) = lifetimes_of(Partition(graph, (0,)), rule)
-    passes = lives.passes
+    found = pieces(graph)
+    passes = passes_of(graph, segments_of(Partition(graph, (0,)), 0, rule), found)
+    lives = Lifetimes(found, passes, rule)
     gradients = [
         LiveRange(passes.back[span.last], passes.back[span.first], span.bytes)
         for span in gradient_spans(graph, passes.start, passes.stop)

@@ -12,14 +12,13 @@ from torch import Tensor
 from parallel.comm.local import LocalCommunicator
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, partition_equal
-from parallel.memory.host_bytes import HostBytes, host_bytes, stage_host_bytes
-from parallel.memory.kept_bytes import kept_bytes, passes_of, with_lifetimes
-from parallel.memory.lifetimes import Lifetimes
+from parallel.memory.lifetimes import HostBytes, Lifetimes, passes_of
 from parallel.memory.liveness import pieces
 from parallel.memory.policy import LEAST, ActivationPolicy, Segment
-from parallel.memory.rank_bytes import whole_bytes
+from parallel.memory.rank_bytes import host_bytes, whole_bytes
 from parallel.memory.segments import segments_of
-from parallel.memory.stage_bytes import StageBytes, stage_bytes, touched_by
+from parallel.memory.stage_bytes import StageBytes
+from parallel.memory.stage_memory import StageMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.passes import add_recompute
@@ -61,14 +60,13 @@ def chain(*, twice: bool = False) -> LayerGraph:
 
 
 def only(graph: LayerGraph, policy: ActivationPolicy) -> StageBytes:
-    (stage,) = kept_bytes(Partition(graph, (0,)), policy)
-    return stage
+    return StageMemory(graph).of_stage(Partition(graph, (0,)), 0, policy)
 
 
 def in_segments(graph: LayerGraph, segments: list[Segment], policy: ActivationPolicy) -> StageBytes:
-    found, partition = pieces(graph), Partition(graph, (0,))
+    found = pieces(graph)
     lives = Lifetimes(found, passes_of(graph, segments, found), policy)
-    return with_lifetimes(graph, lives, stage_bytes(partition)[0])
+    return lives.stage_bytes(graph, only(graph, ActivationPolicy()))
 
 
 def test_offload_by_hand() -> None:
@@ -84,7 +82,7 @@ def test_offload_by_hand() -> None:
 
 def test_what_two_layers_keep_moves_once() -> None:
     graph, policy = chain(twice=True), ActivationPolicy(offload="overlap", smallest=0)
-    (there,) = stage_host_bytes(Partition(graph, (0,)), policy)
+    (there,) = StageMemory(graph).host(Partition(graph, (0,)), policy)
     assert there == HostBytes(4 * LEAST, LEAST, 0)  # a buffer for each
     stage = only(graph, policy)
     assert (stage.activations, stage.forward, stage.backward) == (0, 200, 40 + 60 + (60 + 40))
@@ -104,7 +102,7 @@ def test_segments_by_hand() -> None:
     lives = Lifetimes(
         found, passes_of(graph, segments, found), ActivationPolicy("block", offload="overlap", smallest=0)
     )
-    assert (lives.host, lives.host_inputs, lives.host_again) == (3 * LEAST, LEAST, 2 * LEAST)
+    assert lives.on_host == HostBytes(3 * LEAST, LEAST, 2 * LEAST)
 
 
 def test_a_segment_that_keeps_nothing_is_not_computed_again() -> None:
@@ -118,22 +116,21 @@ def test_without_a_rule_all_is_as_plainly_counted() -> None:
         graph = random_graph(seed, most=12)
         inner = range(2, len(graph.layers) - 1)
         partition = Partition(graph, (0, *sorted(random.Random(seed).sample(inner, min(2, len(inner))))))
-        plain = stage_bytes(partition)
-        assert kept_bytes(partition, ActivationPolicy()) == plain == kept_bytes(partition, ActivationPolicy("stage"))
-        for k, own in enumerate(touched_by(partition, pieces(graph))):
-            lives = Lifetimes(
-                own, passes_of(graph, segments_of(partition, k, ActivationPolicy()), own), ActivationPolicy()
-            )
-            assert with_lifetimes(graph, lives, plain[k]) == plain[k], (seed, k)
+        memory, found = StageMemory(graph), pieces(graph)
+        plain = memory.kept(partition)
+        assert plain == memory.kept(partition, ActivationPolicy("stage"))
+        for k, stage in enumerate(plain):
+            passes = passes_of(graph, segments_of(partition, k, ActivationPolicy()), found)
+            assert Lifetimes(found, passes, ActivationPolicy()).stage_bytes(graph, stage) == stage, (seed, k)
 
 
 def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
     for seed in range(150):
         graph = random_graph(seed, most=12)
-        partition = Partition(graph, (0, 2))
+        partition, memory = Partition(graph, (0, 2)), StageMemory(graph)
         for plain, none, few, all_ in zip(
-            stage_bytes(partition),
-            *(kept_bytes(partition, ActivationPolicy(offload="overlap", smallest=0, ahead=n)) for n in (0, 60, 10**6)),
+            memory.kept(partition),
+            *(memory.kept(partition, ActivationPolicy(offload="overlap", smallest=0, ahead=n)) for n in (0, 60, 10**6)),
             strict=True,
         ):
             assert none.activations == few.activations == all_.activations == 0
@@ -146,8 +143,8 @@ def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
 def test_whole_models_under_a_rule() -> None:
     graph = chain()
     plain, moved = (
-        whole_bytes("single", 1, 1, graph, 2, policy=rule)
-        for rule in (None, ActivationPolicy(offload="overlap", smallest=0))
+        whole_bytes("single", 1, 1, only(graph, rule), 2)
+        for rule in (ActivationPolicy(), ActivationPolicy(offload="overlap", smallest=0))
     )
     assert (plain.activations, moved.activations) == (208, 0)
     assert plain.total - moved.total > 50
@@ -180,7 +177,7 @@ RULES = {
     "offload": ActivationPolicy(offload="overlap", smallest=64 * KIB),
     "offload, ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=512 * KIB),
     "block and offload": ActivationPolicy("block", offload="overlap", smallest=0),
-    "block and offload, ahead": ActivationPolicy("block", offload="overlap", smallest=0, ahead=512 * KIB),
+    "block and offload, ahead": ActivationPolicy("block", offload="overlap", smallest=0, ahead=128 * KIB),
 }
 
 
@@ -190,9 +187,10 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
     traced, shape = traced_net(name)
     partition = partition_equal(traced.graph, stages)
     traced.model.zero_grad()
-    there = stage_host_bytes(partition, rule)
+    memory = StageMemory(traced.graph)
+    there = memory.host(partition, rule)
     values: dict[str, Tensor] = {partition.inputs_of(0)[0]: torch.randn(shape)}
-    for number, told in enumerate(kept_bytes(partition, rule)):
+    for number, told in enumerate(memory.kept(partition, rule)):
         module = cut_stage(traced, partition, number, segments_of(partition, number, rule)).train()
         statistics = running_statistics(module, LocalCommunicator(), "per-microbatch")
         saved_tensors = SavedTensors(rule, CPU)

@@ -17,7 +17,8 @@ from models.registry import build_model
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, partition_equal
 from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, whole_bytes
-from parallel.memory.stage_bytes import stage_bytes, window_bytes
+from parallel.memory.stage_bytes import StageBytes
+from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.schedule.passes import add_recompute, lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
@@ -26,6 +27,10 @@ from parallel.trace.trace import trace
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.random_graphs import kept_bytes, random_graph
 from tests.helpers.small_nets import SkipNet
+
+
+def stage_bytes(partition: Partition) -> list[StageBytes]:
+    return StageMemory(partition.graph).kept(partition)
 
 
 class WithLoss(nn.Module):
@@ -91,7 +96,7 @@ def test_windows_agree_with_stages(name: str) -> None:
     deviations = []
     for _ in range(60):
         i, j = sorted(draw.sample(range(len(windows)), 2))
-        stage = window_bytes(graph, windows.positions[i], windows.positions[j])
+        stage = StageMemory(graph).plain((windows.positions[i], windows.positions[j]))
         assert stage.activations == windows.kept_bytes[i, j]
         assert stage.inputs == windows.entered_bytes[i, j]
         assert stage.parameters == windows.param_bytes[i, j]
@@ -132,8 +137,8 @@ def test_ranks_of_every_schedule(name: str) -> None:
     partition = partition_equal(graph, placement.stages)
     schedule = build_schedule(name, placement, 2 if name == "mast" else 4)
     lowered = lower(schedule, placement, partition.links)
-    ranks = rank_bytes(partition, placement, schedule, slots=2)
-    assert ranks == rank_bytes(partition, placement, lowered, slots=2)
+    ranks = rank_bytes(stage_bytes(partition), placement, schedule, slots=2)
+    assert ranks == rank_bytes(stage_bytes(partition), placement, lowered, slots=2)
     stages = stage_bytes(partition)
     for rank, found in enumerate(ranks):
         held = {stage for stage, _ in placement.held_by(rank)}
@@ -141,9 +146,12 @@ def test_ranks_of_every_schedule(name: str) -> None:
         assert found.optimizer == 2 * found.parameters
         most = max(stages[stage].activations for stage in held)
         assert found.total >= found.parameters * 3 + most
-    half = [rank_bytes(partition, placement, schedule, slots=2, weights=[w] * 4)[0].activations for w in (1.0, 0.5)]
+    half = [
+        rank_bytes(stage_bytes(partition), placement, schedule, slots=2, weights=[w] * 4)[0].activations
+        for w in (1.0, 0.5)
+    ]
     assert half[1] <= half[0]
-    again = rank_bytes(partition, placement, add_recompute(schedule), slots=2)
+    again = rank_bytes(stage_bytes(partition), placement, add_recompute(schedule), slots=2)
     assert sum(rank.total for rank in again) <= sum(rank.total for rank in ranks)
 
 
@@ -151,8 +159,8 @@ def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
     graph = resnet50()
     placement = placement_for("master", groups=1, depth=2)
     partition, schedule = partition_equal(graph, 2), build_schedule("master", placement, 2)
-    whole = rank_bytes(partition, placement, schedule, slots=2)
-    shared = rank_bytes(partition, placement, schedule, slots=2, shard_optimizer=True)
+    whole = rank_bytes(stage_bytes(partition), placement, schedule, slots=2)
+    shared = rank_bytes(stage_bytes(partition), placement, schedule, slots=2, shard_optimizer=True)
     stages = stage_bytes(partition)
     assert [rank.optimizer for rank in whole] == [2 * (stages[0].parameters + stages[1].parameters)] * 2
     assert [rank.optimizer for rank in shared] == [2 * stages[0].parameters, 2 * stages[1].parameters]
@@ -160,11 +168,11 @@ def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
 
 def test_whole_models() -> None:
     graph = resnet50()
-    size = window_bytes(graph, 0, len(graph.layers)).parameters
+    size = StageMemory(graph).plain((0, len(graph.layers))).parameters
 
     def taken(name: str, ranks: int, m: int, slots: int = 0) -> RankBytes:
         """Of an optimizer whose update takes nothing, unless ``slots`` asks for more: passes are fullest."""
-        return whole_bytes(name, ranks, m, graph, slots)
+        return whole_bytes(name, ranks, m, StageMemory(graph).plain((0, len(graph.layers))), slots)
 
     assert taken("single", 1, 2).total >= taken("single", 1, 1).total
     # Buckets hold all gradients; those of microbatches before the last are beside them.
@@ -188,7 +196,7 @@ def test_an_update_takes_copies_of_the_largest_parameter(
 ) -> None:
     """Where one parameter is most of the model, no pass takes as much."""
     model = WithLoss(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 512), nn.Linear(512, 4)), torch.mean)
-    told = whole_bytes("single", 1, 1, trace(model, (1, 4)).graph, slots)
+    told = whole_bytes("single", 1, 1, stage_bytes(Partition(trace(model, (1, 4)).graph, (0,)))[0], slots)
     optimizer, watch = make(model.parameters()), LiveBytes(())
     for _ in range(2):
         with watch:
@@ -206,5 +214,5 @@ def test_a_rank_works_out_the_update_of_what_it_updates() -> None:
     assert first < last == max(p.numel() for p in build_model("resnet50", classes=3).parameters()) * 4
     bare = [dataclasses.replace(stage, backward=0, first_backward=0, forward=0) for stage in stage_bytes(partition)]
     for shared, works in ((True, [first, last]), (False, [last, last])):
-        ranks = rank_bytes(partition, placement, schedule, slots=2, shard_optimizer=shared, stages=bare)
+        ranks = rank_bytes(bare, placement, schedule, slots=2, shard_optimizer=shared)
         assert [rank.transient for rank in ranks] == [2 * work for work in works]

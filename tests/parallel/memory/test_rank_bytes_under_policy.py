@@ -16,11 +16,10 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.graph.layers import LayerGraph
-from parallel.memory.kept_bytes import kept_bytes
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes
 from parallel.memory.recompute_ranks import chosen_runs
-from parallel.memory.stage_bytes import stage_bytes
+from parallel.memory.stage_memory import StageMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
@@ -42,8 +41,8 @@ def graph() -> LayerGraph:
 def predicted(strategy: Strategy, policy: ActivationPolicy) -> list[int]:
     partition = strategy.partition(graph())
     schedule = strategy.schedule(partition.links)
-    stages = kept_bytes(partition, policy)
-    return [r.total for r in rank_bytes(partition, strategy.placement, schedule, slots=1, stages=stages)]
+    stages = StageMemory(partition.graph).kept(partition, policy)
+    return [r.total for r in rank_bytes(stages, strategy.placement, schedule, slots=1)]
 
 
 def measured(communicator: Communicator, strategy: Strategy) -> int:
@@ -93,7 +92,7 @@ def rules(strategy: Strategy) -> dict[str, ActivationPolicy]:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_ranks_take_what_is_predicted(schedule: str) -> None:
     partition = Strategy(schedule, 2, 2, M).partition(graph())
-    message = max(stage.returned for stage in stage_bytes(partition))
+    message = max(stage.returned for stage in StageMemory(partition.graph).kept(partition))
     for rule, policy in rules(Strategy(schedule, 2, 2, M)).items():
         strategy = Strategy(schedule, 2, 2, M, policy=policy)
         found = run_on_threads(2, lambda c, _, strategy=strategy: measured(c, strategy), timeout_s=60)

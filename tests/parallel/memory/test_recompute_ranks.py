@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import partition_equal
-from parallel.memory.kept_bytes import kept_bytes
+from parallel.graph.partition import Partition, partition_equal
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes, whole_bytes
 from parallel.memory.recompute_ranks import chosen_runs, chosen_runs_of_whole
 from parallel.memory.segments import segments_of
-from parallel.memory.stage_bytes import stage_bytes
+from parallel.memory.stage_memory import StageMemory
 from parallel.schedule.registry import build_schedule, placement_for
 from parallel.trace.trace import trace
 from tests.parallel.memory.test_rank_bytes import net
@@ -32,8 +31,8 @@ def test_ranks_fit(name: str) -> None:
     partition, schedule = partition_equal(graph, placement.stages), build_schedule(name, placement, 4)
 
     def fullest(policy: ActivationPolicy) -> int:
-        stages = kept_bytes(partition, policy)
-        return max(rank.total for rank in rank_bytes(partition, placement, schedule, slots=2, stages=stages))
+        stages = StageMemory(graph).kept(partition, policy)
+        return max(rank.total for rank in rank_bytes(stages, placement, schedule, slots=2))
 
     full = fullest(ActivationPolicy())
     limit = 0.8 * full
@@ -41,7 +40,7 @@ def test_ranks_fit(name: str) -> None:
     assert runs
     assert 0.9 * limit < fullest(ActivationPolicy("optimal", runs)) <= limit
     assert chosen_runs(partition, placement, schedule, seconds(graph), full, slots=2) == ()
-    most = max(stage.parameters for stage in stage_bytes(partition))
+    most = max(stage.parameters for stage in StageMemory(graph).kept(partition))
     assert chosen_runs(partition, placement, schedule, seconds(graph), 4 * most, slots=2) is None
     again = [
         each for k in range(partition.depth) for each in segments_of(partition, k, ActivationPolicy("optimal", runs))
@@ -51,10 +50,12 @@ def test_ranks_fit(name: str) -> None:
 
 def test_whole_models_fit() -> None:
     graph = unet()
-    full = whole_bytes("single", 1, 2, graph, 2).total
+
+    def taken(policy: ActivationPolicy) -> int:
+        return whole_bytes("single", 1, 2, StageMemory(graph).of_stage(Partition(graph, (0,)), 0, policy), 2).total
+
+    full = taken(ActivationPolicy())
     runs = chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), 0.8 * full, slots=2)
     assert runs
-    assert (
-        0.7 * full < whole_bytes("single", 1, 2, graph, 2, policy=ActivationPolicy("optimal", runs)).total <= 0.8 * full
-    )
+    assert 0.7 * full < taken(ActivationPolicy("optimal", runs)) <= 0.8 * full
     assert chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), full, slots=2) == ()

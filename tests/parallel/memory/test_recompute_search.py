@@ -11,12 +11,9 @@ import pytest
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import cut_positions
-from parallel.memory.kept_bytes import passes_of, with_lifetimes
-from parallel.memory.lifetimes import Lifetimes
-from parallel.memory.liveness import pieces
 from parallel.memory.policy import ActivationPolicy, Segment
-from parallel.memory.recompute_search import choose_recompute
-from parallel.memory.stage_bytes import window_bytes
+from parallel.memory.recompute_search import RecomputeSearch
+from parallel.memory.stage_memory import StageMemory
 from parallel.trace.trace import trace
 from tests.helpers.random_graphs import random_graph
 from tests.parallel.memory.test_rank_bytes import net
@@ -25,10 +22,14 @@ Plan = tuple[Segment, ...]
 
 
 def peak(graph: LayerGraph, plan: Plan, in_flight: int) -> int:
-    found = pieces(graph)
-    plain = window_bytes(graph, plan[0].start, plan[-1].stop)
-    stage = with_lifetimes(graph, Lifetimes(found, passes_of(graph, plan, found), ActivationPolicy("optimal")), plain)
+    stage = StageMemory(graph).of_segments(plan, ActivationPolicy("optimal"))
     return (in_flight - 1) * stage.activations + max(stage.forward, stage.backward)
+
+
+def choose_recompute(
+    graph: LayerGraph, start: int, stop: int, forward_s: list[float], budget: float, in_flight: int = 1
+) -> Plan | None:
+    return RecomputeSearch(graph, start, stop, forward_s, in_flight, StageMemory(graph)).best(budget)
 
 
 def seconds(plan: Plan, forward_s: list[float]) -> float:

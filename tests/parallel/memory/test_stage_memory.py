@@ -10,12 +10,10 @@ import pytest
 from app.planning.workload import Workload
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions
-from parallel.memory.host_bytes import stage_host_bytes
-from parallel.memory.kept_bytes import kept_bytes, passes_of, with_lifetimes
-from parallel.memory.lifetimes import Lifetimes
+from parallel.memory.lifetimes import Lifetimes, passes_of
 from parallel.memory.liveness import pieces
 from parallel.memory.policy import ActivationPolicy, Segment
-from parallel.memory.stage_bytes import StageBytes, window_bytes
+from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from tests.helpers.random_graphs import random_graph
 
@@ -38,7 +36,7 @@ def some_places(draw: random.Random, graph: LayerGraph) -> list[int]:
 def one_by_one(graph: LayerGraph, segments: list[Segment]) -> StageBytes:
     found = pieces(graph)
     lives = Lifetimes(found, passes_of(graph, segments, found), ActivationPolicy("optimal"))
-    return with_lifetimes(graph, lives, window_bytes(graph, segments[0].start, segments[-1].stop))
+    return lives.stage_bytes(graph, StageMemory(graph).plain((segments[0].start, segments[-1].stop)))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -75,7 +73,7 @@ def test_stages_of_partitions_under_rules(seed: int) -> None:
     for rule in RULES * 2:  # the second time they are remembered
         partition = Partition(graph, tuple(some_places(draw, graph)[:-1]))
         stages = memory.kept(partition, rule)
-        assert stages == kept_bytes(partition, rule)
+        assert stages == StageMemory(graph).kept(partition, rule)
         for stage, bound in zip(stages, pairwise([*partition.starts, len(graph.layers)]), strict=True):
             assert memory.least(bound) <= min(stage.backward, stage.first_backward)
-        assert memory.host(partition, rule) == stage_host_bytes(partition, rule)
+        assert memory.host(partition, rule) == StageMemory(graph).host(partition, rule)
