@@ -54,8 +54,9 @@ from parallel.team.team_stage import TeamStage
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
-from parallel.trace.trace_alone import trace_alone
-from parallel.trace.updated_faults import refuse_schedule
+from parallel.trace.trace_alone import trace_alone, updated_alone
+from parallel.trace.untraced import Untraced, UntracedModule
+from parallel.trace.updated_faults import refuse_copies, refuse_schedule
 
 
 def assemble(
@@ -90,7 +91,12 @@ def assemble(
         ValueError: a strategy, cut or schedule that does not fit the ranks, the model or each other.
     """
     assert strategy.ranks == communicator.world
-    traced = trace_alone(module, shape, communicator)
+    if batch < strategy.m:
+        raise ValueError(
+            f"{strategy.m} microbatches need a batch of at least {strategy.m} tiles, got {batch}: raise --batch or "
+            "lower --microbatches"
+        )
+    traced = _trace_as_needed(module, shape, communicator, strategy)
     work = put_to_work(
         traced,
         strategy.partition(traced.graph),
@@ -108,8 +114,29 @@ def assemble(
     return Engine(work, communicator, seed=seed, observer=observer)
 
 
+def _trace_as_needed(
+    module: nn.Module, shape: tuple[int, ...], communicator: Communicator, strategy: Strategy
+) -> Traced | Untraced:
+    """Return the layers of ``module`` if the strategy cuts, recomputes or streams them, else the module as it is.
+
+    Activations leave for the host earlier if a model is traced: a user's forward holds what it gave to a module.
+    """
+    policy = strategy.policy
+    needed = strategy.splits or policy.segmented or policy.stream is not None
+    if needed or policy.moves:
+        try:
+            traced = trace_alone(module, shape, communicator)
+            if needed or not traced.updated:
+                return traced
+        except ValueError:
+            if needed:
+                raise
+    refuse_copies(updated_alone(module, shape, communicator), communicator.world, strategy.name)
+    return Untraced(module)
+
+
 def put_to_work(
-    traced: Traced,
+    traced: Traced | Untraced,
     partition: Partition,
     loss: Loss,
     make_optimizer: MakeOptimizer,
@@ -134,27 +161,28 @@ def put_to_work(
     costs = nominal_costs(partition) if policy.moves else None
     scheduled = functools.partial(_schedule_of, strategy, partition.links, costs)
     schedule = scheduled(strategy.shares)
-    refuse_schedule(traced, partition, schedule, placement, policy, strategy.name)
+    updated: Collection[str] = ()
+    if isinstance(traced, Traced):
+        refuse_schedule(traced, partition, schedule, placement, policy, strategy.name)
+        updated = traced.updated
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[seat])
     holders = StageGroups(communicator, seating, pairs=strategy.shard_optimizer)
     communicator.connect(seating.pairs(partition.links))
     numbers = sorted({stage for stage, _ in placement.held_by(seat)})
     link, plans = None, None
-    if seating.together:
+    if isinstance(traced, Untraced):
+        cuts: Mapping[int, StageModule] = {0: UntracedModule(traced.model)}
+    elif seating.together:
         link = TeamComm(holders.team, seating.ranks_on(seat))
         plans = TeamPlans(traced, once=policy.stream is None)
         stored = _stored_bytes(policy, schedule[seat])
         boxed = None if policy.stream is None else BoxedParts(policy.stream, stored, host)
-        cuts: Mapping[int, StageModule] = modules_of_seat(
-            traced, partition, numbers, strategy, link, plans, shape, device, boxed
-        )
+        cuts = modules_of_seat(traced, partition, numbers, strategy, link, plans, shape, device, boxed)
     else:
         cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[seat], host)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
-        number: _stage(
-            cut, number, partition, strategy, holders, device, loss, autocast, splits, saved, meter, traced.updated
-        )
+        number: _stage(cut, number, partition, strategy, holders, device, loss, autocast, splits, saved, meter, updated)
         for number, cut in cuts.items()
     }
     reducers = _reducers(stages, holders, strategy, overlap=not splits and strategy.gradient_bytes != 0)
@@ -269,9 +297,9 @@ def _stage(
     if not strategy.policy.parameters:
         cut.to(device)
     if ranks.world > 1:
-        broadcast_tensors(ranks, list(cut.state_dict().values()), 0)
+        broadcast_tensors(ranks, [*cut.parameters(), *cut.buffers()], 0)
     if strategy.policy.parameters:
-        saved_tensors.streams(HostParameters(cut, device, Copies.for_device(device)))
+        saved_tensors.streams(HostParameters(cut.root, device, Copies.for_device(device)))
     if meter is not None:
         meter.exclude((*cut.parameters(), *cut.buffers()))
     return Stage(

@@ -36,7 +36,6 @@ def importers(prefix: str) -> set[str]:
     ("library", "allowed"),
     [
         ("torch.distributed", ("parallel/comm/torch_",)),
-        ("torch.nn.parallel", ("parallel/comm/torch_",)),
         ("openslide", ("pipelines/backends/", "app/training/run_info.py", "app/checks/")),
         ("imagecodecs", ("pipelines/backends/", "app/training/run_info.py", "app/checks/")),
         ("tifffile", ("pipelines/backends/", "app/training/run_info.py", "app/checks/")),

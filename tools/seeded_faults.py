@@ -47,9 +47,9 @@ FAULTS = (
     ),
     Fault(
         "all microbatches weigh the same, whatever their tiles",
-        "parallel/engine/data_parallel.py",
-        "weight = tiles * self._communicator.world / self._batch",
-        "weight = self._communicator.world / self._m",
+        "parallel/engine/engine.py",
+        "gradients, weight=feed.shape(i)[0] / work.batch)",
+        "gradients, weight=1 / work.m)",
         ("tests/parallel/engine/test_data_parallel.py",),
     ),
     Fault(

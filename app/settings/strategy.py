@@ -121,7 +121,7 @@ class StrategySettings:
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     gradient_buckets: Suppress[str | None] = None
     """Gradients that ranks sum at once, such as 4MiB, beside what their last backward passes compute; 0: all, once
-    everything is computed. Default: 25MiB, and a first 1MiB with ddp over torch.distributed; plans count on that."""
+    everything is computed. Default: 25MiB; plans count on that."""
     norm_statistics: Suppress[Literal["per-microbatch", "deferred"]] = "per-microbatch"
     """When batch norm updates its running statistics: with each microbatch, or once a step over the whole batch."""
     compile: Suppress[bool] = False

@@ -17,22 +17,16 @@ from app.launch.watchdog import Watchdog
 from app.settings.optimization import OptimizerSettings
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.weight_average import keep_average
-from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
-from parallel.offload.host_optimizer import LR_SCALE, HostOptimizer
-from parallel.offload.host_parameters import HostParameters
-from parallel.offload.saved_tensors import SavedTensors
+from parallel.offload.host_optimizer import LR_SCALE
 from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
-from parallel.streaming.streamed_module import streamed
 from parallel.trace.trace_alone import updated_alone
-from parallel.trace.updated_faults import refuse_copies, refuse_recompute
-from parallel.trace.whole_module import in_segments
+from parallel.trace.updated_faults import refuse_copies
 
 
 def build_engine(
@@ -49,7 +43,7 @@ def build_engine(
     autocast: torch.dtype | None = None,
     watchdog: Watchdog | None = None,
     host: HostMemory | None = None,
-) -> DataParallelEngine | Engine:
+) -> FullyShardedEngine | Engine:
     """Return the engine that computes ``strategy``.
 
     Args:
@@ -79,8 +73,6 @@ def build_engine(
             autocast=autocast,
             statistics=strategy.statistics,
         )
-    if not strategy.splits:
-        return _whole(strategy, model, loss, make_optimizer, communicator, batch, shape, seed, device, autocast, host)
     return assemble(
         model,
         loss,
@@ -113,55 +105,6 @@ def choose_algorithms(strategy: Strategy, device: torch.device, *, fixed: bool, 
     if device.type == "cuda":
         deterministic = torch.are_deterministic_algorithms_enabled()
         torch.backends.cudnn.benchmark = fixed and not (saves or strategy.splits or deterministic)
-
-
-def _whole(
-    strategy: Strategy,
-    model: nn.Module,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    communicator: Communicator,
-    batch: int,
-    shape: tuple[int, ...],
-    seed: int,
-    device: torch.device,
-    autocast: torch.dtype | None,
-    space: HostMemory | None,
-) -> DataParallelEngine:
-    """Each rank computes the whole model."""
-    policy = strategy.policy
-    updated = updated_alone(model, shape, communicator)
-    refuse_copies(updated, communicator.world, strategy.name)
-    refuse_recompute(updated, policy, strategy.name)
-    if policy.stream is None:
-        model = in_segments(model, policy, shape, communicator)
-    else:
-        model = streamed(model, policy.stream, shape, communicator, policy.host_bytes, space)
-    saved_tensors = SavedTensors(policy, device)
-    if policy.parameters:
-        saved_tensors.streams(HostParameters(model, device, Copies.for_device(device)))
-    else:
-        model.to(device)
-    host = None
-    if policy.optimizer:
-        copies = Copies.for_device(device)
-        host = HostOptimizer(make_optimizer, dict(model.named_parameters()), copies, resident=policy.parameters)
-    return DataParallelEngine(
-        model,
-        loss,
-        host.optimizer if host else make_optimizer(model.named_parameters()),
-        communicator,
-        batch=batch,
-        m=strategy.m,
-        seed=seed,
-        autocast=autocast,
-        statistics=strategy.statistics,
-        saved_tensors=saved_tensors,
-        host=host,
-        device=device,
-        bucket_bytes=strategy.gradient_bytes,
-        shares=strategy.shares,
-    )
 
 
 def build_optimizer(

@@ -49,8 +49,7 @@ class Resharing:
         for begin, replayed in strategy.changes:
             if begin <= step:
                 self.shares = replayed
-        self._strategy = strategy
-        self._group_of = strategy.seating.group_of if strategy.splits else int
+        self._group_of = strategy.seating.group_of
         self._rebalancing: Rebalancing | None = None
         if strategy.rebalanced:
             if shares is not None and _sizes(shares) == _sizes(begins_with):
@@ -110,15 +109,12 @@ class Resharing:
         return consecutive(rebalancing.counts)
 
     def _tell_unknown(self, ranks: list[int]) -> None:
-        """A GPU's last microbatch of a step ends with the wait for the others, and with one alone none is left; what
-        one takes a pipeline of GPUs is not measured."""
+        """Warn that the times of pipelines of GPUs are not measured."""
         if self._communicator.rank == 0 and not self._told:
             log.warning(
-                "shares stay as they are: what a microbatch takes ranks %s is not known, as %s",
+                "shares stay as they are: what a microbatch takes ranks %s is not known, as pipelines of GPUs are not "
+                "measured; give counts, such as --shares 3,1",
                 ", ".join(map(str, ranks)),
-                "pipelines of GPUs are not measured; give counts, such as --shares 3,1"
-                if self._strategy.splits
-                else "the only one of a step ends with the wait for the others; raise --microbatches",
             )
         self._told = True
 

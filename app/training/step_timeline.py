@@ -23,6 +23,7 @@ from parallel.schedule.seating import Seating
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import to_csv
 from parallel.schedule.timeline import Timeline, chrome_trace
+from parallel.strategy import WHOLE
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
         machines, whose clocks differ.
     """
     launch = find_launch()
-    if not isinstance(engine, Engine) or (launch and launch.local_world < launch.world):
+    if not isinstance(engine, Engine) or name in WHOLE or (launch and launch.local_world < launch.world):
         return None
     measured = gather_timeline(communicator, engine.spans())
     if measured is None or not any(measured.spans.values()):

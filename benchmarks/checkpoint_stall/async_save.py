@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter, async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 
 
 class AsyncSave:
@@ -26,7 +26,7 @@ class AsyncSave:
         engine: whose updates wait for the copy, beside what else they wait for.
     """
 
-    def __init__(self, folder: Path, engine: DataParallelEngine) -> None:
+    def __init__(self, folder: Path, engine: Engine) -> None:
         self._folder = folder
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # the process that writes joins a group of its own there
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -34,7 +34,7 @@ class AsyncSave:
             StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False, use_async_staging=True)
         )
         self._under_way: AsyncSaveResponse | None = None
-        others = engine._before_update
+        others = engine._work.update._before_update
         engine.before_update(lambda: (others(), self._await_copy()))
 
     @property

@@ -1,7 +1,7 @@
-"""Could the pipeline engine be the data-parallel one too? Its step with one stage a rank beside that over torch's DDP.
+"""Is the engine as fast as torch's DistributedDataParallel where every rank computes the whole model?
 
 Takes nothing; gives, for one and for four microbatches a rank, the median over rounds of how many times as many images
-per second the pipeline engine trains: gloo, two ranks of one thread, both engines in turn on the same tiles.
+per second the engine trains: gloo, two ranks of one thread, both in turn on the same tiles.
 
     python -m benchmarks.engine.replicas [--model resnet18] [--tile 256] [--rounds 9]
 """
@@ -9,50 +9,65 @@ per second the pipeline engine trains: gloo, two ranks of one thread, both engin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
+from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
-from parallel.build import assemble
 from parallel.comm.communicator import Communicator
-from parallel.engine.data_parallel import DataParallelEngine
-from parallel.engine.step import Microbatch, TrainingEngine
-from parallel.strategy import Strategy
+from parallel.engine.engine import Engine
+from parallel.engine.step import Microbatch
 
 RANKS, LR, WARM_UP, STEPS = 2, 1e-4, 2, 2
 MICROBATCHES = (1, 4)
 """Of a rank, one tile each."""
 
 
-def engines(communicator: Communicator, model: str, tile: int, m: int) -> dict[str, TrainingEngine]:
+class TorchReplica:
+    """The step written out over torch's replica."""
+
+    def __init__(self, model: nn.Module, m: int) -> None:
+        self._replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        self._weight = RANKS / m
+
+    def step(self, microbatches: Sequence[Microbatch], step: int, learning_rate: float) -> None:
+        self._optimizer.zero_grad()
+        for n, microbatch in enumerate(microbatches, 1):
+            with contextlib.nullcontext() if n == len(microbatches) else self._replica.no_sync():
+                loss = F.cross_entropy(self._replica(microbatch.images), microbatch.targets)
+                (loss * self._weight).backward()
+        self._optimizer.step()
+
+
+def contenders_of(communicator: Communicator, model: str, tile: int, m: int) -> dict[str, TorchReplica | Engine]:
     """Both, with the same weights; ``m`` microbatches of one tile over all ranks."""
     torch.manual_seed(0)
     module = build_model(model, classes=2).to(memory_format=torch.channels_last)
-    make_optimizer = functools.partial(torch.optim.AdamW, lr=LR)
-    replica, device = copy.deepcopy(module), torch.device("cpu")
-    torch_ddp = DataParallelEngine(
-        replica, F.cross_entropy, make_optimizer(replica.named_parameters()), communicator, batch=m, m=m
-    )
-    strategy = Strategy("gpipe" if m == communicator.world else "1f1b", communicator.world, 1, m)
-    shape = (1, 3, tile, tile)
-    staged = assemble(
-        module, F.cross_entropy, make_optimizer, communicator, strategy, shape=shape, batch=m, device=device
-    )
-    return {"torch DDP": torch_ddp, "engine": staged}
+    rule, shape = functools.partial(torch.optim.AdamW, lr=LR), (1, 3, tile, tile)
+    replica = TorchReplica(copy.deepcopy(module), m)
+    return {
+        "torch DDP": replica,
+        "engine": whole_engine(module, F.cross_entropy, rule, communicator, batch=m, m=m, shape=shape),
+    }
 
 
 def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, list[float]]:
     """Seconds of ``STEPS`` steps of each engine, by round."""
     tile, m = argument["tile"], argument["each"] * communicator.world
-    contenders = engines(communicator, argument["model"], tile, m)
+    contenders = contenders_of(communicator, argument["model"], tile, m)
     images = torch.randn(1, 3, tile, tile).contiguous(memory_format=torch.channels_last)
     microbatches = [Microbatch(images, torch.zeros(1, dtype=torch.int64), tuple(images.shape))] * argument["each"]
     rounds_s: dict[str, list[float]] = {name: [] for name in contenders}

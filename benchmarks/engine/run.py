@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import statistics
 import tempfile
@@ -21,9 +22,9 @@ import torch.nn.functional as F
 from app.checkpoint.file import save_checkpoint
 from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
+from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 
 OUT = Path(__file__).parents[2] / "bench-data"
@@ -35,8 +36,9 @@ def measure(name: str, tile: int, steps: int) -> dict[str, Any]:
     """Seconds of ``steps`` steps of each kind, in turn, on the same tiles."""
     plain = build_model(name, classes=2).to(memory_format=torch.channels_last)
     ours = copy.deepcopy(plain)
-    plain_rule, our_rule = (torch.optim.AdamW(model.named_parameters(), lr=1e-4) for model in (plain, ours))
-    engine = DataParallelEngine(ours, F.cross_entropy, our_rule, LocalCommunicator(), batch=BATCH, m=M)
+    make_rule = functools.partial(torch.optim.AdamW, lr=1e-4)
+    plain_rule, shape = make_rule(plain.named_parameters()), (BATCH // M, 3, tile, tile)
+    engine = whole_engine(ours, F.cross_entropy, make_rule, LocalCommunicator(), batch=BATCH, m=M, shape=shape)
     images = torch.randn(BATCH, 3, tile, tile).to(memory_format=torch.channels_last)
     labels = torch.arange(BATCH) % 2
     parts = list(zip(images.split(BATCH // M), labels.split(BATCH // M), strict=True))

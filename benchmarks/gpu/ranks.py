@@ -7,6 +7,7 @@ sums differs from the plain step on the same device; passed means at most 1e-10 
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,11 +18,11 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.setting import Row, Setting, attempt
 from benchmarks.ranks import run_on_ranks
+from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy, Offload
 from parallel.strategy import Strategy
@@ -120,8 +121,11 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, float
 
 
 def _plain_gradients(module: torch.nn.Module, parts: list[Microbatch]) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
-    plain = DataParallelEngine(module, F.cross_entropy, optimizer, LocalCommunicator(), batch=M, m=M, seed=SEED)
+    rule, shape = functools.partial(torch.optim.SGD, lr=RATE), parts[0].shape
+    device = next(module.parameters()).device
+    plain = whole_engine(
+        module, F.cross_entropy, rule, LocalCommunicator(), batch=M, m=M, shape=shape, device=device, seed=SEED
+    )
     plain.step(parts, 0, 0.0)
     return {name: gradient.clone() for name, gradient in plain.gradients().items()}
 

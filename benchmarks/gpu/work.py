@@ -12,16 +12,14 @@ from torch import Tensor
 
 from benchmarks.gpu.setting import Setting
 from models.registry import build_model
+from parallel.build import put_to_work
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
-from parallel.memory.segments import segments_of
 from parallel.offload.activation_meter import ActivationMeter
-from parallel.offload.saved_tensors import SavedTensors
-from parallel.trace.cut import cut_stage
-from parallel.trace.stage_module import WholeModule
+from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 
 CLASSES = 2
@@ -83,18 +81,21 @@ class Work:
         self.losses: list[float] = []
         self._problem = problem
         device = problem.setting.device
-        segments = segments_of(problem.partition, 0, policy) if policy.segmented else ()
-        self.saved_tensors = SavedTensors(policy, device, meter=meter)
-        self._engine = DataParallelEngine(
-            cut_stage(problem.traced, problem.partition, 0, segments, WholeModule),
+        program = put_to_work(
+            problem.traced,
+            problem.partition,
             _loss,
-            problem.optimizer,
+            lambda _: problem.optimizer,
             LocalCommunicator(),
+            Strategy("single", 1, 1, 1, policy=policy),
             batch=problem.tiles,
-            m=1,
+            shape=problem.microbatch.shape,
+            device=device,
             autocast=autocast,
-            saved_tensors=self.saved_tensors,
+            meter=meter,
         )
+        self.saved_tensors = program.stages[0]._saved_tensors
+        self._engine = Engine(program, LocalCommunicator())
 
     def step(self) -> None:
         """Forward, backward and update."""

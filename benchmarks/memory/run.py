@@ -35,7 +35,6 @@ from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import RankBytes, rank_bytes, whole_bytes
@@ -136,9 +135,8 @@ def _engine(communicator: Communicator, case: dict[str, Any]) -> TrainingEngine:
     model = build_model(case["model"], classes=CLASSES)
     optimizer = partial(torch.optim.AdamW, lr=1e-4)
     name, m = case["strategy"], case["m"]
-    if name in WHOLE:
-        return DataParallelEngine(model, F.cross_entropy, optimizer(model.parameters()), communicator, batch=m, m=m)
-    strategy = Strategy(name, case["ranks"], case["ranks"], m)
+    depth = 1 if name in WHOLE else case["ranks"]
+    strategy = Strategy(name, case["ranks"], depth, m)
     shape = (1, 3, case["px"], case["px"])
     return assemble(
         model, F.cross_entropy, optimizer, communicator, strategy, shape=shape, batch=m, device=torch.device("cpu")

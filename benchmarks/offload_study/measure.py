@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from benchmarks.offload_study import naive
 from benchmarks.offload_study.pictures import Pictures
+from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copies import CopyTime
-from parallel.offload.saved_tensors import SavedTensors
 
 LEARNING_RATE, MOMENTUM = 0.001, 0.9
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -71,13 +70,21 @@ class Student:
         self.trained = Trained(mode)
         self._pictures, self._batch, self._device = pictures, batch, device
         self._optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-        self._module = module
-        self._saved_tensors = SavedTensors(ActivationPolicy(offload="overlap" if mode == "overlap" else "none"), device)
+        self._engine = whole_engine(
+            module,
+            F.cross_entropy,
+            lambda _: self._optimizer,
+            LocalCommunicator(),
+            batch=batch,
+            m=1,
+            shape=(batch, *pictures.train.shape[1:]),
+            device=device,
+            policy=ActivationPolicy(offload="overlap" if mode == "overlap" else "none"),
+        )
         self._naive = None
         if mode in naive.MODES:
             self._naive = naive.NaiveOffload(mode, device, (*module.parameters(), *module.buffers()))
-        self._clock = (self._naive or self._saved_tensors.copies).clock
-        self._engines: dict[int, DataParallelEngine] = {}
+        self._clock = (self._naive or self._engine._work.stages[0]._saved_tensors.copies).clock
         self._steps = 0
         self._scale = torch.tensor([1 / (255 * std) for std in STD], device=device)[:, None, None]
         self._offset = torch.tensor([-mean / std for mean, std in zip(MEAN, STD, strict=True)], device=device)
@@ -104,11 +111,10 @@ class Student:
         self._optimizer.zero_grad(set_to_none=True)  # room for the other modes
 
     def validate(self) -> None:
-        engine = self._engine(self._batch)
         right = 0
         images, labels = self._pictures.val, self._pictures.val_labels
         for part, of_part in zip(images.split(self._batch), labels.split(self._batch), strict=True):
-            logits = engine.predict(Microbatch(self._floats(part), None, tuple(part.shape)))
+            logits = self._engine.predict(Microbatch(self._floats(part), None, tuple(part.shape)))
             right += int((logits.argmax(1).cpu() == of_part).sum())
         self.trained.best_accuracy = max(right / len(labels), self.trained.best_accuracy)
 
@@ -126,8 +132,7 @@ class Student:
         self._clock.on = False
 
     def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
+        self._engine.close()
 
     def _batches(self, epoch: int) -> Iterator[Tensor]:
         order = torch.randperm(len(self._pictures.train), generator=torch.Generator().manual_seed(epoch))
@@ -138,23 +143,9 @@ class Student:
         labels = self._pictures.train_labels[picks].to(self._device)
         part = Microbatch(self._floats(images), labels, tuple(images.shape))
         with self._naive.moving() if self._naive else contextlib.nullcontext():
-            result = self._engine(len(picks)).step([part], self._steps, LEARNING_RATE)
+            result = self._engine.step([part], self._steps, LEARNING_RATE)
         self.trained.losses.append(result.loss)
         self._steps += 1
-
-    def _engine(self, batch: int) -> DataParallelEngine:
-        """For steps of ``batch`` pictures; the last batch of an epoch is smaller."""
-        if batch not in self._engines:
-            self._engines[batch] = DataParallelEngine(
-                self._module,
-                F.cross_entropy,
-                self._optimizer,
-                LocalCommunicator(),
-                batch=batch,
-                m=1,
-                saved_tensors=self._saved_tensors,
-            )
-        return self._engines[batch]
 
     def _floats(self, images: Tensor) -> Tensor:
         return images.to(self._device).float().mul_(self._scale).add_(self._offset)

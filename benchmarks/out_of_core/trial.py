@@ -26,6 +26,7 @@ from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import gather_objects
+from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.offload.live_bytes import LiveBytes
 from parallel.schedule.microbatch import microbatch_seed
@@ -115,11 +116,11 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
 
 def _constant(engine: Any) -> list[Tensor]:
     """Parameters and the optimizer's state."""
-    whole = hasattr(engine, "optimizer")
-    optimizer = engine.optimizer if whole else engine._work.update.optimizer
-    if (engine._host if whole else engine._work.update._host) is not None:
+    sharded = isinstance(engine, FullyShardedEngine)
+    optimizer = engine.optimizer if sharded else engine._work.update.optimizer
+    if not sharded and engine._work.update._host is not None:
         optimizer = None  # on the host
-    modules = [engine.module] if whole else [stage.module for stage in engine._work.stages.values()]
+    modules = [engine.module] if sharded else [stage.module for stage in engine._work.stages.values()]
     states = optimizer.state.values() if optimizer else ()
     state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
     return [*(parameter for module in modules for parameter in module.parameters()), *state]
@@ -127,8 +128,8 @@ def _constant(engine: Any) -> list[Tensor]:
 
 def _on_host(engine: Any) -> int:
     """Bytes of the host's pool at most."""
-    of_engine = [engine] if hasattr(engine, "_saved_tensors") else engine._work.stages.values()
-    pools = {holder._saved_tensors.pool for holder in of_engine}
+    stages = [] if isinstance(engine, FullyShardedEngine) else engine._work.stages.values()
+    pools = {stage._saved_tensors.pool for stage in stages}
     return sum(pool.peak_bytes for pool in pools if pool is not None)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.schedules.workload import CPU, Workload, loss
 from parallel.comm.communicator import Communicator
@@ -124,7 +125,7 @@ class DataParallel:
         self.name = f"ddp m={work.m}"
         self.ranks = tuple(range(communicator.world))
         model = work.build().train()
-        self._model: Any = communicator.replicate(model)
+        self._model: Any = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self._optimizer = work.make_optimizer(model.named_parameters())
         self._weight = communicator.world / work.m  # it divides by the number of ranks
         images, labels = work.batch()

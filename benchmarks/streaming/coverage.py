@@ -31,7 +31,6 @@ from models.registry import build_model
 from parallel.graph.partition import Partition
 from parallel.streaming.read_region import read_region
 from parallel.trace.cut import cut_stage
-from parallel.trace.stage_module import WholeModule
 from parallel.trace.trace import Traced, trace
 
 OUT = Path(__file__).with_name("results")
@@ -83,7 +82,7 @@ def refusals(name: str) -> tuple[str, str]:
 
 
 def _refusal(traced: Traced, tile: int) -> str:
-    whole = cut_stage(traced, Partition(traced.graph, (0,)), 0, (), WholeModule).train()
+    whole = cut_stage(traced, Partition(traced.graph, (0,)), 0).train()
     device = next(traced.model.parameters()).device
     image = torch.zeros((), device=device).expand(2, 3, tile, tile)
     try:

@@ -10,6 +10,7 @@ for each other before gradients are summed. Then the same with one possible caus
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -17,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
 from parallel.comm.communicator import Communicator
-from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 from parallel.engine.step import StepResult
 from parallel.profile.malloc import keep_freed_memory
+from parallel.schedule.action import Action, Kind
 from pipelines.catalog.failures import FailedSlides
 from pipelines.tiles.index_settings import IndexSettings
 
@@ -124,17 +126,19 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
 def _processor_seconds(session: Session) -> list[float]:
     """Seconds of the processor that the computing thread takes for each microbatch, as they come."""
     engine, kept = session.engine, []
-    assert isinstance(engine, DataParallelEngine)
-    compute = engine._accumulate
+    assert isinstance(engine, Engine)
+    computing = engine._computing
+    begun_s: dict[int, float] = {}
 
-    def timed(*arguments: Any) -> Any:
-        begun_s = time.thread_time()
-        try:
-            return compute(*arguments)
-        finally:
-            kept.append(time.thread_time() - begun_s)
+    @contextlib.contextmanager
+    def timed(position: int, action: Action) -> Iterator[int]:
+        begun_s.setdefault(action.i, time.thread_time())
+        with computing(position, action) as i:
+            yield i
+        if action.kind is Kind.BACKWARD:
+            kept.append(time.thread_time() - begun_s.pop(i))
 
-    engine._accumulate = timed  # type: ignore[method-assign]
+    engine._computing = timed  # type: ignore[method-assign]
     return kept
 
 

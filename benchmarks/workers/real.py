@@ -9,6 +9,7 @@ hundredths of a second at once; each has a core of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -26,10 +27,11 @@ from torch import nn
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
+from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.schedule.shares import best_counts, consecutive
 
@@ -75,12 +77,12 @@ def _in_turns(communicator: Communicator, tile: int, tiles: int, rounds: int) ->
     one = Microbatch(torch.randn(shape), torch.zeros(1, dtype=torch.int64), shape)
     torch.manual_seed(0)
 
-    def engine_of(ranks: Communicator, **shares: Any) -> DataParallelEngine:
+    def engine_of(ranks: Communicator, **shares: Any) -> Engine:
         model: nn.Module = build_model("resnet18", classes=2, norm="batch", head="average")
-        rule = torch.optim.SGD(model.parameters(), lr=0.0)
-        return DataParallelEngine(model, F.cross_entropy, rule, ranks, batch=tiles, m=tiles, **shares)
+        rule = functools.partial(torch.optim.SGD, lr=0.0)
+        return whole_engine(model, F.cross_entropy, rule, ranks, batch=tiles, m=tiles, shape=shape, **shares)
 
-    def step(engine: DataParallelEngine) -> list[float]:
+    def step(engine: Engine) -> list[float]:
         result = engine.step(itertools.repeat(one), 0, 0.0)
         return [seconds for _, seconds in result.seconds]
 

@@ -9,6 +9,7 @@ a step takes over the ideal one, in which all workers would end at once.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -29,8 +30,8 @@ from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
 from benchmarks.sleeping_stages.model import SleepingModel
+from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch, StepResult
 from parallel.schedule.microbatch import share_of
 from parallel.schedule.shares import WINDOW, best_counts, consecutive, step_seconds
@@ -60,8 +61,8 @@ class Workers:
         self.communicator = communicator
         shares = () if isinstance(kind, str) else consecutive(kind)
         self.strategy = Strategy("ddp", WORLD, 1, m, shares=shares, rebalanced=kind == "auto")
-        rule = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.engine = DataParallelEngine(self.model, _mean, rule, communicator, batch=m, m=m, shares=shares)
+        rule = functools.partial(torch.optim.SGD, lr=0.0)
+        self.engine = whole_engine(self.model, _mean, rule, communicator, batch=m, m=m, shape=SHAPE, shares=shares)
         self.resharing = Resharing(self.strategy, communicator, RunFolder(folder), 0, None)
         self.changes: list[tuple[int, list[int]]] = []
 

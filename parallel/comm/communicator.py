@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class CommunicationError(RuntimeError):
@@ -130,17 +130,6 @@ class Communicator(Protocol):
         """A communicator of ``ranks`` alone, renumbered 0..len-1 in the order given; None on ranks not among them.
 
         Every rank of this communicator calls it, all with the same arguments in the same order.
-        """
-        ...
-
-    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
-        """``module`` with its gradients averaged over the ranks during backward, or itself when there is one rank.
-
-        The replica has ``no_sync()``, a context in which gradients only add up locally.
-
-        Args:
-            bucket_bytes: gradients summed at once, as soon as a backward pass has made them; 0: all, at its end; None:
-                as the library underneath does.
         """
         ...
 

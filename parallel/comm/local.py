@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.comm.communicator import Communicator, Work
 
@@ -46,9 +46,6 @@ class LocalCommunicator(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> LocalCommunicator | None:
         return self if list(ranks) == [0] else None
-
-    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
-        return module
 
     def abort(self) -> None:
         """Nobody to bring down."""

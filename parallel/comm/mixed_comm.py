@@ -13,14 +13,13 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator, Work
 from parallel.comm.device_thread import on_current_device
 from parallel.comm.kinds import RankKind, are_mixed
 from parallel.comm.mixed_sums import DeviceSums, HostSums, Sums
 from parallel.comm.objects import in_memory_order
-from parallel.comm.replicate import AveragedModule
 
 Way = Literal["host", "device"]
 WAYS: dict[Way, type[HostSums] | type[DeviceSums]] = {"host": HostSums, "device": DeviceSums}
@@ -144,10 +143,6 @@ class MixedCommunicator(Communicator):
                 "is for --parallel ddp"
             )
         return self._inner.subgroup(ranks)
-
-    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
-        # Not torch's own, which takes its replicas to be on devices of one kind.
-        return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module
 
     def abort(self) -> None:
         self._inner.abort()

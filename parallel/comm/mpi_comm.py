@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator, Work
 from parallel.comm.device_thread import on_current_device
 from parallel.comm.objects import in_memory_order, pinned_like
-from parallel.comm.replicate import AveragedModule
 
 try:
     from mpi4py import MPI as MPI
@@ -140,9 +139,6 @@ class MpiCommunicator(Communicator):
         part._device_memory, part._leaving = self._device_memory, self._leaving
         part._take(comm)
         return part
-
-    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
-        return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module
 
     def abort(self) -> None:
         """Ends all ranks and this process, once what they printed has had time to leave."""

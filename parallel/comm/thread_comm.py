@@ -13,11 +13,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator, Work
 from parallel.comm.objects import in_memory_order
-from parallel.comm.replicate import AveragedModule
 
 Result = TypeVar("Result")
 
@@ -177,9 +176,6 @@ class ThreadCommunicator(Communicator):
             return None
         path = (*self._path, self._subgroups)
         return ThreadCommunicator(self._group, path, list(ranks).index(self.rank), len(ranks), self.local_rank)
-
-    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
-        return AveragedModule(module, self, bucket_bytes) if self.world > 1 else module
 
     def abort(self) -> None:
         self._group.fail(f"rank {self.local_rank} asked all to stop")

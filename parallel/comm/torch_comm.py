@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import os
 import queue
 import sys
@@ -19,8 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator, Message, Work
 from parallel.comm.device_thread import on_current_device
@@ -28,13 +26,6 @@ from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
 from parallel.comm.objects import in_memory_order, pinned_like
 from parallel.comm.torch_links import LINK_CTAS, Links, bytes_of
 from parallel.comm.torch_rendezvous import join_group
-
-PARAMETERS = inspect.signature(DistributedDataParallel).parameters
-NO_SYNC: dict[str, Any] = {
-    # torch 2.15 renamed it and warns about the old name.
-    ("forward_sync_buffers" if "forward_sync_buffers" in PARAMETERS else "broadcast_buffers"): False
-}
-"""Switched off: running statistics are made equal by ``batchnorm.OrderedStatistics``, exactly."""
 
 AFTER_WATCHDOG_S = 60.0
 """The watchdog of a run takes at most 30 s more than the time limit to name the rank that others wait for."""
@@ -207,20 +198,6 @@ class TorchCommunicator(Communicator):
         part.kinds = tuple(self.kinds[rank] for rank in ranks)
         return part
 
-    def replicate(self, module: nn.Module, bucket_bytes: int | None = None) -> nn.Module:
-        on_gpu = all(parameter.is_cuda for parameter in module.parameters())  # they may be kept in host memory
-        device_ids = [self._device] if self._device.type == "cuda" and on_gpu else None
-        if bucket_bytes == 0:
-            bucket_bytes = 1 + sum(p.numel() * p.element_size() for p in module.parameters())  # all in one
-        return DistributedDataParallel(
-            module,
-            device_ids=device_ids,
-            process_group=self._group,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / (1 << 20),
-            **NO_SYNC,
-        )
-
     def abort(self) -> None:
         """Ends this process, upon which torchrun ends the others. Left to the interpreter, the group would first wait
         for messages that wait for ranks that wait for this one."""
@@ -325,7 +302,7 @@ def _named(described: str) -> Iterator[None]:
 
 
 def is_lost_peer(fault: BaseException) -> bool:
-    """True for what torch.distributed raises within a backward pass, where DistributedDataParallel sums gradients, when
+    """True for what torch.distributed raises within a backward pass, where fsdp sums gradients, when
     another rank is gone or silent: NCCL has a type for it, Gloo only words."""
     if _is_out_of_memory(fault):
         return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.device_clock import DeviceClock, Mark
 from parallel.engine.inference import tiles_for
 from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
-from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, read_losses
+from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, mean_loss, read_losses
 from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
@@ -72,6 +71,8 @@ class Engine:
         self._seed = seed
         self._observer = observer
         self._last = work.placement.stages - 1
+        self._whole = work.placement.depth == 1 and not work.seating.together
+        self._waits_for_sums = self._whole and work.placement.groups > 1
         self._learning_rate = 0.0
         self._clock = DeviceClock(work.messenger.device)
         self._marks: list[tuple[Action, Mark, Mark]] = []
@@ -139,21 +140,29 @@ class Engine:
         for reducer in work.reducers.values():
             reducer.finish()
         waited_s = time.perf_counter() - begun_s - walked_s
+        summed = self._clock.mark() if self._waits_for_sums else None
+        try:
+            loss = mean_loss(self._communicator, losses)
+        except NonFiniteLoss:
+            work.update.take_back()
+            raise
         for number in sorted(work.stages):
             work.stages[number].statistics.end_step()
-        self._communicator.all_reduce(losses)
-        means, sizes = losses
-        faulty = [i for i, mean in enumerate(means.tolist()) if not math.isfinite(mean)]
-        if faulty:
-            work.update.take_back()
-            raise NonFiniteLoss(faulty, [float(means[i]) for i in faulty])
-        total = int(sizes.sum())
-        work.update.apply(learning_rate, scale=work.batch / total)
-        loss = float(means @ sizes) / total
+        work.update.apply(learning_rate, scale=work.batch / int(losses[1].sum()))
+        if self._waits_for_sums:
+            return StepResult(loss, tiles, self._own_seconds(), *self._clock.durations([(self._marks[-1][2], summed)]))
         if self.placement.groups == 1 or work.messenger.device.type != "cpu":  # which computes behind the clock's back
             return StepResult(loss, tiles)
         each_s = walked_s / len(self.share)
         return StepResult(loss, tiles, tuple((i, each_s) for i in self.share), waited_s)
+
+    def _own_seconds(self) -> tuple[tuple[int, float], ...]:
+        """Return what each microbatch took from the begin of its forward to the end of its backward pass, where the
+        rank computes the whole model and waits for nobody in between."""
+        begun = {action.i: mark for action, mark, _ in reversed(self._marks)}
+        ended = {action.i: mark for action, _, mark in self._marks}
+        seconds = self._clock.durations([(begun[i], ended[i]) for i in self.share])
+        return tuple(zip(self.share, seconds, strict=True))
 
     def predicting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -231,6 +240,8 @@ class Engine:
             except CommunicationError:
                 raise
             except Exception as fault:
+                if self._whole:
+                    raise
                 raise self._fault(position, step, fault) from fault
         if self._observer:
             self._observer.at(-1)

@@ -8,27 +8,32 @@ Rajbhandari et al. 2020, ZeRO, stage 3, and Zhao et al. 2023, PyTorch FSDP; the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, part_bytes
-from parallel.engine.data_parallel import DataParallelEngine
-from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.engine.own_time import OwnTime
+from parallel.engine.optimizer_step import MakeOptimizer, parameters_and_gradients, state_of
 from parallel.engine.parameter_groups import own_state, whole_state
 from parallel.engine.sharding_units import sharding_units
-from parallel.engine.step import Microbatch, measured
-from parallel.schedule.microbatch import share_of
+from parallel.engine.step import Microbatch, StepResult, Wants, mean_loss, measured, read_losses
+from parallel.engine.weight_average import swap_average
+from parallel.offload.host_optimizer import nothing, set_learning_rate
+from parallel.offload.rng import drawing
+from parallel.schedule.microbatch import microbatch_seed, share_of
+from parallel.schedule.shares import Shares
+from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums
 from parallel.streaming.images import whole
+from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.strided_convolution import mend_strided_convolutions
 
 
-class FullyShardedEngine(DataParallelEngine):
-    """One step on a global batch, by ranks that hold the model together.
+class FullyShardedEngine:
+    """One step on a global batch, by ranks that hold the model together; satisfies ``step.TrainingEngine``.
 
     A forward or backward pass gathers what the other ranks hold, so all ranks make as many passes, of the same
     submodules in the same order. Where one has fewer microbatches than another, it meanwhile computes one of its own
@@ -40,8 +45,13 @@ class FullyShardedEngine(DataParallelEngine):
         make_optimizer: over this rank's parts of the parameters. One whose update of a number depends on that number
             alone, as SGD and Adam do, updates as if they were whole.
         communicator: 2 ranks or more that can divide a module.
+        loss: mean over the tiles of a microbatch.
+        batch: tiles of a step over all ranks.
+        m: microbatches of a step over all ranks.
         device: of the parts and of computing.
-        loss, batch, m, seed, autocast, statistics: as for DataParallelEngine.
+        seed: of dropout and every other random number the model draws.
+        autocast: type for mixed precision; None computes in the model's own.
+        statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
 
     Raises:
         ValueError: ``batch``, ``m`` and the number of ranks do not fit together; the communicator cannot, or the model
@@ -62,34 +72,55 @@ class FullyShardedEngine(DataParallelEngine):
         autocast: torch.dtype | None = None,
         statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
     ) -> None:
+        mend_norm_gradients()
+        mend_strided_convolutions()
         for parameter in module.parameters():
             # FSDP2 refuses other layouts; convolutions take images in any of them all the same.
             parameter.data = parameter.data.contiguous()
             communicator.broadcast(parameter.data)  # parts of different models would make a model of none
         from parallel.comm.torch_shard import TorchShards  # half a second that other strategies need not wait
 
+        self.module, self.counted = module, True
         self._shards = TorchShards(module, sharding_units(module), communicator, device)
-        super().__init__(
-            module,
-            loss,
-            make_optimizer(module.named_parameters()),
-            communicator,
-            batch=batch,
-            m=m,
-            seed=seed,
-            autocast=autocast,
-            statistics=statistics,
-        )
+        self.optimizer = make_optimizer(module.named_parameters())
+        self.share: Sequence[int] = share_of(communicator.rank, communicator.world, m)
+        self._loss, self._communicator, self._device = loss, communicator, device
+        self._batch, self._m, self._seed, self._autocast = batch, m, seed, autocast
+        self._statistics = running_statistics(module, communicator, statistics)
+        self._before_update = nothing
         self._dtype = next(module.parameters()).dtype.to_real()
         self._idle = len(self.share) < len(share_of(0, communicator.world, m))
 
-    def _distributed(self, module: nn.Module) -> Callable[[Tensor], Any]:
-        return self._shards.forward
+    def reshare(self, shares: Shares) -> None:
+        """Refuse: ranks make as many passes as each other, in the same order."""
+        raise AssertionError("the shares of fsdp are fixed")
 
-    def _stopwatch(self) -> OwnTime:
-        return OwnTime((), self._device, together=True)
+    def wants(self, i: int) -> Wants:
+        return self.predict_wants
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[None, None]:
+        return None, None
+
+    @property
+    def predict_wants(self) -> Wants:
+        return Wants(images=True, targets=True)
+
+    def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
+        self.module.train()
+        self.optimizer.zero_grad()
+        self._statistics.begin_step(self._m)
+        computed = {i: self._accumulate(i, each, step) for i, each in zip(self.share, microbatches, strict=False)}
+        losses = read_losses(computed, self._m)
+        tiles = int(losses[1].sum())
+        mean = mean_loss(self._communicator, losses)
+        self._statistics.end_step()
+        self._before_update()
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        return StepResult(mean, tiles)
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
+        """Run forward and backward of microbatch ``i``; return its own mean loss and its tiles."""
         last = i == self.share[-1]
         self._shards.reduce_gradients(False)
         if last and self._idle:
@@ -99,6 +130,20 @@ class FullyShardedEngine(DataParallelEngine):
         loss = self._forward(i, microbatch, step)
         (loss * (microbatch.shape[0] / self._batch)).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), microbatch.shape[0]
+
+    def _forward(self, i: int, microbatch: Microbatch, step: int) -> Tensor:
+        """Return the loss of microbatch ``i``."""
+        assert microbatch.images is not None
+        assert microbatch.targets is not None
+        with (
+            drawing(microbatch_seed(self._seed, step, i), self._device),
+            self._statistics.microbatch(i, microbatch.shape[0]),
+            self._precision(),
+        ):
+            return self._loss(self._shards.forward(whole(microbatch.images)), whole(microbatch.targets))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:
@@ -117,7 +162,7 @@ class FullyShardedEngine(DataParallelEngine):
     @torch.no_grad()
     def _predict(self, images: Tensor) -> Tensor:
         self.module.eval()
-        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+        with self._precision():
             output: Tensor = self._shards.forward(images)
         self._shards.release()
         return output.float()
@@ -130,7 +175,36 @@ class FullyShardedEngine(DataParallelEngine):
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, whole, by name of the parameter; after a step. Every
         rank takes part."""
-        return {name: self._shards.whole(gradient) for name, gradient in super().gradients().items()}
+        return {n: self._shards.whole(p.grad) for n, p in self.module.named_parameters() if p.grad is not None}
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        self._swap_average()
+        yield
+        self._swap_average()
+
+    def _swap_average(self) -> None:
+        self._before_update()
+        swap_average(self.optimizer)
+
+    def on_device(self) -> Iterator[Tensor]:
+        yield from self.module.buffers()
+        yield from parameters_and_gradients(self.module.parameters())
+        yield from state_of(self.optimizer)
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        self._before_update = call
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.module.named_parameters(remove_duplicate=False))
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.module.named_parameters()]
+
+    def close(self) -> None:
+        """Hold nothing of the communicator: torch's parts do, until the module is gone."""
 
     @property
     def sent_in_step(self) -> int:

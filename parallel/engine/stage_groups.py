@@ -28,6 +28,7 @@ class StageGroups:
         self.pairs: dict[int, Communicator] = {}
         self.team: Communicator = LocalCommunicator()
         placement = seating.placement
+        self._alone = placement.depth == 1 and not seating.together  # no message meets a sum
         for stage in range(placement.stages):
             ranks = self._among(seating.holders(stage))
             if ranks is not None:
@@ -49,7 +50,9 @@ class StageGroups:
         key = tuple(ranks)
         if key not in self._made:
             inside = self._communicator.rank in key
-            if len(key) > 1:
+            if self._alone and len(key) == self._communicator.world:
+                self._made[key] = self._communicator
+            elif len(key) > 1:
                 self._made[key] = self._communicator.subgroup(key)
             else:
                 self._made[key] = LocalCommunicator() if inside else None

@@ -6,6 +6,7 @@ ranks, stages or replicas stand behind it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from parallel.comm.communicator import Communicator
 from parallel.schedule.shares import Shares
 from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
@@ -93,6 +95,23 @@ def read_losses(losses: Mapping[int, tuple[Tensor, int]], m: int) -> Tensor:
         table[0, numbers] = torch.stack([mean.reshape(()) for mean in means]).cpu().double()
         table[1, numbers] = torch.tensor(sizes, dtype=torch.float64)
     return table
+
+
+def mean_loss(communicator: Communicator, table: Tensor) -> float:
+    """Return the mean loss over all tiles of a step; every rank calls it.
+
+    Args:
+        table: what ``read_losses`` gave on this rank; that of all ranks afterwards.
+
+    Raises:
+        NonFiniteLoss: on every rank alike.
+    """
+    communicator.all_reduce(table)
+    means, sizes = table
+    faulty = [i for i, mean in enumerate(means.tolist()) if not math.isfinite(mean)]
+    if faulty:
+        raise NonFiniteLoss(faulty, [float(means[i]) for i in faulty])
+    return float(means @ (sizes / sizes.sum()))
 
 
 class TrainingEngine(Protocol):

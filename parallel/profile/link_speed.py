@@ -2,7 +2,7 @@
 
 Takes how many ranks will run on the machine's cores or GPUs; gives a ``LinkSpeed``. So many are started and talk as
 those of a run do. Over Gloo: messages there and back, messages between ranks that compute, sums by themselves, and the
-sums and gathered parameters of DistributedDataParallel and FSDP2 beside backward passes that need the same cores. On
+sums of gradients and gathered parameters of FSDP2 beside backward passes that need the same cores. On
 GPUs, over NCCL, or over Gloo where they share one: messages between neighbours, sums, and what NCCL allocates. Kept
 beside calibrations, one file for each device, number of cores, version of torch, threads and ranks; none is shipped.
 """
@@ -46,7 +46,7 @@ class LinkSpeed:
     Attributes:
         message_bandwidth, message_s: bytes per second of a large message one way, and seconds of an empty one.
         sum_bandwidth, sum_s: the same of the links of a ring that would sum in the time that sums take.
-        beside_backward: times as long as by themselves that DistributedDataParallel's sums hold up a backward pass.
+        beside_backward: times as long as by themselves that sums of gradients hold up a backward pass.
         gathering: times half a sum that FSDP2 holds up a pass by gathering or scattering.
         told_s: seconds that an exchange holds up two members of a team (``MemberPass``).
         others: share of the cores that other programs took meanwhile.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator
+from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.objects import gather_objects
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_launch import launch_ranks
@@ -57,7 +58,7 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     images = torch.randn(TILES, CHANNELS, SIDE, SIDE).to(memory_format=torch.channels_last)
     plain, shared, sharded = _net(), _net(), _net()
     net_bytes = sum(parameter.nbytes for parameter in plain.parameters())
-    replica = communicator.replicate(shared)
+    reducer = GradReducer(shared.parameters(), communicator, overlap=True)
     shards = TorchShards(sharded, [[layer] for layer in sharded], communicator, CPU)
     member = MemberPass(_pair(communicator))
     exchanges: list[int] = []
@@ -69,7 +70,7 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
         "empty_sum": lambda: communicator.all_reduce(word),
         "sum": lambda: communicator.all_reduce(summed),
         "alone": lambda: _step(plain, plain, images),
-        "replicated": lambda: _step(replica, shared, images),
+        "replicated": lambda: _summed_step(shared, reducer, images),
         "sharded": lambda: _step(shards.forward, sharded, images),
     }
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -182,6 +183,14 @@ def _pair(communicator: Communicator) -> Communicator:
 def _net() -> nn.Sequential:
     layers = [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False) for _ in range(CONVOLUTIONS)]
     return nn.Sequential(*layers)  # FSDP2 takes dense parameters only
+
+
+def _summed_step(module: nn.Module, reducer: GradReducer, images: Tensor) -> None:
+    reducer.begin_step()
+    reducer.arm()
+    module(images).mean().backward()
+    reducer.begin()
+    reducer.finish()
 
 
 def _step(forward: Callable[[Tensor], Tensor], module: nn.Module, images: Tensor) -> None:

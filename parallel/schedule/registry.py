@@ -102,6 +102,17 @@ SPATIAL = ScheduleKind(
 )
 """One stage, of one team: it is mp-basic with nothing to split."""
 
+ONE_STAGE = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind("single", mp_basic, 1, False, False, "one rank computes the whole model", ""),
+        ScheduleKind("ddp", mp_basic, 1, False, False, "every rank computes the whole model", "Li et al., VLDB 2020"),
+        ScheduleKind("fsdp", mp_basic, 1, False, False, "ranks hold parts of the model", "Zhao et al., VLDB 2023"),
+        SPATIAL,
+    )
+}
+"""Strategies that do not cut the model into stages."""
+
 
 def default_microbatches(name: str, depth: int) -> int:
     """Microbatches of one group when the user names none: 1 for mp-basic, a pair for mast, 2D for all that pipeline or
@@ -172,8 +183,8 @@ def kind_of(name: str) -> ScheduleKind:
     Raises:
         ValueError: no schedule has this name.
     """
-    if name == SPATIAL.name:
-        return SPATIAL
+    if name in ONE_STAGE:
+        return ONE_STAGE[name]
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]

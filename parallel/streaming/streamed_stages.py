@@ -94,7 +94,7 @@ def _stage(
 def _values(traced: Traced, partition: Partition, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return what passes between stages, in shape and type alone, by name; and the tiles."""
     parameter = next(traced.model.parameters())
-    device, reading, made = parameter.device, Reading(traced.model), {}
+    device, reading, made = parameter.device, Reading(traced.model), dict[str, Any]()
     backward = {edge.value: edge.differentiable for edge in partition.edges}
 
     def example(name: str, leaf: Any) -> Any:
@@ -104,6 +104,8 @@ def _values(traced: Traced, partition: Partition, shape: tuple[int, ...]) -> dic
         return tensor.requires_grad_(backward.get(name, False) and leaf.is_floating_point())
 
     images = torch.zeros((), dtype=parameter.dtype.to_real(), device=device).expand(shape)
+    if partition.depth == 1:
+        return dict.fromkeys(partition.inputs_of(0), images)
     state = once_each(state_of(traced.model), lambda tensor: empty_like(tensor, tensor.device))
     with without_data() as fake:
         entering = fake.from_tensor(images)

@@ -76,18 +76,14 @@ class StageModule(nn.Module):
             del entering, made
         return tuple(known[name] for name in self.outputs)
 
+    @property
+    def root(self) -> nn.Module:
+        """Return the module whose call computes the stage, and which holds its parameters by their names."""
+        return self
+
     def train(self, mode: bool = True) -> StageModule:
         """Switch modes as the whole model's ``train()``, which may keep some modules in a mode of their own."""
         super().train(mode)
         for module, training, evaluation in self._modes:
             module.training = training if mode else evaluation
         return self
-
-
-class WholeModule(StageModule):
-    """A model in one stage: maps images to what the model gives."""
-
-    def forward(self, *values: Any) -> Any:
-        """Return the model's output."""
-        (output,) = super().forward(*values)
-        return output

@@ -13,7 +13,7 @@ from torch import Tensor
 from app.settings.strategy import StrategySettings
 from app.training import exactness
 from app.verify import VerifyCommand, main, verify
-from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 from parallel.offload.copies import Copies
 from parallel.schedule.registry import SCHEDULES
 from tests.helpers.forked import launched_here
@@ -68,13 +68,13 @@ CHANGING = "step,microbatch,group\n0,0,0\n0,1,1\n0,2,1\n40,0,1\n40,1,0\n40,2,0\n
 def test_shares_that_change_between_steps_are_exact(ways: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     communicator, ranks, shares = ways
     (tmp_path / "shares.csv").write_text(CHANGING)
-    taken, reshare = [], DataParallelEngine.reshare
+    taken, reshare = [], Engine.reshare
 
-    def noted(engine: DataParallelEngine, shares: Any) -> None:
+    def noted(engine: Engine, shares: Any) -> None:
         reshare(engine, shares)
         taken.append(engine.share)
 
-    monkeypatch.setattr(DataParallelEngine, "reshare", noted)
+    monkeypatch.setattr(Engine, "reshare", noted)
     shares = str(tmp_path / "shares.csv") if shares == "file" else shares
     asked = StrategySettings(parallel="ddp", ranks=ranks, batch=9, shares=shares)
     model = "tests.helpers.tiny_models:classifier"

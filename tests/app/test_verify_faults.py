@@ -11,7 +11,7 @@ import torch
 
 from app.settings.strategy import StrategySettings
 from app.verify import VerifyCommand, VerifyResult, main, verify
-from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 from parallel.engine.optimizer_step import OptimizerStep
 from parallel.stage.batchnorm import OrderedStatistics
 from parallel.stage.running_buffers import untouched
@@ -130,16 +130,16 @@ def test_a_detached_halo_is_found(grid: str, monkeypatch: Patch) -> None:
 
 def test_a_copy_of_the_model_that_drifts_is_found(monkeypatch: Patch) -> None:
     """The second rank's copy is in no checkpoint: only its next step shows it."""
-    right = DataParallelEngine.step
+    right = Engine.step
 
-    def step(engine: DataParallelEngine, *given: Any) -> Any:
+    def step(engine: Engine, *given: Any) -> Any:
         result = right(engine, *given)
         if engine._communicator.rank:
             with torch.no_grad():
-                next(engine.module.parameters()).mul_(1 + 1e-6)
+                next(engine._work.stages[0].module.parameters()).mul_(1 + 1e-6)
         return result
 
-    monkeypatch.setattr(DataParallelEngine, "step", step)
+    monkeypatch.setattr(Engine, "step", step)
     assert verified("ddp", 2, steps=1).passed
     assert not verified("ddp", 2).passed
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, Work, agree
+from parallel.comm.grad_reducer import GradReducer
 
 SENT = (
     *(torch.bool, torch.uint8, torch.int64),
@@ -49,7 +50,7 @@ def check_communicator(communicator: Communicator, argument: Any = None, *, grou
         messages_leave_by_themselves(communicator)
         if groups:
             subgroups(communicator)
-    averages(communicator)
+    gradient_sums(communicator)
     communicator.barrier()
     return {"rank": rank, "world": world, "bits": bits_of_a_sum(communicator)}
 
@@ -204,34 +205,31 @@ def subgroups(communicator: Communicator) -> None:
     assert (inner is not None) == (rank == world - 1)
 
 
-def averages(communicator: Communicator) -> None:
-    """Replicas: means of gradients when backward returns, local sums within no_sync, and no more once let go; whatever
-    the size of buckets."""
+def gradient_sums(communicator: Communicator) -> None:
+    """Gradients are summed by the last backward pass, and no more once the reducer is gone; whatever the buckets."""
     for bucket_bytes in (None, 0, 4):
-        averages_in_buckets(communicator, bucket_bytes)
+        gradient_sums_in_buckets(communicator, bucket_bytes)
 
 
-def averages_in_buckets(communicator: Communicator, bucket_bytes: int | None) -> None:
+def gradient_sums_in_buckets(communicator: Communicator, bucket_bytes: int | None) -> None:
     rank, world = communicator.rank, communicator.world
     layer = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
     for parameter in layer.parameters():
         nn.init.constant_(parameter, 0.5)
-    replica = communicator.replicate(layer, bucket_bytes)
+    reducer = GradReducer(layer.parameters(), communicator, overlap=True, bucket_bytes=bucket_bytes)
     weight = layer[0].weight
-    mean = (world + 1) / 2
     assert isinstance(weight, Tensor)
-    for step in range(2):
-        layer.zero_grad(set_to_none=step == 0)
-        if world > 1:
-            assert callable(replica.no_sync)
-            with replica.no_sync():
-                replica(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
-            assert weight.grad is not None
-            assert weight.grad.tolist() == [[rank + 1.0] * 2]
-        replica(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
+    for _ in range(2):
+        reducer.begin_step()
+        layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
         assert weight.grad is not None
-        assert weight.grad.tolist() == [[mean * (2 if world > 1 else 1)] * 2]
-    del replica
+        assert weight.grad.tolist() == [[rank + 1.0] * 2]
+        reducer.arm()
+        layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
+        reducer.begin()
+        reducer.finish()
+        assert weight.grad.tolist() == [[world * (world + 1.0)] * 2]
+    del reducer
     gc.collect()
     layer.zero_grad()
     layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()

@@ -7,6 +7,7 @@ Touches FOLDER/held when it is there, and stays. Imported, ``train`` is the same
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -24,8 +25,8 @@ from app.checkpoint.file import load_checkpoint
 from app.checkpoint.periodic import Checkpoints
 from app.settings.checkpoint import CheckpointSettings
 from app.training.run_folder import RunFolder
+from benchmarks.whole_engine import whole_engine
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from tests.helpers.tiny_models import classifier
 
@@ -38,8 +39,8 @@ def train(path: Path) -> dict[str, Any]:
     """The state after ``STEPS`` steps, from the last checkpoint in ``path`` if there is one."""
     torch.manual_seed(3)
     net: nn.Module = classifier(2)
-    rule = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
-    engine = DataParallelEngine(net, F.cross_entropy, rule, LocalCommunicator(), batch=4, m=2)
+    rule = functools.partial(torch.optim.AdamW, lr=1e-2)
+    engine = whole_engine(net, F.cross_entropy, rule, LocalCommunicator(), batch=4, m=2, shape=microbatch(0).shape)
     folder, first = RunFolder(path), 0
     if folder.last.exists():
         state = load_checkpoint(folder.last)

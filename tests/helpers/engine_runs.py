@@ -10,12 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from app.training.engines import build_engine
 from app.training.exactness import in_precision
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.strategy import Strategy
@@ -40,14 +38,9 @@ def build(
     steps: list[Batch],
     device: torch.device = CPU,
     **more: Any,
-) -> DataParallelEngine | Engine:
+) -> Engine:
     model, loss = net(name, steps[0][0][0].dtype), ALL_NETS[name][1]
     make, batch = more.pop("make_optimizer", SGD), sum(len(images) for images, _ in steps[0])
-    if not strategy.splits:
-        tile = tuple(steps[0][0][0].shape[2:])
-        return build_engine(
-            strategy, model, loss, make, communicator, batch=batch, tile=tile, seed=SEED, device=device, **more
-        )
     return assemble(
         model,
         loss,

@@ -17,14 +17,12 @@ from app.checkpoint import snapshot as snapshot_module
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.checkpoint.snapshot import tensors_in
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
+from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import TrainingEngine
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.copies import Copies
-from parallel.offload.host_optimizer import HostOptimizer
 from tests.helpers.engine_runs import build, net, steps_of, strategy_for, train
 from tests.helpers.small_nets import NETS
 
@@ -35,10 +33,9 @@ M = 5
 
 def whole(on_host: bool = False, resident: bool = False) -> Callable[[Communicator], TrainingEngine]:
     def make(communicator: Communicator) -> TrainingEngine:
-        model = net("skips", torch.float32)
-        host = HostOptimizer(ADAMW, dict(model.named_parameters()), Copies(), resident=resident) if on_host else None
-        rule = host.optimizer if host else ADAMW(model.named_parameters())
-        return DataParallelEngine(model, NETS["skips"][1], rule, communicator, batch=2 * M, m=M, host=host)
+        policy = ActivationPolicy(optimizer=on_host, parameters=resident)
+        model, loss = net("skips", torch.float32), NETS["skips"][1]
+        return whole_engine(model, loss, ADAMW, communicator, batch=2 * M, m=M, policy=policy)
 
     return make
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from app.training.exactness import FLOOR, ExactnessTrial, PlainTraining, StepOutcome, compare, verify_engine
 from app.training.projected_error import ProjectedError
+from benchmarks.whole_engine import whole_engine
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
 from tests.helpers.small_nets import FourierNet
 from tests.helpers.tiny_models import classifier
 
@@ -37,9 +38,7 @@ def parameters(trial: ExactnessTrial) -> list[str]:
 def test_an_engine_on_one_rank_is_exact(trial: ExactnessTrial) -> None:
     errors = verify_engine(
         trial,
-        lambda module, loss, make, communicator: DataParallelEngine(
-            module, loss, make(module.named_parameters()), communicator, batch=3, m=2
-        ),
+        functools.partial(whole_engine, batch=3, m=2, shape=(2, 3, 48, 48), seed=0),
         LocalCommunicator(),
     )
     assert errors is not None

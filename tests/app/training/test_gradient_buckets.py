@@ -17,9 +17,7 @@ from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine, build_optimizer
 from parallel.comm.communicator import Communicator
-from parallel.comm.replicate import AveragedModule
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from tests.app.conftest import QUICK, Train
 from tests.helpers.small_nets import drawn_once
@@ -76,7 +74,7 @@ def test_microbatches_ahead_are_counted_from_none() -> None:
 def test_the_size_reaches_the_engine(asked: str | None, ddp: int, master: int) -> None:
     """Three layers of 64 KiB behind a small one; the second stage has the last two."""
 
-    def made(communicator: Communicator, parallel: Any) -> DataParallelEngine | Engine:
+    def made(communicator: Communicator, parallel: Any) -> Engine:
         model = drawn_once(
             ("gradient buckets",),
             3,
@@ -102,9 +100,8 @@ def test_the_size_reaches_the_engine(asked: str | None, ddp: int, master: int) -
         )
 
     for whole in run_on_threads(2, made, "ddp"):
-        assert isinstance(whole, DataParallelEngine)
-        assert isinstance(whole._replica, AveragedModule)
-        assert len(whole._replica._buckets) == ddp
+        assert isinstance(whole, Engine)
+        assert len(whole._work.reducers[0].buckets) == ddp
     for staged in run_on_threads(2, made, "master"):
         assert isinstance(staged, Engine)
         assert len(staged._work.reducers[1].buckets) == master

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from app.training.memory_limit import CHECKED, MemoryLimit, excess
+from benchmarks.whole_engine import whole_engine
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.offload import saved_tensors
 from parallel.offload.copies import Copies
@@ -89,10 +89,8 @@ def test_a_run_that_takes_more_than_its_memory_stops(
 
 def test_an_engine_holds_parameters_gradients_and_state() -> None:
     module = nn.Linear(512, 512, bias=False)
-    optimizer = torch.optim.AdamW(module.parameters())
-    engine = DataParallelEngine(
-        module, lambda output, target: output.mean(), optimizer, LocalCommunicator(), batch=1, m=1
-    )
+    mean = lambda output, target: output.mean()  # noqa: E731
+    engine = whole_engine(module, mean, torch.optim.AdamW, LocalCommunicator(), batch=1, m=1, shape=(1, 512))
     memory = MemoryLimit(None, CPU)
     for step in range(CHECKED):
         with memory.watching(engine.on_device()):

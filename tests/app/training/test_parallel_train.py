@@ -5,13 +5,14 @@ Ranks are threads of this process, which share its slides.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import dataclasses
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,8 +38,8 @@ from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
+from parallel.schedule.action import Action, Kind
 from parallel.schedule.shares import read_changes
 from parallel.strategy import Strategy
 from pipelines.catalog.failures import FailedSlides
@@ -253,16 +254,16 @@ def test_shares_of_other_microbatches_are_not_gone_on_with(run: Run, tmp_path: P
 def slow_down_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it computes whole microbatches or stages of them."""
 
-    def late(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def computed(engine: DataParallelEngine | Engine, *args: Any) -> Any:
-            time.sleep(0.4 * (engine._communicator.rank == 0))
-            return compute(engine, *args)
+    computing = Engine._computing
 
-        return computed
+    @contextlib.contextmanager
+    def late(engine: Engine, position: int, action: Action) -> Iterator[int]:
+        with computing(engine, position, action) as i:
+            time.sleep(0.4 * (engine._communicator.rank == 0 and action.kind is Kind.FORWARD))
+            yield i
 
     monkeypatch.setattr(resharing, "WARM_UP", 0)
-    monkeypatch.setattr(DataParallelEngine, "_accumulate", late(DataParallelEngine._accumulate))
-    monkeypatch.setattr(Engine, "_forward", late(Engine._forward))
+    monkeypatch.setattr(Engine, "_computing", late)
 
 
 def interrupted_after(steps: int) -> Callable[..., bool]:

@@ -11,11 +11,10 @@ import torch
 
 from app.training.step_timeline import write_step
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.schedule.text import from_csv
 from parallel.strategy import Strategy
 from tests.helpers.plain_step import Batch
-from tests.helpers.small_nets import SkipNet, batch_of, pixel_loss
+from tests.helpers.small_nets import batch_of
 from tests.parallel.engine.test_engine import build, train
 
 
@@ -43,9 +42,7 @@ def test_schedule_picture_and_trace_are_of_the_step(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_where_the_model_is_whole(tmp_path: Path) -> None:
-    model = SkipNet()
-    engine = DataParallelEngine(
-        model, pixel_loss, torch.optim.SGD(model.parameters(), lr=0.1), LocalCommunicator(), batch=6, m=3
-    )
+    engine = build(LocalCommunicator(), "skips", Strategy("single", 1, 1, 3), steps())
+    train(engine, steps())
     assert write_step(engine, LocalCommunicator(), "single", tmp_path) is None
     assert not list(tmp_path.iterdir())

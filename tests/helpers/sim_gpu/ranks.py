@@ -9,17 +9,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from parallel.comm import objects, replicate, torch_comm, torch_links, torch_rendezvous
-from parallel.comm.communicator import Communicator
+from parallel.comm import torch_comm, torch_links, torch_rendezvous
 from parallel.comm.kinds import RankKind, from_text, to_text
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.offload import rng
@@ -60,8 +57,6 @@ def within(gpus: Gpus, world: int) -> Iterator[Distributed]:
         patch.setattr(torch_rendezvous, "join_attempt", _join_attempt)
         patch.setattr(torch_rendezvous, "call_with_timeout", lambda call, _: call())
         patch.setattr(torch_comm, "Departures", Departures)
-        patch.setattr(torch_comm, "DistributedDataParallel", Replicas(distributed))
-        patch.setattr(replicate, "broadcast_tensors", _broadcast_tensors)
         patch.setattr(rng, "DRAWING", contextlib.nullcontext())  # each process has a generator of its own
         patch.setattr(os, "environ", Environment(gpus, world))
         yield distributed
@@ -120,42 +115,6 @@ class Environment(collections.UserDict[str, str]):
         return name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") or super().__contains__(name)
 
 
-class Replicas:
-    """``DistributedDataParallel``: its checks, and its results by ``AveragedModule``, since its reducer is C++."""
-
-    def __init__(self, distributed: Distributed) -> None:
-        self._distributed = distributed
-
-    def __call__(
-        self, module: nn.Module, device_ids: Any = None, process_group: Any = None, bucket_cap_mb: Any = None, **_: Any
-    ) -> nn.Module:
-        parameters = list(module.parameters())
-        devices = {parameter.device for parameter in parameters}
-        if not any(parameter.requires_grad for parameter in parameters):
-            raise RuntimeError("DistributedDataParallel is not needed when no parameter requires a gradient.")
-        if len({device.type for device in devices}) > 1:
-            raise ValueError("DistributedDataParallel's input module must be on the same type of devices")
-        if device_ids and (len(devices) > 1 or not parameters[0].is_cuda):
-            raise ValueError(
-                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
-                f"modules or CPU modules, but got device_ids {device_ids} and module parameters {devices}."
-            )
-        group = process_group or self._distributed.group.WORLD
-        ranks: Any = types.SimpleNamespace(
-            world=len(group.ranks),
-            broadcast=lambda tensor, source=0: self._distributed.broadcast(tensor, group.ranks[source], group),
-            iall_reduce=lambda tensor: self._distributed.all_reduce(tensor, group=group, async_op=True),
-        )
-        size = None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-        return replicate.AveragedModule(module, ranks, size)
-
-
 def _join_attempt(store: Store, own: RankKind, rank: int, world: int, _: float) -> tuple[Store, tuple[RankKind, ...]]:
     store.set(f"kind/{rank}", to_text([own]))
     return store, tuple(from_text(store.get(f"kind/{each}"))[0] for each in range(world))
-
-
-def _broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
-    """That of torch, which takes parameters in host memory and buffers on the GPU."""
-    for on_gpu in (True, False):
-        objects.broadcast_tensors(communicator, [each for each in tensors if each.is_cuda is on_gpu], source)

@@ -5,6 +5,7 @@ The ranks are on CPUs all of them; the tables say otherwise, and which machine e
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -17,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.whole_engine import whole_engine
 from parallel.comm import mixed_comm, mixed_sums
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.kinds import RankKind, by_node
 from parallel.comm.mixed_comm import MixedCommunicator, Way
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.step import Microbatch
 from parallel.schedule.microbatch import split_batch
 from tests.contracts.communicator_contract import check_communicator
@@ -140,13 +141,22 @@ def trained(communicator: Communicator, argument: Any) -> dict[str, dict[str, Te
     """Gradients of the last step, and the state after it, of each type of number."""
     mixed, shares = MixedCommunicator(communicator, table(argument["kinds"]), argument["way"]), SHARES
     found = {}
+    rule = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     for dtype in TOLERANCE:
         model = net(dtype)
-        rule = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
         own = shares[mixed.world]
         m = sum(map(len, own))
-        engine = DataParallelEngine(
-            model, F.cross_entropy, rule, mixed, batch=BATCH, m=m, seed=SEED, bucket_bytes=100, shares=own
+        engine = whole_engine(
+            model,
+            F.cross_entropy,
+            rule,
+            mixed,
+            batch=BATCH,
+            m=m,
+            shape=(1, 3, 9, 9),
+            seed=SEED,
+            gradient_bytes=100,
+            shares=own,
         )
         for step, batch in enumerate(batches(dtype, m)):
             engine.step([Microbatch(*batch[i], tuple(batch[i][0].shape)) for i in engine.share], step, 0.1)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel.comm import torch_comm, torch_links
+from parallel.comm import torch_links
 from parallel.comm.torch_comm import TorchCommunicator
 from tests.helpers.sim_gpu import Hang, simulated
 from tests.helpers.sim_gpu.ranks import run_ranks
@@ -179,10 +179,6 @@ def strided(communicator: TorchCommunicator) -> None:
     links(communicator).isend(ones(communicator)[::2], 1 - communicator.rank)
 
 
-def replica_of_host_parameters(communicator: TorchCommunicator) -> None:
-    torch_comm.DistributedDataParallel(nn.Linear(2, 2), device_ids=[torch.device("cuda", communicator.rank)])
-
-
 def links(communicator: TorchCommunicator) -> torch_links.Links:
     linked(communicator)
     return communicator._links
@@ -194,7 +190,6 @@ def links(communicator: TorchCommunicator) -> torch_links.Links:
         (cpu_tensor, RuntimeError, "No backend type associated with device type cpu"),
         (int16, TypeError, "data type is not supported"),
         (strided, (ValueError, RuntimeError), "contiguous|stride"),
-        (replica_of_host_parameters, ValueError, "device_ids"),
     ],
 )
 def test_what_nccl_refuses(fault: Callable[[TorchCommunicator], None], error: Any, word: str) -> None:

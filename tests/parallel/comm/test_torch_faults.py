@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel.comm import torch_comm
 from parallel.comm.communicator import CommunicationError
-from parallel.comm.torch_comm import TorchCommunicator, TorchWork, is_lost_peer
+from parallel.comm.torch_comm import TorchWork, is_lost_peer
 
 NCCL_MEMORY = dist.DistBackendError(
     "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
@@ -51,17 +47,3 @@ def test_faults_keep_their_kind(fault: RuntimeError, expected: type[RuntimeError
     with pytest.raises(expected, match=r"(?i)memory|rank|peer"):
         TorchWork(SimpleNamespace(wait=wait), [], "rank 0 of 2: irecv").wait()
     assert is_lost_peer(fault) == is_lost
-
-
-@pytest.mark.parametrize(("parameters", "device_ids"), [("cpu", None), ("cuda", [torch.device("cuda", 0)])])
-def test_device_ids_only_where_all_parameters_are_on_the_gpu(
-    parameters: str, device_ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DDP refuses them for parameters that --developer offload-state=parameters keeps on the host."""
-    given = dict[str, Any]()
-    monkeypatch.setattr(torch_comm, "DistributedDataParallel", lambda _, **settings: given.update(settings))
-    communicator = object.__new__(TorchCommunicator)
-    communicator._device, communicator._group = torch.device("cuda", 0), None
-    with FakeTensorMode():
-        communicator.replicate(nn.Linear(2, 2, device=parameters))
-    assert given["device_ids"] == device_ids

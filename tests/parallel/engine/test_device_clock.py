@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
+from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.device_clock import DeviceClock
-from parallel.engine.own_time import OwnTime
-from parallel.engine.step import Microbatch
+from parallel.engine.step import Microbatch, StepResult
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import build, train
 from tests.helpers.fake_events import CUDA, FakeEvents
@@ -34,17 +34,19 @@ def test_spans_come_from_events_that_only_who_asks_waits_for(monkeypatch: pytest
 
 
 def test_own_seconds_come_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each microbatch begins and ends with an event; the wait for the sums begins with its last microbatch's end."""
-    events = FakeEvents(monkeypatch)
-    watch = OwnTime(nn.Linear(2, 2).parameters(), CUDA)
-    watch.begin_step()
-    for i in (0, 1):
-        watch.begun(Microbatch(None, None, (1, 3, 4, 4)))
-        watch.end(i)
-    watch.summed()
-    assert events.waits == 0
-    assert (watch.seconds, watch.waited_s) == (((0, 1.0), (1, 1.0)), 1.0)
-    watch.begin_step()
-    watch.begun(Microbatch(None, None, (1, 3, 4, 4)))
-    watch.end(0, summed=True)
-    assert (watch.seconds, watch.waited_s) == ((), None), "not known where the backward pass itself sums"
+    """Each microbatch begins and ends with an event; the wait for the sums begins with the last one's end."""
+    batch = batch_of([2, 2], 12, 1, torch.float32)
+    strategy = Strategy("ddp", 2, 1, 2)
+
+    def step(communicator: Communicator, _: None) -> StepResult:
+        engine = build(communicator, "skips", strategy, [batch])
+        engine._clock = DeviceClock(CUDA)
+        (i,) = engine.share
+        return engine.step([Microbatch(*batch[i], tuple(batch[i][0].shape))], 0, 0.1)
+
+    FakeEvents(monkeypatch)
+    for rank, result in enumerate(run_on_threads(2, step, None, timeout_s=60)):
+        assert [i for i, _ in result.seconds] == [rank]
+        assert result.seconds[0][1] >= 3.0, "forward and backward, an event before and after each"
+        assert result.waited_s is not None
+        assert result.waited_s >= 1.0

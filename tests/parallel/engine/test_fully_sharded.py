@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.sharding_units import sharding_units
 from parallel.engine.step import Microbatch, NonFiniteLoss
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.process
 
 RANKS, PX, SEED, LR, STEPS = 2, 8, 3, 0.05, 3
 DEVICE = torch.device("cpu")
+SHAPE = (1, 3, PX, PX)
 
 
 class Recurring(nn.Module):
@@ -205,9 +206,7 @@ def deferred(communicator: Communicator, case: Case) -> dict[str, Any]:
         engine = (
             FullyShardedEngine(module, case.loss, case.optimizer, communicator, device=DEVICE, **shared)
             if sharded
-            else DataParallelEngine(
-                module, case.loss, case.optimizer(module.named_parameters()), communicator, **shared
-            )
+            else whole_engine(module, case.loss, case.optimizer, communicator, shape=SHAPE, **shared)
         )
         batch = batches(case)[0]
         engine.step([Microbatch(*batch[i], tuple(batch[i][0].shape)) for i in engine.share], 0, LR)
@@ -328,9 +327,8 @@ def test_a_run_of_one_process_goes_on_sharded_and_back(ranks: list[dict[str, Any
     state = ranks[0]["resumed"]["state"]
     assert largest_error(expected.model, state["model"]) <= 1e-9
     module = fresh(case)
-    engine = DataParallelEngine(
-        module, case.loss, case.optimizer(module.named_parameters()), LocalCommunicator(), batch=6, m=3, seed=SEED
-    )
+    local = LocalCommunicator()
+    engine = whole_engine(module, case.loss, case.optimizer, local, batch=6, m=3, shape=SHAPE, seed=SEED)
     engine.load_state_dict(state)
     assert_same_optimizer(engine.state_dict()["optimizer"], expected.optimizer, 1e-10)
 

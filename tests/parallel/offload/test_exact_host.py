@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.copies import Copies
-from parallel.offload.host_optimizer import HostOptimizer
-from parallel.offload.host_parameters import HostParameters
-from parallel.offload.saved_tensors import SavedTensors
 from tests.helpers.engine_runs import (
-    CPU,
-    SEED,
     SGD,
     assert_equal,
     net,
@@ -59,26 +53,16 @@ def test_complex_values(policy: str) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_whole_models(name: str, resident: bool, world: int) -> None:
     def rank(communicator: Communicator, away: bool) -> dict[str, Any]:
-        model = net(name, torch.float64)
-        saved_tensors = SavedTensors(
-            ActivationPolicy(offload="overlap", smallest=0) if away else ActivationPolicy(), CPU
-        )
-        host = None
-        if away:
-            if resident:
-                saved_tensors.streams(HostParameters(model, CPU, Copies()))
-            host = HostOptimizer(SGD, dict(model.named_parameters()), Copies(), resident=resident)
-        engine = DataParallelEngine(
-            model,
+        policy = ActivationPolicy(offload="overlap", smallest=0, optimizer=True, parameters=resident)
+        engine = whole_engine(
+            net(name, torch.float64),
             NETS[name][1],
-            host.optimizer if host else SGD(model.named_parameters()),
+            SGD,
             communicator,
             batch=8,
             m=4,
-            seed=SEED,
-            saved_tensors=saved_tensors,
-            host=host,
-            device=CPU,
+            shape=tuple(steps_of(4)[0][0][0].shape),
+            policy=policy if away else ActivationPolicy(),
         )
         train(engine, steps_of(4))
         return engine.state_dict()

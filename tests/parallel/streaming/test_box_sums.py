@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from app.training.validation import _PixelScore
+from benchmarks.whole_engine import whole_engine
 from models.losses import IGNORE, PixelClassLoss
 from models.registry import build_model
 from models.unet import UNet
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.span import Span
-from parallel.streaming.streamed_module import StreamedRun, streamed
+from tests.helpers.engine_runs import SGD
 from tests.helpers.ranks import run_on_ranks
 
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0])
@@ -54,16 +56,18 @@ class Cut:
         return self.whole[:, rows.start : rows.stop, columns.start : columns.stop]
 
 
-def engine_of(module: nn.Module, loss: nn.Module, communicator: Communicator, m: int) -> DataParallelEngine:
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return DataParallelEngine(module, loss, optimizer, communicator, batch=3, m=m)
+def engine_of(
+    module: nn.Module, loss: nn.Module, communicator: Communicator, m: int, box: int | None, shape: tuple[int, ...]
+) -> Engine:
+    policy = ActivationPolicy(stream=box)
+    return whole_engine(module, loss, SGD, communicator, batch=3, m=m, shape=shape, policy=policy)
 
 
 def step(
-    module: nn.Module, loss: nn.Module, images: Tensor, classes: Any, m: int = 1
+    module: nn.Module, loss: nn.Module, images: Tensor, classes: Any, m: int = 1, box: int | None = None
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a step of the engine on one rank."""
-    engine = engine_of(module, loss, LocalCommunicator(), m)
+    """Loss and gradients of a step of the engine on one rank, in boxes of ``box`` px."""
+    engine = engine_of(module, loss, LocalCommunicator(), m, box, tuple(images.shape))
     parts = ((images, classes),) if m == 1 else zip(images.split((2, 1)), classes.split((2, 1)), strict=True)
     result = engine.step([Microbatch(x, y, tuple(x.shape)) for x, y in parts], 0, 0.1)
     return result.loss, {name: gradient.clone() for name, gradient in engine.gradients().items()}
@@ -93,10 +97,7 @@ def test_a_loss_of_pixels_is_exact_at_three_box_sizes(
     images, classes = tiles(dtype)
     expected = step(copy.deepcopy(plain), loss, images, classes, m=2)
     for box in (40, 24, 17):
-        ours = streamed(copy.deepcopy(plain), box, (2, 3, 48, 64), LocalCommunicator())
-        assert error(expected, step(ours, loss, images, classes, m=2)) <= tolerance
-        assert isinstance(ours._run_training, StreamedRun)
-        assert any(plan.sums for plan in ours._run_training._plans.values())
+        assert error(expected, step(copy.deepcopy(plain), loss, images, classes, m=2, box=box)) <= tolerance
 
 
 @pytest.mark.long
@@ -110,16 +111,15 @@ def test_other_models_are_exact(name: str) -> None:
             part.p = 0.0
     images, classes = tiles(torch.float64, shape=(64, 64))
     expected = step(copy.deepcopy(plain), PixelClassLoss(), images, classes)
-    ours = streamed(copy.deepcopy(plain), 40, tuple(images.shape), LocalCommunicator())
-    assert error(expected, step(ours, PixelClassLoss(), images, classes)) <= 1e-10
+    assert error(expected, step(copy.deepcopy(plain), PixelClassLoss(), images, classes, box=40)) <= 1e-10
 
 
 def test_targets_may_be_made_box_by_box() -> None:
     plain = unet(norm="batch").double()
     images, classes = tiles(torch.float64)
     expected = step(copy.deepcopy(plain), PixelClassLoss(), images, classes)
-    ours, cut = streamed(copy.deepcopy(plain), 32, tuple(images.shape), LocalCommunicator()), Cut(classes)
-    assert error(expected, step(ours, PixelClassLoss(), images, cut)) <= 1e-10
+    cut = Cut(classes)
+    assert error(expected, step(copy.deepcopy(plain), PixelClassLoss(), images, cut, box=32)) <= 1e-10
     assert 0 < cut.most < classes[0].numel()
 
 
@@ -140,9 +140,9 @@ class _Halves(nn.Module):
 @pytest.mark.parametrize(("what", "gives"), [("half", r"\(3, 3, 24, 64\)"), ("two", "tuple"), ("dict", "dict")])
 def test_outputs_of_other_forms_are_refused_as_without_boxes(what: str, gives: str) -> None:
     images, classes = tiles(torch.float32)
-    for module in (_Halves(what), streamed(_Halves(what), 32, tuple(images.shape), LocalCommunicator())):
+    for box in (None, 32):
         with pytest.raises(ValueError, match=f"this one gives {gives}: choose a segmentation --model"):
-            step(module, PixelClassLoss(), images, classes)
+            step(_Halves(what), PixelClassLoss(), images, classes, box=box)
 
 
 def test_what_is_no_region_up_to_the_output_is_summed_whole() -> None:
@@ -150,22 +150,21 @@ def test_what_is_no_region_up_to_the_output_is_summed_whole() -> None:
     plain = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2), nn.Unflatten(2, (48, 64)), nn.Conv2d(4, 3, 1))
     plain.double()
     images, classes = tiles(torch.float64)
-    ours = streamed(copy.deepcopy(plain), 32, tuple(images.shape), LocalCommunicator())
-    expected = step(plain, PixelClassLoss(), images, classes)
-    assert error(expected, step(ours, PixelClassLoss(), images, Cut(classes))) <= 1e-12
+    expected = step(copy.deepcopy(plain), PixelClassLoss(), images, classes)
+    assert error(expected, step(plain, PixelClassLoss(), images, Cut(classes), box=32)) <= 1e-12
 
 
 def test_scores_are_those_of_the_whole_map() -> None:
     plain = unet(norm="batch").double()
     images, classes = tiles(torch.float64)
     score, microbatch = _PixelScore(PixelClassLoss(WEIGHTS), 3), Microbatch(images, classes, tuple(images.shape))
-    ours = streamed(copy.deepcopy(plain), 40, tuple(images.shape), LocalCommunicator())
-    expected, found = (
-        engine_of(m, score.loss, LocalCommunicator(), 1).predict(microbatch, score.sums) for m in (plain, ours)
+    whole, boxed = (
+        engine_of(copy.deepcopy(plain), score.loss, LocalCommunicator(), 1, box, microbatch.shape) for box in (None, 40)
     )
+    expected, found = (engine.predict(microbatch, score.sums) for engine in (whole, boxed))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # whole outputs are rounded to float32
     assert torch.equal(found[:, -6:], expected[:, -6:])  # px are counted
-    output = engine_of(plain, score.loss, LocalCommunicator(), 1).predict(microbatch)
+    output = whole.predict(microbatch)
     losses = [float(score.loss(output[k : k + 1], classes[k : k + 1])) for k in range(3)]
     torch.testing.assert_close(score.losses(found, 48 * 64).tolist(), losses, rtol=1e-6, atol=0)
 
@@ -178,10 +177,8 @@ def test_memory_is_that_of_boxes(training: bool) -> None:
     loss, peaks = PixelClassLoss(), []
     for side in (192, 384):
         images, classes = torch.randn(1, 3, side, side), torch.zeros(1, side, side, dtype=torch.uint8)
-        ours = streamed(net, 64, tuple(images.shape), LocalCommunicator())
-        engine = DataParallelEngine(
-            ours, loss, torch.optim.SGD(net.parameters(), lr=0.1), LocalCommunicator(), batch=1, m=1
-        )
+        policy, shape = ActivationPolicy(stream=64), tuple(images.shape)
+        engine = whole_engine(net, loss, SGD, LocalCommunicator(), batch=1, m=1, shape=shape, policy=policy)
         with LiveBytes() as live:
             microbatch = Microbatch(images, classes, tuple(images.shape))
             if training:
@@ -196,8 +193,7 @@ def rank_step(communicator: Communicator, state: dict[str, Tensor]) -> tuple[flo
     images, classes = tiles(torch.float64)
     module = unet().double()
     module.load_state_dict(state)
-    ours = streamed(module, 40, (2, 3, 48, 64), communicator)
-    engine = engine_of(ours, PixelClassLoss(WEIGHTS), communicator, 2)
+    engine = engine_of(module, PixelClassLoss(WEIGHTS), communicator, 2, 40, (2, 3, 48, 64))
     parts = [(images[:2], classes[:2]), (images[2:], classes[2:])]
     result = engine.step([Microbatch(x, y, tuple(x.shape)) for x, y in (parts[i] for i in engine.share)], 0, 0.1)
     return result.loss, {name: gradient.clone() for name, gradient in engine.gradients().items()}

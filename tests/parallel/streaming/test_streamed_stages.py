@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from app.training.exactness import CroppedImages
+from benchmarks.whole_engine import whole_engine
 from models.losses import PixelClassLoss
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
@@ -109,9 +109,7 @@ def engine_of(module: nn.Module, communicator: Communicator, strategy: Strategy,
 @pytest.fixture(scope="module")
 def plain() -> Result:
     module = gated()
-    engine = DataParallelEngine(
-        module, PixelClassLoss(), sgd(module.named_parameters()), LocalCommunicator(), batch=M, m=M
-    )
+    engine = whole_engine(module, PixelClassLoss(), sgd, LocalCommunicator(), batch=M, m=M, shape=SHAPE)
     return steps(engine, lambda tensor: tensor)
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from app.training.exactness import CroppedImages
+from benchmarks.whole_engine import whole_engine
 from models.losses import PixelClassLoss
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
 from parallel.engine.engine import Engine
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
@@ -36,7 +36,7 @@ from tests.helpers.ranks import run_on_ranks
 from tests.helpers.small_nets import ALL_NETS, batch_of
 from tests.helpers.tiny_models import classifier
 from tests.parallel.engine.test_teams import of_teams
-from tests.parallel.streaming.test_streamed_stages import M, engine_of, gated, sgd, steps
+from tests.parallel.streaming.test_streamed_stages import SHAPE, M, engine_of, gated, sgd, steps
 
 STRIPS, COLUMNS, QUARTERS = Grid(2, 1), Grid(1, 2), Grid(2, 2)
 BOXES = ActivationPolicy(stream=4)
@@ -125,9 +125,7 @@ def planned(engine: Engine) -> dict[int, list[PlannedRegion | None]]:
 def test_gates_images_and_sums_of_the_loss_pass_between_teams(strategy: Strategy, given: str) -> None:
     module = gated()
     state = {name: value.clone() for name, value in module.state_dict().items()}
-    alone = DataParallelEngine(
-        module, PixelClassLoss(), sgd(module.named_parameters()), LocalCommunicator(), batch=M, m=M
-    )
+    alone = whole_engine(module, PixelClassLoss(), sgd, LocalCommunicator(), batch=M, m=M, shape=SHAPE)
     loss, gradients, _, predicted = steps(alone, lambda tensor: tensor)
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     found: dict[str, Tensor] = {}

@@ -8,20 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.whole_engine import whole_engine
+from parallel import build
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.data_parallel import DataParallelEngine
+from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.live_bytes import LiveBytes
-from parallel.offload.saved_tensors import SavedTensors
 from parallel.trace.stage_module import StageModule
-from parallel.trace.whole_module import in_segments
-from tests.helpers.engine_runs import CPU, SEED, SGD, net, plain, steps_of, train
-from tests.helpers.small_nets import ALL_NETS, NETS
+from parallel.trace.untraced import UntracedModule
+from tests.helpers.engine_runs import SEED, SGD, net, plain, steps_of, train
+from tests.helpers.small_nets import ALL_NETS, pixel_loss
 
+SHAPE = (2, 3, 12, 12)
 POLICIES = {
     "overlap": ActivationPolicy(offload="overlap", smallest=0, ahead=10_000),
     "block": ActivationPolicy(recompute="block"),
@@ -29,16 +31,16 @@ POLICIES = {
 }
 
 
-def engine(
-    name: str, policy: ActivationPolicy, communicator: Communicator, meter: ActivationMeter
-) -> DataParallelEngine:
-    model = in_segments(net(name, torch.float64), policy, tuple(steps_of(4)[0][0][0].shape), communicator)
-    meter.exclude((*model.parameters(), *model.buffers()))
-    saved_tensors = SavedTensors(policy, CPU, meter=meter)
-    loss = ALL_NETS[name][1]
-    return DataParallelEngine(
-        model, loss, SGD(model.named_parameters()), communicator, batch=8, m=4, seed=SEED, saved_tensors=saved_tensors
+def engine(name: str, policy: ActivationPolicy, communicator: Communicator, meter: ActivationMeter) -> Engine:
+    model, loss = net(name, torch.float64), ALL_NETS[name][1]
+    return whole_engine(
+        model, loss, SGD, communicator, batch=8, m=4, shape=SHAPE, seed=SEED, policy=policy, meter=meter
     )
+
+
+def stage_of(model: nn.Module, policy: ActivationPolicy) -> StageModule:
+    engine = whole_engine(model, pixel_loss, SGD, LocalCommunicator(), batch=8, m=4, shape=SHAPE, policy=policy)
+    return engine._work.stages[0].module
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -69,13 +71,21 @@ def test_less_is_kept_on_the_device() -> None:
     assert kept["both"] < 0.6 * kept["block"]
 
 
-def test_a_model_that_keeps_everything_stays_as_it_is() -> None:
+def test_a_model_that_keeps_everything_is_called_as_it_is() -> None:
     model = net("skips", torch.float64)
-    assert in_segments(model, ActivationPolicy(), (2, 3, 12, 12), LocalCommunicator()) is model
-    assert isinstance(
-        in_segments(model, ActivationPolicy(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()), StageModule
-    )
-    assert isinstance(in_segments(model, ActivationPolicy("block"), (2, 3, 12, 12), LocalCommunicator()), StageModule)
+    assert stage_of(model, ActivationPolicy()).root is model
+    for policy in (ActivationPolicy(offload="overlap"), ActivationPolicy("block")):
+        assert not isinstance(stage_of(model, policy), UntracedModule)
+
+
+def test_a_model_that_is_called_keeps_its_names_modes_and_state() -> None:
+    model = net("skips", torch.float64)
+    stage = UntracedModule(model)
+    for names in ("named_parameters", "named_buffers", "named_modules"):
+        assert list(getattr(stage, names)()) == list(getattr(model, names)())
+    assert list(stage.state_dict()) == list(model.state_dict())
+    stage.eval()
+    assert not any(module.training for module in model.modules())
 
 
 class _Restless(nn.Module):
@@ -91,7 +101,11 @@ class _Restless(nn.Module):
         return x.sin() if not x.isnan().any() and (self.calls % 2 or self.steady) else x * x.sigmoid()
 
 
-def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None:
+def untraceable(*_: Any) -> Any:
+    raise ValueError
+
+
+def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user's forward pass would hold what it gave to a module, for as long as that computes."""
 
     class Deep(nn.Module):
@@ -105,20 +119,13 @@ def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it() -> None
 
     shape, peaks = (1, 3, 64, 64), []
     policy = ActivationPolicy(offload="overlap", smallest=0)
-    for cut in (False, True):
+    for traced in (False, True):
         torch.manual_seed(0)
-        model: nn.Module = Deep()
-        if cut:
-            model = in_segments(model, policy, shape, LocalCommunicator())
-        made = DataParallelEngine(
-            model,
-            lambda output, target: output,
-            SGD(model.named_parameters()),
-            LocalCommunicator(),
-            batch=1,
-            m=1,
-            saved_tensors=SavedTensors(policy, CPU),
-        )
+        with monkeypatch.context() as patch:
+            if not traced:
+                patch.setattr(build, "trace_alone", untraceable)
+            loss = lambda output, target: output  # noqa: E731
+            made = whole_engine(Deep(), loss, SGD, LocalCommunicator(), batch=1, m=1, shape=shape, policy=policy)
         with LiveBytes() as live:
             made.step([Microbatch(torch.ones(shape), torch.zeros(1), shape)], 0, 0.0)
         peaks.append(live.peak_bytes)
@@ -131,9 +138,9 @@ def test_a_model_that_cannot_be_traced_is_offloaded_as_it_is() -> None:
             return super().forward(x) if x.sum() > 0 else x
 
     model = Untraceable(12, 12)
-    assert in_segments(model, ActivationPolicy(offload="overlap"), (2, 3, 12, 12), LocalCommunicator()) is model
+    assert stage_of(model, ActivationPolicy(offload="overlap")).root is model
     with pytest.raises(ValueError, match="cannot be cut into layers: its path depends on the values of tensors"):
-        in_segments(model, ActivationPolicy("block"), (2, 3, 12, 12), LocalCommunicator())
+        stage_of(model, ActivationPolicy("block"))
 
 
 def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
@@ -141,18 +148,9 @@ def test_a_part_that_does_not_compute_the_same_twice_is_refused() -> None:
     restless, policy = _Restless(), ActivationPolicy("optimal", (("input_1", "_1"),))
     model = nn.Sequential(nn.Conv2d(3, 4, 1), restless, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1))
     with pytest.raises(ValueError, match="calls of _Restless is an attribute that each forward"):
-        in_segments(model, policy, (2, 3, 12, 12), LocalCommunicator())
+        stage_of(model, policy)
     restless.steady = True
-    model = in_segments(model, policy, (2, 3, 12, 12), LocalCommunicator())
+    made = whole_engine(model, pixel_loss, SGD, LocalCommunicator(), batch=8, m=4, shape=SHAPE, policy=policy)
     restless.steady = False
-    made = DataParallelEngine(
-        model,
-        NETS["skips"][1],
-        SGD(model.named_parameters()),
-        LocalCommunicator(),
-        batch=8,
-        m=4,
-        saved_tensors=SavedTensors(policy, CPU),
-    )
     with pytest.raises(RuntimeError, match="does not compute the same twice"):
         train(made, [[(i.float(), t) for i, t in batch] for batch in steps_of(4)])

@@ -1,0 +1,69 @@
+"""A model that is not taken apart: one stage, whose run is the model's own call.
+
+For ranks that compute the whole model and keep everything on the device, and for models that cannot be traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.stage_module import StageModule
+from parallel.trace.strided_convolution import mend_strided_convolutions
+
+
+@dataclass(frozen=True)
+class Untraced:
+    """A model as one layer, in the place of ``Traced``."""
+
+    model: nn.Module
+
+    @functools.cached_property
+    def graph(self) -> LayerGraph:
+        """Return the graph: the images, the model, which may draw random numbers, and the output."""
+        model = Layer("model", type(self.model).__name__, ("images",), random=True)
+        return LayerGraph((Layer("images", INPUT, ()), model, Layer("output", OUTPUT, ("model",))))
+
+
+class UntracedModule(StageModule):
+    """The stage that calls ``model``. Names of parameters, buffers and modules are those in the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        mend_norm_gradients()
+        mend_strided_convolutions()
+        super().__init__(("images",), ("output",))
+        self.model = model
+        self.training = model.training
+        self._run_training = self._run_evaluation = _call
+
+    @property
+    def root(self) -> nn.Module:
+        """Return the model."""
+        return self.model
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of the model."""
+        yield from self.model.named_modules(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module of the model."""
+        return self.model.get_submodule(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the model."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the state of the model."""
+        return self.model.load_state_dict(*args, **kwargs)
+
+
+def _call(stage: nn.Module, images: Any) -> tuple[Any, ...]:
+    assert isinstance(stage, UntracedModule)
+    return (stage.model(images),)
