@@ -309,7 +309,6 @@ def _stage(
             cut, ranks, strategy.statistics, not isinstance(cut, TeamStage) or bool(cut.counted)
         ),
         loss=loss if number == partition.depth - 1 else None,
-        differentiable=[edge.value for edge in partition.edges if edge.source == number and edge.differentiable],
         no_grad_outputs=[
             edge.value
             for edge in partition.edges

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.profile.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
-from parallel.stage.microbatch_state import can_need_grad
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
 
@@ -172,7 +171,7 @@ class _Interpreter(fx.Interpreter):
 
 def _copy(leaf: Any) -> Any:
     """Return a copy with a history, as in training."""
-    if not isinstance(leaf, Tensor) or not can_need_grad(leaf):
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
     return leaf.detach().requires_grad_().clone()
 

@@ -53,7 +53,7 @@ class CheckpointedSegment:
         packer: Packer,
         state: Container[int],
         parameters: Iterable[Tensor],
-        recompute_context: Callable[[], contextlib.AbstractContextManager[Any]],
+        recompute_context: contextlib.AbstractContextManager[Any],
     ) -> None:
         self._compute, self._packer, self._state, self._context = compute, packer, state, recompute_context
         self._versions = [(parameter, parameter._version) for parameter in parameters]
@@ -73,7 +73,7 @@ class CheckpointedSegment:
     def saved(self, number: int) -> Tensor:
         """Return what the second pass keeps in place ``number``; it is run if it has not been."""
         if self._kept is None:
-            self._recompute()
+            self.recompute()
         assert self._kept is not None
         packed = self._kept[number]
         assert packed is not None
@@ -84,8 +84,8 @@ class CheckpointedSegment:
         if self._kept is not None:
             self._kept[number] = None
 
-    def _recompute(self) -> None:
-        """Run the second pass.
+    def recompute(self) -> None:
+        """Run the second pass now.
 
         Raises:
             RuntimeError: a parameter has been changed since the first pass, or the two passes differ.
@@ -100,9 +100,9 @@ class CheckpointedSegment:
                 saved.append((tensor.shape, tensor.dtype))
                 kept.append(self._packer(tensor))
 
-        values = restore(self._values)
+        values = iter(restore(self._values))  # which lets go of them
         self._values = None
-        with self._context(), torch.enable_grad(), saved_tensors_hooks(pack, _never):
+        with self._context, torch.enable_grad(), saved_tensors_hooks(pack, _never):
             self._compute(*values)
         if saved != self._expected:
             raise RuntimeError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,8 @@ class SavedTensors:
     @property
     def idle(self) -> bool:
         """Return whether autograd keeps what it keeps, and nobody counts it."""
-        return not (self.moves or self.rule.segmented or self._meter is not None or self._hosts)
+        recomputes = self.rule.segmented or self.rule.stagewise
+        return not (self.moves or recomputes or self._meter is not None or self._hosts)
 
     @contextlib.contextmanager
     def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[None]:
@@ -121,8 +122,18 @@ class SavedTensors:
         if not segment.recompute or not torch.is_grad_enabled():
             return compute(*values)
         parameters = (p for module in segment.modules for p in module._parameters.values() if p is not None)
-        context = functools.partial(self._recomputing, recompute_context())
-        return CheckpointedSegment(compute, values, self._packer, self._state, parameters, context).forward(values)
+        return self.checkpoint(compute, values, parameters, recompute_context()).forward(values)
+
+    def checkpoint(
+        self,
+        compute: Callable[..., tuple[Any, ...]],
+        values: Sequence[Any],
+        parameters: Iterable[Tensor],
+        context: contextlib.AbstractContextManager[Any],
+    ) -> CheckpointedSegment:
+        """Return ``compute`` as a segment that is recomputed in ``context``, of ``values`` that enter it."""
+        context = self._recomputing(context)
+        return CheckpointedSegment(compute, values, self._packer, self._state, parameters, context)
 
     @contextlib.contextmanager
     def _recomputing(self, context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.streaming.images import Boxes
-from parallel.team.team_comm import ReplayLog
+from parallel.offload.recompute import CheckpointedSegment
 
 
 class GradCapture:
@@ -67,52 +66,22 @@ class MicrobatchState:
     """What one microbatch leaves in a stage between forward and backward.
 
     Attributes:
-        tiles: in the microbatch.
-        values: received, by name; their tensors are leaves of this stage's part of the autograd graph. Where
-            activations go to the host, put away, or gone.
-        targets: for the loss, in the last stage.
-        random: where the stage's random numbers began: a seed, or a state handed on by an earlier stage.
-        recomputed: the first forward pass kept nothing else.
-        shape: (n, 3, h, w) of the tiles, for a stage that a team computes.
-        log: of what its forward pass received from its team, where it is recomputed.
-        roots: by name of the value given: where its gradients enter, None for a tensor that nothing flows back from.
+        values: received, by name; their tensors are leaves of this stage's part of the autograd graph. None where
+            activations go to the host.
+        segment: the whole stage, where it is recomputed.
+        roots: by name of the value given: where its gradients enter.
         captures: by name of the value received: where its gradients end up, where activations go to the host.
     """
 
-    tiles: int
     values: dict[str, Any]
-    targets: Tensor | Boxes | None
-    random: int | Tensor
-    recomputed: bool
-    shape: tuple[int, ...] = ()
-    log: ReplayLog | None = None
-    roots: dict[str, list[GradientEdge | None]] = field(default_factory=dict)
+    segment: CheckpointedSegment | None = None
+    roots: dict[str, list[GradientEdge]] = field(default_factory=dict)
     captures: dict[str, list[GradCapture]] = field(default_factory=dict)
 
 
-def can_need_grad(tensor: Tensor) -> bool:
-    """Return whether autograd differentiates the type of ``tensor``: real and complex floating point."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def edges_of(value: Any, was_promised: bool) -> list[GradientEdge | None]:
-    """Return the edges of the tensors of ``value`` that a gradient comes back for.
-
-    Args:
-        was_promised: gradients of all of them were asked for, whether anything flows back from there or not.
-    """
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and can_need_grad(leaf)]
-    if was_promised:
-        return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
-    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
-
-
-def promised(value: Any) -> Any:
-    """Return ``value`` of a pass without gradients, marked where recomputation will ask for one."""
-    return tree_map(
-        lambda leaf: leaf.detach().requires_grad_(can_need_grad(leaf)) if isinstance(leaf, Tensor) else leaf,
-        value,
-    )
+def edges_of(value: Any) -> list[GradientEdge]:
+    """Return the edges of the tensors of ``value`` that a gradient comes back for."""
+    return [get_gradient_edge(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def gradients_of(value: Any) -> list[Tensor]:

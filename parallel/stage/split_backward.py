@@ -70,8 +70,12 @@ class DeferredWeights:
         """
         waiting: list[_Waiting] = []
         self._waiting[key] = waiting
-        with _Redirection({id(layer.weight) for layer in self._layers}, waiting, self._meter):
+        with self.redirecting(waiting):
             yield
+
+    def redirecting(self, waiting: list[_Waiting]) -> TorchFunctionMode:
+        """Return a context whose forward pass leaves in ``waiting`` what its backward pass puts off."""
+        return _Redirection({id(layer.weight) for layer in self._layers}, waiting, self._meter)
 
     def backward_weight(self, key: Hashable) -> None:
         """Add the gradients that the backward pass of ``key`` put off to ``.grad``, and free what was kept."""

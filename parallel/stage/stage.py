@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from parallel.graph.layers import RANDOM_STATE
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
-from parallel.offload.packing import put_away, restore
 from parallel.offload.rng import drawing, get_random_state
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.batchnorm import RunningStatistics
-from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of, promised
+from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
@@ -63,7 +63,6 @@ class Stage:
         module: the layers.
         device: where they are.
         loss: of the last stage: (output, targets) -> mean over the microbatch; None for the others.
-        differentiable: names of the values given whose gradients come back.
         no_grad_outputs: names of the values given that no gradient flows back to from the loss.
         statistics: of the module's normalisation layers.
         uses_rng: the module may draw random numbers.
@@ -85,7 +84,6 @@ class Stage:
         device: torch.device,
         statistics: RunningStatistics,
         loss: Loss | None = None,
-        differentiable: Iterable[str] = (),
         no_grad_outputs: Iterable[str] = (),
         uses_rng: bool = False,
         autocast: torch.dtype | None = None,
@@ -98,7 +96,6 @@ class Stage:
         self.module = module
         self.statistics = statistics
         self._loss = loss
-        self._differentiable = frozenset(differentiable)
         self._no_grad_outputs = frozenset(no_grad_outputs)
         self._device = device
         self._uses_rng = uses_rng
@@ -135,25 +132,42 @@ class Stage:
             values: what the module uses, by name. They belong to the stage until its backward pass.
             random: a seed, or the state handed on by an earlier stage.
             targets: for the loss, in the last stage.
-            recomputed: keep only what came in; ``recompute`` is called before backward.
+            recomputed: keep only what came in; ``recompute`` is called before backward, or backward does so itself.
             shape: (n, 3, h, w) of the tiles, for a stage that a team computes.
 
         Returns:
             By name what later stages use, with ``RANDOM_STATE`` if the stage draws; ``LOSS`` in the last stage.
         """
-        self._in_flight[i] = microbatch = MicrobatchState(tiles, values, targets, random, recomputed, shape)
-        if recomputed and isinstance(self.module, TeamStage):
-            microbatch.log = ReplayLog()
+        self._in_flight[i] = microbatch = MicrobatchState(values)
         if self._updated:
             renew_buffers(self.module, self._updated)
-        with self.statistics.microbatch(i, tiles):
-            if not recomputed:
-                return self._compute(i, microbatch)
-            with torch.no_grad():
-                outputs = self._compute(i, microbatch)
-            if self._saved_tensors is not None and self._moves:
-                microbatch.values = put_away(values, self._saved_tensors.packer((self, i)))
-            return {name: promised(value) if name in self._differentiable else value for name, value in outputs.items()}
+        if recomputed and self._saved_tensors is None:
+            self._saved_tensors = SavedTensors(ActivationPolicy(), self._device)
+        log = ReplayLog() if recomputed and isinstance(self.module, TeamStage) else None
+        compute = functools.partial(self._compute, targets)
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(self.statistics.microbatch(i, tiles))
+            draws = scopes.enter_context(self._pass(random, shape, log))
+            if self._weights is not None:
+                scopes.enter_context(self._weights.recording(i))
+            if self._saved_tensors is not None:
+                state = (*self.module.parameters(), *self.module.buffers())
+                scopes.enter_context(self._saved_tensors.watching((self, i), state))
+                scopes.enter_context(self._in_segments(self._saved_tensors))
+            if self._saved_tensors is not None and recomputed:
+                entering, context = list(self._entering(microbatch)), self._recomputing(random, shape, log)
+                segment = self._saved_tensors.checkpoint(compute, entering, self.module.parameters(), context)
+                microbatch.segment, given = segment, segment.forward(entering)
+            else:
+                given = compute(*self._entering(microbatch))
+        outputs = dict(zip(self.module.outputs if self._loss is None else (LOSS,), given, strict=True))
+        for name in self._no_grad_outputs.intersection(outputs):
+            outputs[name] = tree_map(_detached, outputs[name])
+        # Edges, not tensors: what was sent can be freed before its gradient comes back.
+        microbatch.roots = {name: edges for name, value in outputs.items() if (edges := edges_of(value))}
+        if self._uses_rng:
+            outputs[RANDOM_STATE] = draws.end
+        return outputs
 
     def flush(self, i: int) -> None:
         """Send what microbatch ``i`` keeps off the device now."""
@@ -167,10 +181,9 @@ class Stage:
 
     def recompute(self, i: int) -> None:
         """Run the forward pass of microbatch ``i`` again, keeping what backward needs; it is counted nowhere."""
-        microbatch = self._in_flight[i]
-        microbatch.values = restore(microbatch.values)
-        with self.statistics.frozen():
-            self._compute(i, microbatch)
+        segment = self._in_flight[i].segment
+        assert segment is not None
+        segment.recompute()
 
     def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
         """Run the backward pass of microbatch ``i``; parameters' gradients add up in place.
@@ -192,7 +205,6 @@ class Stage:
             (edge, gradient)
             for name, edges in microbatch.roots.items()
             for edge, gradient in zip(edges, gradients[name], strict=True)
-            if edge is not None
         ]
         if flows:
             torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
@@ -232,38 +244,30 @@ class Stage:
         if self._saved_tensors is not None:
             self._saved_tensors.reset()
 
-    def _compute(self, i: int, microbatch: MicrobatchState) -> dict[str, Any]:
+    def _compute(self, targets: Tensor | Boxes | None, *values: Any) -> tuple[Any, ...]:
+        if self._loss is None:
+            return tuple(self._run(*values))
+        assert targets is not None
+        loss = self._loss_of(values, targets)
+        self._loss_dtype = loss.dtype
+        return (loss,)
+
+    @contextlib.contextmanager
+    def _pass(self, random: int | Tensor, shape: tuple[int, ...], log: ReplayLog | None) -> Iterator[Any]:
+        """Return a context of a forward pass; what it gives knows in ``end`` the random state after the pass."""
         with contextlib.ExitStack() as scopes:
-            team = self._among(microbatch.shape, microbatch.random, microbatch.log)
-            passing = scopes.enter_context(team)
-            draws = self._uses_rng and passing is None  # members draw one number after the other: they wait in between
-            state = scopes.enter_context(drawing(microbatch.random, self._device)) if draws else None
+            draws = scopes.enter_context(self._among(shape, random, log))
+            if self._uses_rng and draws is None:  # members draw one number after the other: they wait in between
+                draws = scopes.enter_context(drawing(random, self._device))
             scopes.enter_context(self._precision())
-            if torch.is_grad_enabled():
-                if self._weights is not None:
-                    scopes.enter_context(self._weights.recording(i))
-                if self._saved_tensors is not None:
-                    kept = (*self.module.parameters(), *self.module.buffers())
-                    scopes.enter_context(self._saved_tensors.watching((self, i), kept))
-                    scopes.enter_context(self._in_segments(self._saved_tensors))
-            if self._loss is None:
-                outputs = dict(zip(self.module.outputs, self._run(*self._entering(microbatch)), strict=True))
-            else:
-                assert microbatch.targets is not None
-                loss = self._loss_of(self._entering(microbatch), microbatch.targets)
-                self._loss_dtype = loss.dtype
-                outputs = {LOSS: loss}
-        if torch.is_grad_enabled():
-            for name in self._no_grad_outputs.intersection(outputs):
-                outputs[name] = tree_map(_detached, outputs[name])
-            # Edges, not tensors: what was sent can be freed before its gradient comes back.
-            for name, value in outputs.items():
-                was_promised = microbatch.recomputed and name in self._differentiable
-                if edges := edges_of(value, was_promised):
-                    microbatch.roots[name] = edges
-        if self._uses_rng:
-            outputs[RANDOM_STATE] = state.end if state is not None else passing.random_state()
-        return outputs
+            yield draws
+
+    @contextlib.contextmanager
+    def _recomputing(self, random: int | Tensor, shape: tuple[int, ...], log: ReplayLog | None) -> Iterator[None]:
+        """Return a context of a second forward pass, which is counted nowhere."""
+        weights = contextlib.nullcontext() if self._weights is None else self._weights.redirecting([])
+        with self.statistics.frozen(), self._pass(random, shape, log), weights:
+            yield
 
     def _among(
         self, shape: tuple[int, ...], random: int | Tensor = 0, log: ReplayLog | None = None
@@ -273,15 +277,14 @@ class Stage:
             return contextlib.nullcontext()
         return self.module.microbatch(shape, random, log)
 
-    def _loss_of(self, values: Iterator[Any], targets: Tensor | Boxes) -> Tensor:
+    def _loss_of(self, values: tuple[Any, ...], targets: Tensor | Boxes) -> Tensor:
         assert self._loss is not None
         if isinstance(self.module, TeamStage):
-            entering = tuple(values)
             if isinstance(self._loss, SummedLoss):
                 asked = BoxSums(self._loss.sums, targets)
-                if (sums := self.module.sums_in_parts(entering, asked)) is not None:
+                if (sums := self.module.sums_in_parts(values, asked)) is not None:
                     return self._loss.value(sums, asked.pixels)
-            (output,) = self._run(*entering)
+            (output,) = self._run(*values)
             return self._loss(output, whole(targets)) if self.module.counted else output.sum()
         if isinstance(self.module, StreamedStage) and isinstance(self._loss, SummedLoss):
             asked = BoxSums(self._loss.sums, targets)
@@ -291,10 +294,9 @@ class Stage:
 
     def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
         """Return the values the module takes. Where activations go to the host, the stage itself holds none of them."""
-        if not (self._moves and torch.is_grad_enabled()):
+        if not self._moves:
             return (microbatch.values[name] for name in self.module.inputs)
         values, microbatch.values = microbatch.values, {}
-        microbatch.captures = {}
         entering = []
         for name in self.module.inputs:
             value, microbatch.captures[name] = capture_grad(values.pop(name))

@@ -30,7 +30,8 @@ class ForwardContext:
     device: torch.device
     random: int | Tensor = 0
 
-    def random_state(self) -> Tensor:
+    @property
+    def end(self) -> Tensor:
         """Return the state that the next stage draws from."""
         if isinstance(self.random, Tensor):
             return self.random
@@ -50,7 +51,7 @@ class ForwardContext:
 
     def broadcast_rng_from_rank0(self) -> None:
         """Set the RNG state to member 0's, which has drawn numbers that the others have not."""
-        state = self.random_state().to("cpu", torch.int32)  # from host to host: no device is waited for
+        state = self.end.to("cpu", torch.int32)  # from host to host: no device is waited for
         state = self.comm.all_reduce(state if self.comm.member == 0 else torch.zeros_like(state))
         self.random = state.to(torch.uint8)
 

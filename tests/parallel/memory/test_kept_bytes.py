@@ -194,9 +194,7 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         module = cut_stage(traced, partition, number, segments_of(partition, number, rule)).train()
         statistics = running_statistics(module, LocalCommunicator(), "per-microbatch")
         saved_tensors = SavedTensors(rule, CPU)
-        stage = Stage(
-            module, device=CPU, statistics=statistics, differentiable=module.outputs, saved_tensors=saved_tensors
-        )
+        stage = Stage(module, device=CPU, statistics=statistics, saved_tensors=saved_tensors)
         statistics.begin_step(1)
         given = {key: values[key].detach().clone() for key in module.inputs}
         given = {key: value.requires_grad_(values[key].requires_grad) for key, value in given.items()}

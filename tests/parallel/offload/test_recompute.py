@@ -18,7 +18,7 @@ def recomputed(layer: nn.Linear, x: Tensor) -> Tensor:
         return (layer(value).exp(),)
 
     state = storages_of(layer.parameters())
-    segment = CheckpointedSegment(compute, [x], SavedTensor, state, layer.parameters(), contextlib.nullcontext)
+    segment = CheckpointedSegment(compute, [x], SavedTensor, state, layer.parameters(), contextlib.nullcontext())
     (output,) = segment.forward([x])
     return output
 
