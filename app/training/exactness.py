@@ -28,7 +28,7 @@ from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.schedule.microbatch import microbatch_seed
 from parallel.schedule.shares import Shares
-from parallel.space.span import Span
+from parallel.space.grid import Span
 from parallel.stage.stage import Loss
 from parallel.streaming.images import whole
 from parallel.trace.norm_gradients import mend_norm_gradients

@@ -18,8 +18,8 @@ from parallel.graph.layers import OUTPUT, Convolution, Layer, LayerGraph, Op
 from parallel.graph.scale import cast_parameters, on_part
 from parallel.plan.talk import Halo, Sum, Talk
 from parallel.space.borders import Borders, BoundaryStrip, overlap_pays
+from parallel.space.rule import Step
 from parallel.space.side_by_side import Fetch, SideBySide, box_px
-from parallel.space.step import Step
 
 COUNT_BYTES = 8
 """Of the numbers that statistics are summed in."""

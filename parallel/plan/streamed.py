@@ -27,7 +27,7 @@ from parallel.plan.talk import Sum
 from parallel.schedule.timeline import StageCost
 from parallel.space.boxes import Boxes, StreamedModel, given_by, plan_boxes
 from parallel.space.phases import most_stored, phases_of
-from parallel.space.step import Step
+from parallel.space.rule import Step
 from parallel.space.team import Grid
 from parallel.space.team_boxes import TeamBoxes, plan_team_boxes, side_by_side
 from parallel.strategy import Strategy

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from parallel.space.grid import Span
 from parallel.space.rule import Window
-from parallel.space.span import Span
 from parallel.space.team import Box
 
 MOST = 0.5

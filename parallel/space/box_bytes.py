@@ -14,8 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from parallel.space.grid import cell
-from parallel.space.rule import SAME
-from parallel.space.step import Step
+from parallel.space.rule import SAME, Step
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 """Of rows and of columns, in px of the tile, ends included."""

@@ -17,7 +17,7 @@ from parallel.space.box_bytes import AxisNeeds, Cuts, PartNeeds
 from parallel.space.grid import tile_cuts
 from parallel.space.parts import Part, Tile, divide, telling_boxes, wanted_from
 from parallel.space.phases import made_again, most_stored, phases_of
-from parallel.space.step import Step
+from parallel.space.rule import Step
 
 STORED_PER_PX = 32
 """Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""

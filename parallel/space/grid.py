@@ -1,4 +1,4 @@
-"""How a tile is cut into boxes: the same relative cuts for every map, so that maps that are added or joined agree.
+"""Spans of rows, and how a tile is cut into boxes: the same relative cuts for all maps, so that sums of maps agree.
 
 Cut j of a map of H rows is c_j H / T, rounded, where c_j is the cut of the tile of T rows. By its size alone, whatever
 strides led to it; where c_j is a multiple of the model's total stride, that is where the tile's cut falls in the map.
@@ -7,11 +7,44 @@ strides led to it; where c_j is a multiple of the model's total stride, that is 
 from __future__ import annotations
 
 import functools
-
-from parallel.space.span import Span
+from typing import NamedTuple
 
 ALIGNED = 32
 """px that cuts of the tile are multiples of, where boxes are larger: the total stride of most networks."""
+
+
+class Span(NamedTuple):
+    """Rows [start, stop) of a map, or columns; they may leave it, where an operation pads."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Rows; 0 of what is empty."""
+        return max(0, self.stop - self.start)
+
+    def hull(self, other: Span | None) -> Span:
+        """Return the smallest span that holds both; this one where there is no other, or an empty one."""
+        if other is None or other.stop <= other.start:
+            return self
+        start, stop = self
+        if start <= other.start and stop >= other.stop:
+            return self
+        return other if stop <= start else Span(min(start, other.start), max(stop, other.stop))
+
+    def within(self, side: int) -> Span:
+        """Return the rows that a map of ``side`` rows has; where it has none of them, an empty span inside the map."""
+        start = min(max(self.start, 0), side)
+        return Span(start, max(start, min(self.stop, side)))
+
+    def touching(self, side: int) -> Span:
+        """Return the rows that a map of ``side`` rows has, or the one nearest to them: never an empty span."""
+        start = min(max(self.start, 0), side - 1)
+        return Span(start, max(start + 1, min(self.stop, side)))
+
+    def holds(self, other: Span) -> bool:
+        return not other.size or (self.start <= other.start and other.stop <= self.stop)
 
 
 @functools.lru_cache(1024)

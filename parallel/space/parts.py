@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.space.box_bytes import Cuts, PartNeeds
-from parallel.space.grid import cells, tile_cuts
-from parallel.space.span import Span
-from parallel.space.step import Step
+from parallel.space.grid import Span, cells, tile_cuts
+from parallel.space.rule import Step
 
 MULTIPLES = (1, 2, 4, 8, 16)
 """Sides of boxes, in those that are asked for."""
@@ -184,3 +183,46 @@ def telling_boxes(cuts: Cuts) -> list[tuple[int, int]]:
 def _inner(axis: Sequence[int], k: int) -> tuple[int, int]:
     """(px of box ``k``, how far from the ends it lies), to compare."""
     return axis[k + 1] - axis[k], min(k, len(axis) - 2 - k)
+
+
+def rule_faults(steps: Sequence[Step], sides: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return the steps whose rules give other sides than they have, or whose maps differ in size."""
+    found = []
+    for step in steps:
+        if step.plain:
+            continue
+        for axis, word in ((0, "rows"), (1, "columns")):
+            given = {step.rules[axis].out(sides[name][axis]) for name in step.maps}
+            if given != {step.sides[axis]}:
+                found.append(f"{step.name} has {step.sides[axis]} {word}; its rule gives {sorted(given)}")
+    return found
+
+
+def span_faults(
+    steps: Sequence[Step], spans: Mapping[str, Span], sides: Mapping[str, tuple[int, int]], axis: int
+) -> list[str]:
+    """Return the rows that a box lacks along one axis.
+
+    Args:
+        spans: what it computes or fetches of each map.
+    """
+    found = []
+    for step in steps:
+        if step.name not in spans:
+            continue
+        for name in step.maps:
+            need = step.rules[axis].need(spans[step.name], sides[name][axis]).within(sides[name][axis])
+            if name not in spans or not spans[name].holds(need):
+                found.append(f"{step.name} needs {tuple(need)} of {name}; there is {tuple(spans.get(name, ()))}")
+    return found
+
+
+def partition_faults(name: str, parts: Sequence[Span], side: int) -> list[str]:
+    """Return the rows of a map that boxes give twice, or not at all."""
+    faults, end = [], 0
+    for start, stop in [*sorted(part for part in parts if part.size), (side, side)]:
+        if start != end:
+            rows = f"rows {min(start, end)} to {max(start, end) - 1}"
+            faults.append(f"{rows} of {name} are given {'twice' if start < end else 'by no box'}")
+        end = max(end, stop)
+    return faults

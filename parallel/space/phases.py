@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel.space.rule import SAME
-from parallel.space.step import Step, in_phases
+from parallel.space.rule import SAME, Step, in_phases
 
 CHEAP_FLOPS_PER_BYTE = 25.0
 """Of what is made again before any convolution is."""

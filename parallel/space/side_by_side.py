@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from parallel.space.borders import Borders, borders
 from parallel.space.boxes import StreamedModel
-from parallel.space.span import Span
-from parallel.space.step import PRIOR, Step
+from parallel.space.grid import Span
+from parallel.space.rule import PRIOR, Step
 from parallel.space.team import Box, Exchange, Grid, Territory
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from parallel.space.grid import ALIGNED, cell, cells, tile_cuts
+from parallel.space.grid import ALIGNED, Span, cell, cells, tile_cuts
 from parallel.space.rule import Rule
-from parallel.space.span import Span
 
 Box = tuple[Span, Span]
 """(rows, columns)"""

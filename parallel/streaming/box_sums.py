@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from parallel.space.span import Span
-from parallel.space.step import Step
+from parallel.space.grid import Span
+from parallel.space.rule import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation
 from parallel.streaming.patch import Box, Patch

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from parallel.space.span import Span
+from parallel.space.grid import Span
 
 
 @runtime_checkable

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.space.grid import Span
 from parallel.space.rule import Cells, Chained, Mirrored, Resample, Window
-from parallel.space.span import Span
 from parallel.streaming.patch import Patch
 
 Rules = tuple[Any, Any]

@@ -13,11 +13,9 @@ from typing import NamedTuple
 from torch import fx
 
 from parallel.space.box_bytes import Cuts
-from parallel.space.parts import Part, owned, wanted_from
-from parallel.space.proof import partition_faults, rule_faults, span_faults
-from parallel.space.span import Span
-from parallel.space.spans import needed_spans
-from parallel.space.step import Step
+from parallel.space.grid import Span
+from parallel.space.parts import Part, owned, partition_faults, rule_faults, span_faults, wanted_from
+from parallel.space.rule import Step, needed_spans
 from parallel.streaming.narrowing import Cut
 from parallel.streaming.operation import Operation
 from parallel.streaming.patch import Box, available, cut_of, padded_need

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.space.step import Step
+from parallel.space.rule import Step
 from parallel.streaming.maps import Maps
 from parallel.streaming.narrowing import with_parts
 from parallel.streaming.operation import Arguments, attribute

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.span import Span
+from parallel.space.grid import Span
 from parallel.streaming.narrowing import Cut, narrowed
 
 Box = tuple[Span, Span]

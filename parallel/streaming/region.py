@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from parallel.space.boxes import StreamedModel
-from parallel.space.step import Step
+from parallel.space.rule import Step
 from parallel.streaming.operation import Operation
 
 WHOLE_TILE = (Fraction(1), Fraction(1))

@@ -21,7 +21,7 @@ from parallel.space.box_bytes import Cuts
 from parallel.space.boxes import Boxes as PlannedBoxes
 from parallel.space.boxes import StreamedModel, plan_boxes
 from parallel.space.parts import Part
-from parallel.space.step import Step
+from parallel.space.rule import Step
 from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import BoxProgram, PartPlan, plan_part

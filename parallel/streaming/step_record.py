@@ -19,9 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
 from parallel.graph.layers import Op
-from parallel.space.rule import Window
-from parallel.space.span import Span
-from parallel.space.step import Step
+from parallel.space.grid import Span
+from parallel.space.rule import Step, Window
 from parallel.streaming.alike import called, form
 from parallel.streaming.backward_work import backward_work, tensors_of
 from parallel.streaming.operation import Arguments

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from parallel.offload.host_memory import HostMemory
+from parallel.space.rule import Step
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums, beside
 from parallel.streaming.planned_region import PlannedRegion
@@ -19,7 +21,6 @@ from parallel.streaming.region_run import RegionRun
 from parallel.streaming.streamed_module import StreamedRun
 from parallel.team.boxed_region import BoxedRegion
 from parallel.team.program import NodeRun
-from parallel.team.stage_region import region_of_stage, scale_of
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan
@@ -109,3 +110,51 @@ class _Planned(StreamedRun):
         scale = scale_of(region, self.tile)
         options = {"stored_bytes": self._stored_bytes, "scale": scale, "host": self._host}
         return BoxedRegion(region, self._box, self.grid, self.link, self.random, **options)
+
+
+def region_of_stage(region: Region, nodes: Iterable[fx.Node], inputs: Sequence[str]) -> Region | None:
+    """Return what ``nodes`` compute of a region; None where they compute no map of it.
+
+    Args:
+        inputs: names of the values that enter the stage.
+
+    Raises:
+        ValueError: several maps, or several tensors, pass between stages as one value.
+    """
+    here = {node.name for node in nodes if node.op not in ("placeholder", "get_attr")}
+    steps = tuple(step for step in region.steps if region.nodes[step.name].name in here)
+    if not any(step.flops and not step.sums for step in steps):
+        return None
+    made = {step.name for step in steps}
+    maps = {name for step in steps for name in step.maps} - made
+    others = {name for step in steps for name in step.others} - made
+    leaving = tuple(step.name for step in steps if _leaves(region, step, made))
+    passing = sorted(maps | {name for name in leaving if name in region.dims})
+    for name, forms in [*((n, region.forms) for n in passing), *((n, region.pooled) for n in sorted(others))]:
+        if name not in forms:
+            raise ValueError(
+                f"--stream: {name} is several {'maps' if name in region.dims else 'tensors'}, which pass from stage to "
+                "stage together: cut the model elsewhere (--developer cuts)"
+            )
+    given = tuple(name for name in inputs if name in others)
+    return replace(
+        region,
+        steps=steps,
+        forms={**region.forms, **{name: region.pooled[name] for name in given}},
+        leaving=leaving,
+        inputs=tuple(name for name in inputs if name in maps),
+        given=given,
+    )
+
+
+def _leaves(region: Region, step: Step, made: Collection[str]) -> bool:
+    """Whether what follows, here or in a later stage, uses the value of a step."""
+    node = region.nodes[step.name]
+    inside = {*made, *region.constants}
+    return node.name == step.name and any(user.name not in inside for user in node.users)
+
+
+def scale_of(region: Region, side: tuple[int, int]) -> tuple[Fraction, Fraction]:
+    """Return px of tiles of ``side`` for each of the largest map that enters."""
+    rows, columns = max(region.sides[name] for name in region.inputs)
+    return Fraction(side[0], rows), Fraction(side[1], columns)

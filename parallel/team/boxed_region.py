@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from parallel.space.box_bytes import Cuts
 from parallel.space.boxes import StreamedModel
+from parallel.space.grid import Span
 from parallel.space.parts import Part
-from parallel.space.span import Span
-from parallel.space.step import Step
+from parallel.space.rule import Step
 from parallel.space.team import Box, Exchange, Grid
 from parallel.space.team_boxes import TeamBoxes, plan_team_boxes
 from parallel.streaming.images import Boxes

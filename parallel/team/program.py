@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from parallel.space.span import Span
+from parallel.space.grid import Span
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.narrowing import narrowed
 from parallel.streaming.operation import DIMS, Arguments, Operation

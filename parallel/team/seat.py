@@ -14,8 +14,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.segments import segments_of
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import NothingInBoxes
-from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
-from parallel.team.stage_region import region_of_stage
+from parallel.team.boxed_nodes import BoxedNodes, BoxedParts, region_of_stage
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.team.team_stage import TeamRun, TeamStage, team_stages

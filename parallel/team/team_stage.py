@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment
-from parallel.space.span import Span
+from parallel.space.grid import Span
 from parallel.space.team import Box, Grid
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from parallel.space.borders import borders
+from parallel.space.grid import Span
 from parallel.space.rule import Window
-from parallel.space.span import Span
 from parallel.space.team import Box, Grid, Territory
 
 

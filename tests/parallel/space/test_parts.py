@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallel.space.parts import MULTIPLES, Tile, divide
-from parallel.space.rule import SAME, Window
-from parallel.space.step import Step, in_phases
+from parallel.space.rule import SAME, Step, Window, in_phases
 
 WIDE, NARROW = 64_000, 4_000
 IMAGE = {"image": 0}

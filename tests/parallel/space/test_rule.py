@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.space.grid import cells, tile_cuts
+from parallel.space.grid import Span, cells, tile_cuts
 from parallel.space.rule import SAME, Resample, Rule, Transposed, Window
-from parallel.space.span import Span
 
 
 def windows() -> st.SearchStrategy[Window]:

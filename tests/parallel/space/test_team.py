@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from parallel.space.grid import Span
 from parallel.space.rule import SAME, Cells, Mirrored, Resample, Rule, Transposed, Window
-from parallel.space.span import Span
 from parallel.space.team import Exchange, Grid, Territory, overlap, team_cuts
 
 Px = tuple[int, int]

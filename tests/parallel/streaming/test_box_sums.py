@@ -23,7 +23,7 @@ from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.live_bytes import LiveBytes
-from parallel.space.span import Span
+from parallel.space.grid import Span
 from tests.helpers.engine_runs import SGD
 from tests.helpers.ranks import run_on_ranks
 

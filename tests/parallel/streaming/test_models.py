@@ -15,7 +15,7 @@ from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.live_bytes import LiveBytes
-from parallel.space.span import Span
+from parallel.space.grid import Span
 from parallel.streaming.images import Boxes
 from parallel.streaming.streamed_module import StreamedRun, streamed
 from tests.helpers.streaming import in_boxes, planned

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from models.blocks import FrozenBatchNorm2d
 from parallel.comm.local import LocalCommunicator
+from parallel.space.grid import Span
 from parallel.space.rule import Resample
-from parallel.space.span import Span
 from parallel.streaming.local_ops import resample
 from parallel.streaming.patch import Patch
 from parallel.streaming.streamed_module import streamed

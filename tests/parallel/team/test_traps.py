@@ -16,8 +16,8 @@ from benchmarks.exactness.team_error import team_error
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.offload.rng import DRAWING
+from parallel.space.grid import Span
 from parallel.space.rule import SAME, Window
-from parallel.space.span import Span
 from parallel.space.team import Exchange, Grid, Territory
 from parallel.streaming import local_ops, read_norm, read_window
 from parallel.streaming.patch import Patch

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from parallel.space.proof import partition_faults, rule_faults, span_faults
-from parallel.space.rule import Window
-from parallel.space.span import Span
-from parallel.space.spans import needed_spans
-from parallel.space.step import Step
+from parallel.space.grid import Span
+from parallel.space.parts import partition_faults, rule_faults, span_faults
+from parallel.space.rule import Step, Window, needed_spans
 
 SIDES = {"image": (61, 61), "conv": (31, 31), "relu": (31, 31), "sum": (31, 31)}
 CONV = Step("conv", ("image",), rules=(Window(7, 2, 1, 3, 3),) * 2, sides=(31, 31))
@@ -27,8 +25,8 @@ def test_a_halo_of_the_wrong_width_is_named() -> None:
 def test_rows_given_twice_or_never_are_named() -> None:
     assert not partition_faults("conv", [Span(0, 15), Span(15, 31)], 31)
     assert partition_faults("conv", [Span(0, 15), Span(14, 30)], 31) == [
-        "row 14 of conv is given 2 times",
-        "row 30 of conv is given 0 times",
+        "rows 14 to 14 of conv are given twice",
+        "rows 30 to 30 of conv are given by no box",
     ]
 
 
