@@ -21,7 +21,7 @@ from parallel.space.rule import SAME, Window
 from parallel.space.team import Exchange, Grid, Territory
 from parallel.streaming import local_ops, read_norm, read_window
 from parallel.streaming.patch import Patch
-from parallel.team import convolution, norm, program, team_plan
+from parallel.team import convolution, node_compiler, norm, program, team_plan
 from parallel.team.halo_exchange import BoundExchange, patch_of
 from parallel.team.team_comm import PendingRecvs, TeamComm
 
@@ -124,10 +124,10 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         replaced(TeamComm, "all_reduce_async", lambda _, value: PendingRecvs([value])), GRID),
     "gradients of a gate are summed": (
         OPERATIONS["deviation over the image"].make,
-        replaced(program, "all_reduce_sum", lambda comm, value: value), GRID),
+        replaced(node_compiler, "all_reduce_sum", lambda comm, value: value), GRID),
     "gradients of moments are summed": (
         OPERATIONS["group norm"].make,
-        replaced(program, "identity_fwd_all_reduce_bwd", lambda comm, value: value), GRID),
+        replaced(node_compiler, "identity_fwd_all_reduce_bwd", lambda comm, value: value), GRID),
     # MPI4DL pads maxima by 0, which is the largest where all is negative.
     "maxima are padded by minus infinity": (
         lambda: Call(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1)),
@@ -140,7 +140,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         OPERATIONS["convolution 3x3, stride 2, no pad"].make,
         replaced(Window, "need", around_the_part), GRID),
     "needed rows may lie wholly outside": (
-        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(program, "patch_of", naive_patch), Grid(3, 1)),
+        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(node_compiler, "patch_of", naive_patch), Grid(3, 1)),
     "even 'same' kernels pad at the end": (
         OPERATIONS["convolution 4x4, 'same'"].make,
         replaced(read_window, "same_pads", lambda k, d: ((d * (k - 1) + 1) // 2, d * (k - 1) // 2)), GRID),

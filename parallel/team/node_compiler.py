@@ -1,0 +1,307 @@
+"""Compile an fx node for one member of a spatial team: a closure with its exchanges, pads and slices bound.
+
+Sharded nodes are computed by every member on its part of each map; the others by member 0, of whole maps, while the
+other members only visit the same exchanges.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from parallel.space.grid import Span
+from parallel.streaming.narrowing import narrowed
+from parallel.streaming.operation import Arguments, Operation
+from parallel.streaming.patch import Patch, cut_of
+from parallel.streaming.read_dropout import MASK
+from parallel.streaming.read_norm import MOMENTS
+from parallel.team.convolution import HaloConvolution, sharded_convolution
+from parallel.team.halo_exchange import BoundExchange, all_of_own, halo_exchange, patch_of, slices
+from parallel.team.norm import merged_moments, sharded_batch_norm
+from parallel.team.team_context import (
+    ForwardContext,
+    all_reduce_sum,
+    empty_with_zero_grad,
+    identity_fwd_all_reduce_bwd,
+)
+
+Values = dict[str, Any]
+"""Values of a pass by name; of maps that are sharded, this member's part."""
+Compute = Callable[[Values, ForwardContext], Any]
+Load = Callable[[Values], Any]
+GATHERED = "~gathered"
+"""Behind the name of a map that member 0 has put together."""
+FULL = (torch.float32, torch.float64)
+"""Types in which a norm is computed as such."""
+
+
+class NodeCompiler:
+    """Compiles nodes for the member and plan of a context."""
+
+    def __init__(
+        self, stage: nn.Module, context: ForwardContext, random: frozenset[str], entering: frozenset[str]
+    ) -> None:
+        self._stage, self._random, self._entering = stage, random, entering
+        self._plan, self._comm, self._device = context.plan, context.comm, context.device
+        self._member = context.comm.member
+
+    def compile(self, node: fx.Node) -> Compute:
+        if node.name in self._plan.steps and node.op != "output":
+            return self._sharded(node)
+        compute = self._on_rank0(node)
+        if node.name not in self._random or not self._others_draw_later(node):
+            return compute
+
+        def with_rng(known: Values, context: ForwardContext) -> Any:
+            value = compute(known, context)
+            context.broadcast_rng_from_rank0()
+            return value
+
+        return with_rng
+
+    def _others_draw_later(self, node: fx.Node) -> bool:
+        region = self._plan.region
+        if region is None or not self._stage.training:
+            return False
+        return any(node < region.nodes[name] for name in self._plan.steps & self._random)
+
+    def _on_rank0(self, node: fx.Node) -> Compute:
+        """What member 0 computes alone, of whole maps; other members only visit the same exchanges."""
+        loads = {source.name: self._whole(source) for source in node.all_input_nodes}
+        if self._member:
+
+            def stand_in(known: Values, context: ForwardContext) -> Tensor:
+                leaves = tree_leaves([load(known) for load in loads.values()])
+                tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+                return empty_with_zero_grad(tensors, context.device)
+
+            return stand_in
+        if node.op == "output":
+            return lambda known, _: fx.map_arg(node.args[0], lambda source: loads[source.name](known))
+        make, random = functools.partial(Arguments, self._stage, node, {}), node.name in self._random
+
+        def compute(known: Values, context: ForwardContext) -> Any:
+            given = make(lambda source: loads[source.name](known))
+            return context.run_with_rng(given.run) if random else given.run()
+
+        return compute
+
+    def _whole(self, node: fx.Node) -> Load:
+        """How member 0 takes a value: maps whole."""
+        name, load = node.name, operator.itemgetter(node.name)
+        constant = self._plan.region is not None and name in self._plan.region.constants
+        if constant or node.op == "get_attr" or self._plan.placement(name) != "shard":
+            return load
+        exchange = BoundExchange(self._plan.gathered(name), self._member, self._plan.dims(name))
+        gathered, comm = name + GATHERED, self._comm
+
+        def gather(known: Values) -> Tensor:
+            if gathered not in known:
+                known[gathered] = halo_exchange(comm, exchange, known[name])
+            value: Tensor = known[gathered]
+            return value
+
+        return gather
+
+    def _sharded(self, node: fx.Node) -> Compute:
+        region, random = self._plan.region, node.name in self._random
+        assert region is not None
+        operation = region.operations.get(node.name)
+        if operation is None:  # of sums and parameters alone
+            make, resolver = self._arguments(node), self._without_rows(node)
+
+            def compute(known: Values, context: ForwardContext) -> Any:
+                given = make({}, resolver(known))
+                return context.run_with_rng(given.run) if random else given.run()
+
+            return compute
+        priors = [self._prior(node, prior, operation) for prior in operation.first]
+        if operation.of_sums:
+            own = self._of_sums(node, operation)
+        elif operation.sums:
+            own = self._summed(node, node.name, operation, operation)
+        else:
+            own = self._map(node, operation)
+        if not priors:
+            return lambda known, context: own(known, context, {})
+
+        def with_priors(known: Values, context: ForwardContext) -> Any:
+            before: Values = {}
+            for name, prior in priors:
+                before[name] = prior(known, context, before)
+            return own(known, context, before)
+
+        return with_priors
+
+    def _prior(self, node: fx.Node, prior: Any, of: Operation) -> tuple[str, Any]:
+        name = node.name + prior.suffix
+        if not prior.once:
+            return name, self._summed(node, name, prior.operation, of)
+        compute = self._of_sums(node, prior.operation)
+        if node.name not in self._random:
+            return name, compute
+        return name, lambda known, context, before: context.run_with_rng(lambda: compute(known, context, before))
+
+    def _of_sums(self, node: fx.Node, operation: Operation) -> Any:
+        """A value without rows."""
+        make, resolver = self._arguments(node), self._without_rows(node)
+        return lambda known, _, before: operation.compute(make({}, resolver(known), known=before))
+
+    def _summed(self, node: fx.Node, name: str, operation: Operation, of: Operation) -> Any:
+        """A sum over the parts of all members."""
+        make, resolver, comm = self._arguments(node), self._without_rows(node), self._comm
+        load, is_norm = self._patches(node, operation), of.norm is not None
+        if operation.merge is None:
+            return lambda known, _, before: all_reduce_sum(
+                comm, operation.compute(make(load(known), resolver(known), known=before))
+            )
+        again = operation.again
+
+        def merged(known: Values, _: ForwardContext, before: Values) -> Any:
+            patches, resolve = load(known), resolver(known)
+            with torch.no_grad():
+                of_all = merged_moments(comm, operation.compute(make(patches, resolve, known=before)))
+            if is_norm and next(iter(patches.values())).tensor.dtype in FULL:
+                return of_all
+            assert again is not None
+            given = make(patches, resolve, known={**before, name: of_all})
+            return identity_fwd_all_reduce_bwd(comm, again(given))
+
+        return merged
+
+    def _map(self, node: fx.Node, operation: Operation) -> Any:
+        resolver, compute, norm = self._without_rows(node), operation.compute, operation.norm
+        if operation.convolution is not None and (convolution := self._convolution(node, operation)):
+            return convolution
+        make, load = self._arguments(node, self._may_change(node)), self._patches(node, operation)
+        if operation.drawn is not None:
+            return self._drawn(node, operation, make, load)
+        if norm is None:
+            return lambda known, _, before: compute(make(load(known), resolver(known), known=before))
+        comm, moments = self._comm, node.name + MOMENTS
+
+        def normalise(known: Values, _: ForwardContext, before: Values) -> Any:
+            given = make(load(known), resolver(known), known=before)
+            x = next(iter(given.patches.values())).tensor
+            return sharded_batch_norm(comm, x, before[moments], norm, given) if x.dtype in FULL else compute(given)
+
+        return normalise
+
+    def _convolution(self, node: fx.Node, operation: Operation) -> Any:
+        (source,) = self._sources(node)
+        name, comm, operands, compute = source.name, self._comm, operation.convolution, operation.compute
+        exchange, patch = self._exchange(node, operation, source), self._patch(node, operation, source)
+        make, resolver = self._arguments(node), self._without_rows(node)
+        if exchange.exchange.is_local:
+            whole = all_of_own(exchange.exchange, self._member, patch)
+            if whole is None:
+                return None
+            frame = _frame(whole)
+            return lambda known, _, before: compute(make({name: frame(known[name])}, resolver(known), known=before))
+        assert operands is not None
+        frame, work = _frame(patch), HaloConvolution(exchange, patch, operation.rules)
+        return lambda known, _, before: sharded_convolution(
+            comm, known[name], work, operands(make({name: frame(known[name])}, resolver(known), known=before))
+        )
+
+    def _drawn(self, node: fx.Node, operation: Operation, make: Any, load: Any) -> Any:
+        """A map times numbers that each member draws for the whole map, of which it takes its own box."""
+        plan, draw, resolver = self._plan, operation.drawn, self._without_rows(node)
+        assert draw is not None
+        rows, columns = plan.sides(node.name)
+        part = slices(plan.dims(node.name), plan.owned(node.name, self._member), (Span(0, rows), Span(0, columns)))
+        mask, compute = node.name + MASK, operation.compute
+
+        def drop(known: Values, context: ForwardContext, _: Values) -> Any:
+            patches, resolve = load(known), resolver(known)
+            drawn = context.run_with_rng(lambda: draw(make(patches, resolve)))
+            return compute(make(patches, resolve, known={mask: drawn[part].clone()}))
+
+        return drop
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        return [source for source in node.all_input_nodes if self._plan.placement(source.name) == "shard"]
+
+    def _exchange(self, node: fx.Node, operation: Operation, source: fx.Node) -> BoundExchange:
+        exchange = self._plan.exchange(node.name, operation, source.name)
+        return BoundExchange(exchange, self._member, self._plan.dims(source.name))
+
+    def _patch(self, node: fx.Node, operation: Operation, source: fx.Node) -> Patch:
+        """What the operation is handed of a map, without a tensor."""
+        plan, name = self._plan, source.name
+        made = plan.owned(name if operation.sums or operation.of_sums else node.name, self._member)
+        exchange = plan.exchange(node.name, operation, name)
+        return patch_of(exchange, self._member, None, made, plan.sides(name), plan.dims(name))
+
+    def _patches(self, node: fx.Node, operation: Operation) -> Callable[[Values], dict[str, Patch]]:
+        """Return what gives the patches of all maps that a node takes, by name."""
+        sources = [
+            (source.name, self._load_part(node, self._exchange(node, operation, source)), _frame(patch))
+            for source in self._sources(node)
+            for patch in (self._patch(node, operation, source),)
+        ]
+
+        def load(known: Values) -> dict[str, Patch]:
+            patches = {}
+            for name, part, frame in sources:
+                value = known[name]
+                patches[name] = frame(value if part is None else part(value))
+            return patches
+
+        return load
+
+    def _load_part(self, node: fx.Node, exchange: BoundExchange) -> Callable[[Any], Any] | None:
+        """Return own part -> what the member needs of the map; None where that is its part as it is."""
+        comm, box, own, dims = self._comm, exchange.box, exchange.own, exchange.dims
+        if exchange.exchange.is_local:
+            if box == own:
+                return None
+            where = cut_of(box, own)
+            return lambda value: narrowed(value, dims, where) if isinstance(value, Tensor) else value
+
+        def fetch(value: Any) -> Tensor:
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{node.name} needs what others have of several maps at once: take them apart before")
+            return halo_exchange(comm, exchange, value)
+
+        return fetch
+
+    def _may_change(self, node: fx.Node) -> bool:
+        """Nobody else uses the memory of the only map that it takes."""
+        region, sources = self._plan.region, self._sources(node)
+        assert region is not None
+        if len(sources) != 1 or sources[0].name in self._entering or sources[0].name not in region.operations:
+            return False
+        return len(sources[0].users) == 1 and not region.operations[sources[0].name].shares
+
+    def _arguments(self, node: fx.Node, may_change: bool = False) -> Callable[..., Arguments]:
+        """Return (patches, resolve, known=) -> ``Arguments``."""
+        region, template = self._plan.region, None
+        assert region is not None
+        if node.name in region.forms:
+            template = torch.empty(0, dtype=region.forms[node.name][1], device=self._device)
+        return functools.partial(Arguments, self._stage, node, may_change=may_change, template=template)
+
+    def _without_rows(self, node: fx.Node) -> Callable[[Values], Callable[[fx.Node], Any]]:
+        """Return known values -> value of a node that a node takes; of sharded maps type and device alone."""
+        region = self._plan.region
+        assert region is not None
+        forms = {
+            source.name: torch.empty(0, dtype=region.forms[source.name][1], device=self._device)
+            for source in self._sources(node)
+            if source.name in region.forms and source.name not in region.constants
+        }
+        if not forms:
+            return lambda known: lambda source: known[source.name]
+        return lambda known: lambda source: forms[source.name] if source.name in forms else known[source.name]
+
+
+def _frame(patch: Patch) -> Callable[[Any], Patch]:
+    """Return tensor -> patch."""
+    return functools.partial(Patch, need=patch.need, have=patch.have, box=patch.box, sides=patch.sides, dims=patch.dims)
