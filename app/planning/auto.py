@@ -16,9 +16,8 @@ from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.settings.strategy import StrategySettings
 from parallel.graph.partition import Partition
-from parallel.plan.limit import too_small
-from parallel.plan.plan import Plan, PlanRow, best_of
-from parallel.plan.savings import RECOMPUTE, Savings
+from parallel.plan.candidates import RECOMPUTE, Savings
+from parallel.plan.plan import Plan, PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.strategy import WHOLE, Strategy
@@ -134,14 +133,14 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
         config.optimization.ema > 0,
     )
     planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
-    costs = planner.cutting.microbatch(1)[1]
+    costs = planner.stages.microbatch(1)[1]
     if not strategy.undecided:
         decide = _with_boxes if strategy.box_undecided else _with_runs
         return Plan(problem, decide(strategy, planner), costs.source, costs.expected_error)
     names, m = names_for(strategy), strategy.microbatches
     savings = savings_of(strategy)
-    rows = list(planner.rows(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
-    best = best_of(planner.refined(rows, savings))
+    rows = list(planner.search(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
+    best = best_of(planner.tune_recompute(rows, savings))
     if best is None:
         raise RunError(too_small(rows, planner.cluster))
     return Plan(problem, best, costs.source, costs.expected_error)
@@ -163,9 +162,9 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
         shard_optimizer=asked.shard_optimizer,
         grid=asked.grid,
     ).under(recompute="optimal", offload=asked.policy.offload)
-    graph, _ = planner.cutting.microbatch(planner.cutting.tiles(candidate))
+    graph, _ = planner.stages.microbatch(planner.stages.tiles(candidate))
     split = asked.partition(graph) if asked.splits else Partition(graph, (0,))
-    row = planner.at(candidate, split)
+    row = planner.forecast(candidate, partition=split)
     if row is None:
         raise RunError(
             f"--recompute optimal found nothing of {candidate} that fits in "
@@ -186,7 +185,7 @@ def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
     candidate = candidate.under(host_bytes=asked.policy.host_bytes)
     if planner.task.streamed is None:
         raise RunError(planner.task.not_streamed)
-    if not planner.cutting.goes_in_boxes(candidate):
+    if not planner.stages.goes_in_boxes(candidate):
         raise RunError(
             f"--stream auto finds nothing of this model that a team of {asked.grid} can divide: use larger tiles, "
             "another --grid, or --parallel ddp"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from app.settings.sizes import bytes_of
 from app.settings.strategy import Parallel
-from parallel.plan.savings import RECOMPUTE, Savings
+from parallel.plan.candidates import RECOMPUTE, Savings
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from parallel.draw.graph_text import graph_dot, graph_json, graph_text
 from parallel.draw.model_view import ModelView
 from parallel.draw.schedule_svg import schedule_svg
 from parallel.graph.scale import with_tiles
+from parallel.plan.candidates import Savings
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
-from parallel.plan.limit import too_small
-from parallel.plan.plan import Plan, PlanRow, best_of
-from parallel.plan.savings import Savings
+from parallel.plan.plan import Plan, PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
 from parallel.plan.task import Task
@@ -68,7 +67,7 @@ def report(command: PlanCommand) -> int:
     planner = planner_for(command, machine, work)
     names = NAMES if command.parallel == "auto" else (command.parallel,)
     rows = list(
-        planner.rows(
+        planner.search(
             names,
             depth=command.stages,
             m=command.microbatches,
@@ -76,9 +75,9 @@ def report(command: PlanCommand) -> int:
             savings=command.savings,
         )
     )
-    rows = planner.refined(rows, command.savings)
+    rows = planner.tune_recompute(rows, command.savings)
     best = best_of(rows)
-    costs = planner.cutting.microbatch(1)[1]
+    costs = planner.stages.microbatch(1)[1]
     error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"
     print(
         f"{command.model}, {command.tile} px, {counted(command.tiles, 'tile')} a step, "
@@ -113,7 +112,7 @@ def _unequal(
         fewer = dataclasses.replace(command, device_spec=",".join(left), ranks=len(left), batch=command.tiles)
         others = planner_for(fewer, machine_of(fewer), work)
         of_others = names if len(left) > 1 else ("single",)
-        best = best_of(others.rows(of_others, ranks=len(left), savings=command.savings))
+        best = best_of(others.search(of_others, ranks=len(left), savings=command.savings))
         return None if best is None else best.images_per_second
 
     return unequal_notes(devices, planner.cluster.speeds, rows, without)
@@ -131,9 +130,9 @@ def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
     """How far the team of the fastest row with one divides tiles, where that is not to the end."""
     best = best_of(row for row in rows if row.strategy.grid)
     grid = best.strategy.grid if best else None
-    if grid is None or planner.cutting.teams is None:
+    if grid is None or planner.stages.teams is None:
         return ""
-    ends = planner.cutting.teams.side(grid).ends_at
+    ends = planner.stages.teams.side(grid).ends_at
     return (
         f"side by side on {grid} up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole"
         if ends
@@ -194,7 +193,7 @@ def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequ
 
     def least(tile: int, name: str, savings: Savings) -> PlanRow | None:
         planner = planner_at(tile)
-        return planner.least(name, 1 if name == "single" else command.ranks, savings) if planner else None
+        return planner.smallest_memory(name, 1 if name == "single" else command.ranks, savings) if planner else None
 
     def limit(found: LargestTile) -> str:
         planner = planner_at(2 * found.tile or STEP) if found.doubled else None
@@ -202,7 +201,7 @@ def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequ
 
     def timed(found: LargestTile) -> LargestTile:
         planner = planner_at(found.tile) if found.row else None
-        return dataclasses.replace(found, row=planner.timed(found.row)) if planner and found.row else found
+        return dataclasses.replace(found, row=planner.with_time(found.row)) if planner and found.row else found
 
     asked = dict.fromkeys(("single", *names) if command.ranks > 1 else names)
     found = [timed(one) for one in largest_tiles(asked, steps_of(command.savings), least)]
@@ -235,7 +234,7 @@ def _write(
     (out / "candidates.json").write_text(json.dumps({"rows": candidates}, indent=2))
     if largest:
         (out / "largest_tile.json").write_text(json.dumps({"rows": largest}, indent=2))
-    graph, costs = planner.cutting.microbatch(1)
+    graph, costs = planner.stages.microbatch(1)
     partition = None
     if best is not None:
         plan = Plan(problem_of(command, machine), best, costs.source, costs.expected_error)

@@ -17,9 +17,9 @@ from benchmarks.out_of_core.peaks import ROOM
 from benchmarks.out_of_core.problem import BATCH, least, planner
 from benchmarks.out_of_core.trial import largest_error
 from benchmarks.ranks import run_on_ranks
+from parallel.plan.candidates import PLAIN, Savings
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tile
 from parallel.plan.plan import PlanRow
-from parallel.plan.savings import PLAIN, Savings
 from parallel.strategy import Strategy
 
 AGAIN = Savings(("stage", "block"), (False,))
@@ -97,9 +97,9 @@ def _errors(model: str, px: int, ours: Path, folder: Path) -> tuple[float | None
     far those of the plain step on two threads are."""
     made = planner(model, px, 1, 1)
     candidate = Strategy("single", 1, 1, BATCH)
-    partition = made.cutting.partition(candidate, within=False)
+    partition = made.stages.partition(candidate, within=False)
     assert partition is not None
-    rank = made.cutting.rank_bytes(candidate, partition, 0)
+    rank = made.stages.rank_bytes(candidate, partition, 0)
     if rank.total > ROOM:
         return None, None
     plain, other_order = folder / "plain.pt", folder / "threads.pt"

@@ -32,9 +32,9 @@ def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
             for way, policy in WAYS.items():
                 made = planner(model, px, 1, 2 * GIB, batch=1)
                 candidate = Strategy("single", 1, 1, 1, policy=policy)
-                partition = made.cutting.partition(candidate, within=False)
+                partition = made.stages.partition(candidate, within=False)
                 assert partition is not None
-                rank = made.cutting.rank_bytes(candidate, partition, 0)
+                rank = made.stages.rank_bytes(candidate, partition, 0)
                 yield {
                     "model": model,
                     "px": px,
@@ -44,7 +44,7 @@ def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
                     "state_on_host": False,
                     "predicted": rank.total - rank.parameters - rank.optimizer,
                     "predicted_device": rank.total,
-                    "predicted_host": made.cutting.host_bytes(candidate, partition),
+                    "predicted_host": made.stages.host_bytes(candidate, partition),
                 }
 
 

@@ -17,8 +17,8 @@ from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import equal_cost
 from parallel.graph.scale import with_tiles
+from parallel.plan.candidates import Savings
 from parallel.plan.plan import PlanRow
-from parallel.plan.savings import Savings
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SPATIAL
 from parallel.strategy import WHOLE, Strategy
@@ -66,5 +66,5 @@ def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savi
     activations go to the host, the optimizer is there, too."""
     made = planner(model, px, ranks, budget, state_on_host=savings.offload == (True,))
     depth = None if name in (*WHOLE, SPATIAL.name) else ranks
-    rows = [row for row in made.rows([name], ranks=ranks, depth=depth, m=BATCH, savings=savings) if not row.refused]
+    rows = [row for row in made.search([name], ranks=ranks, depth=depth, m=BATCH, savings=savings) if not row.refused]
     return min(rows, key=lambda row: (row.over_bytes, max(row.peak_bytes)), default=None)

@@ -26,7 +26,7 @@ def predicted(problem: Problem) -> tuple[list[PlanRow], PlanRow | None]:
     task = work.task(problem.batch, machine.estimate)
     planner = Planner(task, dataclasses.replace(machine.cluster, memory_bytes=problem.memory_bytes))
     rows = [planner.forecast(candidate) for candidate in problem.candidates]
-    return [row for row in rows if row is not None], best_of(planner.rows(NAMES, ranks=problem.ranks))
+    return [row for row in rows if row is not None], best_of(planner.search(NAMES, ranks=problem.ranks))
 
 
 def _machine(problem: Problem) -> Machine:

@@ -20,8 +20,7 @@ from app.planning.workload import Workload
 from parallel.cost.layer_cost import LayerCost
 from parallel.cost.stage_cost import link_costs, stage_costs
 from parallel.graph.partition import Partition
-from parallel.plan.limit import too_small
-from parallel.plan.plan import PlanRow
+from parallel.plan.plan import PlanRow, too_small
 from parallel.plan.search import Planner
 from parallel.plan.stages import slower_link
 from parallel.plan.step_time import StepTime, forecast_split
@@ -139,7 +138,7 @@ def _smallest_group(planner: Planner, name: str, tiles: int) -> PlanRow:
     """Microbatches are of one tile; recomputation and a sharded optimizer come in where nothing fits without."""
     rows = []
     for depth in DEPTHS:
-        rows.append(planner.row(Strategy(name, depth, depth, tiles)))
+        rows.append(planner.evaluate(Strategy(name, depth, depth, tiles)))
         if rows[-1].fits:
             return rows[-1]
     raise RuntimeError(f"{name}: {too_small(rows, planner.cluster)}")

@@ -27,8 +27,8 @@ from benchmarks.results import markdown_table, results, write_results
 from benchmarks.weak_scaling.reality import TEAMS_MODEL, TEAMS_TILE, Compared, compared, reality_table, teams
 from benchmarks.weak_scaling.simulation import DEVICE, LINK, NETWORK, PER_NODE
 from parallel.cost.stage_cost import link_costs
+from parallel.plan.candidates import ON_DEVICE
 from parallel.plan.plan import PlanRow
-from parallel.plan.savings import ON_DEVICE
 from parallel.plan.search import Planner
 from parallel.plan.stages import slower_link
 from parallel.plan.step_time import StepTime, forecast_split
@@ -81,7 +81,7 @@ def simulated(model: str, tile: int, most: int) -> list[TeamCurve]:
     curves = []
     for name, depth in NAMES:
         candidates = (Strategy(name, g.members * depth, depth, TILES, grid=g) for g in GRIDS)
-        row = next((row for each in candidates if (row := planner.row(each, ON_DEVICE)).fits), None)
+        row = next((row for each in candidates if (row := planner.evaluate(each, ON_DEVICE)).fits), None)
         if row is not None:
             group = row.strategy.ranks
             ranks = tuple(group * 2**k for k in range(int(math.log2(most // group)) + 1))
@@ -107,7 +107,7 @@ def _step(planner: Planner, row: PlanRow, ranks: int) -> StepTime:
     return forecast_split(
         candidate,
         candidate.m,
-        planner.cutting.stage_costs(own, partition),
+        planner.stages.stage_costs(own, partition),
         link_costs(partition, functools.partial(slower_link, candidate, cluster)),
         [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)],
         planner.task.slots,

@@ -5,8 +5,8 @@ stage that receives the values: their bytes, and those of the gradients that go 
 fast, the one with the fewest bytes between stages. Exact over all places where a cut may fall (up to 2,400), by dynamic
 programming as in PipeDream (Harlap et al., 2018, section 3.2), without replication. No torch here.
 
-Pairs of stages on one rank are searched over at most ``PLACES`` places at a time: first spread over the model, then
-close around the best cuts. With no more places than that the result is exact, too.
+Pairs of stages on one rank are searched over at most ``PLACES`` places, spread over the model, and the cuts that
+balance each stage by itself. With no more places than that the result is exact, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from parallel.graph.partition import Partition, cut_positions, too_many
 from parallel.memory.windows import Windows, thinned
 from parallel.plan.bottleneck import Loads, Pair, best_chain, best_pairs
 
-PLACES = 72
+PLACES = 96
 """Where the stages of a pair may begin, ends included; the search takes the fourth power of it at worst."""
-ROUNDS = 3
-"""Searches around the best cuts, at most."""
 EVERY = slice(None)
 """Place: a matrix with all its rows."""
 
@@ -60,7 +58,6 @@ def partition_optimal(
     paired: bool = False,
     positions: Sequence[int] | None = None,
     windows: Callable[[Sequence[int] | None], Windows] | None = None,
-    explain: bool = True,
 ) -> Partition:
     """Return the partition into ``stages`` whose slowest rank is fastest; of those, the one with the fewest bytes sent.
 
@@ -77,11 +74,9 @@ def partition_optimal(
         paired: two inverted replicas: rank k holds stages k and D-1-k, and computes both.
         positions: in ``graph.layers`` at which stages may begin; all places where a cut may fall unless given.
         windows: gives the windows between places, where searches share them; they are made anew unless given.
-        explain: search the smallest memory that would do when this one does not.
 
     Raises:
-        ValueError: the model cannot be cut into so many stages, or not so that they fit the memory: says the smallest
-            that would do.
+        ValueError: the model cannot be cut into so many stages, or not so that they fit the memory.
     """
     ranks = len(speeds) if speeds is not None else len(memory.limits) if memory is not None else stages
     assert stages % ranks == 0, (stages, ranks)
@@ -91,13 +86,13 @@ def partition_optimal(
         raise ValueError(too_many(graph, len(places) - 1, stages))
     speeds = [1.0] * ranks if speeds is None else speeds
 
-    def search(chosen: Sequence[int] | None, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
+    def search(chosen: Sequence[int] | None, known: Sequence[int] | None = None) -> Partition:
         between = Windows(graph, seconds, chosen) if windows is None else windows(chosen)
-        return _Problem(between, stages, link_s, speeds, memory, paired, explain).solve(known)
+        starts = _Problem(between, stages, link_s, speeds, memory, paired).solve(known)
+        return Partition(graph, tuple(starts))
 
     if not paired:
-        _, starts = search(places if positions is not None else None)
-        return Partition(graph, tuple(starts))
+        return search(places if positions is not None else None)
     few = thinned(graph, places, max(PLACES, 2 * stages))
     known: Sequence[int] | None = None
     if len(few) < len(places):  # cuts that are good for each stage by itself are a good beginning
@@ -105,30 +100,7 @@ def partition_optimal(
             graph, stages, seconds, link_s=link_s, speeds=speeds, positions=positions, windows=windows
         ).starts
         few = sorted({*few, *known})
-    best, starts = search(few, known)
-    for _ in range(ROUNDS):
-        close = _around(places, few, starts)
-        if len(few) == len(places) or close == few:
-            break
-        before, few = best, close
-        best, starts = search(few, starts)
-        if best >= before:
-            break
-    return Partition(graph, tuple(starts))
-
-
-def _around(places: Sequence[int], few: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """Return ``starts``, and beside each as many places as there is room for, up to its neighbours in ``few``."""
-    each = max(2, (PLACES - len(starts)) // max(1, 2 * (len(starts) - 1)))
-    chosen = {places[0], places[-1], *starts}
-    index, coarse = ({position: n for n, position in enumerate(line)} for line in (places, few))
-    for start in starts[1:]:
-        below, above = index[few[coarse[start] - 1]], index[few[coarse[start] + 1]]
-        at = index[start]
-        for end in (below, above):
-            near = np.linspace(at, end, min(each, abs(end - at)) + 1).round().astype(int)
-            chosen.update(places[n] for n in near)
-    return sorted(chosen)
+    return search(few, known)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +113,9 @@ class _Problem:
     speeds: Sequence[float]
     memory: MemoryRule | None
     paired: bool
-    explain: bool
 
-    def solve(self, known: Sequence[int] | None = None) -> tuple[float, list[int]]:
-        """Return the load of the slowest rank, and the positions where stages begin.
+    def solve(self, known: Sequence[int] | None = None) -> list[int]:
+        """Return the positions where stages begin.
 
         Args:
             known: positions where stages of pairs may begin.
@@ -154,12 +125,12 @@ class _Problem:
             pairs = [self._pair(k) for k in range((self.stages + 1) // 2)]
             index = {position: n for n, position in enumerate(self.windows.positions)}
             places = None if known is None else [index[position] for position in known]
-            load, cuts = best_pairs(pairs, travels, self.windows.seconds, places)
+            _, cuts = best_pairs(pairs, travels, self.windows.seconds, places)
         else:
-            load, cuts = best_chain(self._stage, self.stages, travels)
+            _, cuts = best_chain(self._stage, self.stages, travels)
         if not cuts:
-            raise ValueError(self._too_small(travels) if self.explain else "no such stages fit the memory")
-        return load, [self.windows.positions[cut] for cut in cuts]
+            raise ValueError(f"no {self.stages} stages fit the memory")
+        return [self.windows.positions[cut] for cut in cuts]
 
     @property
     def _travels(self) -> Loads:
@@ -189,12 +160,6 @@ class _Problem:
         chunk, rank = divmod(stage, ranks)
         most = max(numbers[chunk] for numbers in self.memory.in_flight[rank])
         return most, self.memory.limits[rank] / (self.stages // ranks)
-
-    def _filled(self, stage: int, rows: slice) -> Loads:
-        """Part of the memory that a stage alone on its rank, or in its part of the rank's memory, would fill."""
-        assert self.memory is not None
-        in_flight, limit = self._alone(stage)
-        return self._bytes(in_flight, self.memory.per_parameter, rows, computing=True) / limit
 
     def _bytes(self, in_flight: int, per_parameter: float, rows: slice = EVERY, *, computing: bool) -> Loads:
         """Return the bytes of windows that begin at some of the places; infinite where they would end before."""
@@ -256,45 +221,6 @@ class _Problem:
         assert self.memory is not None
         most = max(number for (number,) in self.memory.in_flight[k])
         return self._bytes(most, self.memory.per_parameter, computing=True) / self.memory.limits[k]
-
-    def _too_small(self, travels: Loads) -> str:
-        """Say how much more memory it takes: the fullest rank made as empty as it can be."""
-        assert self.memory is not None
-        limits = self.memory.limits
-        factor = self._fullest(travels)
-        if len(set(limits)) == 1:
-            needed = f"{factor * limits[0] / 2**30:.2f} GiB would do"
-        else:
-            needed = f"with {factor:.3f} times as much on every rank it would"
-        given = ", ".join(f"{limit / 2**30:.2f}" for limit in dict.fromkeys(limits))
-        return (
-            f"no {self.stages} stages fit {given} GiB a rank; {needed}. Use more ranks, smaller microbatches, "
-            "recomputation or smaller tiles"
-        )
-
-    def _fullest(self, travels: Loads) -> float:
-        """Return which part of its memory the fullest rank fills at best."""
-        if not self.paired:
-            return best_chain(self._filled, self.stages, travels)[0]
-        filled = [self._pair_filled(k) for k in range((self.stages + 1) // 2)]
-        low, high, nothing = 0.0, 1.0, np.zeros_like(travels)
-
-        def fits(factor: float) -> bool:
-            pairs = [
-                Pair(
-                    (nothing, None if states[0][1] is None else nothing),
-                    tuple((first / factor, None if second is None else second / factor) for first, second in states),
-                )
-                for states in filled
-            ]
-            return bool(np.isfinite(best_pairs(pairs, travels, nothing)[0]))
-
-        while not fits(high):
-            low, high = high, 2 * high
-        while high - low > 1e-3 * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        return high
 
 
 def _only_windows(loads: Loads) -> Loads:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
 from parallel.plan.plan import PlanRow
-from parallel.plan.savings import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
 from parallel.strategy import STREAMED
 
 STEP = 64

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from parallel.graph.layers import OUTPUT, Convolution, Layer, LayerGraph, Op
 from parallel.graph.scale import cast_parameters, on_part
-from parallel.plan.talk import Halo, Sum, Talk
 from parallel.space.borders import Borders, BoundaryStrip, overlap_pays
 from parallel.space.rule import Step
 from parallel.space.side_by_side import Fetch, SideBySide, box_px
@@ -31,6 +30,61 @@ DRAWN_COPIES = 3
 """Of a whole map, while numbers are drawn for each of its px: ones, what is drawn, and their product."""
 NORM_PASSES = 3
 """Times that a member's backward pass of a norm moves its part of the map beside what the layer does anywhere."""
+
+
+@dataclass(frozen=True)
+class Halo:
+    """A piece of a map on its way, for one tile.
+
+    Attributes:
+        bytes: that the member which fetches most is sent; ``all_bytes``: all members together.
+        messages: that the member is sent.
+        back: gradients return.
+        behind: the member computes its own part of what needs it while it travels.
+    """
+
+    bytes: int
+    all_bytes: int
+    messages: int
+    back: bool
+    behind: bool = False
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over the members of a team.
+
+    Attributes:
+        bytes: that each member gives.
+        gathered: members learn what each has given.
+    """
+
+    bytes: int
+    gathered: bool = False
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What a layer exchanges within a team, for one tile.
+
+    Attributes:
+        forward_sums, backward_sums: over the members.
+        forward_copied, backward_copied: bytes that are read or written to put boxes together and to take them apart.
+    """
+
+    halos: tuple[Halo, ...] = ()
+    forward_sums: tuple[Sum, ...] = ()
+    backward_sums: tuple[Sum, ...] = ()
+    forward_copied: int = 0
+    backward_copied: int = 0
+
+    @property
+    def silent(self) -> bool:
+        """Nothing is exchanged or copied."""
+        return self == SILENT
+
+
+SILENT = Talk()
 
 
 @dataclass(frozen=True)

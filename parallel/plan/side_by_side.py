@@ -15,8 +15,7 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
-from parallel.plan.part_graph import PartGraph, part_graph
-from parallel.plan.talk import Sum, Talk
+from parallel.plan.part_graph import PartGraph, Sum, Talk, part_graph
 from parallel.space.boxes import StreamedModel
 from parallel.space.side_by_side import SideBySide, divide_among
 from parallel.space.team import Grid, is_small_all_reduce

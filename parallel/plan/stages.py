@@ -29,7 +29,7 @@ from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
 from parallel.plan.communicators import communication_bytes
-from parallel.plan.limit import Limit
+from parallel.plan.plan import Limit
 from parallel.plan.policy_cost import policy_costs
 from parallel.plan.side_by_side import TeamParts
 from parallel.plan.step_time import schedule_of, weights_of
@@ -177,7 +177,6 @@ class StageCache:
                     paired=paired,
                     positions=self._places,
                     windows=functools.partial(self._windows_of, size),
-                    explain=False,
                 )
             except ValueError:
                 self._partitions[key] = None

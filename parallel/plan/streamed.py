@@ -21,9 +21,9 @@ from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import RankBytes, whole_bytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
-from parallel.plan.limit import Limit
+from parallel.plan.part_graph import Sum
+from parallel.plan.plan import Limit
 from parallel.plan.side_by_side import sum_in_team_s
-from parallel.plan.talk import Sum
 from parallel.schedule.timeline import StageCost
 from parallel.space.boxes import Boxes, StreamedModel, given_by, plan_boxes
 from parallel.space.phases import most_stored, phases_of

@@ -15,9 +15,9 @@ from app.plan import main
 from app.planning.machine import _calibrated, named_machine, this_machine
 from app.planning.table import print_largest, print_rows
 from parallel.cost.calibrated import CostModel, Curve
+from parallel.plan.candidates import BOXES, PLAIN
 from parallel.plan.largest_tile import LIMIT, LargestTile
 from parallel.plan.plan import Plan, PlanRow
-from parallel.plan.savings import BOXES, PLAIN
 from parallel.profile.copy_speed import CopySpeed
 from parallel.profile.link_speed import LinkSpeed
 from parallel.strategy import Strategy

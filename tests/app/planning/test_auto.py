@@ -17,8 +17,8 @@ from app.settings.cli import RunError
 from app.settings.run import DataSettings, ModelSettings, RunConfig
 from app.settings.strategy import Parallel, StrategySettings
 from parallel.memory.policy import ActivationPolicy
+from parallel.plan.candidates import Savings
 from parallel.plan.plan import PlanRow
-from parallel.plan.savings import Savings
 from parallel.strategy import Strategy
 from pipelines.tiles.index_settings import IndexSettings
 

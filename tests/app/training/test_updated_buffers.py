@@ -174,7 +174,7 @@ def test_the_planner_chooses_among_what_is_exact(ranks: int) -> None:
     task = work.task(8, estimate)
     link = LinkSpec("fast", 1e15, 0.0)
     cluster = Cluster("test", 1 << 40, 8, 8, link, link, 1e18, copy_bandwidth=1e6, host_bytes=1e18)
-    rows = list(Planner(task, cluster).rows((*WHOLE, *SCHEDULES), ranks=ranks))
+    rows = list(Planner(task, cluster).search((*WHOLE, *SCHEDULES), ranks=ranks))
     fits = {row.strategy.name for row in rows if row.fits}
     assert fits
     assert all(row.strategy.copies == 1 for row in rows if row.fits)

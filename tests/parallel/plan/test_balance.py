@@ -106,7 +106,7 @@ def test_no_other_partition_is_better(hundred: int) -> None:
         best = min((case.load(starts), case.sent(starts)) for starts in case.everything)
         if best[0] == float("inf"):
             impossible += 1
-            with pytest.raises(ValueError, match="would"):
+            with pytest.raises(ValueError, match="fit the memory"):
                 case.solve()
         else:
             starts = case.solve().starts
@@ -129,29 +129,8 @@ def test_errors_say_how_many_stages_and_how_much_memory() -> None:
     with pytest.raises(ValueError, match="1 to 6 stages; got 7"):
         partition_optimal(graph, 7, [1.0] * 8)
     rule = MemoryRule((2.0**20,) * 2, (((1,),),) * 2, per_parameter=4)
-    with pytest.raises(ValueError, match=r"no 2 stages fit 0\.00 GiB a rank; 0\.02 GiB would do"):
+    with pytest.raises(ValueError, match="no 2 stages fit the memory"):
         partition_optimal(graph, 2, [1.0] * 8, memory=rule)
-    uneven = MemoryRule((2.0**20, 2.0**22), (((1,),),) * 2, per_parameter=4)
-    with pytest.raises(ValueError, match=r"with \d+\.\d+ times as much on every rank it would"):
-        partition_optimal(graph, 2, [1.0] * 8, memory=uneven)
-
-
-@pytest.mark.parametrize("paired", [False, True])
-def test_the_memory_named_in_the_error_is_the_smallest_that_does(paired: bool) -> None:
-    graph = graph_of(8)
-    numbers = ((1, 1),) if paired else ((2,),)
-
-    def split(limit: float) -> Partition:
-        return partition_optimal(
-            graph, 4, [1.0] * 10, memory=MemoryRule((limit,) * 4, (numbers,) * 4, per_parameter=400.0), paired=paired
-        )
-
-    with pytest.raises(ValueError, match=r"\d GiB would do") as fault:
-        split(2**28)
-    needed = float(str(fault.value).split("a rank; ")[1].split(" GiB")[0]) * 2**30
-    assert split(needed * 1.01)
-    with pytest.raises(ValueError, match="would do"):
-        split(needed * 0.99)
 
 
 def test_a_slower_rank_gets_less_and_a_slow_link_moves_the_cut() -> None:

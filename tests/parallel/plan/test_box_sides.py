@@ -19,7 +19,7 @@ def test_the_largest_boxes_that_fit_are_found(model: str) -> None:
     made = planner(model, 512, 1, 1000 * MIB, 1)
     candidate, cluster = Strategy("single", 1, 1, 1), dataclasses.replace(made.cluster, kind="cuda", host_bytes=2**40)
     made = Planner(made.task, cluster)
-    rows = {side: made.forecast(candidate.under(stream=side)) for side in made.cutting.box_sides(candidate)}
+    rows = {side: made.forecast(candidate.under(stream=side)) for side in made.stages.box_sides(candidate)}
     host, peaks = ([getattr(row, name) for row in rows.values()] for name in ("host_bytes", "peak_bytes"))
     assert len(rows) > 3
     assert host == sorted(host, reverse=True)

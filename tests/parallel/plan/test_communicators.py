@@ -45,7 +45,7 @@ def test_links_and_sums_of_the_fullest_rank(strategy: Strategy, expected: int) -
 def test_a_plan_counts_them_in_each_rank() -> None:
     one = planner()
     candidate = Strategy("1f1b", 4, 4, 8)
-    without = one.row(candidate).peak_bytes
+    without = one.evaluate(candidate).peak_bytes
     one = planner()
-    one.cutting.cluster = dataclasses.replace(one.cluster, link_bytes=1 << 20)
-    assert one.row(candidate).peak_bytes == tuple(peak + (4 << 20) for peak in without)
+    one.stages.cluster = dataclasses.replace(one.cluster, link_bytes=1 << 20)
+    assert one.evaluate(candidate).peak_bytes == tuple(peak + (4 << 20) for peak in without)

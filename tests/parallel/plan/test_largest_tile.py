@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
 from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
 from parallel.plan.plan import PlanRow
-from parallel.plan.savings import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
 from parallel.strategy import Strategy
 
 

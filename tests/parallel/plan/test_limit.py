@@ -6,7 +6,7 @@ import pytest
 
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.memory.rank_bytes import RankBytes
-from parallel.plan.limit import limit_of, working_set
+from parallel.plan.plan import limit_of, working_set
 
 IMAGE = Layer("x", INPUT, (), differentiable=False, output_bytes=10, output_storages=((0, 10),))
 FIRST = Layer("wide", "Conv2d", ("x",), output_bytes=100, saved=((0, 10),), output_storages=((1, 100),))

@@ -12,10 +12,8 @@ from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.memory.policy import ActivationPolicy, Offload
-from parallel.plan.candidates import candidates
-from parallel.plan.limit import too_small
-from parallel.plan.plan import PlanRow, best_of
-from parallel.plan.savings import ON_DEVICE, PLAIN, Savings
+from parallel.plan.candidates import ON_DEVICE, PLAIN, Savings, candidates
+from parallel.plan.plan import PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.plan.task import Task
 from parallel.schedule.registry import SCHEDULES
@@ -66,7 +64,7 @@ def planner(
 
 
 def test_every_strategy_has_a_row_and_ddp_wins_where_it_fits() -> None:
-    rows = list(planner().rows(NAMES, ranks=4))
+    rows = list(planner().search(NAMES, ranks=4))
     assert {row.strategy.name for row in rows} == set(NAMES) - {"single"}
     assert all(row.fits for row in rows)
     best = best_of(rows)
@@ -78,21 +76,21 @@ def test_every_strategy_has_a_row_and_ddp_wins_where_it_fits() -> None:
 def test_a_pipeline_wins_where_the_model_does_not_fit_each_rank() -> None:
     """12 layers of 8 MiB a tile, and 48 MiB of parameters and what belongs to them: 144 MiB at least for all of it.
     Moving activations would make room, too, and takes far longer."""
-    rows = list(planner(130 * MIB).rows(NAMES, ranks=2))
+    rows = list(planner(130 * MIB).search(NAMES, ranks=2))
     best = best_of(rows)
     assert best is not None
     assert best.strategy.splits
     assert max(best.peak_bytes) <= 130 * MIB
     assert all(row.strategy.policy.saves for row in rows if row.strategy.name == "ddp" and row.fits)
-    (ddp,) = planner(130 * MIB).rows(["ddp"], ranks=2, m=8, savings=PLAIN)
+    (ddp,) = planner(130 * MIB).search(["ddp"], ranks=2, m=8, savings=PLAIN)
     assert ddp.over_bytes > 0
 
 
 def test_recomputation_and_shared_states_only_where_nothing_else_fits() -> None:
     candidate = Strategy("1f1b", 2, 2, 8)
-    plenty = planner().row(candidate)
+    plenty = planner().evaluate(candidate)
     assert not plenty.strategy.policy.saves
-    tight = planner(max(plenty.peak_bytes) - 20 * MIB).row(candidate)
+    tight = planner(max(plenty.peak_bytes) - 20 * MIB).evaluate(candidate)
     assert tight.strategy.policy.saves
     assert tight.fits
     assert tight.images_per_second is not None
@@ -111,9 +109,9 @@ def wide() -> LayerGraph:
 
 def test_of_several_savings_that_fit_the_fastest_is_taken() -> None:
     candidate = Strategy("ddp", 2, 1, 8)
-    plain = planner(graph=wide()).row(candidate, PLAIN)
+    plain = planner(graph=wide()).evaluate(candidate, PLAIN)
     memory = max(plain.peak_bytes) - 100 * MIB
-    slow, fast = (planner(memory, graph=wide(), copies=copies).row(candidate) for copies in (1e6, 1e12))
+    slow, fast = (planner(memory, graph=wide(), copies=copies).evaluate(candidate) for copies in (1e6, 1e12))
     assert slow.strategy.policy == ActivationPolicy("block")
     assert fast.strategy.policy == ActivationPolicy(offload="overlap", ahead=2 * 16 * MIB)
     assert slow.step_s is not None
@@ -134,19 +132,19 @@ def test_both_savings_where_the_host_is_too_small_for_all() -> None:
     memory = max(block.peak_bytes) - MIB
     assert max(*moved.peak_bytes, *both.peak_bytes) < memory
     # 12 layers keep 24 MiB each; of 11 that are computed again, one at a time, 8 MiB are there meanwhile.
-    assert str(planner(memory, graph=wide(), host=12 * 24 * MIB).row(candidate).strategy) == "ddp 2, m=8 +offload"
-    less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).row(candidate)
+    assert str(planner(memory, graph=wide(), host=12 * 24 * MIB).evaluate(candidate).strategy) == "ddp 2, m=8 +offload"
+    less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).evaluate(candidate)
     assert str(less.strategy) == "ddp 2, m=8 +recompute block +offload"
-    assert planner(memory, graph=wide(), host=9 * 8 * MIB).row(candidate).over_bytes > 0
+    assert planner(memory, graph=wide(), host=9 * 8 * MIB).evaluate(candidate).over_bytes > 0
 
 
 @pytest.mark.parametrize(("candidate", "less"), [(Strategy("ddp", 2, 1, 8), 20), (Strategy("1f1b", 2, 2, 8), 120)])
 def test_the_best_choice_of_what_is_computed_again_is_faster_than_all_blocks(candidate: Strategy, less: int) -> None:
-    plenty = planner(graph=wide()).row(candidate)
+    plenty = planner(graph=wide()).evaluate(candidate)
     one = planner(max(plenty.peak_bytes) - less * MIB, graph=wide())
-    rough = one.row(candidate, ON_DEVICE)
+    rough = one.evaluate(candidate, ON_DEVICE)
     assert rough.strategy.policy.recompute in ("block", "stage")
-    best, other = one.refined([rough, PlanRow(Strategy("mast", 2, 2, 2), images_per_second=1e-9)])
+    best, other = one.tune_recompute([rough, PlanRow(Strategy("mast", 2, 2, 2), images_per_second=1e-9)])
     assert other.strategy.name == "mast"
     assert best.fits
     assert best.strategy.policy.recompute == "optimal"
@@ -155,37 +153,37 @@ def test_the_best_choice_of_what_is_computed_again_is_faster_than_all_blocks(can
     assert rough.step_s is not None
     assert plenty.step_s is not None
     assert plenty.step_s < best.step_s < rough.step_s
-    (asked,) = one.rows([candidate.name], ranks=2, m=8, savings=Savings(("optimal",)))
+    (asked,) = one.search([candidate.name], ranks=2, m=8, savings=Savings(("optimal",)))
     assert (asked.strategy.policy.chosen, asked.step_s) == (best.strategy.policy.chosen, best.step_s)
 
 
 def test_what_is_chosen_in_the_end_is_left_alone_where_nothing_is_computed_again_or_that_is_asked_for() -> None:
     one = planner(graph=wide())
-    plain = one.row(Strategy("ddp", 2, 1, 8))
-    assert one.refined([plain]) == [plain]
-    block = one.row(plain.strategy, Savings(("block",), (False,)))
-    assert one.refined([block], Savings(("block",), (False,))) == [block]
+    plain = one.evaluate(Strategy("ddp", 2, 1, 8))
+    assert one.tune_recompute([plain]) == [plain]
+    block = one.evaluate(plain.strategy, Savings(("block",), (False,)))
+    assert one.tune_recompute([block], Savings(("block",), (False,))) == [block]
     assert Savings().refined(Strategy("zero-bubble", 2, 2, 8).under(recompute="stage")) is None
     assert Savings().refined(block.strategy.under(offload="overlap")) is None
 
 
 def test_no_choice_of_what_is_computed_again_fits() -> None:
-    (row,) = planner(50 * MIB, graph=wide()).rows(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (False,)))
+    (row,) = planner(50 * MIB, graph=wide()).search(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (False,)))
     assert row.refused == "no choice of what is computed again was found that fits the memory"
-    (both,) = planner().rows(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (True,)))
+    (both,) = planner().search(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (True,)))
     assert both.fits
     assert both.strategy.policy.chosen  # what is computed again beside what goes to the host
 
 
 def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
-    rows = list(planner().rows(NAMES, ranks=2, savings=Savings(("block",), (True,))))
+    rows = list(planner().search(NAMES, ranks=2, savings=Savings(("block",), (True,))))
     assert {row.strategy.name for row in rows if row.refused} == {"fsdp", "zero-bubble"}
     assert all(
         row.strategy.policy.recompute == "block" and row.strategy.policy.moves for row in rows if not row.refused
     )
-    (fsdp,) = planner().rows(["fsdp"], ranks=2, m=2, savings=Savings(offload=(True,)))
+    (fsdp,) = planner().search(["fsdp"], ranks=2, m=2, savings=Savings(offload=(True,)))
     assert fsdp.refused.startswith("offload is asked for, and fsdp gathers")
-    (alone,) = planner().rows(["single"], ranks=1, m=1, savings=Savings(("stage",), (False,)))
+    (alone,) = planner().search(["single"], ranks=1, m=1, savings=Savings(("stage",), (False,)))
     assert alone.refused == "recompute stage is asked for, and single has no stage that could be computed again later"
 
 
@@ -198,17 +196,17 @@ def test_where_times_are_not_known_the_least_saving_is_best() -> None:
 
 def test_nothing_fits() -> None:
     small = planner(4 * MIB)
-    rows = list(small.rows(NAMES, ranks=2))
+    rows = list(small.search(NAMES, ranks=2))
     assert best_of(rows) is None
     assert all(row.over_bytes > 0 for row in rows)
     least = min(rows, key=lambda row: row.over_bytes)
     assert str(least.strategy) in too_small(rows, small.cluster)
     enough = planner(4 * MIB + least.over_bytes)
-    assert enough.row(least.strategy).fits
+    assert enough.evaluate(least.strategy).fits
 
 
 def test_a_refused_strategy_says_why() -> None:
-    rows = list(planner(**{"zero-bubble": "no layer to split"}).rows(NAMES, ranks=2))
+    rows = list(planner(**{"zero-bubble": "no layer to split"}).search(NAMES, ranks=2))
     (row,) = [row for row in rows if row.strategy.name == "zero-bubble"]
     assert row.refused == "no layer to split"
     assert not row.fits
@@ -217,7 +215,7 @@ def test_a_refused_strategy_says_why() -> None:
 @pytest.mark.long
 def test_no_row_is_left_out_that_would_have_been_the_best_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     def best(name: str) -> float:
-        row = best_of(planner(200 * MIB, batch=32, graph=chain(20)).rows([name], ranks=16))
+        row = best_of(planner(200 * MIB, batch=32, graph=chain(20)).search([name], ranks=16))
         return -1.0 if row is None or row.images_per_second is None else row.images_per_second
 
     everything = {name: best(name) for name in NAMES}
@@ -227,7 +225,7 @@ def test_no_row_is_left_out_that_would_have_been_the_best_of_its_strategy(monkey
 
 def test_the_partition_of_a_row_is_the_one_it_was_forecast_with() -> None:
     one = planner()
-    row = one.row(Strategy("gpipe", 4, 4, 8))
+    row = one.evaluate(Strategy("gpipe", 4, 4, 8))
     partition = one.partition_of(row)
     assert [len(partition.layers_of(stage)) for stage in range(4)] == [4, 3, 3, 4]
     timeline = one.timeline(row)
@@ -237,11 +235,11 @@ def test_the_partition_of_a_row_is_the_one_it_was_forecast_with() -> None:
 
 def test_the_least_is_what_fits_first() -> None:
     small = planner(130 * MIB)
-    row = small.least("1f1b", 2)
+    row = small.smallest_memory("1f1b", 2)
     assert row is not None
     assert row.fits
     assert row.strategy.m == 8
-    assert small.least("mast", 1) is None
+    assert small.smallest_memory("mast", 1) is None
 
 
 def test_the_first_of_those_that_are_hardly_slower() -> None:
@@ -259,17 +257,17 @@ def some() -> list[Strategy]:
 @pytest.mark.parametrize("shard", [False, True])
 def test_no_choice_takes_less_than_the_least_bytes(name: str, shard: bool) -> None:
     one = planner(graph=wide(), batch=9)
-    given = candidates(2, 9, names=[name], most_stages=one.cutting.most_stages)
+    given = candidates(2, 9, names=[name], most_stages=one.stages.most_stages)
     policies = [ActivationPolicy(how, offload=to) for how in ("none", "block") for to in get_args(Offload)]
     for candidate in given:
         for policy in policies:
             tried = dataclasses.replace(candidate, policy=policy, shard_optimizer=shard and candidate.paired)
-            partition = one.cutting.partition(tried, within=False)
+            partition = one.stages.partition(tried, within=False)
             assert partition is not None
-            decided = one.cutting.decided(tried, partition)
+            decided = one.stages.decided(tried, partition)
             assert decided is not None
-            taken = max(one.cutting.rank_bytes(decided, partition, rank).total for rank in range(tried.depth))
-            assert 0 < one.cutting.least_bytes(tried, partition) <= taken
+            taken = max(one.stages.rank_bytes(decided, partition, rank).total for rank in range(tried.depth))
+            assert 0 < one.stages.least_bytes(tried, partition) <= taken
 
 
 @pytest.mark.parametrize("copies", [1e6, 1e7, 1e8, 1e9])
@@ -278,6 +276,6 @@ def test_what_takes_too_long_to_move_is_left_out_of_no_answer(
     memory: int, copies: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = list(candidates(4, 9, names=NAMES, most_stages=12))
-    quick = [planner(memory, 9, copies=copies).row(candidate) for candidate in given]
+    quick = [planner(memory, 9, copies=copies).evaluate(candidate) for candidate in given]
     monkeypatch.setattr(Planner, "_may_beat", lambda *_: True)
-    assert quick == [planner(memory, 9, copies=copies).row(candidate) for candidate in given]
+    assert quick == [planner(memory, 9, copies=copies).evaluate(candidate) for candidate in given]

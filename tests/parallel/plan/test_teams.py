@@ -9,9 +9,9 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.layer_cost import LayerCost
 from parallel.plan.candidates import grids_of, in_teams
+from parallel.plan.part_graph import Halo, Talk
 from parallel.plan.plan import PlanRow
 from parallel.plan.side_by_side import with_talk
-from parallel.plan.talk import Halo, Talk
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
@@ -38,7 +38,7 @@ def test_a_plan_is_read_back_with_its_grids() -> None:
 
 
 def test_where_a_region_ends_is_named() -> None:
-    parts = planner("resnet18", 64, 4, GIB, 2).cutting.teams
+    parts = planner("resnet18", 64, 4, GIB, 2).stages.teams
     assert parts is not None
     ends = parts.side(Grid(4, 1)).ends_at
     assert ends is not None
@@ -60,7 +60,7 @@ def test_halos_hide_behind_the_computing_of_accelerators_and_on_the_way_between_
 
 
 def test_rims_of_convolutions_are_counted_as_work() -> None:
-    parts = planner("resnet18", 256, 2, GIB, 2).cutting.teams
+    parts = planner("resnet18", 256, 2, GIB, 2).stages.teams
     assert parts is not None
     graph = parts.part(Grid(2, 1)).graph
     rows = {layer.name: [op.convolution for op in layer.ops if op.convolution] for layer in graph.layers}

@@ -35,7 +35,7 @@ def test_shares_by_speed_make_the_step_of_the_formula() -> None:
     fast, slow = mixed.cluster.speeds[0], mixed.cluster.speeds[3]
     assert mixed.cluster.speeds == (fast, fast, 1.0, 1.0)
     assert 1.2 < fast < 3
-    rows = list(mixed.rows(["ddp"], ranks=4, m=32))
+    rows = list(mixed.search(["ddp"], ranks=4, m=32))
     equal, shared = rows
     assert [len(share) for share in shared.strategy.shares] == [10, 10, 6, 6]
     assert equal.step_s is not None
@@ -53,14 +53,14 @@ def test_stages_follow_the_speeds_of_their_ranks() -> None:
     candidate = Strategy("1f1b", 2, 2, 16)
     uneven = mixed.forecast(candidate)
     assert uneven is not None
-    costs = mixed.cutting.stage_costs(uneven.strategy, mixed.partition_of(uneven))
+    costs = mixed.stages.stage_costs(uneven.strategy, mixed.partition_of(uneven))
     first, second = (cost.forward_s + cost.backward_s for cost in costs)
     fast = mixed.cluster.speeds[0]
     assert first / fast == pytest.approx(second, rel=0.25), "the first device takes more of the model"
     equal_speeds = Planner(mixed.task, dataclasses.replace(mixed.cluster, speeds=()))
     cut_alike = equal_speeds.forecast(candidate)
     assert cut_alike is not None
-    as_cut = mixed.at(candidate, equal_speeds.partition_of(cut_alike))
+    as_cut = mixed.forecast(candidate, partition=equal_speeds.partition_of(cut_alike))
     assert as_cut is not None
     assert uneven.images_per_second > 1.1 * as_cut.images_per_second  # type: ignore[operator]
     assert partition_equal(mixed.task.graph, 2).starts != mixed.partition_of(uneven).starts
@@ -68,7 +68,7 @@ def test_stages_follow_the_speeds_of_their_ranks() -> None:
 
 def test_groups_of_unequal_devices_share_by_speed() -> None:
     mixed = planner(MIXED, 4)
-    rows = list(mixed.rows(["gpipe"], ranks=4, depth=2, m=16))
+    rows = list(mixed.search(["gpipe"], ranks=4, depth=2, m=16))
     equal, shared = rows
     assert [len(share) for share in shared.strategy.shares] == [10, 6]
     assert shared.images_per_second > equal.images_per_second  # type: ignore[operator]

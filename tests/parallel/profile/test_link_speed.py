@@ -15,9 +15,9 @@ import torch
 from parallel.comm.thread_comm import run_on_threads
 from parallel.cost.cluster import Cluster
 from parallel.cost.layer_cost import LayerCost
+from parallel.plan.part_graph import Halo, Sum, Talk
 from parallel.plan.side_by_side import sum_in_team_s, with_talk
 from parallel.plan.step_time import forecast_whole
-from parallel.plan.talk import Halo, Sum, Talk
 from parallel.profile import link_speed, link_worker
 from parallel.profile.cache import keep, kept_text
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of

@@ -13,7 +13,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.offload.live_bytes import LiveBytes, not_counted
-from parallel.plan.savings import BOXES
+from parallel.plan.candidates import BOXES
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import read_region
@@ -89,10 +89,10 @@ def test_members_hold_as_much_of_each_map_as_on_paper(grid: Grid) -> None:
 
 def test_a_team_is_tried_in_boxes_where_its_parts_do_not_fit() -> None:
     plans = planner("resnet18", 1024, 2, 300 * 2**20, BATCH)
-    row = plans.least("spatial", 2, BOXES)
+    row = plans.smallest_memory("spatial", 2, BOXES)
     assert row is not None
     assert row.fits, row
     assert row.strategy.grid == Grid(2, 1)
     assert row.strategy.policy.stream is not None
     assert row.step_s is None
-    assert plans.timed(row).step_s
+    assert plans.with_time(row).step_s

@@ -53,8 +53,8 @@ def test_bytes_are_those_planned(model: str, px: int, grid: str, recompute: str,
     plans = planner(model, px, 2, 2 * GIB, strategy.m)
     row = plans.forecast(strategy)
     assert row is not None
-    assert plans.cutting.teams is not None
+    assert plans.stages.teams is not None
     members = run_on_threads(team.members, functools.partial(step, model, px, row.strategy), [None] * team.members)
-    part = plans.cutting.teams.part(team)
+    part = plans.stages.teams.part(team)
     assert sum(sent for sent, _ in members) == strategy.m * part.halo_bytes
     assert max(row.peak_bytes) == pytest.approx(max(peak for _, peak in members), rel=within)

@@ -1,0 +1,250 @@
+"""Evaluate a strategy: choose its cuts and how it saves memory, check that it fits, and estimate the time of a step.
+
+Takes a task and a cluster; gives a ``PlanRow`` for a strategy. What does not fit is tried again with cuts chosen within
+the memory, then with the optimizer state of a pair of replicas shared between its ranks, then with parts recomputed or
+moved to the host, then with both (``Savings``); each costs time, so the first that fits is taken. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+from parallel.cost.cluster import Cluster
+from parallel.cost.stage_cost import link_costs
+from parallel.graph.partition import Partition
+from parallel.plan.candidates import ANY, Savings
+from parallel.plan.plan import Limit, PlanRow, best_of, limit_of
+from parallel.plan.stages import StageCache, slower_link
+from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
+from parallel.plan.streamed import SIDES
+from parallel.plan.task import Task
+from parallel.schedule.timeline import Timeline
+from parallel.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """A strategy with everything decided, its stages, and the bytes of its ranks, worked out when asked for."""
+
+    strategy: Strategy
+    partition: Partition
+    stages: StageCache
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        return self.fits_device and not self.over_bytes
+
+    @functools.cached_property
+    def fits_device(self) -> bool:
+        """Known before all the rest where one of the first ranks takes too much."""
+        limit = self.stages.cluster.usable_bytes
+        return all(self._peak(rank) <= limit for rank in range(self.strategy.depth))
+
+    @functools.cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Of every rank of a group; of a team's ranks what its largest member takes."""
+        members = self.strategy.members
+        return tuple(self._peak(seat) for seat in range(self.strategy.depth) for _ in range(members))
+
+    @functools.cached_property
+    def over_bytes(self) -> int:
+        """By how much the fullest rank misses the memory, or the host's."""
+        cluster = self.stages.cluster
+        over = max(self.peak_bytes) - cluster.usable_bytes
+        policy = self.strategy.policy
+        if (policy.moves or policy.stream) and cluster.host_bytes < math.inf:
+            on_host = self.stages.host_bytes(self.strategy, self.partition)
+            # The host of a CPU is itself: what its ranks do not fill is free for what is moved.
+            left = max(0, -over) if cluster.kind == "cpu" else 0
+            over = max(over, on_host - round(cluster.host_bytes) - left)
+        return max(0, over)
+
+    @functools.cached_property
+    def _peaks(self) -> dict[int, int]:
+        return {}
+
+    def _peak(self, rank: int) -> int:
+        if rank not in self._peaks:
+            self._peaks[rank] = self.stages.rank_bytes(self.strategy, self.partition, rank).total
+        return self._peaks[rank]
+
+
+class Evaluator:
+    """Bytes and seconds of strategies for one task on one cluster.
+
+    Args:
+        task: what is to be trained.
+        cluster: where.
+    """
+
+    def __init__(self, task: Task, cluster: Cluster) -> None:
+        self.task, self.cluster = task, cluster
+        self.stages = StageCache(task, cluster)
+        self._checked: dict[Strategy, MemoryCheck | None] = {}
+
+    def evaluate(self, candidate: Strategy, savings: Savings = ANY, *, seconds: bool = True) -> PlanRow:
+        """Return, of ``candidate`` with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost
+        about as much; the variant that misses by least where none does.
+
+        Args:
+            seconds: tell those of a step, which takes a while, even if nothing is chosen by them.
+        """
+        if self.task.one_copy:
+            if "none" not in savings.recompute:
+                return PlanRow(candidate, refused=self.task.one_copy)
+            savings = dataclasses.replace(savings, recompute=("none",))
+        tried: list[MemoryCheck] = []
+        for tier in savings.tiers(candidate):
+            own, fastest = [], None
+            for variant in tier:
+                if (fastest and not self._may_beat(variant, fastest)) or (check := self._best_cuts(variant)) is None:
+                    continue
+                own.append(check)
+                if check.fits:
+                    row = self.estimate_time(check, seconds or len(tier) > 1)
+                    fastest = best_of([each for each in (fastest, row) if each])
+            if fastest is not None:
+                return fastest
+            tried = own + tried
+        if savings.boxes and (streamed := self._in_boxes(candidate)):
+            if streamed.fits:
+                return self.estimate_time(streamed, seconds)
+            tried = [streamed, *tried]
+        if not tried:
+            return PlanRow(candidate, refused=savings.refusal(candidate))
+        nearest = min(tried, key=lambda check: check.over_bytes)
+        return self.estimate_time(nearest, seconds)
+
+    def in_boxes(self, candidate: Strategy) -> PlanRow | None:
+        """Return the row of ``candidate`` in the largest boxes that fit, or in the smallest; None where it cannot be
+        computed box by box."""
+        check = self._in_boxes(candidate)
+        return None if check is None else self.estimate_time(check)
+
+    def _in_boxes(self, candidate: Strategy) -> MemoryCheck | None:
+        sides = self.stages.box_sides(candidate)
+        if not sides:
+            return None
+
+        def fitting(side: int) -> MemoryCheck:
+            found = self._best_cuts(self.stages.within_host(candidate.under(stream=side)))
+            assert found is not None
+            return found
+
+        def allowed(side: int) -> bool:
+            # Smaller boxes store no fewer maps on the host; on a CPU they leave more of the memory for these maps.
+            return fitting(side).fits if self.cluster.kind == "cpu" else fitting(side).fits_device
+
+        assert self.task.streamed is not None
+        fitted, key = self.task.streamed.fitted, (self.stages.tiles(candidate), candidate.grid)
+        if fitted.get(key) in sides and allowed(fitted[key]):
+            return fitting(fitted[key])
+        # Often the largest fit, or those next to what fitted before, which do not fit here.
+        low, high = -1, sides.index(fitted[key]) if fitted.get(key) in sides else len(sides)
+        middle = high - 1
+        while high - low > 1:
+            low, high = (middle, high) if allowed(sides[middle]) else (low, middle)
+            middle = (low + high) // 2
+        if low < 0:
+            return fitting(sides[0])
+        if high < len(sides) or sides[low] == SIDES[-1]:
+            fitted[key] = sides[low]
+        return fitting(sides[low])
+
+    def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:
+        """Return False where moving what is kept takes ``candidate`` longer than ``row``, however the model is cut."""
+        share = candidate.m // candidate.groups
+        if candidate.policy.recompute != "none" or not row.images_per_second or share >= LONG * candidate.depth:
+            return True
+        costs, moved_s = self.stages.of(candidate)[1], self.stages.moved_s(candidate)
+        join = max if self.cluster.kind == "cuda" else sum
+        passes_s = (sum(cost.forward_s for cost in costs.layers), sum(cost.backward_s for cost in costs.layers))
+        least_s = sum(weights_of(candidate, self.task.batch)) * sum(join((s, moved_s)) for s in passes_s)
+        return self.task.batch * candidate.depth > row.images_per_second * least_s
+
+    def _best_cuts(self, candidate: Strategy) -> MemoryCheck | None:
+        """Return, of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that
+        miss by less; None where it cannot run."""
+        if candidate not in self._checked:
+            check = self.check_memory(candidate)
+            if candidate.splits and (check is None or not check.fits):
+                within = self.check_memory(candidate, within=True)
+                if within and (check is None or within.fits or within.over_bytes < check.over_bytes):
+                    check = within
+            self._checked[candidate] = check
+        return self._checked[candidate]
+
+    def with_time(self, row: PlanRow) -> PlanRow:
+        """Return ``row`` with the time of a step."""
+        if row.step_s is not None or row.refused:
+            return row
+        return self.estimate_time(MemoryCheck(row.strategy, self.partition_of(row), self.stages))
+
+    def forecast(
+        self, strategy: Strategy, *, within: bool = False, partition: Partition | None = None
+    ) -> PlanRow | None:
+        """Return the row of ``strategy`` as it is; arguments and None as of ``check_memory``."""
+        check = self.check_memory(strategy, within=within, partition=partition)
+        return None if check is None else self.estimate_time(check)
+
+    def check_memory(
+        self, strategy: Strategy, *, within: bool = False, partition: Partition | None = None
+    ) -> MemoryCheck | None:
+        """Return the bytes of ``strategy``; None where no cuts, or no choice of what is recomputed, fit as asked.
+
+        Args:
+            within: choose cuts that keep every rank within the memory, not those that balance the ranks.
+            partition: stages that are given.
+        """
+        partition = partition or self.stages.partition(strategy, within=within)
+        decided = None if partition is None else self.stages.decided(strategy, partition)
+        return None if decided is None or partition is None else MemoryCheck(decided, partition, self.stages)
+
+    def estimate_time(self, check: MemoryCheck, seconds: bool = True) -> PlanRow:
+        """Return the row of ``check``, with the time of a step unless ``seconds`` is False."""
+        step = self._step_time(check.strategy, check.partition) if seconds else None
+        return PlanRow(
+            check.strategy,
+            self.task.batch / step.step_s if step and step.step_s else None,
+            step.step_s or None if step else None,
+            step.bubble if step else None,
+            check.peak_bytes,
+            check.over_bytes,
+            host_bytes=self.stages.host_bytes(check.strategy, check.partition),
+        )
+
+    def partition_of(self, row: PlanRow) -> Partition:
+        """Return the stages of a row, for microbatches of the row's size; one where each rank computes the whole
+        model."""
+        graph, _ = self.stages.of(row.strategy)
+        return Partition(graph, (0, *(graph.position[cut] for cut in row.strategy.cuts)))
+
+    def limit(self, row: PlanRow) -> Limit:
+        """Return what fills the fullest rank most, or the host where a row misses that by more."""
+        strategy, partition = row.strategy, self.partition_of(row)
+        if strategy.policy.stream is not None:
+            return self.stages.limit_in_boxes(strategy)
+        held = [self.stages.rank_bytes(strategy, partition, rank) for rank in range(strategy.depth)]
+        fullest = max(range(len(held)), key=lambda rank: held[rank].total)
+        if row.over_bytes > max(0, held[fullest].total - self.cluster.usable_bytes):
+            return Limit("host", self.stages.host_bytes(strategy, partition))
+        stages = {0} if not strategy.splits else {s for s, _ in schedule_of(strategy)[1].held_by(fullest)}
+        layers = [layer for stage in sorted(stages) for layer in partition.layers_of(stage)]
+        return limit_of(held[fullest], partition.graph, layers)
+
+    def timeline(self, row: PlanRow) -> Timeline | None:
+        """Return the simulated step of the first group; None where each rank computes the whole model."""
+        return self._step_time(row.strategy, self.partition_of(row)).timeline
+
+    def _step_time(self, candidate: Strategy, partition: Partition) -> StepTime:
+        stages = self.stages.stage_costs(candidate, partition)
+        params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
+        batch, slots = self.task.batch, self.task.slots
+        if candidate.splits:
+            links = link_costs(partition, functools.partial(slower_link, candidate, self.cluster))
+            return forecast_split(candidate, batch, stages, links, params, slots, self.cluster)
+        (stage,), (size,) = stages, params
+        return forecast_whole(candidate, batch, stage.forward_s, stage.backward_s, size, slots, self.cluster)
