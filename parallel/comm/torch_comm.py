@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import queue
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,14 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator, Message, Work
-from parallel.comm.device_thread import on_current_device
+from parallel.comm.device_thread import OrderedTasks
 from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
 from parallel.comm.objects import in_memory_order, pinned_like
-from parallel.comm.torch_links import LINK_CTAS, Links, bytes_of
 from parallel.comm.torch_rendezvous import join_group
 
 AFTER_WATCHDOG_S = 60.0
 """The watchdog of a run takes at most 30 s more than the time limit to name the rank that others wait for."""
+
+LINK_CTAS = 4
+"""Thread blocks of a link at most; NCCL_MAX_CTAS in the environment goes before it. A receive that waits for its
+sender holds its thread blocks, by default up to 32, and what is computed meanwhile has to do without them."""
 
 
 class TorchWork:
@@ -96,7 +97,8 @@ class TorchCommunicator(Communicator):
         self._links = Links(self.rank, self._timeout, device)
         self._group: Any = None
         self._ranks = tuple(range(self.world))
-        self._departures = Departures()
+        # Gloo reports that a message has left only to who waits for it: a rank that computes would hold on to it.
+        self._departures = OrderedTasks("departures")
         # All ranks decide from the same table, or some would make groups that the others do not.
         self.kinds = join_group(
             backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s
@@ -217,68 +219,68 @@ class TorchCommunicator(Communicator):
         return f"rank {self.rank} of {self.world}: {operation} of {form}{rest}"
 
 
-class Sent:
-    """A message on its way out.
+class Links:
+    """The groups of one rank for messages to others.
 
     Args:
-        wait: returns when it has left; raises when the other rank is gone. Holds the tensors.
+        rank: of the whole run, as are all others here.
+        timeout: how long an operation waits for the other rank.
+        device: of the tensors that will be sent.
     """
 
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self._wait: Callable[[], object] | None = wait
-        self._left = threading.Event()
-        self._fault: Exception | None = None
+    def __init__(self, rank: int, timeout: timedelta, device: torch.device, backend: str = "nccl") -> None:
+        self._rank = rank
+        self._timeout = timeout
+        self._device = device
+        self._backend = backend
+        self._asked: set[tuple[int, int]] = set()
+        self._groups: dict[tuple[int, int], Any] = {}
 
-    def await_departure(self) -> None:
-        """Called by the thread that waits."""
-        assert self._wait is not None
-        try:
-            self._wait()
-        except Exception as fault:
-            self._fault = fault
-        self._wait = None
-        self._left.set()
+    def make(self, pairs: Iterable[tuple[int, int]], by_all: bool) -> None:
+        """Make and connect this rank's links of ``pairs`` (sender, receiver), which are those of all ranks.
 
-    def done(self) -> bool:
-        return self._left.is_set()
+        Every rank of the run comes here with the same pairs. A group is named after the number of calls before it, so
+        that those outside a pair count with it. ``use_local_synchronization`` would spare them that, but counts what
+        each rank has made by itself: the two of a pair would wait for each other under different names.
 
-    def wait(self) -> None:
-        """Return when the message has left.
-
-        Raises:
-            Exception: whatever waiting for it raised.
+        Args:
+            by_all: every rank of the run calls this. If only some do, all ranks must have made these links before:
+                groups that make links by themselves give them the same names, and connect to each other's ranks.
         """
-        self._left.wait()
-        if self._fault is not None:
-            raise self._fault
+        new = sorted(set(pairs) - self._asked)
+        assert by_all or not new, f"links {new} are made by some ranks only: connect the whole run before its subgroups"
+        self._asked.update(new)
+        made = {pair: dist.new_group(pair, self._timeout, self._backend, pg_options=self._options()) for pair in new}
+        own = {pair: group for pair, group in made.items() if self._rank in pair}
+        self._groups |= own
+        # NCCL connects at the first message, and the first of two ranks to come waits there for the other: all meet in
+        # one order, as those of a schedule may be waited for in a circle.
+        for source, target in own:
+            word = torch.zeros(1, device=self._device)
+            (self.isend(word, target) if source == self._rank else self.irecv(word, source)).wait()
+
+    def isend(self, flat: Tensor, target: int) -> Any:
+        return dist.isend(bytes_of(flat), target, self._group(self._rank, target))
+
+    def irecv(self, flat: Tensor, source: int) -> Any:
+        return dist.irecv(bytes_of(flat), source, self._group(source, self._rank))
+
+    def _options(self) -> Any:
+        if self._backend != "nccl":
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        options.config.max_ctas = LINK_CTAS
+        return options
+
+    def _group(self, source: int, target: int) -> Any:
+        assert (source, target) in self._groups, f"rank {source} was never connected to send to rank {target}"
+        return self._groups[source, target]
 
 
-class Departures:
-    """Thread that waits for messages to leave, in the order sent, and lets go of them then.
-
-    Gloo reports that a message has left only to who waits for it: a rank that computes would hold on to it.
-    """
-
-    def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Sent | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=on_current_device(self._run), name="departures", daemon=True)
-        self._thread.start()
-
-    def add(self, wait: Callable[[], object]) -> Sent:
-        """A message whose departure ``wait`` waits for."""
-        message = Sent(wait)
-        self._messages.put(message)
-        return message
-
-    def close(self) -> None:
-        """End the thread; every message must have left."""
-        self._messages.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
-            message.await_departure()
-            del message  # or its tensors would live until the next one comes
+def bytes_of(flat: Tensor) -> Tensor:
+    """NCCL has no 16-bit integers, nor unsigned ones of more than 8 bits."""
+    return flat.view(torch.uint8)
 
 
 def backend_of(kinds: Sequence[RankKind]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.comm import torch_comm, torch_links, torch_rendezvous
+from parallel.comm import torch_comm, torch_rendezvous
 from parallel.comm.kinds import RankKind, from_text, to_text
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.offload import rng
@@ -51,12 +51,12 @@ def within(gpus: Gpus, world: int) -> Iterator[Distributed]:
     store = Store(gpus.timeline)
     distributed = Distributed(gpus, world, store)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (torch_comm, torch_links, torch_rendezvous):
+        for module in (torch_comm, torch_rendezvous):
             patch.setattr(module, "dist", distributed)
         patch.setattr(torch_rendezvous, "open_store", lambda *_: store)
         patch.setattr(torch_rendezvous, "join_attempt", _join_attempt)
         patch.setattr(torch_rendezvous, "call_with_timeout", lambda call, _: call())
-        patch.setattr(torch_comm, "Departures", Departures)
+        patch.setattr(torch_comm, "OrderedTasks", Departures)
         patch.setattr(rng, "DRAWING", contextlib.nullcontext())  # each process has a generator of its own
         patch.setattr(os, "environ", Environment(gpus, world))
         yield distributed
@@ -64,6 +64,9 @@ def within(gpus: Gpus, world: int) -> Iterator[Distributed]:
 
 class Departures:
     """Of messages over Gloo, without the thread: nobody would see that it hangs."""
+
+    def __init__(self, name: str) -> None:
+        """Nothing is held."""
 
     def add(self, wait: Any) -> Any:
         return wait.__self__

@@ -15,10 +15,10 @@ from torch import nn
 from app.checkpoint import two_phase
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
 from parallel.comm import torch_rendezvous
+from parallel.comm.device_thread import OrderedTasks
 from parallel.comm.kinds import RankKind
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.mixed_comm import MixedCommunicator
-from parallel.comm.torch_comm import Departures
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
 from tests.helpers.sim_gpu import Gpus, simulated
@@ -35,7 +35,7 @@ def host_optimizer(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def departures(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    messages = Departures()
+    messages = OrderedTasks("departures")
     messages.add(told).wait()
     messages.close()
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.whole_engine import whole_engine
-from parallel.comm import mixed_comm, mixed_sums
+from parallel.comm import mixed_comm
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.kinds import RankKind, by_node
 from parallel.comm.mixed_comm import MixedCommunicator, Way
@@ -101,7 +101,7 @@ def test_bits_are_those_of_additions_in_order(way: Way, kinds: str, size: int, m
 
     found = run_on_threads(len(ranks), summed)
     assert all(torch.equal(found[0], each) for each in found)
-    teams: Sequence[Sequence[int]] = by_node(ranks) if way == "host" else mixed_sums._crews(ranks)
+    teams: Sequence[Sequence[int]] = by_node(ranks) if way == "host" else mixed_comm.crews_of(ranks)
     parts = [in_order([tensor_of(rank, size, torch.float32) for rank in team]) for team in teams]
     assert torch.equal(found[0], in_order(parts))
 
@@ -208,7 +208,7 @@ def test_ranks_of_other_containers_are_told_apart(monkeypatch: pytest.MonkeyPatc
         with maker:
             return opened(f"/proc/self/fd/{unlike}" if path.startswith("/proc/") else path, flags)
 
-    monkeypatch.setattr("parallel.comm.shared_segment.os.open", elsewhere)
+    monkeypatch.setattr("parallel.comm.mixed_comm.os.open", elsewhere)
     with pytest.raises(CommunicationError, match="do not share its memory"):
         run_on_threads(2, lambda inner, _: MixedCommunicator(inner, table("a0 ac"), "host"))
     os.close(unlike)
@@ -254,7 +254,7 @@ def test_a_sum_fails_for_all_that_wait_behind_it(monkeypatch: pytest.MonkeyPatch
     def broken(self: object, flat: Tensor) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(mixed_comm.HostSums, "add", broken)
+    monkeypatch.setattr(mixed_comm.SharedSums, "add", broken)
 
     def summed(inner: Communicator, _: Any) -> list[str]:
         communicator, said = MixedCommunicator(inner, table("a0 ac"), "host"), []

@@ -9,8 +9,8 @@ import torch
 
 from parallel.comm import page_lock as module
 from parallel.comm.local import LocalCommunicator
+from parallel.comm.mixed_comm import SharedSegment
 from parallel.comm.page_lock import page_lock
-from parallel.comm.shared_segment import SharedSegment
 from tests.helpers.cuda_runtime import CudaRuntime
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.comm import torch_links
+from parallel.comm import torch_comm
 from parallel.comm.torch_comm import TorchCommunicator
 from tests.helpers.sim_gpu import Hang, simulated
 from tests.helpers.sim_gpu.ranks import run_ranks
@@ -171,15 +171,15 @@ def cpu_tensor(communicator: TorchCommunicator) -> None:
 
 
 def int16(communicator: TorchCommunicator) -> None:
-    group = torch_links.dist.new_group([0, 1], backend="nccl")
-    torch_links.dist.isend(ones(communicator, dtype=torch.int16), 1 - communicator.rank, group)
+    group = torch_comm.dist.new_group([0, 1], backend="nccl")
+    torch_comm.dist.isend(ones(communicator, dtype=torch.int16), 1 - communicator.rank, group)
 
 
 def strided(communicator: TorchCommunicator) -> None:
     links(communicator).isend(ones(communicator)[::2], 1 - communicator.rank)
 
 
-def links(communicator: TorchCommunicator) -> torch_links.Links:
+def links(communicator: TorchCommunicator) -> torch_comm.Links:
     linked(communicator)
     return communicator._links
 
@@ -200,19 +200,19 @@ def test_what_nccl_refuses(fault: Callable[[TorchCommunicator], None], error: An
 def groups_in_another_order(communicator: TorchCommunicator) -> None:
     pairs = [[0, 1], [1, 2]]
     for pair in pairs if communicator.rank else reversed(pairs):
-        torch_links.dist.new_group(pair, backend="nccl")
+        torch_comm.dist.new_group(pair, backend="nccl")
 
 
 def groups_of_two_parts(communicator: TorchCommunicator) -> None:
     """Each half of the run makes a group of its own, as predictions over stages once did."""
     first = communicator.rank // 2 * 2
-    torch_links.dist.new_group([first, first + 1], backend="nccl")
+    torch_comm.dist.new_group([first, first + 1], backend="nccl")
 
 
 def both_ways_in_one_group(communicator: TorchCommunicator) -> None:
-    group, value, other = torch_links.dist.new_group([0, 1], backend="nccl"), ones(communicator), 1 - communicator.rank
-    torch_links.dist.irecv(value, other, group)
-    torch_links.dist.isend(value, other, group)
+    group, value, other = torch_comm.dist.new_group([0, 1], backend="nccl"), ones(communicator), 1 - communicator.rank
+    torch_comm.dist.irecv(value, other, group)
+    torch_comm.dist.isend(value, other, group)
 
 
 def another_size(communicator: TorchCommunicator) -> None:
@@ -242,9 +242,9 @@ def missing_send(communicator: TorchCommunicator) -> None:
 
 
 def first_use_by_one(communicator: TorchCommunicator) -> None:
-    group = torch_links.dist.new_group([0, 1], backend="nccl")
+    group = torch_comm.dist.new_group([0, 1], backend="nccl")
     if not communicator.rank:
-        torch_links.dist.isend(ones(communicator), 1, group)
+        torch_comm.dist.isend(ones(communicator), 1, group)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from app.launch.watchdog_process import WAITING_LONGER_S
-from parallel.comm import torch_comm, torch_links
+from parallel.comm import torch_comm
 from parallel.comm.kinds import RankKind
-from parallel.comm.torch_comm import TorchCommunicator
-from parallel.comm.torch_links import Links
+from parallel.comm.torch_comm import Links, TorchCommunicator
 from parallel.schedule.placement import Placement
 from tests.helpers.ranks import run_on_ranks
 
@@ -62,8 +61,7 @@ class FakeDistributed:
 def joined(monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple[FakeDistributed, TorchCommunicator]:
     """``rank`` of ``WORLD``, eight GPUs a host."""
     fake = FakeDistributed()
-    for module in (torch_comm, torch_links):
-        monkeypatch.setattr(module, "dist", fake)
+    monkeypatch.setattr(torch_comm, "dist", fake)
     kinds = tuple(RankKind(str(each // 8), "cuda", str(each % 8)) for each in range(WORLD))
     monkeypatch.setattr(torch_comm, "join_group", lambda *_: kinds)
     for name, value in {"RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_RANK": rank % 8, "LOCAL_WORLD_SIZE": 8}.items():
