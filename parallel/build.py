@@ -173,6 +173,7 @@ def put_to_work(
     if isinstance(traced, Untraced):
         cuts: Mapping[int, StageModule] = {0: UntracedModule(traced.model)}
     elif seating.together:
+        holders.team.all_reduce(torch.zeros(1, device=device))  # connects its GPUs
         link = TeamComm(holders.team, seating.ranks_on(seat))
         plans = TeamPlans(traced, once=policy.stream is None)
         stored = _stored_bytes(policy, schedule[seat])

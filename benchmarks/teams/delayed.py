@@ -35,6 +35,8 @@ class Delayed:
         self._under_way: queue.SimpleQueue[tuple[float, Callable[[], Work], _Late]] = queue.SimpleQueue()
         threading.Thread(target=self._hand_on, name="delayed messages", daemon=True).start()
 
+    exchange = Communicator.exchange
+
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send; ``tensor`` is a copy that nobody changes."""
         if self.noted:

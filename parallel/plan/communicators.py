@@ -1,5 +1,5 @@
 """Memory that NCCL allocates on a GPU for the communicators of a rank: one for each group of ranks that sums, and one
-for each direction between two ranks that send messages (``comm/torch_links``). No torch here.
+for each direction between two ranks that send messages (``torch_comm.Links``). No torch here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ def communication_bytes(strategy: Strategy, cluster: Cluster) -> int:
     if not strategy.splits:
         return cluster.communicator_bytes
     members = strategy.members
-    peers = min(strategy.depth - 1, 2) * members + members - 1
+    peers = min(strategy.depth - 1, 2) * members
     groups = (strategy.copies * members > 1) + strategy.shard_optimizer + (members > 1)
     return 2 * peers * cluster.link_bytes + groups * cluster.communicator_bytes

@@ -6,6 +6,7 @@ one after the other: all that answer to a seat are neighbours.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,18 +63,18 @@ class Seating:
         return tuple(rank for seat in self.placement.holders(stage) for rank in self.ranks_on(seat))
 
     def pairs(self, links: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
-        """(sender, receiver) of all ranks between which stages may hand something over, and of each team.
+        """Return (sender, receiver) of all ranks between which stages may hand something over.
+
+        Of two teams alike, a member sends its part of a map to the member with the same part, and whole values come
+        from and go to member 0. Within a team, members exchange through a communicator of their own.
 
         Args:
             links: (source stage, target stage) -> a gradient comes back.
         """
-        ways = {
-            (sender, receiver)
-            for seats in self.placement.pairs(links)
-            for sender in self.ranks_on(seats[0])
-            for receiver in self.ranks_on(seats[1])
-        }
-        for seat in range(self.placement.world):
-            team = self.ranks_on(seat)
-            ways |= {(one, other) for one in team for other in team if one != other}
-        return tuple(sorted(ways))
+        pairs = []
+        for one, other in self.placement.pairs(links):
+            senders, receivers = self.ranks_on(one), self.ranks_on(other)
+            for p, q in itertools.product(range(len(senders)), range(len(receivers))):
+                if p == q or 0 in (p, q) or len(senders) != len(receivers):
+                    pairs.append((senders[p], receivers[q]))
+        return tuple(sorted(pairs))

@@ -3,26 +3,22 @@
 Every rank comes to the same exchanges and sums in the same order. A forward pass that is recomputed finds on a
 ``ReplayLog`` what the first one received, and sends nothing.
 
-Within an exchange a rank sends and receives in the order of (sender, receiver). So all messages of a team have one
-order, that every rank keeps to: of those still under way the first is one that both of its ranks have come to, and
-nobody waits in a circle. This holds where messages wait for their receives (Gloo, and MPI beyond its eager limit), and
-where a device performs them in turn, as NCCL may, which knows no tags: over one link they arrive in the order sent.
-Between GPUs ``Communicator.connect`` must have been called with all pairs of ranks.
+Messages go through the team's own communicator, between GPUs as one operation for each exchange. Its first operation is
+a sum: NCCL connects a group when all of its ranks come to one operation.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import Work
+from parallel.comm.communicator import Communicator, Work
 from parallel.space.team import Box, is_small_all_reduce
 from parallel.streaming.narrowing import narrowed
 
@@ -30,23 +26,9 @@ if TYPE_CHECKING:
     from parallel.team.halo_exchange import BoundExchange
 
 TAGS = 32767
-BY_PAIR = operator.itemgetter(0, 1)
 Report = Callable[[str | None], None]
 """Is given what the rank waits for, and None once it is there."""
 Recv = tuple[int | None, Tensor, Work]
-
-
-class TeamCommunicator(Protocol):
-    """The part of a ``Communicator`` that a team uses."""
-
-    rank: int
-    world: int
-
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
-
-    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
-
-    def iall_reduce(self, tensor: Tensor) -> Work: ...
 
 
 class ReplayLog:
@@ -121,7 +103,7 @@ class TeamComm:
         report: is given what this rank waits for; None: nobody is.
     """
 
-    def __init__(self, communicator: TeamCommunicator, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, communicator: Communicator, ranks: Sequence[int] | None = None) -> None:
         self.member, self.members = communicator.rank, communicator.world
         self.sent_bytes = 0
         self.log: ReplayLog | None = None
@@ -177,7 +159,7 @@ class TeamComm:
     def swap(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], counted: bool = True
     ) -> PendingRecvs:
-        """Begin to send (target, pieces) and to receive (owner, places), in the order that all members keep to."""
+        """Begin to send (target, pieces) and to receive (owner, places), as one exchange."""
         return PendingRecvs([tensor for _, tensor in recvs], self._swap(sends, recvs, counted), self)
 
     def all_reduce(self, value: Tensor, record: bool = True) -> Tensor:
@@ -206,9 +188,12 @@ class TeamComm:
         own = value.detach().clone(memory_format=torch.contiguous_format)
         if self._is_small(own):
             return PendingRecvs(*self._exchange_small(own), self).wait()
-        table = own.new_zeros((self.members, *own.shape))
-        table[self.member] = own
-        return list(self.all_reduce(table, False))
+        if self.report is not None:
+            self.report(self.describe(None, own))
+        gathered = list(self._communicator.all_gather(own))
+        if self.report is not None:
+            self.report(None)
+        return gathered
 
     def _is_small(self, own: Tensor) -> bool:
         """Whether ``own`` goes to the others as a message to each, in place of a sum over all."""
@@ -232,24 +217,15 @@ class TeamComm:
     def _swap(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], counted: bool
     ) -> list[Recv]:
-        """Begin to send and receive, in the order that all members keep to; return what arrives."""
+        """Begin to send and receive; return what arrives."""
         self.exchanges += 1
-        tag, member = self.exchanges % TAGS, self.member
-        messages: list[tuple[int, int, Tensor]] = []
-        for target, tensor in sends:
-            messages.append((member, target, tensor))
-        for source, tensor in recvs:
-            messages.append((source, member, tensor))
-        works: list[Recv] = []
         while self._sends and self._sends[0].done():
             self._sends.popleft()
-        for sender, receiver, tensor in sorted(messages, key=BY_PAIR):
-            if sender == member:
-                self._sends.append(self._communicator.isend(tensor, receiver, tag))
-                self.sent_bytes += tensor.nbytes * counted
-            else:
-                works.append((sender, tensor, self._communicator.irecv(tensor, sender, tag)))
-        return works
+        leaving, arriving = self._communicator.exchange(sends, recvs, self.exchanges % TAGS)
+        self._sends += leaving
+        if counted:
+            self.sent_bytes += sum([tensor.nbytes for _, tensor in sends])
+        return [(source, tensor, work) for (source, tensor), work in zip(recvs, arriving, strict=True)]
 
     def describe(self, peer: int | None, tensor: Tensor) -> str:
         """Return in words what this rank waits for."""

@@ -48,6 +48,8 @@ class Watch:
 class Leaving:
     """A team's way to talk that ends a member before operation ``number`` of one kind."""
 
+    exchange = Communicator.exchange
+
     def __init__(self, talk: Any, kind: str, number: int, end: Any) -> None:
         self._talk, self._kind, self._left, self._end = talk, kind, number, end
         self.rank, self.world = talk.rank, talk.world
@@ -66,8 +68,10 @@ class Leaving:
         summed: Work = self._talk.iall_reduce(tensor)
         return summed
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        self.iall_reduce(tensor).wait()
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self._count("iall_reduce")
+        gathered: Tensor = self._talk.all_gather(tensor)
+        return gathered
 
     def _count(self, kind: str) -> None:
         self._left -= kind == self._kind

@@ -68,8 +68,16 @@ def test_members_are_neighbours_and_hold_what_their_seat_holds() -> None:
     assert seating.holders(0) == (0, 1, 2, 3, 5, 6, 7, 8)
     assert seating.rank_of(1, group=1) == 9
     pairs = seating.pairs({(0, 1): True})
-    assert {(0, 4), (4, 3), (1, 2), (8, 9)} <= set(pairs)
-    assert (0, 9) not in pairs
+    assert {(0, 4), (4, 3), (8, 9)} <= set(pairs)
+    assert not {(0, 9), (1, 2)} & set(pairs)
+
+
+def test_a_run_of_eight_ranks_connects_those_that_exchange() -> None:
+    """A pair of ranks is a communicator of NCCL; a team of eight had 56 of them, and so had two teams of four."""
+    assert len(Seating(Placement(1, 1, 1, teams=(8,))).pairs({})) == 0
+    pairs = Seating(Placement(1, 2, 2, teams=(4, 4))).pairs({(0, 1): True})
+    assert len(pairs) == 20
+    assert {(p, 4 + p) for p in range(4)} | {(p, 4) for p in range(4)} | {(0, 4 + q) for q in range(4)} <= set(pairs)
 
 
 @pytest.mark.parametrize(

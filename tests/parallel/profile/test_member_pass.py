@@ -13,5 +13,6 @@ def test_a_pass_counts_its_exchanges() -> None:
         member.alone()
         return [member.in_team(), member.in_team()]
 
-    # Moments and their sums back at each norm, the pool's sum and its gradient, and rows of the tile.
-    assert run_on_threads(2, passes, [None, None]) == [[2 * LAYERS + 3] * 2] * 2
+    # Moments and their gradients at each norm, the pool's sum and its gradient, halos of each convolution and their
+    # gradients, except those of the tile.
+    assert run_on_threads(2, passes, [None, None]) == [[4 * LAYERS + 1] * 2] * 2
