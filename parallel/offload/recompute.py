@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.offload.packing import Packed, Packer, check_version, put_away, restore, saving
+from parallel.offload.packing import Packed, Packer, check_version, restore, saving
 
 Form = tuple[torch.Size, torch.dtype]
 
@@ -39,8 +39,8 @@ class CheckpointedSegment:
 
     Args:
         compute: the segment's forward pass.
-        values: what enters it; tensors may be in tuples, lists, dicts.
-        packer: packs what enters, and what the second pass keeps.
+        values: what enters it, as ``put_away`` gives it.
+        packer: packs what the second pass keeps.
         state: storages of parameters and buffers, which nobody need keep.
         parameters: that the segment computes with.
         recompute_context: of the second pass: precision, random numbers, running statistics that stay as they are.
@@ -49,7 +49,7 @@ class CheckpointedSegment:
     def __init__(
         self,
         compute: Callable[..., tuple[Any, ...]],
-        values: Sequence[Any],
+        values: Any,
         packer: Packer,
         state: Container[int],
         parameters: Iterable[Tensor],
@@ -57,12 +57,12 @@ class CheckpointedSegment:
     ) -> None:
         self._compute, self._packer, self._state, self._context = compute, packer, state, recompute_context
         self._versions = [(parameter, parameter._version) for parameter in parameters]
-        self._values: Any = put_away(list(values), packer, state)
+        self._values = values
         self._expected: list[Form] = []
         self._kept: list[Packed | None] | None = None
 
     def forward(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what the forward pass gives; ``values`` as given before."""
+        """Return what the forward pass gives, of ``values`` before they were put away."""
         with saving(self._handle, self._state):
             return self._compute(*values)
 

@@ -20,11 +20,11 @@ from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.overlap import MicrobatchSaves, OverlapOffload
-from parallel.offload.packing import Packer, SavedTensor, saving, storages_of
+from parallel.offload.packing import Packer, SavedTensor, put_away, saving, storages_of
 from parallel.offload.recompute import CheckpointedSegment
 from parallel.trace.stage_module import SegmentRun
 
-RecomputeContext = Callable[[], contextlib.AbstractContextManager[Any]]
+RecomputeContext = Callable[[SegmentRun], contextlib.AbstractContextManager[Any]]
 """Called before a segment is computed: gives what it is recomputed in, once."""
 
 
@@ -122,7 +122,7 @@ class SavedTensors:
         if not segment.recompute or not torch.is_grad_enabled():
             return compute(*values)
         parameters = (p for module in segment.modules for p in module._parameters.values() if p is not None)
-        return self.checkpoint(compute, values, parameters, recompute_context()).forward(values)
+        return self.checkpoint(compute, values, parameters, recompute_context(segment)).forward(values)
 
     def checkpoint(
         self,
@@ -130,10 +130,17 @@ class SavedTensors:
         values: Sequence[Any],
         parameters: Iterable[Tensor],
         context: contextlib.AbstractContextManager[Any],
+        *,
+        received: bool = False,
     ) -> CheckpointedSegment:
-        """Return ``compute`` as a segment that is recomputed in ``context``, of ``values`` that enter it."""
-        context = self._recomputing(context)
-        return CheckpointedSegment(compute, values, self._packer, self._state, parameters, context)
+        """Return ``compute`` as a segment that is recomputed in ``context``, of ``values`` that enter it.
+
+        Args:
+            received: ``values`` came from other stages, and are no activations of this one.
+        """
+        packer = SavedTensor if received and not self.moves else self._packer
+        packed, context = put_away(list(values), packer, self._state), self._recomputing(context)
+        return CheckpointedSegment(compute, packed, self._packer, self._state, parameters, context)
 
     @contextlib.contextmanager
     def _recomputing(self, context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:

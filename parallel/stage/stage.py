@@ -156,7 +156,9 @@ class Stage:
                 scopes.enter_context(self._in_segments(self._saved_tensors))
             if self._saved_tensors is not None and recomputed:
                 entering, context = list(self._entering(microbatch)), self._recomputing(random, shape, log)
-                segment = self._saved_tensors.checkpoint(compute, entering, self.module.parameters(), context)
+                segment = self._saved_tensors.checkpoint(
+                    compute, entering, self.module.parameters(), context, received=True
+                )
                 microbatch.segment, given = segment, segment.forward(entering)
             else:
                 given = compute(*self._entering(microbatch))
@@ -308,14 +310,25 @@ class Stage:
         """Let ``saved_tensors`` run the module, segment by segment where it has any."""
 
         def run_segment(segment: SegmentRun, compute: Run, values: tuple[Any, ...]) -> tuple[Any, ...]:
-            context = functools.partial(recompute_context, segment, self._device, self.statistics, self._precision)
-            return saved_tensors.run_segment(segment, compute, values, context)
+            return saved_tensors.run_segment(segment, compute, values, self._recomputing_segment)
 
         self.module.run_segment = run_segment
         try:
             yield
         finally:
             self.module.run_segment = None
+
+    def _recomputing_segment(self, segment: SegmentRun) -> contextlib.AbstractContextManager[None]:
+        """Return a context of the second pass of ``segment``, whose first pass is about to begin."""
+        start = get_random_state(self._device) if segment.uses_rng else None
+
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            draws = contextlib.nullcontext() if start is None else drawing(start, self._device)
+            with draws, self._precision(), self.statistics.frozen(segment.modules):
+                yield
+
+        return context()
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
@@ -337,32 +350,3 @@ def renew_buffers(module: nn.Module, names: Collection[str]) -> None:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-Precision = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Gives a new context that switches autocast as the stage is run."""
-
-
-def recompute_context(
-    segment: SegmentRun, device: torch.device, statistics: RunningStatistics, precision: Precision
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context with what the pass that is about to begin finds; it is entered once, later.
-
-    Args:
-        segment: that is computed.
-        device: of the stage.
-        statistics: of the stage's normalisation layers.
-        precision: of the stage.
-    """
-    start = get_random_state(device) if segment.uses_rng else None
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        with contextlib.ExitStack() as scopes:
-            if start is not None:
-                scopes.enter_context(drawing(start, device))
-            scopes.enter_context(precision())
-            scopes.enter_context(statistics.frozen(segment.modules))
-            yield
-
-    return context()

@@ -80,6 +80,7 @@ class _Streamed(torch.autograd.Function):
         device = tensors[0].device.type
         ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.run, ctx.stage, ctx.count, ctx.parameters = run, stage, count, tensors[count:]
+        ctx.save_for_backward(*ctx.parameters)  # so that autograd refuses those that have changed
         ctx.set_materialize_grads(False)
         region = run.region
         entering = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
@@ -97,7 +98,7 @@ class _Streamed(torch.autograd.Function):
         kept: Kept | None = ctx.kept
         if kept is None:
             raise RuntimeError("a tile computed box by box goes back once")
-        ctx.kept = None
+        _, ctx.kept = ctx.saved_tensors, None
         run: RegionRun = ctx.run
         names = (*run.region.inputs, *run.region.given)
         asked = frozenset(name for k, name in enumerate(names) if ctx.needs_input_grad[5 + k])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.offload.activation_meter import ActivationMeter
-from parallel.offload.packing import SavedTensor, saving, storages_of
+from parallel.offload.packing import SavedTensor, put_away, saving, storages_of
 from parallel.offload.recompute import CheckpointedSegment
 
 
@@ -18,7 +18,9 @@ def recomputed(layer: nn.Linear, x: Tensor) -> Tensor:
         return (layer(value).exp(),)
 
     state = storages_of(layer.parameters())
-    segment = CheckpointedSegment(compute, [x], SavedTensor, state, layer.parameters(), contextlib.nullcontext())
+    segment = CheckpointedSegment(
+        compute, put_away([x], SavedTensor), SavedTensor, state, layer.parameters(), contextlib.nullcontext()
+    )
     (output,) = segment.forward([x])
     return output
 

@@ -275,6 +275,15 @@ def test_layers_that_compute_other_than_their_kind_end_the_region() -> None:
         assert reason in ends[1]
 
 
+def test_a_parameter_updated_before_the_backward_pass_is_autograds_error() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    (output,) = in_boxes(net, 8)(net, torch.randn(1, 3, 16, 16))
+    with torch.no_grad():
+        net[0].bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 def test_maps_beyond_the_budget_of_the_host_lie_in_files(tmp_path: Path) -> None:
     """With the same bits in the gradients."""
     model, images = model_of("unet_w4", "batch"), torch.randn(2, 3, 64, 64)
