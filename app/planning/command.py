@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from app.settings.policy_faults import OPTIMAL_OFFLOAD
 from app.settings.sizes import bytes_of
 from app.settings.strategy import Parallel
 from parallel.plan.candidates import RECOMPUTE, Savings
@@ -101,6 +102,8 @@ class PlanCommand:
             ]
             if self.precision == "fp16":
                 faults.append("--precision fp16 is for --device-spec; this machine trains in fp32, tf32 or bf16")
+        if self.recompute == "optimal" and self.offload == "overlap":
+            faults.append(OPTIMAL_OFFLOAD)
         if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):
             faults.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
         return faults

@@ -46,11 +46,11 @@ SLOTS = {"sgd": 1, "adamw": 2}
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the steps of a region take, as recorded on tiles of ``side`` px; ``fitted`` as in ``Streamed``."""
+    """What the steps of a region take, as recorded on tiles of ``side`` px; ``hints`` as in ``Streamed``."""
 
     records: Mapping[str, StepRecord]
     side: int
-    fitted: dict[tuple[int, Grid | None], int] = field(default_factory=dict)
+    hints: dict[tuple[int, Grid | None], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Workload:
             layers = _loss_layers(self.classes, known.side)
             ops[region.steps[-1].name] = tuple(op for layer in layers for op in layer.ops)
         paper, whole = region.on_paper(), summed is not None
-        return Streamed(paper, ops, known.side, estimate, whole, known.fitted), ""
+        return Streamed(paper, ops, known.side, estimate, whole, known.hints), ""
 
 
 def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:

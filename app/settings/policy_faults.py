@@ -6,6 +6,8 @@ from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from parallel.strategy import STREAMED
 
+OPTIMAL_OFFLOAD = "--recompute optimal is planned for what stays on the device: use --recompute block with --offload"
+
 
 def policy_faults(asked: StrategySettings) -> list[str]:
     """Of recomputation and offload."""
@@ -22,6 +24,8 @@ def policy_faults(asked: StrategySettings) -> list[str]:
         ]
     if asked.recompute_runs and asked.recompute != "optimal":
         faults.append(f"--developer recompute-runs goes with --recompute optimal; got --recompute {asked.recompute}")
+    if asked.recompute == "optimal" and asked.offload == "overlap" and not asked.recompute_runs:
+        faults.append(OPTIMAL_OFFLOAD)
     if any(len(run.split(":")) != 2 for run in asked.recompute_runs.split(",") if run):
         faults.append(
             "--developer recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; "

@@ -23,7 +23,7 @@ from parallel.plan.plan import PlanRow
 from parallel.strategy import Strategy
 
 AGAIN = Savings(("stage", "block"), (False,))
-BOTH = Savings(("block", "optimal"), (True,))
+BOTH = Savings(("block",), (True,))
 ROWS = (
     ("plain", "single", PLAIN),
     ("recompute", "single", AGAIN),

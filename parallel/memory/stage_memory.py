@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.lifetimes import HostBytes, Lifetimes, passes_of
-from parallel.memory.liveness import Piece, gradient_spans, pieces, running_bytes
+from parallel.memory.liveness import Piece, pieces
 from parallel.memory.policy import KEEP_ALL, ActivationPolicy, Segment
 from parallel.memory.segments import segments_of
 from parallel.memory.stage_bytes import StageArrays, StageBytes
@@ -36,7 +36,6 @@ class StageMemory:
         self._touched: dict[Bound, list[Piece]] = {}
         self._plain: dict[Bound, StageBytes] = {}
         self._arrays: dict[Bound, StageArrays] = {}
-        self._least: dict[Bound, int] = {}
         self._kept: dict[object, StageBytes] = {}
         self._host: dict[object, HostBytes] = {}
 
@@ -89,18 +88,6 @@ class StageMemory:
         if bound not in self._arrays:
             self._arrays[bound] = StageArrays(self.graph, *bound, self.touched(bound))
         return self._arrays[bound]
-
-    def least(self, bound: Bound) -> int:
-        """Bytes below which no choice of what is computed again or moved brings a backward pass: what a layer saved,
-        the gradients that wait and those of its parameters are there when its turn comes."""
-        if bound not in self._least:
-            start, stop = bound
-            there = running_bytes(gradient_spans(self.graph, start, stop), start, stop)
-            for piece in self.touched(bound):
-                for place in {place for place in piece.saved if start <= place < stop}:
-                    there[place - start] += piece.bytes
-            self._least[bound] = max(map(sum, zip(there, self.graph.owned_bytes[start:stop], strict=True)))
-        return self._least[bound]
 
     def plain(self, bound: Bound) -> StageBytes:
         """Return the bytes of the layers from one position to another, not included, when all is kept on the device."""

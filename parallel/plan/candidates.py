@@ -153,9 +153,7 @@ class Savings:
         recomputed = [candidate.under(recompute=how) for how in again]
         moving = [each for each in (candidate, *recomputed) if moves and each.policy.recompute != "optimal"]
         moved = [variant.under(offload="overlap") for variant in moving]
-        chosen = [candidate.under(recompute="optimal", offload="overlap")] if moves else []
-        chosen = chosen if _can_recompute(candidate, "optimal") else []
-        for tier in ([candidate], [*recomputed, *moved[:1]], moved[1:], chosen):
+        for tier in ([candidate], [*recomputed, *moved[:1]], moved[1:]):
             variants = [variant for variant in tier if self._allow(variant)]
             if variants:
                 yield variants

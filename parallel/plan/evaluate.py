@@ -19,7 +19,6 @@ from parallel.plan.candidates import ANY, Savings
 from parallel.plan.plan import Limit, PlanRow, best_of, limit_of
 from parallel.plan.stages import StageCache, slower_link
 from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
-from parallel.plan.streamed import SIDES
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
 from parallel.strategy import Strategy
@@ -139,20 +138,19 @@ class Evaluator:
             return fitting(side).fits if self.cluster.kind == "cpu" else fitting(side).fits_device
 
         assert self.task.streamed is not None
-        fitted, key = self.task.streamed.fitted, (self.stages.tiles(candidate), candidate.grid)
-        if fitted.get(key) in sides and allowed(fitted[key]):
-            return fitting(fitted[key])
-        # Often the largest fit, or those next to what fitted before, which do not fit here.
-        low, high = -1, sides.index(fitted[key]) if fitted.get(key) in sides else len(sides)
-        middle = high - 1
-        while high - low > 1:
-            low, high = (middle, high) if allowed(sides[middle]) else (low, middle)
-            middle = (low + high) // 2
-        if low < 0:
-            return fitting(sides[0])
-        if high < len(sides) or sides[low] == SIDES[-1]:
-            fitted[key] = sides[low]
-        return fitting(sides[low])
+        hints, key = self.task.streamed.hints, (self.stages.tiles(candidate), candidate.grid)
+        at = sides.index(hints[key]) if hints.get(key) in sides else len(sides) - 1
+        if allowed(sides[at]):
+            while at + 1 < len(sides) and allowed(sides[at + 1]):
+                at += 1
+        else:
+            low, middle = -1, at - 1  # often the next smaller fits
+            while at - low > 1:
+                low, at = (middle, at) if allowed(sides[middle]) else (low, middle)
+                middle = (low + at) // 2
+            at = max(low, 0)
+        hints[key] = sides[at]
+        return fitting(sides[at])
 
     def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:
         """Return False where moving what is kept takes ``candidate`` longer than ``row``, however the model is cut."""

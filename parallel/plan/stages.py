@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from itertools import pairwise
 
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
@@ -22,7 +21,6 @@ from parallel.graph.partition import Partition, cut_positions, equal_cost
 from parallel.graph.scale import with_tiles
 from parallel.memory.policy import MIB, SMALLEST, WINDOW
 from parallel.memory.rank_bytes import RankBytes, host_bytes, in_flight, rank_bytes, whole_bytes
-from parallel.memory.recompute_beside_offload import runs_beside_offload
 from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
@@ -35,7 +33,6 @@ from parallel.plan.side_by_side import TeamParts
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.streamed import StreamedStages
 from parallel.plan.task import Task
-from parallel.schedule.action import BEGINS_BACKWARD
 from parallel.schedule.timeline import StageCost
 from parallel.space.team import Grid
 from parallel.strategy import STREAMED, Strategy
@@ -44,8 +41,6 @@ MANY = 400
 """Places for cuts: a model with more is cut between blocks only, which costs it nothing and saves minutes."""
 DEEP = 16
 """Ranks of a group beyond which every stage is balanced, and not pairs of stages against each other."""
-ROUNDED = 2
-"""Bytes that ``rank_bytes`` may round away at most, of smaller microbatches."""
 OWN_MAPS = 0.95
 """Of the host's bytes that a member of a team stores maps in, for those of its own part."""
 LEAST_S = 1e-12
@@ -211,22 +206,6 @@ class StageCache:
         return -(-ahead // MIB) * MIB  # for people to read
 
     def _chosen(self, candidate: Strategy, partition: Partition) -> Runs | None:
-        if candidate.policy.moves:
-            ahead = self._ahead(candidate)
-            if self.least_bytes(candidate, partition) > self.cluster.usable_bytes:
-                return None
-            order = list(range(candidate.depth))
-
-            def fits(runs: Runs) -> bool:
-                under = candidate.under(chosen=runs, ahead=ahead)
-                for rank in order:
-                    if self.rank_bytes(under, partition, rank).total > self.cluster.usable_bytes:
-                        order.remove(rank)
-                        order.insert(0, rank)  # the next choice is nearly the same: asked first, it ends the search
-                        return False
-                return True
-
-            return runs_beside_offload(partition, fits)
         graph, costs = self.of(candidate)
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
@@ -250,23 +229,6 @@ class StageCache:
             device=device,
             memory=memory,
         )
-
-    def least_bytes(self, candidate: Strategy, partition: Partition) -> int:
-        """Return the bytes that the fullest rank takes at least, whatever is computed again or moved: parameters, the
-        optimizer's state where it is not shared, and a backward pass."""
-        memory, bounds = self._memory_of(candidate), list(pairwise([*partition.starts, len(partition.graph.layers)]))
-        own = 1 + (0 if candidate.shard_optimizer else self.task.slots)
-        sizes = [memory.plain(bound).parameters for bound in bounds]
-        if not candidate.splits:
-            return own * sizes[0] + memory.least(bounds[0])
-        schedule, placement = schedule_of(candidate)
-        smallest = min(weights_of(candidate, self.task.batch))
-        needed: list[int] = []
-        for rank in range(placement.depth):
-            held = sum(sizes[stage] for stage in {stage for stage, _ in placement.held_by(rank)})
-            passed = {action.stage for action in schedule[rank] if action.kind in BEGINS_BACKWARD}
-            needed += [own * held + int(smallest * memory.least(bounds[stage])) - ROUNDED for stage in passed]
-        return max(needed)
 
     def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
         """Return the bytes of a rank of the first group; of any where each computes the whole model."""

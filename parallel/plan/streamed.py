@@ -56,8 +56,8 @@ class Streamed:
         ops: by name of a step, what its forward pass computes of a tile of ``side`` px.
         whole: the loss is computed with it, box by box: nothing follows.
         estimate: gives what the layers of a graph cost, by tiles of a microbatch.
-        fitted: by tiles of a microbatch and grid of teams, the side of the largest boxes that fitted the device on
-            tiles of some size: they take about as much on tiles of any.
+        hints: by tiles of a microbatch and grid of teams, the side of boxes that a search begins with, which does not
+            change what it finds: boxes take about as much on tiles of any size.
     """
 
     model: StreamedModel
@@ -65,7 +65,7 @@ class Streamed:
     side: int
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     whole: bool = False
-    fitted: dict[tuple[int, Grid | None], int] = field(default_factory=dict)
+    hints: dict[tuple[int, Grid | None], int] = field(default_factory=dict)
 
 
 class StreamedStages:

@@ -149,6 +149,10 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             ["--developer recompute-runs goes with --recompute optimal; got --recompute block"],
         ),
         (
+            {"recompute": "optimal", "offload": "overlap", "memory": "1GiB"},
+            ["--recompute optimal is planned for what stays on the device: use --recompute block"],
+        ),
+        (
             {"recompute": "optimal", "recompute_runs": "conv1:relu,layer1"},
             ["--developer recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got 'conv1:relu,layer1'"],
         ),

@@ -24,13 +24,12 @@ def test_the_largest_boxes_that_fit_are_found(model: str) -> None:
     assert len(rows) > 3
     assert host == sorted(host, reverse=True)
     assert peaks == sorted(peaks)
-    for limit in (peaks[0][0] - 1, *(peak for (peak,) in peaks)):
-        made.task.streamed.fitted.clear()  # type: ignore[union-attr]
+    limits = [peaks[0][0] - 1, *(peak for (peak,) in peaks)]
+    for limit in limits + limits[::-1]:
         memory = cluster.needed_bytes(limit)
         on_gpu = Planner(made.task, dataclasses.replace(cluster, memory_bytes=memory))
-        for _ in range(2):  # the second time it starts from what fitted
-            row = on_gpu.in_boxes(candidate)
-            assert row is not None
-            fitting = [side for side, peak in zip(rows, peaks, strict=True) if peak[0] <= on_gpu.cluster.usable_bytes]
-            assert row.strategy.policy.stream == max(fitting, default=min(rows))
-            assert row.fits == bool(fitting)
+        row = on_gpu.in_boxes(candidate)  # whatever was found before
+        assert row is not None
+        fitting = [side for side, peak in zip(rows, peaks, strict=True) if peak[0] <= on_gpu.cluster.usable_bytes]
+        assert row.strategy.policy.stream == max(fitting, default=min(rows))
+        assert row.fits == bool(fitting)
