@@ -227,8 +227,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     from app.training.memory_layout import takes_channels_last
     from app.training.random_draws import refuse_draws
     from models.registry import build_model
-    from parallel.schedule.microbatch import split_batch
-    from parallel.schedule.shares import most_unlike
+    from parallel.schedule.shares import most_unlike, split_batch
     from parallel.trace.tile_size import refuse_tile_size
 
     strategy = command.strategy.to_strategy(device.type)

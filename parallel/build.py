@@ -39,7 +39,7 @@ from parallel.offload.live_bytes import not_counted
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Action, Kind, Schedule, held
 from parallel.schedule.dependencies import Links
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.shares import Shares
 from parallel.schedule.timeline import StageCost
 from parallel.stage.batchnorm import running_statistics
@@ -155,32 +155,32 @@ def put_to_work(
     Args:
         partition: of ``traced``, into the stages of ``strategy``.
     """
-    placement, seating, policy = strategy.placement, strategy.seating, strategy.policy
+    mesh, policy = strategy.mesh, strategy.policy
     rank = communicator.rank
-    seat = seating.seat_of(rank)
+    team = mesh.team_of(rank)
     costs = nominal_costs(partition) if policy.moves else None
     scheduled = functools.partial(_schedule_of, strategy, partition.links, costs)
     schedule = scheduled(strategy.shares)
     updated: Collection[str] = ()
     if isinstance(traced, Traced):
-        refuse_schedule(traced, partition, schedule, placement, policy, strategy.name)
+        refuse_schedule(traced, partition, schedule, mesh, policy, strategy.name)
         updated = traced.updated
-    splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[seat])
-    holders = StageGroups(communicator, seating, pairs=strategy.shard_optimizer)
-    communicator.connect(seating.pairs(partition.links))
-    numbers = sorted({stage for stage, _ in placement.held_by(seat)})
+    splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[team])
+    holders = StageGroups(communicator, mesh, pairs=strategy.shard_optimizer)
+    communicator.connect(mesh.pairs(partition.links))
+    numbers = sorted({stage for stage, _ in mesh.held_by(team)})
     link, plans = None, None
     if isinstance(traced, Untraced):
         cuts: Mapping[int, StageModule] = {0: UntracedModule(traced.model)}
-    elif seating.together:
+    elif mesh.members > 1:
         holders.team.all_reduce(torch.zeros(1, device=device))  # connects its GPUs
-        link = TeamComm(holders.team, seating.ranks_on(seat))
+        link = TeamComm(holders.team, mesh.ranks_of(team))
         plans = TeamPlans(traced, once=policy.stream is None)
-        stored = _stored_bytes(policy, schedule[seat])
+        stored = _stored_bytes(policy, schedule[team])
         boxed = None if policy.stream is None else BoxedParts(policy.stream, stored, host)
         cuts = modules_of_seat(traced, partition, numbers, strategy, link, plans, shape, device, boxed)
     else:
-        cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[seat], host)
+        cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[team], host)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
         number: _stage(cut, number, partition, strategy, holders, device, loss, autocast, splits, saved, meter, updated)
@@ -189,30 +189,27 @@ def put_to_work(
     reducers = _reducers(stages, holders, strategy, overlap=not splits and strategy.gradient_bytes != 0)
     names = [name for name, _ in traced.model.named_parameters()]
     offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
-    update = _update(
-        make_optimizer, names, stages, reducers, holders, seating, rank, offload, resident=policy.parameters
-    )
+    update = _update(make_optimizer, names, stages, reducers, holders, mesh, rank, offload, resident=policy.parameters)
     messenger, routes, inputs = Messenger(communicator, device), _routes(partition), partition.inputs_of(0)[0]
     if plans is not None:
         assert strategy.grid is not None
         plan_of = functools.partial(plans.plan, strategy.grid)
-        transfers: StageTransfers = TeamTransfers(routes, partition.links, seating, messenger, rank, plan_of)
+        transfers: StageTransfers = TeamTransfers(routes, partition.links, mesh, messenger, rank, plan_of)
     else:
-        transfers = StageTransfers(routes, partition.links, placement, messenger, rank)
+        transfers = StageTransfers(routes, partition.links, mesh, messenger, rank)
     return RankProgram(
         schedule=schedule,
         scheduled=scheduled,
-        placement=placement,
-        seating=seating,
+        mesh=mesh,
         stages=stages,
         transfers=transfers,
         reducers=reducers,
         update=update,
         messenger=messenger,
-        prediction=Inference(stages, routes, seating, messenger, rank, inputs, transfers),
-        full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, seating, communicator),
+        prediction=Inference(stages, routes, mesh, messenger, rank, inputs, transfers),
+        full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, mesh, communicator),
         inputs=inputs,
-        share=strategy.share_of(seating.group_of(rank)),
+        share=strategy.share_of(mesh.group_of(rank)),
         batch=batch,
         m=strategy.m,
         link=link,
@@ -220,7 +217,7 @@ def put_to_work(
 
 
 def _schedule_of(strategy: Strategy, links: Links, costs: Sequence[StageCost] | None, shares: Shares) -> Schedule:
-    """Return the actions of all seats where groups compute ``shares``; for the rest see ``Strategy.schedule``."""
+    """Return the actions of all teams where groups compute ``shares``; for the rest see ``Strategy.schedule``."""
     return dataclasses.replace(strategy, shares=shares).schedule(links, costs)
 
 
@@ -333,7 +330,7 @@ def _update(
     stages: Mapping[int, Stage],
     reducers: Mapping[int, GradReducer],
     holders: StageGroups,
-    seating: Seating,
+    mesh: Mesh,
     rank: int,
     offload: Copies | None,
     resident: bool,
@@ -343,7 +340,7 @@ def _update(
     copies: list[Copy] = []
     others: set[str] = set()
     for number, pair in sorted(holders.pairs.items()):
-        owner, other = (seating.rank_of(number, replica, seating.group_of(rank)) for replica in (0, 1))
+        owner, other = (mesh.rank_at(number, replica, mesh.group_of(rank)) for replica in (0, 1))
         # The lower rank comes first in a pair.
         copies.append(Copy(tuple(stages[number].parameters.values()), pair, int(owner > other)))
         if owner != rank:

@@ -1,6 +1,6 @@
 """How a model is spread over ranks: one frozen value, from flags or a planner's search to ``plan.json`` and the engine.
 
-Takes names and numbers; gives what follows before any rank computes: the placement, the partition and the lowered
+Takes names and numbers; gives what follows before any rank computes: the mesh, the partition and the lowered
 schedule, all proven to fit each other. No torch here.
 """
 
@@ -17,12 +17,10 @@ from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.schedule.action import Schedule
 from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
-from parallel.schedule.microbatch import share_of
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, placement_for
-from parallel.schedule.seating import Seating
-from parallel.schedule.shares import Changes, Shares
+from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, mesh_for
+from parallel.schedule.shares import Changes, Shares, share_of
 from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import StageCost
 from parallel.space.team import Grid
@@ -40,19 +38,19 @@ class Strategy:
 
     Attributes:
         name: one of ``WHOLE``, or of the schedule.
-        ranks: all of them; d groups of ``depth`` seats, each of one rank or of a team.
-        depth: seats that one group spreads the model over, D; 1 where each computes all of it.
+        ranks: all of them; d groups of ``depth`` teams, each of one rank or of several.
+        depth: teams that one group spreads the model over, D; 1 where each computes all of it.
         m: microbatches of the global batch, over all groups.
         chunks: stages a rank holds of each replica; interleaved has 2 or more.
         cuts: names of layers or modules that begin a stage; empty: stages of equal cost.
         policy: what becomes of what forward passes keep.
         shard_optimizer: each rank of a pair of inverted replicas keeps half of their optimizer state.
-        schedule_csv: text of a schedule file, run in place of the named one's actions on the same placement.
+        schedule_csv: text of a schedule file, run in place of the named one's actions on the same mesh.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
         compile: run the stages through ``torch.compile``.
         gradient_bytes: of a stage's gradients summed at once over the ranks that hold it, from its last backward pass
             on; 0: all, once this rank has computed everything; None: as ``GradReducer`` does.
-        grid: of the teams, one on each seat, which divide each tile among their ranks; None: one rank a seat.
+        grid: of the teams, which divide each tile among their ranks; None: one rank a team.
         shares: microbatches of each group; empty: consecutive ones, as many for each.
         changes: steps from which other shares are in force.
         rebalanced: shares follow the speed of groups.
@@ -77,12 +75,12 @@ class Strategy:
 
     @property
     def group_ranks(self) -> int:
-        """Ranks of one group, over all its seats."""
+        """Ranks of one group, over all its teams."""
         return self.depth * self.members
 
     @property
     def members(self) -> int:
-        """Ranks of the team on a seat; 1 without teams."""
+        """Ranks of a team; 1 without a grid."""
         return self.grid.members if self.grid else 1
 
     @property
@@ -141,7 +139,7 @@ class Strategy:
         return f"{self.name}{mesh}, m={self.m} {self.savings}".rstrip()
 
     @property
-    def placement(self) -> Placement:
+    def mesh(self) -> Mesh:
         """The mesh of a strategy that splits the model.
 
         Raises:
@@ -171,13 +169,7 @@ class Strategy:
             )
         if faults:
             raise ValueError("; ".join(faults))
-        teams = (self.members,) * self.depth if self.grid else ()
-        return placement_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks, teams=teams)
-
-    @property
-    def seating(self) -> Seating:
-        """Which ranks sit on the seats of ``placement``."""
-        return Seating(self.placement)
+        return mesh_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks, members=self.members)
 
     @property
     def team_faults(self) -> list[str]:
@@ -203,7 +195,7 @@ class Strategy:
         Raises:
             ValueError: cuts that are not in the model, or not as many as the stages need.
         """
-        stages = self.placement.stages
+        stages = self.mesh.stages
         if not self.cuts:
             return partition_equal(graph, stages)
         if len(self.cuts) != stages - 1:
@@ -223,20 +215,20 @@ class Strategy:
         Raises:
             ValueError: the schedule does not fit the number of microbatches, or a schedule file is wrong.
         """
-        placement = self.placement
+        mesh = self.mesh
         if self.schedule_csv is None:
-            schedule = build_schedule(self.name, placement, self.m, self.shares)
+            schedule = build_schedule(self.name, mesh, self.m, self.shares)
         else:
             schedule = from_csv(self.schedule_csv)
-            check(schedule, placement, links)  # errors show it as it was written; passes need a right one
+            check(schedule, mesh, links)  # errors show it as it was written; passes need a right one
         lowered = lower(
             schedule,
-            placement,
+            mesh,
             links,
             recompute=self.policy.stagewise,
             offload=self.policy.moves,
             costs=costs,
             reduce_at_end=self.gradient_bytes == 0,
         )
-        check(lowered, placement, links)
+        check(lowered, mesh, links)
         return lowered

@@ -74,7 +74,7 @@ def _line(row: PlanRow, mark: str) -> Sequence[str]:
 
 
 def _mesh(candidate: Strategy) -> str:
-    """Groups and seats, the grid of the teams on them, and shares that are not equal."""
+    """Groups and teams, the grid of the teams, and shares that are not equal."""
     if candidate.shares:
         counts = ",".join(str(len(share)) for share in candidate.shares)
         return f"{_mesh(dataclasses.replace(candidate, shares=()))} shares {counts}"

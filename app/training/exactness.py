@@ -26,8 +26,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
-from parallel.schedule.microbatch import microbatch_seed
-from parallel.schedule.shares import Shares
+from parallel.schedule.shares import Shares, microbatch_seed
 from parallel.space.grid import Span
 from parallel.stage.stage import Loss
 from parallel.streaming.images import whole

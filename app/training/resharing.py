@@ -49,7 +49,7 @@ class Resharing:
         for begin, replayed in strategy.changes:
             if begin <= step:
                 self.shares = replayed
-        self._group_of = strategy.seating.group_of
+        self._group_of = strategy.mesh.group_of
         self._rebalancing: Rebalancing | None = None
         if strategy.rebalanced:
             if shares is not None and _sizes(shares) == _sizes(begins_with):

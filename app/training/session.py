@@ -33,8 +33,7 @@ from app.training.validation import Outputs, spread
 from models.weights_report import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_memory import HostMemory
-from parallel.schedule.microbatch import split_batch
-from parallel.schedule.shares import FINE, coarseness
+from parallel.schedule.shares import FINE, coarseness, split_batch
 from parallel.strategy import Strategy
 from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind

@@ -19,7 +19,7 @@ from parallel.engine.engine import Engine
 from parallel.engine.recorded import free_links, gather_timeline, measured_costs
 from parallel.engine.step import TrainingEngine
 from parallel.schedule.action import COMPUTE, Kind
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import to_csv
 from parallel.schedule.timeline import Timeline, chrome_trace
@@ -59,19 +59,17 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     measured = gather_timeline(communicator, engine.spans())
     if measured is None or not any(measured.spans.values()):
         return None
-    stages = engine.placement.stages
+    stages = engine.mesh.stages
     simulated = of_ranks(
-        simulate(
-            engine.schedule, engine.placement, measured_costs(measured, stages), free_links(engine.schedule, stages)
-        ),
-        engine.seating,
+        simulate(engine.schedule, engine.mesh, measured_costs(measured, stages), free_links(engine.schedule, stages)),
+        engine.mesh,
     )
     computed = {
         rank: [action for action in actions if action.kind in COMPUTE and action.kind is not Kind.RECOMPUTE]
         for rank, actions in engine.schedule.items()
     }
     (folder / "schedule.csv").write_text(to_csv(computed))
-    teams = [engine.seating.ranks_on(seat) for seat in range(engine.placement.world)]
+    teams = [engine.mesh.ranks_of(team) for team in range(engine.mesh.teams)]
     title = f"{name}: simulated from its stage times, and measured"
     picture = schedule_svg(simulated, title=title, compare=measured, teams=teams)
     (folder / "schedule.svg").write_text(picture)
@@ -79,7 +77,7 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     return StepRecord(measured, simulated)
 
 
-def of_ranks(timeline: Timeline, seating: Seating) -> Timeline:
-    """Return the timeline of every rank from that of every seat: the members of a team do the same at the same time."""
-    spans = {rank: timeline.spans[seating.seat_of(rank)] for rank in range(seating.world)}
+def of_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
+    """Return the timeline of every rank from that of every team: the members of a team do the same at the same time."""
+    spans = {rank: timeline.spans[mesh.team_of(rank)] for rank in range(mesh.world)}
     return dataclasses.replace(timeline, spans=spans)

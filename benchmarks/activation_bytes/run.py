@@ -126,7 +126,7 @@ def measure(case: Case, model: str, px: int, kept: Sequence[int], kept_alone: Se
     strategy = case.strategy
     ranks = run_on_threads(case.depth, partial(peak_bytes, case, model, px), timeout_s=600)
     costs = [StageCost(1.0, 2.0, 1.0, 1.0, activation_bytes=size) for size in kept]
-    simulated = simulate(ranks[0][1], strategy.placement, costs).peak_bytes
+    simulated = simulate(ranks[0][1], strategy.mesh, costs).peak_bytes
     assert simulated is not None
     rows = []
     for rank, (measured, _) in enumerate(ranks):

@@ -30,7 +30,7 @@ from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.schedule.microbatch import split_batch
+from parallel.schedule.shares import split_batch
 
 OUT = Path(__file__).parents[2] / "bench-data" / "exactness_keeping.json"
 CPU, SEED, PATIENCE_S = torch.device("cpu"), 0, 300

@@ -22,7 +22,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.offload.live_bytes import LiveBytes
-from parallel.schedule.registry import build_schedule, placement_for
+from parallel.schedule.registry import build_schedule, mesh_for
 
 MODELS, TINY_MODELS = ("resnet50", "unet"), ("resnet18",)
 LIMITS, TINY_LIMITS = (16 * GIB, 80 * GIB, None), (160 * MIB,)
@@ -169,10 +169,10 @@ def _graph(model: str, px: int) -> Partition:
 
 def _predicted_bytes(setting: Setting, model: str, px: int, policy: ActivationPolicy) -> int:
     partition = _graph(model, px)
-    placement = placement_for("1f1b", groups=1, depth=1, chunks=1)
-    schedule = build_schedule("1f1b", placement, 1)
+    mesh = mesh_for("1f1b", groups=1, depth=1, chunks=1)
+    schedule = build_schedule("1f1b", mesh, 1)
     stages = StageMemory(partition.graph).kept(partition, policy)
-    (rank,) = rank_bytes(stages, placement, schedule, slots=1, device=setting.device.type)
+    (rank,) = rank_bytes(stages, mesh, schedule, slots=1, device=setting.device.type)
     return rank.total
 
 

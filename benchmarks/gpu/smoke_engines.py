@@ -49,7 +49,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.step import Microbatch
 from parallel.profile.gpu import set_tf32
-from parallel.schedule.microbatch import split_batch
+from parallel.schedule.shares import split_batch
 
 SEED = 0
 STEPS = 2

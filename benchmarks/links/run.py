@@ -56,13 +56,13 @@ def build(model: str) -> nn.Module:
 
 def expected_bytes(partition: Partition, strategy: Strategy) -> Counter[tuple[int, int]]:
     """(rank, rank) -> bytes of one step: each microbatch sends every edge forward once, and its gradient back."""
-    placement = strategy.placement
-    schedule = build_schedule(strategy.name, placement, strategy.m)
+    mesh = strategy.mesh
+    schedule = build_schedule(strategy.name, mesh, strategy.m)
     begun = [a.replica for actions in schedule.values() for a in actions if a.kind is Kind.FORWARD and a.stage == 0]
     found: Counter[tuple[int, int]] = Counter()
     for replica in begun:
         for edge in partition.edges:
-            source, target = (placement.rank_of(stage, replica) for stage in (edge.source, edge.target))
+            source, target = (mesh.team_at(stage, replica) for stage in (edge.source, edge.target))
             if source == target:
                 continue
             random = edge.value == RANDOM_STATE
@@ -97,7 +97,7 @@ def measure(model: str, px: int) -> list[dict[str, Any]]:
     rows = []
     for schedule in SCHEDULES:
         strategy = strategy_for(schedule)
-        partition = partition_equal(graph, strategy.placement.stages)
+        partition = partition_equal(graph, strategy.mesh.stages)
         expected = expected_bytes(partition, strategy)
         ranks = run_on_threads(DEPTH, partial(sent_bytes, schedule, model, px), timeout_s=300)
         sent = {(source, target): size for source, own in enumerate(ranks) for target, size in own.items()}

@@ -83,7 +83,7 @@ def predict(case: dict[str, Any]) -> list[RankBytes]:
     cut = strategy.partition(trace(model, shape).graph)
     partition = Partition(graph, cut.starts)  # the loss comes after everything else
     stages = StageMemory(graph).kept(partition)
-    return rank_bytes(stages, strategy.placement, strategy.schedule(partition.links), slots=SLOTS)
+    return rank_bytes(stages, strategy.mesh, strategy.schedule(partition.links), slots=SLOTS)
 
 
 def resident(key: str) -> int:

@@ -29,7 +29,7 @@ from parallel.comm.objects import gather_objects
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.offload.live_bytes import LiveBytes
-from parallel.schedule.microbatch import microbatch_seed
+from parallel.schedule.shares import microbatch_seed
 
 LR = 1e-3
 SMALL = 64

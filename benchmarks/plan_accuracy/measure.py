@@ -32,7 +32,7 @@ from parallel.engine.step import Microbatch
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.plan.plan import PlanRow
 from parallel.profile.malloc import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
-from parallel.schedule.microbatch import split_batch
+from parallel.schedule.shares import split_batch
 from parallel.strategy import Strategy
 
 CPU = torch.device("cpu")

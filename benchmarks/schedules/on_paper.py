@@ -31,22 +31,22 @@ def simulated_steps_s(ours: Ours, communicator: Communicator) -> list[float] | N
 
     The update and the sum of the losses are left out.
     """
-    placement = ours.strategy.placement
-    partition = ours.work.partition(placement.stages)
+    mesh = ours.strategy.mesh
+    partition = ours.work.partition(mesh.stages)
     links = {}
     for (source, target), back in partition.links.items():
         travel = travel_s(communicator, partition.bytes_over(source, target))
         links[source, target] = LinkCost(travel, travel if back else None)
     sums = {
         stage: sum_s(communicator, _param_bytes(partition, stage))
-        for stage in range(placement.stages)
-        if len(placement.holders(stage)) > 1
+        for stage in range(mesh.stages)
+        if len(mesh.teams_with(stage)) > 1
     }
     told = gather_objects(communicator, ours.rounds)
     if told is None:
         return None
     return [
-        simulate(ours.engine.schedule, placement, _costs(of_ranks, placement.stages), links, sums).makespan_s
+        simulate(ours.engine.schedule, mesh, _costs(of_ranks, mesh.stages), links, sums).makespan_s
         for of_ranks in zip(*told, strict=True)
     ]
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.schedules.workload import CPU, Workload, loss
 from parallel.comm.communicator import Communicator
 from parallel.offload.activation_meter import ActivationMeter
-from parallel.schedule.microbatch import share_of
+from parallel.schedule.shares import share_of
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import trace

@@ -31,7 +31,7 @@ from parallel.draw.schedule_svg import schedule_svg
 from parallel.engine.recorded import gather_timeline
 from parallel.engine.step import Microbatch
 from parallel.schedule.action import Action
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import Span, StageCost, Timeline, chrome_trace
@@ -72,9 +72,9 @@ class Case:
 
     def simulated(self, unit_s: float) -> Timeline:
         """The step on paper, messages and everything but sleep left out."""
-        placement: Placement = self.strategy(()).placement
+        mesh: Mesh = self.strategy(()).mesh
         cost = StageCost(FORWARD * unit_s / self.chunks, BACKWARD * unit_s / self.chunks, 0, 0, 0)
-        return simulate(build_schedule(self.schedule, placement, self.m), placement, [cost] * placement.stages)
+        return simulate(build_schedule(self.schedule, mesh, self.m), mesh, [cost] * mesh.stages)
 
 
 CASES = (

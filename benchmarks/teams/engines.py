@@ -69,7 +69,7 @@ def replayed_s(name: str, cpu: Sequence[float], of_stages: Sequence[float]) -> f
         second = share / sum(of_stages) * sum(cpu) / M
         costs.append(StageCost(second / 3, second * 2 / 3, second / 3, second / 3, 0))
     schedule = strategy.schedule({(stage, stage + 1): True for stage in range(len(cpu) - 1)})
-    return simulate(schedule, strategy.placement, costs).makespan_s
+    return simulate(schedule, strategy.mesh, costs).makespan_s
 
 
 def engine_of(problem: Problem, communicator: Communicator, strategy: Strategy) -> Engine:

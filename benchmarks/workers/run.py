@@ -33,8 +33,7 @@ from benchmarks.sleeping_stages.model import SleepingModel
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, StepResult
-from parallel.schedule.microbatch import share_of
-from parallel.schedule.shares import WINDOW, best_counts, consecutive, step_seconds
+from parallel.schedule.shares import WINDOW, best_counts, consecutive, share_of, step_seconds
 from parallel.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]

@@ -115,11 +115,11 @@ class Cluster:
             groups: of as many ranks that do the same at the same time; those on one node share its lanes.
             members: of a team, in place of each rank, that do the same at the same time, too.
         """
-        seats = max(1, self.per_node // members)
-        lanes = self.lanes / min(members, self.per_node) / max(1, min(groups, seats // ranks))
-        if lanes >= min(ranks, seats):
+        teams = max(1, self.per_node // members)
+        lanes = self.lanes / min(members, self.per_node) / max(1, min(groups, teams // ranks))
+        if lanes >= min(ranks, teams):
             return []
-        return [Device(tuple(range(begin, min(begin + seats, ranks))), lanes) for begin in range(0, ranks, seats)]
+        return [Device(tuple(range(begin, min(begin + teams, ranks))), lanes) for begin in range(0, ranks, teams)]
 
     def sum_s(self, size: int, holders: Sequence[int], *, at_once: int = 1) -> float:
         """Time to sum ``size`` bytes over ``holders`` by a ring: everybody sends 2 (n - 1) / n of them (Patarasuk and

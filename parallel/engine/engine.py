@@ -24,8 +24,7 @@ from parallel.engine.step_batches import StepBatches
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.microbatch import microbatch_seed
-from parallel.schedule.shares import Shares
+from parallel.schedule.shares import Shares, microbatch_seed
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.space.team import Box
@@ -65,14 +64,14 @@ class Engine:
     def __init__(
         self, work: RankProgram, communicator: Communicator, *, seed: int = 0, observer: Observer | None = None
     ) -> None:
-        self.placement, self.seating = work.placement, work.seating
-        self.counted = work.seating.member_of(communicator.rank) == 0
+        self.mesh = work.mesh
+        self.counted = work.mesh.member_of(communicator.rank) == 0
         self._communicator = communicator
         self._seed = seed
         self._observer = observer
-        self._last = work.placement.stages - 1
-        self._whole = work.placement.depth == 1 and not work.seating.together
-        self._waits_for_sums = self._whole and work.placement.groups > 1
+        self._last = work.mesh.stages - 1
+        self._whole = work.mesh.depth == 1 and work.mesh.members == 1
+        self._waits_for_sums = self._whole and work.mesh.groups > 1
         self._learning_rate = 0.0
         self._clock = DeviceClock(work.messenger.device)
         self._marks: list[tuple[Action, Mark, Mark]] = []
@@ -88,7 +87,7 @@ class Engine:
         self._wants = {i: Wants((0, i) in forwards, (self._last, i) in forwards) for i in work.share}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
         # Sums in a backward pass hold a GPU until the other rank of a pair begins them, which may need that pass first.
-        completing = completing_backwards(self._actions) if work.placement.replicas == 1 else ()
+        completing = completing_backwards(self._actions) if work.mesh.replicas == 1 else ()
         self._completing = frozenset(completing)
         self._finishing = frozenset(last_backwards(self._actions))
         self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -100,8 +99,8 @@ class Engine:
 
     @property
     def actions_of_ranks(self) -> Schedule:
-        """What each rank does in a step: the members of a team all that is to be done on their seat."""
-        return {rank: self.schedule[self.seating.seat_of(rank)] for rank in range(self.seating.world)}
+        """What each rank does in a step: the members of a team the same."""
+        return {rank: self.schedule[self.mesh.team_of(rank)] for rank in range(self.mesh.world)}
 
     def wants(self, i: int) -> Wants:
         return self._wants[i]
@@ -151,7 +150,7 @@ class Engine:
         work.update.apply(learning_rate, scale=work.batch / int(losses[1].sum()))
         if self._waits_for_sums:
             return StepResult(loss, tiles, self._own_seconds(), *self._clock.durations([(self._marks[-1][2], summed)]))
-        if self.placement.groups == 1 or work.messenger.device.type != "cpu":  # which computes behind the clock's back
+        if self.mesh.groups == 1 or work.messenger.device.type != "cpu":  # which computes behind the clock's back
             return StepResult(loss, tiles)
         each_s = walked_s / len(self.share)
         return StepResult(loss, tiles, tuple((i, each_s) for i in self.share), waited_s)

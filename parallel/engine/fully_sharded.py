@@ -22,8 +22,7 @@ from parallel.engine.step import Microbatch, StepResult, Wants, mean_loss, measu
 from parallel.engine.weight_average import swap_average
 from parallel.offload.host_optimizer import nothing, set_learning_rate
 from parallel.offload.rng import drawing
-from parallel.schedule.microbatch import microbatch_seed, share_of
-from parallel.schedule.shares import Shares
+from parallel.schedule.shares import Shares, microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums

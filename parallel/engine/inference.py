@@ -17,7 +17,7 @@ from parallel.engine.step import Microbatch, Wants, measured
 from parallel.engine.team_transfers import TeamTransfers
 from parallel.engine.transfers import Routes, StageTransfers
 from parallel.graph.layers import RANDOM_STATE
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 from parallel.stage.stage import Stage
 from parallel.streaming.box_sums import BoxSums, Sums
 from parallel.streaming.images import Boxes, whole
@@ -37,26 +37,26 @@ class Inference:
         self,
         stages: Mapping[int, Stage],
         routes: Routes,
-        seating: Seating,
+        mesh: Mesh,
         messenger: Messenger,
         rank: int,
         inputs: str,
         transfers: StageTransfers,
     ) -> None:
-        placement, seat = seating.placement, seating.seat_of(rank)
+        team = mesh.team_of(rank)
         self._team = transfers if isinstance(transfers, TeamTransfers) else None
-        self._member, self._seating = seating.member_of(rank), seating
-        self._stages = {n: stages[n] for n, replica in placement.held_by(seat) if not replica}
-        self._last = placement.stages - 1
+        self._member, self._mesh = mesh.member_of(rank), mesh
+        self._stages = {n: stages[n] for n, replica in mesh.held_by(team) if not replica}
+        self._last = mesh.stages - 1
         self._inputs = inputs
         self._messenger = messenger
-        group = placement.group_of(seat)
-        owners = {stage: placement.rank_of(stage, 0, group) for stage in range(placement.stages)}
+        group = team // mesh.depth
+        owners = {stage: mesh.team_at(stage, 0, group) for stage in range(mesh.stages)}
         names = {way: tuple(name for name in route if name != RANDOM_STATE) for way, route in routes.items()}
-        self._leaving = {(s, t): names[s, t] for s, t in sorted(names) if owners[s] == seat and names[s, t]}
-        self._arriving = {(s, t): owners[s] for s, t in sorted(names) if owners[t] == seat and names[s, t]}
+        self._leaving = {(s, t): names[s, t] for s, t in sorted(names) if owners[s] == team and names[s, t]}
+        self._arriving = {(s, t): owners[s] for s, t in sorted(names) if owners[t] == team and names[s, t]}
         self._owners = owners
-        self._seat = seat
+        self._own_team = team
 
     @property
     def wants(self) -> Wants:
@@ -77,7 +77,8 @@ class Inference:
                 values[self._inputs] = tiles_for(stage.module, microbatch.images, shape)
             for way in self._arriving:
                 if way[1] == number:
-                    values |= here.pop(way) if self._arriving[way] == self._seat else self._receive(way, shape, posted)
+                    here_too = self._arriving[way] == self._own_team
+                    values |= here.pop(way) if here_too else self._receive(way, shape, posted)
             stage.module.eval()
             asked = None
             if sums is not None and number == self._last and isinstance(stage.module, (StreamedStage, TeamStage)):
@@ -88,7 +89,7 @@ class Inference:
                 if way[0] == number:
                     # What only training makes is None here.
                     value = {name: outputs.get(name) for name in names}
-                    if self._owners[way[1]] == self._seat:
+                    if self._owners[way[1]] == self._own_team:
                         here[way] = value
                     else:
                         self._send(way, shape, value)
@@ -101,19 +102,19 @@ class Inference:
 
     def _send(self, way: tuple[int, int], shape: tuple[int, ...], value: Mapping[str, Any]) -> None:
         if self._team is None:
-            self._messenger.send(self._seating.ranks_on(self._owners[way[1]])[0], ("prediction", *way, shape), value)
+            self._messenger.send(self._mesh.ranks_of(self._owners[way[1]])[0], ("prediction", *way, shape), value)
             return
         for q, contents in self._team.to_members(way, shape, value).items():
-            peer = self._seating.ranks_on(self._owners[way[1]])[q]
+            peer = self._mesh.ranks_of(self._owners[way[1]])[q]
             self._messenger.send(peer, ("prediction", *way, shape, self._member, q), contents)
 
     def _receive(
         self, way: tuple[int, int], shape: tuple[int, ...], posted: dict[tuple[int, int], Any]
     ) -> dict[str, Any]:
         """The value that comes ``way``. Whatever the same rank sends before it is asked for first."""
-        for earlier, seat in self._arriving.items():
-            if seat == self._arriving[way] and earlier not in posted and earlier <= way:
-                ranks = self._seating.ranks_on(seat)
+        for earlier, team in self._arriving.items():
+            if team == self._arriving[way] and earlier not in posted and earlier <= way:
+                ranks = self._mesh.ranks_of(team)
                 if self._team is not None:
                     posted[earlier] = self._team.post_members(earlier, shape, ranks)
                 else:

@@ -12,8 +12,7 @@ from parallel.engine.optimizer_step import OptimizerStep
 from parallel.engine.state_dict import FullStateDict
 from parallel.engine.transfers import StageTransfers
 from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.placement import Placement
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.shares import Shares
 from parallel.stage.stage import Stage
 from parallel.team.team_comm import TeamComm
@@ -24,10 +23,10 @@ class RankProgram:
     """All of it.
 
     Attributes:
-        schedule: lowered, of all seats; that of this rank's is walked, the others are shown when something fails.
+        schedule: lowered, of all teams; that of this rank's is walked, the others are shown when something fails.
         scheduled: gives that of other shares of the groups.
-        seating: which ranks sit there.
-        link: to the others on this rank's seat.
+        mesh: of these teams.
+        link: to the others of this rank's team.
         stages: those this rank holds, by number; two replicas of one stage share it.
         exchanges: of the stages that other ranks hold too.
         inputs: name of the model's input.
@@ -38,8 +37,7 @@ class RankProgram:
 
     schedule: Schedule
     scheduled: Callable[[Shares], Schedule]
-    placement: Placement
-    seating: Seating
+    mesh: Mesh
     stages: Mapping[int, Stage]
     transfers: StageTransfers
     reducers: Mapping[int, GradReducer]
@@ -59,7 +57,7 @@ class RankProgram:
         Raises:
             ValueError: the schedule does not take so many microbatches of a group.
         """
-        return replace(self, schedule=self.scheduled(shares), share=shares[self.seating.group_of(rank)])
+        return replace(self, schedule=self.scheduled(shares), share=shares[self.mesh.group_of(rank)])
 
 
 def completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 
 
 class StageGroups:
@@ -18,30 +18,29 @@ class StageGroups:
     Attributes:
         of_stage: communicator of all ranks that hold a stage, by stage.
         pairs: of the two ranks of this group that do, by stage; not where one rank holds both replicas.
-        team: of the ranks on this rank's seat.
+        team: of the ranks of this rank's team.
     """
 
-    def __init__(self, communicator: Communicator, seating: Seating, *, pairs: bool) -> None:
+    def __init__(self, communicator: Communicator, mesh: Mesh, *, pairs: bool) -> None:
         self._communicator = communicator
         self._made: dict[tuple[int, ...], Communicator | None] = {}
         self.of_stage: dict[int, Communicator] = {}
         self.pairs: dict[int, Communicator] = {}
         self.team: Communicator = LocalCommunicator()
-        placement = seating.placement
-        self._alone = placement.depth == 1 and not seating.together  # no message meets a sum
-        for stage in range(placement.stages):
-            ranks = self._among(seating.holders(stage))
+        self._alone = mesh.depth == 1 and mesh.members == 1  # no message meets a sum
+        for stage in range(mesh.stages):
+            ranks = self._among(mesh.ranks_with(stage))
             if ranks is not None:
                 self.of_stage[stage] = ranks
-            for group in range(placement.groups) if pairs else ():
-                pair = sorted(seating.rank_of(stage, replica, group) for replica in (0, 1))
+            for group in range(mesh.groups) if pairs else ():
+                pair = sorted(mesh.rank_at(stage, replica, group) for replica in (0, 1))
                 ranks = self._among(pair) if pair[0] != pair[1] else None
                 if ranks is not None:
                     self.pairs[stage] = ranks
 
-        for seat in range(placement.world if seating.together else 0):
+        for team in range(mesh.teams if mesh.members > 1 else 0):
             # Its own, where it is also that of a stage: sums of gradients come between those of passes.
-            ranks = communicator.subgroup(tuple(seating.ranks_on(seat)))
+            ranks = communicator.subgroup(tuple(mesh.ranks_of(team)))
             if ranks is not None:
                 self.team = ranks
 

@@ -16,7 +16,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import OptimizerStep
 from parallel.engine.parameter_groups import Options, grouped, options_by_name, own_state
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 from parallel.stage.stage import Stage
 
 
@@ -33,7 +33,7 @@ class FullStateDict:
     parameters: Sequence[str]
     stages: Mapping[int, Stage]
     update: OptimizerStep
-    seating: Seating
+    mesh: Mesh
     communicator: Communicator
 
     def gather(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class FullStateDict:
             key: value
             for number, stage in self.stages.items()
             for key, value in stage.module.state_dict().items()
-            if rank == (givers[number] if key in stage.parameters else self.seating.rank_of(number))
+            if rank == (givers[number] if key in stage.parameters else self.mesh.rank_at(number))
         }
         names = {name for number, stage in self.stages.items() if givers[number] == rank for name in stage.parameters}
         parts = gather_objects(self.communicator, {"model": model, "optimizer": self._optimizer_part(names)})
@@ -94,7 +94,7 @@ class FullStateDict:
         """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one that it updates
         itself. Where pairs of ranks share the optimizer's state, as both of a pair know, that is replica 0's."""
         updates_all = all(name in self.update.owned for stage in self.stages.values() for name in stage.parameters)
-        return 0 if updates_all and 0 in self.seating.holders(number) else self.seating.rank_of(number)
+        return 0 if updates_all and 0 in self.mesh.ranks_with(number) else self.mesh.rank_at(number)
 
     def _optimizer_part(self, names: set[str]) -> dict[str, Any]:
         """State and options of the optimizer by name of parameter."""

@@ -17,7 +17,7 @@ from parallel.engine.messages import Form, Incoming, Messenger
 from parallel.engine.transfers import Routes, StageTransfers
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 from parallel.stage.stage import Gradients
 from parallel.team.routes import Parcel, parcels
 from parallel.team.team_plan import TeamPlan
@@ -38,15 +38,15 @@ class TeamTransfers(StageTransfers):
         self,
         routes: Routes,
         links: Mapping[tuple[int, int], bool],
-        seating: Seating,
+        mesh: Mesh,
         messenger: Messenger,
         rank: int,
         plan_of: Callable[[tuple[int, ...], bool], TeamPlan],
     ) -> None:
-        self._seating, self._member = seating, seating.member_of(rank)
+        self._mesh, self._member = mesh, mesh.member_of(rank)
         self._plan_of = plan_of
         self._known: dict[Any, list[Parcel]] = {}
-        super().__init__(routes, links, seating.placement, messenger, seating.seat_of(rank))
+        super().__init__(routes, links, mesh, messenger, mesh.team_of(rank))
 
     def clear(self) -> None:
         super().clear()
@@ -190,7 +190,7 @@ class TeamTransfers(StageTransfers):
         return _grouped([p for p in self.parcels(way, shape, training) if p.target == self._member], "source")
 
     def _rank_of(self, stage: int, action: Action, member: int) -> int:
-        return self._seating.ranks_on(self._peer(stage, action))[member]
+        return self._mesh.ranks_of(self._peer(stage, action))[member]
 
 
 def _grouped(own: Sequence[Parcel], end: str) -> dict[int, list[Parcel]]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.engine.messages import Form, Incoming, Messenger, take_apart
 from parallel.schedule.action import Action
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.stage.stage import Gradients
 
 Routes = Mapping[tuple[int, int], tuple[str, ...]]
@@ -32,16 +32,16 @@ class StageTransfers:
         self,
         routes: Routes,
         links: Mapping[tuple[int, int], bool],
-        placement: Placement,
+        mesh: Mesh,
         messenger: Messenger,
         rank: int,
     ) -> None:
         self._routes = routes
         self._links = links
-        self._placement = placement
+        self._mesh = mesh
         self._rank = rank
         self._messenger = messenger
-        stages = range(placement.stages)
+        stages = range(mesh.stages)
         self.sources = {stage: tuple(s for s in stages if (s, stage) in routes) for stage in stages}
         self.targets = {stage: tuple(t for t in stages if (stage, t) in routes) for stage in stages}
         self.clear()
@@ -145,7 +145,7 @@ class StageTransfers:
         return sums
 
     def _peer(self, stage: int, action: Action) -> int:
-        return self._placement.rank_beside(self._rank, stage, action.replica)
+        return self._mesh.peer_team(self._rank, stage, action.replica)
 
 
 def describe(values: Mapping[str, Any]) -> str:

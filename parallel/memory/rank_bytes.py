@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from parallel.memory.lifetimes import HostBytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.schedule.action import BEGINS_BACKWARD, Action, Held, Kind, Schedule, held
-from parallel.schedule.microbatch import share_of
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
+from parallel.schedule.shares import share_of
 
 GATHERED = 2
 """Units of FSDP that are whole at a time: the one at work, and the one gathered ahead."""
@@ -53,15 +53,15 @@ class RankBytes:
         return model + self.activations + self.transient + self.boundary + self.communication
 
 
-def in_flight(schedule: Schedule, placement: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def in_flight(schedule: Schedule, mesh: Mesh) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return, by rank of the first group, the combinations of numbers of microbatches in flight that it comes to.
 
     Returns:
         Of each rank those that no other one exceeds; a number for each stage the rank holds, in ascending order.
     """
     combinations = []
-    for rank in range(placement.depth):
-        stages = sorted({stage for stage, _ in placement.held_by(rank)})
+    for rank in range(mesh.depth):
+        stages = sorted({stage for stage, _ in mesh.held_by(rank)})
         now = dict.fromkeys(stages, 0)
         reached: dict[tuple[int, ...], None] = {}
         for action, before, after in held(schedule[rank]):
@@ -78,7 +78,7 @@ def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def rank_bytes(
     stages: Sequence[StageBytes] | Mapping[int, StageBytes],
-    placement: Placement,
+    mesh: Mesh,
     schedule: Schedule,
     *,
     slots: int,
@@ -97,10 +97,10 @@ def rank_bytes(
             first replica.
         weights: of the microbatches by number, as parts of the largest; 1 each by default.
         device: kind of device, "cpu" or "cuda", which the optimizer's own memory depends on.
-        summed: gradients of every stage are summed over ranks, those that ``placement`` does not tell of among them.
+        summed: gradients of every stage are summed over ranks, those that ``mesh`` does not tell of among them.
     """
     return [
-        _fullest(rank, actions, placement, stages, slots, shard_optimizer, weights, device, summed)
+        _fullest(rank, actions, mesh, stages, slots, shard_optimizer, weights, device, summed)
         for rank, actions in sorted(schedule.items())
     ]
 
@@ -164,7 +164,7 @@ def _fuller(*moments: RankBytes) -> RankBytes:
 def _fullest(
     rank: int,
     actions: Sequence[Action],
-    placement: Placement,
+    mesh: Mesh,
     stages: Sequence[StageBytes] | Mapping[int, StageBytes],
     slots: int,
     shard_optimizer: bool,
@@ -173,18 +173,18 @@ def _fullest(
     summed: bool,
 ) -> RankBytes:
     """Return the bytes of one rank; arguments as of ``rank_bytes``."""
-    of_rank = sorted({stage for stage, _ in placement.held_by(rank)})
+    of_rank = sorted({stage for stage, _ in mesh.held_by(rank)})
     parameters = sum(stages[stage].parameters for stage in of_rank)
-    owned = [s for s in of_rank if not shard_optimizer or placement.rank_of(s, 0, placement.group_of(rank)) == rank]
+    owned = [s for s in of_rank if not shard_optimizer or mesh.team_at(s, 0, rank // mesh.depth) == rank]
     optimizer = slots * sum(stages[stage].parameters for stage in owned)
     largest = max((stages[stage].largest_parameter for stage in owned), default=0)
     # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.
-    gradients = {s: stages[s].parameters for s in of_rank if summed or len(placement.holders(s)) > 1}
+    gradients = {s: stages[s].parameters for s in of_rank if summed or len(mesh.teams_with(s)) > 1}
     steps = list(held(actions))
     scales = [1.0 if weights is None else weights[action.i] for action, _, _ in steps]
     # By action: messages that it waits for, and that it has made.
     boundary = [(0.0, 0.0)] * len(steps)
-    if placement.depth > 1:
+    if mesh.depth > 1:
         boundary = [_messages(a, stages[a.stage], weight) for (a, *_), weight in zip(steps, scales, strict=True)]
     moments, kept = [], 0.0
     for n, ((action, before, after), weight) in enumerate(zip(steps, scales, strict=True)):

@@ -1,6 +1,6 @@
 """What all ranks compute again so that none takes more than it has: runs of layers for ``ActivationPolicy.chosen``.
 
-Takes a partition with its placement and schedule, or a model that every rank computes as a whole, seconds of layers and
+Takes a partition with its mesh and schedule, or a model that every rank computes as a whole, seconds of layers and
 the bytes of a rank; gives the names of the first and last layer of each run. Each stage has a search of its own
 (``recompute_search``) under its part of the bytes; what a rank then takes says how much more or less a part may be. No
 torch here.
@@ -17,7 +17,7 @@ from parallel.memory.rank_bytes import in_flight, rank_bytes, whole_bytes
 from parallel.memory.recompute_search import Plan, RecomputeSearch
 from parallel.memory.stage_memory import StageMemory
 from parallel.schedule.action import Schedule
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 
 Runs = tuple[tuple[str, str], ...]
 ROUNDS = 6
@@ -28,7 +28,7 @@ ALMOST = 0.98
 
 def chosen_runs(
     partition: Partition,
-    placement: Placement,
+    mesh: Mesh,
     schedule: Schedule,
     forward_s: Sequence[float],
     limit_bytes: float,
@@ -52,8 +52,8 @@ def chosen_runs(
     memory = StageMemory(partition.graph) if memory is None else memory
     plain = memory.kept(partition)
     flights, rooms = [1] * partition.depth, [limit_bytes] * partition.depth
-    for rank, combinations in enumerate(in_flight(schedule, placement)):
-        held = sorted({stage for stage, _ in placement.held_by(rank)})
+    for rank, combinations in enumerate(in_flight(schedule, mesh)):
+        held = sorted({stage for stage, _ in mesh.held_by(rank)})
         own = (2 + slots) * sum(plain[stage].parameters for stage in held)
         for k, stage in enumerate(held):
             together = [each for each in combinations if each[k]]
@@ -68,7 +68,7 @@ def chosen_runs(
         stages = memory.kept(partition, ActivationPolicy("optimal", runs))
         ranks = rank_bytes(
             stages,
-            placement,
+            mesh,
             schedule,
             slots=slots,
             shard_optimizer=shard_optimizer,
@@ -76,8 +76,8 @@ def chosen_runs(
             device=device,
         )
         return [
-            max(ranks[rank].total for rank in holders if rank < placement.depth)
-            for holders in map(placement.holders, range(partition.depth))
+            max(ranks[rank].total for rank in holders if rank < mesh.depth)
+            for holders in map(mesh.teams_with, range(partition.depth))
         ]
 
     return _chosen(partition, forward_s, flights, rooms, taken, limit_bytes, memory)

@@ -76,13 +76,13 @@ def in_teams(
     for members in range(2, min(ranks, most_members, MAX_TEAM) + 1):
         if ranks % members:
             continue
-        seats = ranks // members
+        teams = ranks // members
         for grid in grids_of(members):
             if "spatial" in names and depth in (None, 1):
-                for n in _microbatches("spatial", seats, batch, m):
+                for n in _microbatches("spatial", teams, batch, m):
                     yield Strategy("spatial", ranks, 1, n, grid=grid)
             split = [name for name in names if name not in (*WHOLE, "spatial", "zero-bubble")]
-            for each in candidates(seats, batch, names=split, most_stages=most_stages, depth=depth, m=m):
+            for each in candidates(teams, batch, names=split, most_stages=most_stages, depth=depth, m=m):
                 yield dataclasses.replace(each, ranks=ranks, grid=grid)
 
 

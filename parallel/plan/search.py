@@ -57,7 +57,7 @@ class Planner(Evaluator):
     def _of_ranks(
         self, free: Sequence[str], ranks: int, depth: int | None, m: int | None, savings: Savings
     ) -> Iterator[PlanRow]:
-        """Yield the rows of candidates whose every rank has a seat of its own."""
+        """Yield the rows of candidates whose every rank has a team of its own."""
         most = self.stages.most_stages
         allowed = list(candidates(ranks, self.task.batch, names=free, most_stages=most, depth=depth, m=m))
         if self.task.one_copy:
@@ -98,8 +98,8 @@ class Planner(Evaluator):
         savings: Savings,
         best: PlanRow | None,
     ) -> Iterator[PlanRow]:
-        """Yield the rows of candidates with teams on their seats: of spatial alone always, of pipelines of teams as far
-        as one could be faster than ``best``, and than what was found meanwhile."""
+        """Yield the rows of candidates with teams of several members: of spatial always, of pipelines of teams as
+        far as one could be faster than ``best``, and than what was found meanwhile."""
         own: dict[str, list[Strategy]] = {name: [] for name in free}
         names = [name for name in free if name == "spatial" or ("spatial" in free and ranks <= PIPELINES)]
         for candidate in self._teams(names, ranks, depth, m):

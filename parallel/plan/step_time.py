@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
 from parallel.schedule.action import Kind, Schedule
-from parallel.schedule.microbatch import split_batch
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_recompute
-from parallel.schedule.placement import Placement
-from parallel.schedule.registry import build_schedule, placement_for
-from parallel.schedule.shares import best_counts, consecutive
+from parallel.schedule.registry import build_schedule, mesh_for
+from parallel.schedule.shares import best_counts, consecutive, split_batch
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, StageCost, Timeline
 from parallel.strategy import Strategy
@@ -55,7 +54,7 @@ class StepTime:
     timeline: Timeline | None = None
 
 
-def schedule_of(candidate: Strategy) -> tuple[Schedule, Placement]:
+def schedule_of(candidate: Strategy) -> tuple[Schedule, Mesh]:
     """Return what the ranks of the first group of a split model compute, and where; of the one with most to compute,
     where shares differ.
 
@@ -67,10 +66,10 @@ def schedule_of(candidate: Strategy) -> tuple[Schedule, Placement]:
 
 
 @functools.lru_cache(maxsize=64)  # the same few are asked for by turns: for memory, for time, for a shorter step
-def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: bool) -> tuple[Schedule, Placement]:
-    placement = placement_for(name, groups=1, depth=depth, chunks=chunks)
-    schedule = build_schedule(name, placement, microbatches)
-    return (add_recompute(schedule) if recompute else schedule), placement
+def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: bool) -> tuple[Schedule, Mesh]:
+    mesh = mesh_for(name, groups=1, depth=depth, chunks=chunks)
+    schedule = build_schedule(name, mesh, microbatches)
+    return (add_recompute(schedule) if recompute else schedule), mesh
 
 
 def weights_of(candidate: Strategy, batch: int, group: int = 0) -> tuple[float, ...]:
@@ -103,18 +102,18 @@ def forecast_split(
     costs = _adding(candidate, costs, gradient_bytes, cluster)
     steps = {group: _step(candidate, batch, costs, links, cluster, group) for group in _unlike(candidate, cluster)}
     group = max(steps, key=lambda each: steps[each][0].makespan_s + steps[each][2].seconds)
-    timeline, placement, left_out = steps[group]
+    timeline, mesh, left_out = steps[group]
     computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
-    summed = _summed_s(candidate, timeline, placement, gradient_bytes, cluster)
-    held = [{stage for stage, _ in placement.held_by(rank)} for rank in range(placement.world)]
+    summed = _summed_s(candidate, timeline, mesh, gradient_bytes, cluster)
+    held = [{stage for stage, _ in mesh.held_by(rank)} for rank in range(mesh.teams)]
     most = max(sum(gradient_bytes[stage] for stage in stages) for stages in held)
     update_s = _update_s(most / (2 if candidate.shard_optimizer else 1), slots, cluster, candidate.ranks)
     if candidate.shard_optimizer and (link := cluster.link(0, candidate.group_ranks - candidate.members)):
         update_s += most / link.bandwidth  # each rank of a pair gives the other what it has updated
     end = max(computed, summed)
-    work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / placement.world
+    work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / mesh.teams
     slowness = statistics.mean(1 / speed for speed in _speeds(candidate, cluster, group))
-    more = left_out.microbatches * slowness * sum(cost.forward_s + cost.backward_s for cost in costs) / placement.depth
+    more = left_out.microbatches * slowness * sum(cost.forward_s + cost.backward_s for cost in costs) / mesh.depth
     bubble = 1 - (work + more) / (computed + left_out.seconds) if left_out.microbatches else timeline.bubble
     return StepTime(end + left_out.seconds + update_s, bubble, end - computed, update_s, timeline)
 
@@ -130,7 +129,7 @@ def _unlike(candidate: Strategy, cluster: Cluster) -> list[int]:
 
 
 def _speeds(candidate: Strategy, cluster: Cluster, group: int) -> tuple[float, ...]:
-    """Return the speeds of a group's seats."""
+    """Return the speeds of a group's teams."""
     return cluster.speeds_of(range(group * candidate.depth, (group + 1) * candidate.depth))
 
 
@@ -160,8 +159,8 @@ def group_seconds(
             ends = []
             for count in (2 * candidate.depth, 3 * candidate.depth):
                 alone = dataclasses.replace(candidate, ranks=candidate.group_ranks, m=count, shares=())
-                schedule, placement = schedule_of(alone)
-                ends.append(simulate(schedule, placement, costs, links, speeds=speeds).makespan_s)
+                schedule, mesh = schedule_of(alone)
+                ends.append(simulate(schedule, mesh, costs, links, speeds=speeds).makespan_s)
             each = (ends[1] - ends[0]) / candidate.depth
             known[speeds] = each, ends[0] - 2 * candidate.depth * each
         more.append(known[speeds][0])
@@ -201,7 +200,7 @@ def _step(
     links: dict[tuple[int, int], LinkCost],
     cluster: Cluster,
     group: int,
-) -> tuple[Timeline, Placement, _LeftOut]:
+) -> tuple[Timeline, Mesh, _LeftOut]:
     """Return the compute actions of a group's step. In a long one every microbatch beyond those that fill the
     pipeline takes as long as the one before it, so only the first are simulated."""
     share, weights = len(candidate.share_of(group)), weights_of(candidate, batch, group)
@@ -209,27 +208,27 @@ def _step(
     devices = cluster.devices(candidate.depth, candidate.groups, candidate.members)
     assert not (devices and cluster.speeds), "ranks that share a device have its speed"
 
-    def run(microbatches: int) -> tuple[Timeline, Placement]:
-        schedule, placement = schedule_of(
+    def run(microbatches: int) -> tuple[Timeline, Mesh]:
+        schedule, mesh = schedule_of(
             dataclasses.replace(candidate, ranks=candidate.group_ranks, m=microbatches, shares=())
         )
         own = weights[:microbatches]
-        timeline = simulate(schedule, placement, costs, links, weights=own, speeds=speeds, devices=devices)
-        return timeline, placement
+        timeline = simulate(schedule, mesh, costs, links, weights=own, speeds=speeds, devices=devices)
+        return timeline, mesh
 
     enough = LONG * candidate.depth
     if share <= enough:
         return *run(share), _LeftOut(0, 0.0)
-    timeline, placement = run(enough)
+    timeline, mesh = run(enough)
     shorter, _ = run(enough - candidate.depth)
     each = (timeline.makespan_s - shorter.makespan_s) / candidate.depth
-    return timeline, placement, _LeftOut(share - enough, each * (share - enough))
+    return timeline, mesh, _LeftOut(share - enough, each * (share - enough))
 
 
 def _summed_s(
     candidate: Strategy,
     timeline: Timeline,
-    placement: Placement,
+    mesh: Mesh,
     gradient_bytes: Sequence[int],
     cluster: Cluster,
 ) -> float:
@@ -242,11 +241,11 @@ def _summed_s(
                 held = (rank, span.action.stage)
                 last[held] = max(last.get(held, 0.0), span.end_s)
     free, members = dict.fromkeys(timeline.spans, 0.0), candidate.members
-    stages = sorted(range(placement.stages), key=lambda s: max(last[rank, s] for rank in placement.holders(s)))
+    stages = sorted(range(mesh.stages), key=lambda s: max(last[rank, s] for rank in mesh.teams_with(s)))
     for stage in stages:
-        own = placement.holders(stage)
-        seats = [group * candidate.depth + seat for group in range(candidate.groups) for seat in own]
-        everybody = [seat * members + member for seat in seats for member in range(members)]
+        own = mesh.teams_with(stage)
+        teams = [group * candidate.depth + team for group in range(candidate.groups) for team in own]
+        everybody = [team * members + member for team in teams for member in range(members)]
         begin = max(*(last[rank, stage] for rank in own), *(free[rank] for rank in own))
         at_once = min(max(1, cluster.per_node // members), candidate.depth)
         end = begin + cluster.sum_s(gradient_bytes[stage], everybody, at_once=at_once)

@@ -136,7 +136,8 @@ class Action:
 
 
 Schedule = dict[int, list[Action]]
-"""Rank -> its actions in order. Written compute-only, as ``registry`` has them; ``passes`` adds everything else."""
+"""Rank, or team of several (``mesh``) -> its actions in order. Written compute-only, as ``registry`` has them;
+``passes`` adds everything else."""
 
 
 class Held(IntEnum):

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 
 from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.dependencies import SECONDS, Dependencies, users_or_makers
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 
 Receives = dict[int, dict[int, list[Action]]]
 """Rank -> position of a compute action -> receives posted right before it."""
@@ -40,9 +40,7 @@ class Channel:
     posted: int = 0
 
 
-def announce(
-    schedule: Schedule, sends: Mapping[Action, list[Action]], placement: Placement, between: Dependencies
-) -> Receives:
+def announce(schedule: Schedule, sends: Mapping[Action, list[Action]], mesh: Mesh, between: Dependencies) -> Receives:
     """Return the receives of each rank, by the position of the compute action before which they are posted.
 
     Args:
@@ -57,7 +55,7 @@ def announce(
             sent[action] = []
             for send in sends[action]:
                 assert send.peer is not None
-                way = rank, placement.rank_beside(rank, send.peer, send.replica)
+                way = rank, mesh.peer_team(rank, send.peer, send.replica)
                 channel = channels.setdefault(way, Channel(*way))
                 channel.receives.append(send.other_end)
                 sent[action].append(channel)

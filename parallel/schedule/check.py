@@ -13,7 +13,7 @@ from dataclasses import replace
 from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
 from parallel.schedule.check_order import Channels, stops
 from parallel.schedule.dependencies import Dependencies, Links
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.text import ScheduleError, ScheduleFault
 
 EARLIER = {
@@ -27,7 +27,7 @@ EARLIER = {
 """What stands before an action of the same stage and microbatch, where it stands at all."""
 
 
-def check(schedule: Schedule, placement: Placement, links: Links) -> None:
+def check(schedule: Schedule, mesh: Mesh, links: Links) -> None:
     """Prove ``schedule`` right.
 
     Args:
@@ -39,30 +39,31 @@ def check(schedule: Schedule, placement: Placement, links: Links) -> None:
             comes to its end is tried only when nothing else is wrong.
     """
     lowered = any(action.kind not in COMPUTE for row in schedule.values() for action in row)
-    faults = [*_ranks(schedule, placement), *_owners(schedule, placement), *_repeats(schedule)]
-    faults += [*_complete(schedule, placement), *_order(schedule)]
-    if lowered:
-        faults += Channels(schedule, placement, links).faults()
-    faults = faults or [*stops(schedule, Dependencies(placement, links), lowered=lowered)]
+    misplaced = [*_owners(schedule, mesh)]
+    faults = [*_ranks(schedule, mesh), *misplaced, *_repeats(schedule), *_complete(schedule, mesh), *_order(schedule)]
+    if lowered and not misplaced:
+        faults += Channels(schedule, mesh, links).faults()
+    faults = faults or [*stops(schedule, Dependencies(mesh, links), lowered=lowered)]
     if faults:
         raise ScheduleError(schedule, faults)
 
 
-def _ranks(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFault]:
-    mesh = f"{placement.groups} x {placement.depth} ranks"
-    for rank in sorted(set(range(placement.world)) - set(schedule)):
-        yield ScheduleFault(f"has no row in the schedule, which is for {mesh}", rank)
-    for rank in sorted(set(schedule) - set(range(placement.world))):
-        yield ScheduleFault(f"has a row in the schedule, which is for {mesh}", rank)
+def _ranks(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
+    size = f"{mesh.groups} x {mesh.depth} ranks"
+    for rank in sorted(set(range(mesh.teams)) - set(schedule)):
+        yield ScheduleFault(f"has no row in the schedule, which is for {size}", rank)
+    for rank in sorted(set(schedule) - set(range(mesh.teams))):
+        yield ScheduleFault(f"has a row in the schedule, which is for {size}", rank)
 
 
-def _owners(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFault]:
-    """Every action stands on the rank that holds its stage."""
+def _owners(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
+    """Every action stands on the rank that holds its stage, and names stages that there are."""
     for rank, n, action in _cells(schedule):
-        if not (0 <= action.stage < placement.stages and 0 <= action.replica < placement.replicas):
-            text = f"there are {placement.stages} stages in {placement.replicas} replicas, counted from 0"
+        stages = (action.stage, action.stage if action.peer is None else action.peer)
+        if not (0 <= min(stages) <= max(stages) < mesh.stages and 0 <= action.replica < mesh.replicas):
+            text = f"there are {mesh.stages} stages in {mesh.replicas} replicas, counted from 0"
             yield ScheduleFault(text, rank, n, action)
-        elif (owner := _owner(action, placement, placement.group_of(rank))) != rank:
+        elif (owner := _owner(action, mesh, rank // mesh.depth)) != rank:
             text = f"stage {action.stage} of replica {action.replica} is on rank {owner} of this group"
             yield ScheduleFault(text, rank, n, action)
 
@@ -76,14 +77,14 @@ def _repeats(schedule: Schedule) -> Iterator[ScheduleFault]:
                 yield ScheduleFault(f"stands on rank {before[0]}, position {before[1]} already", rank, n, action)
 
 
-def _complete(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFault]:
+def _complete(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
     """Each microbatch goes forward and backward through all stages of one replica of one group."""
     present = {action for _, _, action in _cells(schedule)}
     homes: dict[int, tuple[int, int]] = {}
     for rank, n, action in _cells(schedule):
         if action.microbatch is None:
             continue
-        here = (placement.group_of(rank), action.replica)
+        here = (rank // mesh.depth, action.replica)
         home = homes.setdefault(action.microbatch, here)
         if here != home:
             text = (
@@ -95,7 +96,7 @@ def _complete(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFaul
     for i in sorted(set(range(max(homes, default=0))) - set(homes)):
         yield ScheduleFault(f"microbatch {i} is not computed; microbatches are counted from 0")
     for i, (group, replica) in sorted(homes.items()):
-        for stage in range(placement.stages):
+        for stage in range(mesh.stages):
             forward = Action(Kind.FORWARD, stage, i, replica)
             whole, inputs, weights = (
                 replace(forward, kind=kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -107,10 +108,10 @@ def _complete(schedule: Schedule, placement: Placement) -> Iterator[ScheduleFaul
             elif whole not in present:
                 absent.append(whole)
             for action in absent:
-                yield ScheduleFault("is missing", _owner(action, placement, group), None, action)
+                yield ScheduleFault("is missing", _owner(action, mesh, group), None, action)
             if halves and whole in present:
                 text = f"is there, and {' and '.join(sorted(map(str, halves)))} too: one backward pass a microbatch"
-                yield ScheduleFault(text, _owner(whole, placement, group), None, whole)
+                yield ScheduleFault(text, _owner(whole, mesh, group), None, whole)
 
 
 def _order(schedule: Schedule) -> Iterator[ScheduleFault]:
@@ -124,8 +125,8 @@ def _order(schedule: Schedule) -> Iterator[ScheduleFault]:
                     yield ScheduleFault(f"stands before {earlier}, position {position[earlier]}", rank, n, action)
 
 
-def _owner(action: Action, placement: Placement, group: int) -> int:
-    return placement.rank_of(action.stage, action.replica, group)
+def _owner(action: Action, mesh: Mesh, group: int) -> int:
+    return mesh.team_at(action.stage, action.replica, group)
 
 
 def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:

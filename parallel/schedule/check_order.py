@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from parallel.schedule.action import PER_PEER, SENDS, Action, Kind, Schedule
 from parallel.schedule.dependencies import Dependencies, Links, begin_times, users_or_makers
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.text import ScheduleFault
 
 
@@ -47,11 +47,11 @@ class Channels:
         links: (source stage, target stage) -> gradients flow back.
     """
 
-    def __init__(self, schedule: Schedule, placement: Placement, links: Links) -> None:
+    def __init__(self, schedule: Schedule, mesh: Mesh, links: Links) -> None:
         self._schedule = schedule
-        self._placement = placement
+        self._mesh = mesh
         self._links = links
-        self._between = Dependencies(placement, links)
+        self._between = Dependencies(mesh, links)
         self._position = {
             (rank, action): n for rank, actions in schedule.items() for n, action in reversed([*enumerate(actions)])
         }
@@ -62,7 +62,7 @@ class Channels:
 
     def _peer_rank(self, rank: int, message: Action) -> int:
         assert message.peer is not None
-        return self._placement.rank_beside(rank, message.peer, message.replica)
+        return self._mesh.peer_team(rank, message.peer, message.replica)
 
     def _pairs(self) -> Iterator[ScheduleFault]:
         """Every message follows a link and has its other end."""
@@ -124,8 +124,8 @@ class Channels:
         backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         for rank, actions in self._schedule.items():
             # A rank with both replicas of a stage has one copy of its parameters.
-            for stage, replica in dict(reversed(self._placement.held_by(rank))).items():
-                if not self._placement.is_summed(stage):
+            for stage, replica in dict(reversed(self._mesh.held_by(rank))).items():
+                if len(self._mesh.ranks_with(stage)) == 1:
                     continue
                 sums = [(n, a) for n, a in enumerate(actions) if a.kind is Kind.REDUCE and a.stage == stage]
                 last = max((n for n, a in enumerate(actions) if a.kind in backward and a.stage == stage), default=-1)
@@ -145,7 +145,7 @@ class Channels:
             mine: dict[tuple[int, ...], list[tuple[int, Action]]] = {}
             for n, action in enumerate(actions):
                 if action.kind is Kind.REDUCE:
-                    mine.setdefault(self._placement.holders(action.stage), []).append((n, action))
+                    mine.setdefault(self._mesh.teams_with(action.stage), []).append((n, action))
             for holders, sums in mine.items():
                 stages = [action.stage for _, action in sums]
                 first_rank, expected = first.setdefault(holders, (rank, stages))

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, Action, Kind, Schedule
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.timeline import StageCost, seconds_by_kind
 
 Links = Mapping[tuple[int, int], bool]
@@ -58,10 +58,10 @@ def begin_times(schedule: Schedule, needed: Callable[[Action, int], Sequence[Act
 
 
 class Dependencies:
-    """What passes between the stages of a placement."""
+    """What passes between the stages of a mesh."""
 
-    def __init__(self, placement: Placement, links: Links) -> None:
-        self._placement = placement
+    def __init__(self, mesh: Mesh, links: Links) -> None:
+        self._mesh = mesh
         self._sources: dict[int, list[int]] = {}
         self._targets: dict[int, list[int]] = {}
         self._sources_back: dict[int, list[int]] = {}
@@ -151,4 +151,4 @@ class Dependencies:
 
     def _on(self, rank: int, stage: int, action: Action) -> bool:
         """Whether ``stage`` of the action's replica is on ``rank`` of its group."""
-        return self._placement.rank_beside(rank, stage, action.replica) == rank
+        return self._mesh.peer_team(rank, stage, action.replica) == rank

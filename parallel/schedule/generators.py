@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.microbatch import split_batch
+from parallel.schedule.shares import split_batch
 
 DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 """Units of an action in the list scheduling of ``bidirectional``."""

@@ -1,7 +1,7 @@
 """From what a schedule computes to everything a rank does: recomputation, messages, the summing of gradients, and where
 activations leave for the host and come back.
 
-Takes a compute-only schedule, the placement and the links between stages; gives the schedule that the engine walks.
+Takes a compute-only schedule, the mesh and the links between stages; gives the schedule that the engine walks.
 Four passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
 2024). They take it that ``check`` found nothing wrong with the schedule.
 
@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Kind, Schedule
 from parallel.schedule.announce import announce
 from parallel.schedule.dependencies import Dependencies, Links
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.timeline import StageCost, seconds_by_kind
 
 
 def lower(
     schedule: Schedule,
-    placement: Placement,
+    mesh: Mesh,
     links: Links,
     *,
     recompute: bool = False,
@@ -43,7 +43,7 @@ def lower(
     """
     if recompute:
         schedule = add_recompute(schedule)
-    lowered = add_reduction(add_communication(schedule, placement, links), placement, links, at_end=reduce_at_end)
+    lowered = add_reduction(add_communication(schedule, mesh, links), mesh, links, at_end=reduce_at_end)
     return add_offload(lowered, costs) if offload else lowered
 
 
@@ -112,7 +112,7 @@ def _with_recompute(actions: list[Action]) -> Iterator[Action]:
         previous = action
 
 
-def add_communication(schedule: Schedule, placement: Placement, links: Links) -> Schedule:
+def add_communication(schedule: Schedule, mesh: Mesh, links: Links) -> Schedule:
     """Sends after the compute action that makes what they send, receives about one compute action before the one in
     need.
 
@@ -120,9 +120,9 @@ def add_communication(schedule: Schedule, placement: Placement, links: Links) ->
     needs no tags; where that order asks for it, a receive is announced further ahead. The gradient of a message is
     never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
     """
-    between = Dependencies(placement, links)
+    between = Dependencies(mesh, links)
     sends = {action: between.sends_after(action, rank) for rank, actions in schedule.items() for action in actions}
-    receives = announce(schedule, sends, placement, between)
+    receives = announce(schedule, sends, mesh, between)
     return {
         rank: [
             each
@@ -133,13 +133,13 @@ def add_communication(schedule: Schedule, placement: Placement, links: Links) ->
     }
 
 
-def peer_rank(action: Action, placement: Placement, rank: int) -> int:
+def peer_rank(action: Action, mesh: Mesh, rank: int) -> int:
     """The rank at the other end of a send or receive of ``rank``."""
     assert action.peer is not None
-    return placement.rank_beside(rank, action.peer, action.replica)
+    return mesh.peer_team(rank, action.peer, action.replica)
 
 
-def add_reduction(schedule: Schedule, placement: Placement, links: Links, *, at_end: bool = False) -> Schedule:
+def add_reduction(schedule: Schedule, mesh: Mesh, links: Links, *, at_end: bool = False) -> Schedule:
     """A REDUCE of each stage that several ranks hold, on each of them, as early as the last B or W of all of them
     allows, or ``at_end`` of everything.
 
@@ -148,16 +148,16 @@ def add_reduction(schedule: Schedule, placement: Placement, links: Links, *, at_
     A rank with both replicas of a stage sums them once.
     """
     computed = {rank: [action for action in actions if action.kind in COMPUTE] for rank, actions in schedule.items()}
-    order = Dependencies(placement, links).in_order(computed)
+    order = Dependencies(mesh, links).in_order(computed)
     done: dict[int, int] = {}  # stage -> place of the last backward action of any rank
     for action, place in order.items():
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             done[action.stage] = max(done.get(action.stage, 0), place)
-    summed = [stage for stage in sorted(done, key=done.__getitem__) if placement.is_summed(stage)]
+    summed = [stage for stage in sorted(done, key=done.__getitem__) if len(mesh.ranks_with(stage)) > 1]
     lowered: Schedule = {}
     for rank, actions in schedule.items():
         replicas: dict[int, int] = {}
-        for stage, replica in placement.held_by(rank):
+        for stage, replica in mesh.held_by(rank):
             replicas.setdefault(stage, replica)
         after: dict[int, list[Action]] = defaultdict(list)
         for stage in summed:

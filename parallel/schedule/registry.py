@@ -1,6 +1,6 @@
 """Every schedule under its name, and the schedule of a whole mesh of ranks.
 
-Takes a name, a placement and the number of microbatches of the global batch; gives the compute-only actions of every
+Takes a name, a mesh and the number of microbatches of the global batch; gives the compute-only actions of every
 rank of every data-parallel group, with the microbatch numbers of the global batch.
 """
 
@@ -22,9 +22,8 @@ from parallel.schedule.generators import (
     one_f_one_b,
     zero_bubble,
 )
-from parallel.schedule.microbatch import share_of
-from parallel.schedule.placement import Placement
-from parallel.schedule.shares import Shares
+from parallel.schedule.mesh import Mesh
+from parallel.schedule.shares import Shares, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +123,24 @@ def default_microbatches(name: str, depth: int) -> int:
     return {"mp-basic": 1, "spatial": 1, "mast": 2}.get(kind_of(name).name, 2 * depth)
 
 
-def placement_for(name: str, *, groups: int, depth: int, chunks: int = 1, teams: tuple[int, ...] = ()) -> Placement:
+def mesh_for(name: str, *, groups: int, depth: int, chunks: int = 1, members: int = 1) -> Mesh:
     """The mesh that schedule ``name`` runs on.
 
     Args:
         groups: data-parallel groups.
         depth: ranks of a group.
         chunks: stages a rank holds of each replica; only interleaved takes more than 1, and it takes at least 2.
-        teams: ranks in the place of each rank of a group.
+        members: ranks of a team.
 
     Raises:
         ValueError: no schedule has this name, or it cannot run on such a mesh.
     """
-    placement = Placement(groups, depth, depth * chunks, kind_of(name).replicas, teams)
-    _raise_all(_mesh_faults(name, placement))
-    return placement
+    mesh = Mesh(groups, tuple(range(depth)) * chunks, kind_of(name).replicas, members)
+    _raise_all(_mesh_faults(name, mesh))
+    return mesh
 
 
-def build_schedule(name: str, placement: Placement, m: int, shares: Shares = ()) -> Schedule:
+def build_schedule(name: str, mesh: Mesh, m: int, shares: Shares = ()) -> Schedule:
     """The schedule of all groups: group g computes its share of the microbatches.
 
     Args:
@@ -151,9 +150,9 @@ def build_schedule(name: str, placement: Placement, m: int, shares: Shares = ())
     Raises:
         ValueError: no schedule has this name, or it cannot run on this mesh or with ``m``.
     """
-    kind, groups = kind_of(name), placement.groups
-    assert kind.replicas == placement.replicas, (name, placement)
-    faults = _mesh_faults(name, placement)
+    kind, groups = kind_of(name), mesh.groups
+    assert kind.replicas == mesh.replicas, (name, mesh)
+    faults = _mesh_faults(name, mesh)
     if m < groups:
         faults.append(
             f"{m} microbatches cannot keep {groups} data-parallel groups busy: raise --microbatches to {groups} or more"
@@ -171,9 +170,9 @@ def build_schedule(name: str, placement: Placement, m: int, shares: Shares = ())
     schedule: Schedule = {}
     for g in range(groups):
         share = shares[g] if shares else share_of(g, groups, m)
-        extra = (placement.stages // placement.depth,) if kind.chunks else ()
-        for k, actions in kind.build(placement.depth, len(share), *extra).items():
-            schedule[g * placement.depth + k] = [_renumbered(action, share) for action in actions]
+        extra = (mesh.stages // mesh.depth,) if kind.chunks else ()
+        for k, actions in kind.build(mesh.depth, len(share), *extra).items():
+            schedule[g * mesh.depth + k] = [_renumbered(action, share) for action in actions]
     return schedule
 
 
@@ -190,11 +189,11 @@ def kind_of(name: str) -> ScheduleKind:
     return SCHEDULES[name]
 
 
-def _mesh_faults(name: str, placement: Placement) -> list[str]:
-    kind, depth, chunks = kind_of(name), placement.depth, placement.stages // max(1, placement.depth)
+def _mesh_faults(name: str, mesh: Mesh) -> list[str]:
+    kind, depth, chunks = kind_of(name), mesh.depth, mesh.stages // max(1, mesh.depth)
     faults = []
-    if placement.groups < 1 or depth < 1:
-        faults.append(f"a mesh has at least one group of at least one rank, not {placement.groups} x {depth}")
+    if mesh.groups < 1 or depth < 1:
+        faults.append(f"a mesh has at least one group of at least one rank, not {mesh.groups} x {depth}")
     if name == "spatial" and depth != 1:
         faults.append(f"spatial has one stage, not {depth}: use --grid with 1f1b or another schedule for several")
     if kind.replicas > 1 and depth < 2:

@@ -1,4 +1,4 @@
-"""Shares of unequal workers: which data-parallel group computes which microbatches.
+"""Microbatches of a global batch, and the share of each data-parallel group, by speed where workers are unequal.
 
 Takes what a user asks for, or measured seconds; gives the microbatches of each group. A share is another assignment of
 the same microbatches: weights, random numbers and running statistics go by the number of a microbatch, whoever computes
@@ -9,6 +9,7 @@ fixed c_r.
 from __future__ import annotations
 
 import csv
+import hashlib
 import heapq
 import io
 import itertools
@@ -32,6 +33,39 @@ CHANGING = ["step", *COLUMNS]
 
 Changes = tuple[tuple[int, Shares], ...]
 """Steps, rising from 0, and the shares from there on."""
+
+
+def split_batch(batch: int, m: int) -> tuple[range, ...]:
+    """The tiles of each of ``m`` microbatches: consecutive, sizes differing by at most one, larger ones first.
+
+    Raises:
+        ValueError: fewer tiles than microbatches.
+    """
+    if not 1 <= m <= batch:
+        raise ValueError(
+            f"{batch} tiles cannot be cut into {m} microbatches of at least one tile: "
+            "raise --batch or lower --microbatches"
+        )
+    size, larger = divmod(batch, m)
+    starts = [i * size + min(i, larger) for i in range(m + 1)]
+    return tuple(range(a, b) for a, b in itertools.pairwise(starts))
+
+
+def share_of(rank: int, world: int, m: int) -> range:
+    """The microbatches that ``rank`` of ``world`` computes: consecutive, counts differing by at most one.
+
+    Raises:
+        ValueError: fewer microbatches than ranks, so that some rank would have nothing to do.
+    """
+    if m < world:
+        raise ValueError(f"{m} microbatches cannot keep {world} ranks busy: raise --microbatches to {world} or more")
+    return split_batch(m, world)[rank]
+
+
+def microbatch_seed(seed: int, step: int, i: int) -> int:
+    """A 63-bit seed for microbatch ``i`` of ``step``: dropout is the same whichever rank computes it."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{i}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def consecutive(counts: Sequence[int]) -> Shares:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from parallel.schedule.action import COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
 from parallel.schedule.dependencies import Dependencies
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import peer_rank
-from parallel.schedule.placement import Placement
 from parallel.schedule.timeline import LinkCost, Span, StageCost, Timeline, peak_bytes, seconds_by_kind
 
 
@@ -34,7 +34,7 @@ class Device:
 
 def simulate(
     schedule: Schedule,
-    placement: Placement,
+    mesh: Mesh,
     costs: Sequence[StageCost],
     links: Mapping[tuple[int, int], LinkCost] | None = None,
     reduce_s: Mapping[int, float] | None = None,
@@ -58,15 +58,15 @@ def simulate(
     Raises:
         ValueError: the schedule cannot finish. Says where each rank stands and what it waits for.
     """
-    assert len(costs) == placement.stages, (len(costs), placement)
+    assert len(costs) == mesh.stages, (len(costs), mesh)
     if not links:
-        links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(placement.stages - 1)}
+        links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(mesh.stages - 1)}
     numbers = {
         action.microbatch for actions in schedule.values() for action in actions if action.microbatch is not None
     }
     weight = {i: 1.0 if weights is None else weights[i] for i in numbers}
-    speeds = [1.0] * placement.world if speeds is None else speeds
-    run = _Run(schedule, placement, costs, links, reduce_s or {}, overhead_s, weight, speeds, devices)
+    speeds = [1.0] * mesh.teams if speeds is None else speeds
+    run = _Run(schedule, mesh, costs, links, reduce_s or {}, overhead_s, weight, speeds, devices)
     run.finish()
     spans = {rank: tuple(sorted(row, key=lambda s: (s.start_s, s.end_s))) for rank, row in run.spans.items()}
     return Timeline(spans, {rank: peak_bytes(actions, costs, weight) for rank, actions in schedule.items()})
@@ -96,7 +96,7 @@ class _Run:
     def __init__(
         self,
         schedule: Schedule,
-        placement: Placement,
+        mesh: Mesh,
         costs: Sequence[StageCost],
         links: Mapping[tuple[int, int], LinkCost],
         reduce_s: Mapping[int, float],
@@ -105,12 +105,12 @@ class _Run:
         speeds: Sequence[float],
         devices: Sequence[Device],
     ) -> None:
-        self._placement, self._costs, self._links = placement, costs, links
+        self._mesh, self._costs, self._links = mesh, costs, links
         self._reduce_s, self._overhead_s, self._weight = reduce_s, overhead_s, weight
         self._speeds, self._devices = speeds, devices
         self._seconds = [seconds_by_kind(cost) for cost in costs]
         back = {pair: cost.backward_s is not None for pair, cost in links.items()}
-        between = Dependencies(placement, back)
+        between = Dependencies(mesh, back)
         self._actions = between.with_messages(schedule)
         self._needs = between.all_before(self._actions)
         self._at = dict.fromkeys(schedule, 0)  # rank -> position of its next action
@@ -174,12 +174,12 @@ class _Run:
         if action.kind in COMPUTE:
             return self._compute(rank, action)
         if action.kind in SENDS:
-            channel = (rank, peer_rank(action, self._placement, rank))
+            channel = (rank, peer_rank(action, self._mesh, rank))
             self._under_way[channel].append((now, action))
             self._carry(channel)
         elif action.kind in PER_PEER:
             self._announced[action] = now
-            self._carry((peer_rank(action, self._placement, rank), rank))
+            self._carry((peer_rank(action, self._mesh, rank), rank))
         elif action.kind is Kind.OFFLOAD:
             self._offload(rank, action)
         elif action.kind is Kind.PREFETCH:
@@ -258,7 +258,7 @@ class _Run:
 
     def _sum(self, stage: int) -> None:
         """Sum the gradients of ``stage``, and of what waits behind it, once it is the next sum of all its holders."""
-        holders = self._placement.holders(stage)
+        holders = self._mesh.teams_with(stage)
         fronts = [self._to_sum[rank][0] for rank in holders if self._to_sum[rank]]
         if len(fronts) < len(holders) or any(action.stage != stage for _, action in fronts):
             return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Action, Kind
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.trace.updated_search import ATTRIBUTE, TRAINED, Updated
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def refuse_schedule(
     traced: Traced,
     partition: Partition,
     schedule: Mapping[int, Collection[Action]],
-    placement: Placement,
+    mesh: Mesh,
     policy: ActivationPolicy,
     strategy: str,
 ) -> None:
@@ -88,7 +88,7 @@ def refuse_schedule(
         ValueError: names the first buffer, and says what to do.
     """
     for stage, updated in _by_stage(traced, partition).items():
-        holders = placement.holders(stage)
+        holders = mesh.teams_with(stage)
         refuse_copies(updated, len(holders), strategy)
         refuse_recompute(updated, policy, strategy)
         if weights := {name: state for name, state in updated.items() if state.kind == TRAINED}:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from app.settings.fields import BLOCK, developer_settings, flags_of
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.text import to_csv
 
 ROOT = Path(__file__).parents[2]
@@ -175,8 +175,8 @@ def schedules() -> dict[str, str]:
     found = {}
     for name, kind in SCHEDULES.items():
         for depth, m in [(2, 2), (4, 2)] if name == "mast" else [(2, 4), (3, 5), (4, 4), (4, 8)]:
-            placement = placement_for(name, groups=1, depth=depth, chunks=2 if kind.chunks else 1)
-            found[f"{name}-{depth}-{m}.csv"] = to_csv(build_schedule(name, placement, m))
+            mesh = mesh_for(name, groups=1, depth=depth, chunks=2 if kind.chunks else 1)
+            found[f"{name}-{depth}-{m}.csv"] = to_csv(build_schedule(name, mesh, m))
     return found
 
 

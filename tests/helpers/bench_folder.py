@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel.draw.schedule_svg import schedule_svg
 from parallel.schedule.passes import lower
-from parallel.schedule.registry import build_schedule, placement_for
+from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import StageCost, Timeline
 
@@ -121,10 +121,10 @@ def picture(name: str, ranks: int) -> str:
 
 
 def _step(name: str, ranks: int, unit_s: float) -> Timeline:
-    placement = placement_for(name, groups=1, depth=ranks, chunks=1)
-    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)}
-    costs = [StageCost(unit_s, 2 * unit_s, unit_s, unit_s, 1)] * placement.stages
-    return simulate(lower(build_schedule(name, placement, 8), placement, links), placement, costs)
+    mesh = mesh_for(name, groups=1, depth=ranks, chunks=1)
+    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
+    costs = [StageCost(unit_s, 2 * unit_s, unit_s, unit_s, 1)] * mesh.stages
+    return simulate(lower(build_schedule(name, mesh, 8), mesh, links), mesh, costs)
 
 
 def _row(folder: Path, model: str, strategy: str, ranks: int, tile: int) -> dict[str, Any]:

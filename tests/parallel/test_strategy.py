@@ -11,7 +11,7 @@ import pytest
 from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Kind
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import Strategy
 
@@ -41,19 +41,19 @@ def strategy(name: str, groups: int = 1, depth: int = 3, **more: object) -> Stra
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_computes_each_microbatch_of_each_stage_once(name: str, groups: int) -> None:
     chosen = strategy(name, groups)
-    placement = chosen.placement
+    mesh = chosen.mesh
     partition = chosen.partition(chain(12, skip=(1, 11)))
-    assert partition.depth == placement.stages == 3 * chosen.chunks
+    assert partition.depth == mesh.stages == 3 * chosen.chunks
     schedule = chosen.schedule(partition.links)
     assert sorted(schedule) == list(range(3 * groups))
     forwards = [(a.stage, a.microbatch) for actions in schedule.values() for a in actions if a.kind is Kind.FORWARD]
-    assert sorted(forwards) == [(stage, i) for stage in range(placement.stages) for i in range(chosen.m)]
+    assert sorted(forwards) == [(stage, i) for stage in range(mesh.stages) for i in range(chosen.m)]
 
 
 def test_mesh() -> None:
-    assert strategy("1f1b", 2).placement == Placement(2, 3, 3)
-    assert strategy("interleaved").placement == Placement(1, 3, 6)
-    assert strategy("master").placement == Placement(1, 3, 3, 2)
+    assert strategy("1f1b", 2).mesh == Mesh(2, (0, 1, 2))
+    assert strategy("interleaved").mesh == Mesh(1, (0, 1, 2, 0, 1, 2))
+    assert strategy("master").mesh == Mesh(1, (0, 1, 2), 2)
 
 
 def test_stages_are_equal_unless_cuts_are_named() -> None:
@@ -113,7 +113,7 @@ def test_a_schedule_file_takes_the_place_of_the_named_one() -> None:
 )
 def test_a_mesh_that_cannot_be_is_refused_with_all_reasons(chosen: Strategy, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _ = chosen.placement
+        _ = chosen.mesh
 
 
 def test_cuts_that_are_not_as_many_as_stages_need() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from app.prediction import share
 from app.prediction.command import PredictCommand
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 
 Pair = tuple[int, int]
 
@@ -35,7 +35,7 @@ class Recording:
 def test_all_ranks_make_the_links_of_all_groups(world: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that made links by themselves would hand each other's ranks their tiles."""
     every_skip = dict.fromkeys(itertools.combinations(range(stages), 2), True)
-    needed = set(Placement(world // stages, stages, stages).pairs(every_skip))
+    needed = set(Mesh(world // stages, tuple(range(stages))).pairs(every_skip))
     calls = []
     for rank in range(world):
         whole = Recording(rank, world)

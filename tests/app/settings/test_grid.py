@@ -76,7 +76,7 @@ def test_what_teams_can_do_is_taken_as_it_is_asked_for(asked: dict[str, Any], sh
     settings = StrategySettings(**asked)
     assert strategy_faults(settings) == []
     strategy = settings.to_strategy("cpu")
-    assert (str(strategy), strategy.placement.groups) == (shown, settings.groups)
+    assert (str(strategy), strategy.mesh.groups) == (shown, settings.groups)
 
 
 def test_a_wrong_grid_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

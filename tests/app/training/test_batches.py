@@ -17,7 +17,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Wants
-from parallel.schedule.microbatch import split_batch
+from parallel.schedule.shares import split_batch
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings

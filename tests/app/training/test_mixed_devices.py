@@ -21,7 +21,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.kinds import RankKind
 from parallel.comm.mixed_comm import MixedCommunicator, Way
 from parallel.comm.thread_comm import run_on_threads
-from parallel.schedule.microbatch import split_batch
+from parallel.schedule.shares import split_batch
 from parallel.strategy import Strategy
 
 KINDS = [RankKind("a", "cuda", "0"), RankKind("a", "cpu")]

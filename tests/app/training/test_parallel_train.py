@@ -80,10 +80,10 @@ def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
 
     def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
         folder = RunFolder(config.out)
-        placement = RankPlace(communicator, torch.device("cpu"))
+        mesh = RankPlace(communicator, torch.device("cpu"))
         watchdog = Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
-        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)
+        session = build_session(config, strategy, dataset, mesh, FailedSlides(folder.failed_slides), watchdog)
         loop = TrainingLoop(session, folder, Interrupt())
         outcome = loop.run()
         if loop.measures_twin:

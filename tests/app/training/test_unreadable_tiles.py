@@ -117,10 +117,10 @@ def train(config: RunConfig, dataset: Dataset) -> RunFolder:
     (config.out / "config.yaml").write_text("{}")
 
     def rank(communicator: Communicator, _: None) -> None:
-        placement = RankPlace(communicator, torch.device("cpu"))
+        mesh = RankPlace(communicator, torch.device("cpu"))
         watchdog = Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
-        session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), watchdog)
+        session = build_session(config, strategy, dataset, mesh, FailedSlides(folder.failed_slides), watchdog)
         loop = TrainingLoop(session, folder, Interrupt())
         summary = RunSummary(session, folder, loop.outcome, loop.memory, 0)
         try:

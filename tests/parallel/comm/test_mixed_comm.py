@@ -25,7 +25,7 @@ from parallel.comm.kinds import RankKind, by_node
 from parallel.comm.mixed_comm import MixedCommunicator, Way
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
-from parallel.schedule.microbatch import split_batch
+from parallel.schedule.shares import split_batch
 from tests.contracts.communicator_contract import check_communicator
 from tests.helpers.plain_step import TOLERANCE, largest_error, plain_run
 from tests.helpers.ranks import run_on_ranks

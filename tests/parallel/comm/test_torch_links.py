@@ -18,7 +18,7 @@ from app.launch.watchdog_process import WAITING_LONGER_S
 from parallel.comm import torch_comm
 from parallel.comm.kinds import RankKind
 from parallel.comm.torch_comm import Links, TorchCommunicator
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from tests.helpers.ranks import run_on_ranks
 
 WORLD = 1024
@@ -81,21 +81,21 @@ def connected(monkeypatch: pytest.MonkeyPatch, rank: int, pairs: Collection[Pair
 
 
 @pytest.mark.parametrize(
-    ("placement", "links", "calls", "own"),
+    ("mesh", "links", "calls", "own"),
     [
-        (Placement(1, WORLD, WORLD), LONG, 2 * (WORLD - 1), 4),
-        (Placement(128, 8, 8), SKIPPING, 128 * (2 * 7 + 2 * 2 + 1), 6),
-        (Placement(128, 8, 8, replicas=2), SKIPPING, 128 * (2 * 7 + 2 * 2 + 2), 6),
-        (Placement(128, 8, 16), {(stage, stage + 1): True for stage in range(15)}, 128 * 2 * 8, 4),
-        (Placement(WORLD, 1, 1), {}, 0, 0),
+        (Mesh(1, tuple(range(WORLD))), LONG, 2 * (WORLD - 1), 4),
+        (Mesh(128, (0, 1, 2, 3, 4, 5, 6, 7)), SKIPPING, 128 * (2 * 7 + 2 * 2 + 1), 6),
+        (Mesh(128, (0, 1, 2, 3, 4, 5, 6, 7), replicas=2), SKIPPING, 128 * (2 * 7 + 2 * 2 + 2), 6),
+        (Mesh(128, tuple(range(8)) * 2), {(stage, stage + 1): True for stage in range(15)}, 128 * 2 * 8, 4),
+        (Mesh(WORLD, (0,)), {}, 0, 0),
     ],
     ids=["one pipeline", "128 pipelines", "and their inverses", "two chunks a rank", "no pipeline"],
 )
 def test_a_rank_of_1024_makes_the_groups_of_its_own_pipeline(
-    placement: Placement, links: dict[Pair, bool], calls: int, own: int, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, links: dict[Pair, bool], calls: int, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ordered pairs of all ranks would be 1,047,552."""
-    pairs = placement.pairs(links)
+    pairs = mesh.pairs(links)
     for rank in (0, 1, 514, WORLD - 1):
         fake = connected(monkeypatch, rank, pairs)
         assert len(fake.calls) == calls
@@ -103,12 +103,12 @@ def test_a_rank_of_1024_makes_the_groups_of_its_own_pipeline(
         assert fake.calls == sorted(fake.calls)
         assert fake.met == [pair for pair in fake.calls if rank in pair]
         assert len(fake.met) <= own
-        assert {placement.group_of(peer) for pair in fake.met for peer in pair} <= {placement.group_of(rank)}
+        assert {peer // mesh.depth for pair in fake.met for peer in pair} <= {rank // mesh.depth}
 
 
 def test_ranks_that_wait_for_each_other_never_do_so_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is held at its next link until the other end comes there, too."""
-    pairs = Placement(128, 8, 8, replicas=2).pairs(SKIPPING)
+    pairs = Mesh(128, (0, 1, 2, 3, 4, 5, 6, 7), replicas=2).pairs(SKIPPING)
     shuffled = [pairs[n * 997 % len(pairs)] for n in range(len(pairs))]
     left = {
         rank: collections.deque(connected(monkeypatch, rank, pairs if rank % 2 else shuffled).met)
@@ -127,10 +127,10 @@ def test_ranks_that_wait_for_each_other_never_do_so_in_a_circle(monkeypatch: pyt
 
 
 def test_pairs_of_ranks() -> None:
-    assert Placement(1, 3, 3).pairs({(0, 1): True, (1, 2): False, (0, 2): False}) == ((0, 1), (0, 2), (1, 0), (1, 2))
-    assert Placement(2, 2, 2).pairs({(0, 1): True}) == ((0, 1), (1, 0), (2, 3), (3, 2))
-    assert Placement(1, 2, 2, replicas=2).pairs({(0, 1): False}) == ((0, 1), (1, 0))
-    assert Placement(1, 2, 4).pairs({(0, 1): False, (1, 2): False, (0, 2): True}) == ((0, 1), (1, 0))
+    assert Mesh(1, (0, 1, 2)).pairs({(0, 1): True, (1, 2): False, (0, 2): False}) == ((0, 1), (0, 2), (1, 0), (1, 2))
+    assert Mesh(2, (0, 1)).pairs({(0, 1): True}) == ((0, 1), (1, 0), (2, 3), (3, 2))
+    assert Mesh(1, (0, 1), replicas=2).pairs({(0, 1): False}) == ((0, 1), (1, 0))
+    assert Mesh(1, (0, 1, 0, 1)).pairs({(0, 1): False, (1, 2): False, (0, 2): True}) == ((0, 1), (1, 0))
 
 
 def test_a_subgroup_uses_links_that_the_whole_run_has_made(monkeypatch: pytest.MonkeyPatch) -> None:

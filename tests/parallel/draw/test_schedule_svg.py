@@ -9,7 +9,7 @@ import pytest
 from parallel.draw.schedule_svg import IDLE, LABELS, MARGIN, REPLICAS, WIDTH, schedule_svg
 from parallel.schedule.action import COMPUTE, Action, Kind
 from parallel.schedule.passes import lower
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import StageCost, Timeline
 
@@ -17,11 +17,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def step(name: str, *, unit_s: float = 0.05) -> Timeline:
-    placement = placement_for(name, groups=1, depth=4, chunks=2 if SCHEDULES[name].chunks else 1)
-    schedule = build_schedule(name, placement, 2 if name == "mast" else 8)
-    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)}
-    costs = [StageCost(unit_s, 2 * unit_s, unit_s, unit_s, 1)] * placement.stages
-    return simulate(lower(schedule, placement, links, recompute=True), placement, costs)
+    mesh = mesh_for(name, groups=1, depth=4, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, mesh, 2 if name == "mast" else 8)
+    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
+    costs = [StageCost(unit_s, 2 * unit_s, unit_s, unit_s, 1)] * mesh.stages
+    return simulate(lower(schedule, mesh, links, recompute=True), mesh, costs)
 
 
 def boxes(svg: str) -> list[tuple[str, ET.Element]]:

@@ -17,7 +17,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch, NonFiniteLoss
-from parallel.schedule.microbatch import microbatch_seed, split_batch
+from parallel.schedule.shares import microbatch_seed, split_batch
 from tests.helpers.ranks import run_on_ranks
 
 BATCH, M, SEED, STEPS = 7, 3, 11, 3

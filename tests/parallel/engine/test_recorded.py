@@ -10,8 +10,8 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.recorded import free_links, gather_timeline, measured_costs
 from parallel.schedule.action import Action, Kind
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.placement import Placement
 from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import Span, StageCost
@@ -35,10 +35,10 @@ def test_every_rank_s_spans_come_together_from_the_first_action_on() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "master"])
 def test_the_costs_of_a_step_simulate_to_the_same_step(name: str) -> None:
-    placement = Placement(1, 3, 3, 2 if name == "master" else 1)
-    schedule = lower(build_schedule(name, placement, 5), placement, LINKS)
+    mesh = Mesh(1, (0, 1, 2), 2 if name == "master" else 1)
+    schedule = lower(build_schedule(name, mesh, 5), mesh, LINKS)
     links = free_links(schedule, 3)
     assert links.keys() == LINKS.keys()
-    step = simulate(schedule, placement, COSTS, links)
-    again = simulate(schedule, placement, measured_costs(step, 3), links)
+    step = simulate(schedule, mesh, COSTS, links)
+    again = simulate(schedule, mesh, measured_costs(step, 3), links)
     assert again.makespan_s == pytest.approx(step.makespan_s)

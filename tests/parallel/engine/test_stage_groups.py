@@ -10,15 +10,14 @@ import torch
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.stage_groups import StageGroups
-from parallel.schedule.placement import Placement
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 
 
-def sums(placement: Placement, pairs: bool = True) -> list[dict[str, dict[int, float]]]:
+def sums(mesh: Mesh, pairs: bool = True) -> list[dict[str, dict[int, float]]]:
     """Of each rank: the sum of 2 ** rank over those it shares a stage with, in all and as a pair."""
 
     def rank(communicator: Communicator, _: Any) -> dict[str, dict[int, float]]:
-        holders = StageGroups(communicator, Seating(placement), pairs=pairs)
+        holders = StageGroups(communicator, mesh, pairs=pairs)
         found: dict[str, dict[int, float]] = {"of_stage": {}, "pairs": {}}
         for kind, communicators in (("of_stage", holders.of_stage), ("pairs", holders.pairs)):
             for stage, ranks in sorted(communicators.items()):
@@ -27,32 +26,32 @@ def sums(placement: Placement, pairs: bool = True) -> list[dict[str, dict[int, f
                 found[kind][stage] = number.item()
         return found
 
-    return run_on_threads(placement.world, rank, timeout_s=20)
+    return run_on_threads(mesh.teams, rank, timeout_s=20)
 
 
 @pytest.mark.parametrize(
-    "placement",
-    [Placement(1, 3, 3), Placement(2, 2, 4), Placement(1, 3, 3, 2), Placement(1, 4, 4, 2), Placement(2, 3, 3, 2)],
+    "mesh",
+    [Mesh(1, (0, 1, 2)), Mesh(2, (0, 1, 0, 1)), Mesh(1, (0, 1, 2), 2), Mesh(1, (0, 1, 2, 3), 2), Mesh(2, (0, 1, 2), 2)],
     ids=str,
 )
-def test_every_rank_meets_all_copies_of_its_stages(placement: Placement) -> None:
-    for rank, found in enumerate(sums(placement)):
-        expected = {stage: sum(2.0**r for r in placement.holders(stage)) for stage, _ in placement.held_by(rank)}
+def test_every_rank_meets_all_copies_of_its_stages(mesh: Mesh) -> None:
+    for rank, found in enumerate(sums(mesh)):
+        expected = {stage: sum(2.0**r for r in mesh.teams_with(stage)) for stage, _ in mesh.held_by(rank)}
         assert found["of_stage"] == expected
 
 
 def test_pairs_are_the_two_inverse_ranks_of_a_group() -> None:
-    found = [each["pairs"] for each in sums(Placement(2, 2, 2, 2))]
+    found = [each["pairs"] for each in sums(Mesh(2, (0, 1), 2))]
     assert found == [{0: 3.0, 1: 3.0}] * 2 + [{0: 12.0, 1: 12.0}] * 2
 
 
 def test_the_middle_rank_of_an_odd_depth_is_no_pair() -> None:
-    found = [each["pairs"] for each in sums(Placement(1, 3, 3, 2))]
+    found = [each["pairs"] for each in sums(Mesh(1, (0, 1, 2), 2))]
     assert found == [{0: 5.0, 2: 5.0}, {}, {0: 5.0, 2: 5.0}]
 
 
 def test_no_pairs_unless_asked_for() -> None:
-    assert all(not each["pairs"] for each in sums(Placement(1, 2, 2, 2), pairs=False))
+    assert all(not each["pairs"] for each in sums(Mesh(1, (0, 1), 2), pairs=False))
 
 
 def test_the_same_ranks_share_one_communicator() -> None:
@@ -68,7 +67,7 @@ def test_the_same_ranks_share_one_communicator() -> None:
 
     def rank(communicator: Communicator, _: Any) -> tuple[int, int]:
         counting: Any = Counting(communicator)
-        holders = StageGroups(counting, Seating(Placement(1, 4, 4, 2)), pairs=True)
+        holders = StageGroups(counting, Mesh(1, (0, 1, 2, 3), 2), pairs=True)
         return counting.made, len({id(each) for each in (*holders.of_stage.values(), *holders.pairs.values())})
 
     assert run_on_threads(4, rank, timeout_s=20) == [(2, 1)] * 4

@@ -1,4 +1,4 @@
-"""Teams on the seats of schedules: loss, gradients, running statistics, updates and predictions of the plain step."""
+"""Teams on the teams of schedules: loss, gradients, running statistics, updates and predictions of the plain step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from parallel.memory.policy import ActivationPolicy
-from parallel.schedule.placement import Placement
-from parallel.schedule.seating import Seating
+from parallel.schedule.mesh import Mesh
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import LR, SEED, SGD, assert_equal, net, on_threads, plain, steps_of
@@ -59,23 +58,20 @@ def test_tiles_of_another_size_in_a_later_step() -> None:
     assert_equal(on_threads("skips", strategy, steps), expected, torch.float64)
 
 
-def test_members_are_neighbours_and_hold_what_their_seat_holds() -> None:
-    seating = Seating(Placement(2, 2, 2, teams=(4, 1)))
-    assert (seating.world, seating.together) == (10, True)
-    assert [list(seating.ranks_on(seat)) for seat in range(4)] == [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]
-    assert [seating.seat_of(rank) for rank in range(10)] == [0, 0, 0, 0, 1, 2, 2, 2, 2, 3]
-    assert seating.member_of(7) == 2
-    assert seating.holders(0) == (0, 1, 2, 3, 5, 6, 7, 8)
-    assert seating.rank_of(1, group=1) == 9
-    pairs = seating.pairs({(0, 1): True})
-    assert {(0, 4), (4, 3), (8, 9)} <= set(pairs)
-    assert not {(0, 9), (1, 2)} & set(pairs)
+def test_members_are_neighbours_and_hold_what_their_team_holds() -> None:
+    mesh = Mesh(2, (0, 1), members=4)
+    assert (mesh.world, mesh.teams) == (16, 4)
+    assert [list(mesh.ranks_of(team)) for team in (0, 3)] == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    assert [mesh.team_of(rank) for rank in (0, 3, 4, 15)] == [0, 0, 1, 3]
+    assert (mesh.member_of(7), mesh.group_of(7), mesh.group_of(8)) == (3, 0, 1)
+    assert mesh.ranks_with(0) == (0, 1, 2, 3, 8, 9, 10, 11)
+    assert mesh.rank_at(1, group=1) == 12
 
 
 def test_a_run_of_eight_ranks_connects_those_that_exchange() -> None:
     """A pair of ranks is a communicator of NCCL; a team of eight had 56 of them, and so had two teams of four."""
-    assert len(Seating(Placement(1, 1, 1, teams=(8,))).pairs({})) == 0
-    pairs = Seating(Placement(1, 2, 2, teams=(4, 4))).pairs({(0, 1): True})
+    assert len(Mesh(1, (0,), members=8).pairs({})) == 0
+    pairs = Mesh(1, (0, 1), members=4).pairs({(0, 1): True})
     assert len(pairs) == 20
     assert {(p, 4 + p) for p in range(4)} | {(p, 4) for p in range(4)} | {(0, 4 + q) for q in range(4)} <= set(pairs)
 
@@ -90,4 +86,4 @@ def test_a_run_of_eight_ranks_connects_those_that_exchange() -> None:
 )
 def test_what_teams_cannot_do_is_refused_by_name(strategy: Strategy, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        _ = strategy.placement
+        _ = strategy.mesh

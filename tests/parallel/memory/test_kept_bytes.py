@@ -22,7 +22,7 @@ from parallel.memory.stage_memory import StageMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.passes import add_recompute
-from parallel.schedule.registry import build_schedule, placement_for
+from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Stage
 from parallel.trace.cut import cut_stage
@@ -155,13 +155,13 @@ def test_the_host_holds_what_is_in_flight() -> None:
     stages = [HostBytes(10, 4, 3)] * 2
 
     def most(name: str, *, recompute: bool = False) -> list[int]:
-        schedule = build_schedule(name, placement_for(name, groups=1, depth=2), 4)
+        schedule = build_schedule(name, mesh_for(name, groups=1, depth=2), 4)
         return host_bytes(add_recompute(schedule) if recompute else schedule, stages)
 
     assert most("gpipe") == [43, 43]
     assert most("1f1b") == [23, 13]
     assert most("gpipe", recompute=True)[0] == 3 * 4 + 10 + 3
-    halves = build_schedule("gpipe", placement_for("gpipe", groups=1, depth=2), 2)
+    halves = build_schedule("gpipe", mesh_for("gpipe", groups=1, depth=2), 2)
     assert host_bytes(halves, stages, [1.0, 0.5])[0] == 10 + 5 + 3
 
 

@@ -21,7 +21,7 @@ from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.schedule.passes import add_recompute, lower
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import trace
 from tests.helpers.live_bytes import LiveBytes
@@ -120,8 +120,8 @@ def test_what_stages_keep_is_counted_as_plainly_as_can_be() -> None:
 
 def test_formulas_of_microbatches_in_flight() -> None:
     def flights(name: str, depth: int, m: int) -> list[set[tuple[int, ...]]]:
-        placement = placement_for(name, groups=1, depth=depth)
-        return [set(one) for one in in_flight(build_schedule(name, placement, m), placement)]
+        mesh = mesh_for(name, groups=1, depth=depth)
+        return [set(one) for one in in_flight(build_schedule(name, mesh, m), mesh)]
 
     assert flights("gpipe", 3, 4) == [{(4,)}] * 3
     assert flights("1f1b", 3, 4) == [{(3,)}, {(2,)}, {(1,)}]
@@ -133,34 +133,33 @@ def test_formulas_of_microbatches_in_flight() -> None:
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_ranks_of_every_schedule(name: str) -> None:
     graph = resnet50()
-    placement = placement_for(name, groups=1, depth=2, chunks=2 if SCHEDULES[name].chunks else 1)
-    partition = partition_equal(graph, placement.stages)
-    schedule = build_schedule(name, placement, 2 if name == "mast" else 4)
-    lowered = lower(schedule, placement, partition.links)
-    ranks = rank_bytes(stage_bytes(partition), placement, schedule, slots=2)
-    assert ranks == rank_bytes(stage_bytes(partition), placement, lowered, slots=2)
+    mesh = mesh_for(name, groups=1, depth=2, chunks=2 if SCHEDULES[name].chunks else 1)
+    partition = partition_equal(graph, mesh.stages)
+    schedule = build_schedule(name, mesh, 2 if name == "mast" else 4)
+    lowered = lower(schedule, mesh, partition.links)
+    ranks = rank_bytes(stage_bytes(partition), mesh, schedule, slots=2)
+    assert ranks == rank_bytes(stage_bytes(partition), mesh, lowered, slots=2)
     stages = stage_bytes(partition)
     for rank, found in enumerate(ranks):
-        held = {stage for stage, _ in placement.held_by(rank)}
+        held = {stage for stage, _ in mesh.held_by(rank)}
         assert found.parameters == sum(stages[stage].parameters for stage in held)
         assert found.optimizer == 2 * found.parameters
         most = max(stages[stage].activations for stage in held)
         assert found.total >= found.parameters * 3 + most
     half = [
-        rank_bytes(stage_bytes(partition), placement, schedule, slots=2, weights=[w] * 4)[0].activations
-        for w in (1.0, 0.5)
+        rank_bytes(stage_bytes(partition), mesh, schedule, slots=2, weights=[w] * 4)[0].activations for w in (1.0, 0.5)
     ]
     assert half[1] <= half[0]
-    again = rank_bytes(stage_bytes(partition), placement, add_recompute(schedule), slots=2)
+    again = rank_bytes(stage_bytes(partition), mesh, add_recompute(schedule), slots=2)
     assert sum(rank.total for rank in again) <= sum(rank.total for rank in ranks)
 
 
 def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
     graph = resnet50()
-    placement = placement_for("master", groups=1, depth=2)
-    partition, schedule = partition_equal(graph, 2), build_schedule("master", placement, 2)
-    whole = rank_bytes(stage_bytes(partition), placement, schedule, slots=2)
-    shared = rank_bytes(stage_bytes(partition), placement, schedule, slots=2, shard_optimizer=True)
+    mesh = mesh_for("master", groups=1, depth=2)
+    partition, schedule = partition_equal(graph, 2), build_schedule("master", mesh, 2)
+    whole = rank_bytes(stage_bytes(partition), mesh, schedule, slots=2)
+    shared = rank_bytes(stage_bytes(partition), mesh, schedule, slots=2, shard_optimizer=True)
     stages = stage_bytes(partition)
     assert [rank.optimizer for rank in whole] == [2 * (stages[0].parameters + stages[1].parameters)] * 2
     assert [rank.optimizer for rank in shared] == [2 * stages[0].parameters, 2 * stages[1].parameters]
@@ -208,11 +207,11 @@ def test_an_update_takes_copies_of_the_largest_parameter(
 
 
 def test_a_rank_works_out_the_update_of_what_it_updates() -> None:
-    graph, placement = resnet50(), placement_for("master", groups=1, depth=2)
-    partition, schedule = partition_equal(graph, 2), build_schedule("master", placement, 2)
+    graph, mesh = resnet50(), mesh_for("master", groups=1, depth=2)
+    partition, schedule = partition_equal(graph, 2), build_schedule("master", mesh, 2)
     first, last = (stage.largest_parameter for stage in stage_bytes(partition))
     assert first < last == max(p.numel() for p in build_model("resnet50", classes=3).parameters()) * 4
     bare = [dataclasses.replace(stage, backward=0, first_backward=0, forward=0) for stage in stage_bytes(partition)]
     for shared, works in ((True, [first, last]), (False, [last, last])):
-        ranks = rank_bytes(bare, placement, schedule, slots=2, shard_optimizer=shared)
+        ranks = rank_bytes(bare, mesh, schedule, slots=2, shard_optimizer=shared)
         assert [rank.transient for rank in ranks] == [2 * work for work in works]

@@ -42,7 +42,7 @@ def predicted(strategy: Strategy, policy: ActivationPolicy) -> list[int]:
     partition = strategy.partition(graph())
     schedule = strategy.schedule(partition.links)
     stages = StageMemory(partition.graph).kept(partition, policy)
-    return [r.total for r in rank_bytes(stages, strategy.placement, schedule, slots=1)]
+    return [r.total for r in rank_bytes(stages, strategy.mesh, schedule, slots=1)]
 
 
 def measured(communicator: Communicator, strategy: Strategy) -> int:
@@ -79,7 +79,7 @@ def rules(strategy: Strategy) -> dict[str, ActivationPolicy]:
     forward_s = [1e-9 * layer.flops + 1e-9 * layer.output_bytes + 1e-6 for layer in graph().layers]
     limit = 0.85 * max(predicted(strategy, ActivationPolicy()))
     schedule = strategy.schedule(partition.links)
-    runs = chosen_runs(partition, strategy.placement, schedule, forward_s, limit, slots=1)
+    runs = chosen_runs(partition, strategy.mesh, schedule, forward_s, limit, slots=1)
     assert runs
     return {
         "optimal": ActivationPolicy("optimal", runs),

@@ -11,7 +11,7 @@ from parallel.memory.rank_bytes import rank_bytes, whole_bytes
 from parallel.memory.recompute_ranks import chosen_runs, chosen_runs_of_whole
 from parallel.memory.segments import segments_of
 from parallel.memory.stage_memory import StageMemory
-from parallel.schedule.registry import build_schedule, placement_for
+from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.trace.trace import trace
 from tests.parallel.memory.test_rank_bytes import net
 
@@ -27,21 +27,21 @@ def seconds(graph: LayerGraph) -> list[float]:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "bidirectional", "interleaved"])
 def test_ranks_fit(name: str) -> None:
     graph = unet()
-    placement = placement_for(name, groups=1, depth=2, chunks=2 if name == "interleaved" else 1)
-    partition, schedule = partition_equal(graph, placement.stages), build_schedule(name, placement, 4)
+    mesh = mesh_for(name, groups=1, depth=2, chunks=2 if name == "interleaved" else 1)
+    partition, schedule = partition_equal(graph, mesh.stages), build_schedule(name, mesh, 4)
 
     def fullest(policy: ActivationPolicy) -> int:
         stages = StageMemory(graph).kept(partition, policy)
-        return max(rank.total for rank in rank_bytes(stages, placement, schedule, slots=2))
+        return max(rank.total for rank in rank_bytes(stages, mesh, schedule, slots=2))
 
     full = fullest(ActivationPolicy())
     limit = 0.8 * full
-    runs = chosen_runs(partition, placement, schedule, seconds(graph), limit, slots=2)
+    runs = chosen_runs(partition, mesh, schedule, seconds(graph), limit, slots=2)
     assert runs
     assert 0.9 * limit < fullest(ActivationPolicy("optimal", runs)) <= limit
-    assert chosen_runs(partition, placement, schedule, seconds(graph), full, slots=2) == ()
+    assert chosen_runs(partition, mesh, schedule, seconds(graph), full, slots=2) == ()
     most = max(stage.parameters for stage in StageMemory(graph).kept(partition))
-    assert chosen_runs(partition, placement, schedule, seconds(graph), 4 * most, slots=2) is None
+    assert chosen_runs(partition, mesh, schedule, seconds(graph), 4 * most, slots=2) is None
     again = [
         each for k in range(partition.depth) for each in segments_of(partition, k, ActivationPolicy("optimal", runs))
     ]

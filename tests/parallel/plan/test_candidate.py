@@ -35,9 +35,9 @@ def test_every_candidate_can_run(ranks: int, batch: int) -> None:
     for candidate in candidates(ranks, batch, names=tuple(SCHEDULES), most_stages=30):
         assert candidate.groups * candidate.depth == ranks
         assert candidate.stages <= 30
-        schedule, placement = schedule_of(candidate)
+        schedule, mesh = schedule_of(candidate)
         assert set(schedule) == set(range(candidate.depth))
-        assert placement.stages == candidate.stages
+        assert mesh.stages == candidate.stages
         numbers = {action.microbatch for actions in schedule.values() for action in actions}
         assert numbers == set(range(len(weights_of(candidate, batch))))
 

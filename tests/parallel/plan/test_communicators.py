@@ -38,7 +38,7 @@ TWO = Grid(2, 1)
 def test_links_and_sums_of_the_fullest_rank(strategy: Strategy, expected: int) -> None:
     assert communication_bytes(strategy, GPUS) == expected
     if strategy.splits:
-        pairs = strategy.seating.pairs({(stage, stage + 1): True for stage in range(strategy.stages - 1)})
+        pairs = strategy.mesh.pairs({(stage, stage + 1): True for stage in range(strategy.stages - 1)})
         assert max(sum(rank in pair for pair in pairs) for rank in range(strategy.ranks)) == expected % 1000
 
 

@@ -1,4 +1,4 @@
-"""Teams as candidates: which grids and seats are tried, what a plan's file says of them, and where regions end."""
+"""Teams as candidates: which grids and teams are tried, what a plan's file says of them, and where regions end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_teams_take_the_place_of_ranks() -> None:
     assert {str(each) for each in made if each.name == "1f1b"} == {"1f1b 1 x 2 of 2x1, m=1", "1f1b 1 x 2 of 2x1, m=2"}
     assert {each.name for each in made} == {"spatial", "1f1b"}
     assert all(each.group_ranks * each.groups == 4 for each in made)
-    assert all(each.placement for each in made)
+    assert all(each.mesh for each in made)
 
 
 def test_a_plan_is_read_back_with_its_grids() -> None:

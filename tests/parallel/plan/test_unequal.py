@@ -15,7 +15,7 @@ from app.settings.cli import OK
 from parallel.graph.partition import partition_equal
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
-from parallel.schedule.placement import Placement
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import StageCost
@@ -77,11 +77,11 @@ def test_groups_of_unequal_devices_share_by_speed() -> None:
 
 
 def test_a_faster_rank_computes_faster_on_paper() -> None:
-    placement = Placement(1, 2, 2, 1)
-    schedule = build_schedule("mp-basic", placement, 1)
+    mesh = Mesh(1, (0, 1), 1)
+    schedule = build_schedule("mp-basic", mesh, 1)
     costs = [StageCost(1.0, 2.0, 0, 0, 0)] * 2
-    assert simulate(schedule, placement, costs).makespan_s == 6.0
-    assert simulate(schedule, placement, costs, speeds=[2.0, 1.0]).makespan_s == 4.5
+    assert simulate(schedule, mesh, costs).makespan_s == 6.0
+    assert simulate(schedule, mesh, costs, speeds=[2.0, 1.0]).makespan_s == 4.5
 
 
 @pytest.mark.parametrize(

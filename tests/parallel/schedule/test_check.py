@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from parallel.schedule.check import check
 from parallel.schedule.generators import gpipe, one_f_one_b
-from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.mesh import Mesh
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.text import SHOWN, ScheduleError, from_csv
 
-TWO_RANKS = Placement(groups=1, depth=2, stages=2)
+TWO_RANKS = Mesh(1, (0, 1))
 CHAIN = {(0, 1): True}
 RIGHT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
-def faults(text: str, placement: Placement = TWO_RANKS, links: dict[tuple[int, int], bool] | None = None) -> list[str]:
+def faults(text: str, mesh: Mesh = TWO_RANKS, links: dict[tuple[int, int], bool] | None = None) -> list[str]:
     with pytest.raises(ScheduleError) as error:
-        check(from_csv(text), placement, CHAIN if links is None else links)
+        check(from_csv(text), mesh, CHAIN if links is None else links)
     return [str(fault) for fault in error.value.faults]
 
 
@@ -32,9 +32,9 @@ def test_action_on_the_rank_of_another_stage() -> None:
 
 
 def test_stage_of_the_second_replica_is_on_the_inverse_rank() -> None:
-    placement = Placement(groups=1, depth=2, stages=2, replicas=2)
+    mesh = Mesh(1, (0, 1), replicas=2)
     text = "0F0,0B0,1:0F1,1:0B1\n1F0,1B0,1:1F1,1:1B1\n"
-    assert "rank 0, position 2, 1:0F1: stage 0 of replica 1 is on rank 1 of this group" in faults(text, placement)
+    assert "rank 0, position 2, 1:0F1: stage 0 of replica 1 is on rank 1 of this group" in faults(text, mesh)
 
 
 def test_stage_and_replica_that_there_are_not() -> None:
@@ -44,7 +44,7 @@ def test_stage_and_replica_that_there_are_not() -> None:
 
 
 def test_ranks_of_another_mesh() -> None:
-    found = faults(RIGHT, Placement(groups=1, depth=3, stages=3), {(0, 1): True, (1, 2): True})
+    found = faults(RIGHT, Mesh(1, (0, 1, 2)), {(0, 1): True, (1, 2): True})
     assert "rank 2: has no row in the schedule, which is for 1 x 3 ranks" in found
     found = faults(RIGHT + "2F0,2B0\n")
     assert "rank 2: has a row in the schedule, which is for 1 x 2 ranks" in found
@@ -77,9 +77,9 @@ def test_backward_whole_and_in_halves() -> None:
 
 
 def test_microbatch_in_two_groups_and_in_two_replicas() -> None:
-    found = faults("0F0,0B0\n1F0,1B0\n0F0,0B0\n1F0,1B0\n", Placement(groups=2, depth=2, stages=2))
+    found = faults("0F0,0B0\n1F0,1B0\n0F0,0B0\n1F0,1B0\n", Mesh(2, (0, 1)))
     assert "rank 2, position 0, 0F0: microbatch 0 is in group 0, replica 0, not in 1, 0" in found
-    found = faults("0F0,0B0,1:1F0,1:1B0\n1F0,1B0,1:0F0,1:0B0\n", Placement(groups=1, depth=2, stages=2, replicas=2))
+    found = faults("0F0,0B0,1:1F0,1:1B0\n1F0,1B0,1:0F0,1:0B0\n", Mesh(1, (0, 1), replicas=2))
     assert "rank 0, position 2, 1:1F0: microbatch 0 is in group 0, replica 0, not in 0, 1" in found
 
 
@@ -124,10 +124,10 @@ def test_order_that_never_comes_to_its_end_names_what_each_rank_waits_for() -> N
 
 def test_skip_that_the_order_does_not_serve() -> None:
     """Right for a chain of chunks, but stage 2 also feeds stage 1, which comes earlier."""
-    text, placement = "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", Placement(groups=1, depth=2, stages=4)
+    text, mesh = "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", Mesh(1, (0, 1, 0, 1))
     chain = {(0, 1): True, (1, 2): True, (2, 3): True}
-    check(from_csv(text), placement, chain)
-    assert "rank 1, position 0, 1F0: waits for ever for 2F0" in faults(text, placement, chain | {(2, 1): True})
+    check(from_csv(text), mesh, chain)
+    assert "rank 1, position 0, 1F0: waits for ever for 2F0" in faults(text, mesh, chain | {(2, 1): True})
 
 
 def test_backward_waits_only_for_gradients_that_flow() -> None:
@@ -171,9 +171,9 @@ def test_all_faults_are_kept_and_the_first_ones_shown() -> None:
 @given(data=st.data())
 def test_any_schedule_with_an_action_taken_out_doubled_or_moved_to_another_rank_is_refused(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))
-    placement = placement_for(name, groups=1, depth=3, chunks=2 if SCHEDULES[name].chunks else 1)
-    schedule = build_schedule(name, placement, 2 if name == "mast" else 4)
-    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)}
+    mesh = mesh_for(name, groups=1, depth=3, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, mesh, 2 if name == "mast" else 4)
+    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
     rank = data.draw(st.sampled_from(sorted(schedule)))
     position = data.draw(st.integers(min_value=0, max_value=len(schedule[rank]) - 1))
     action = schedule[rank][position]
@@ -194,5 +194,5 @@ def test_any_schedule_with_an_action_taken_out_doubled_or_moved_to_another_rank_
                 f"stage {action.stage} of replica {action.replica} is on rank {rank} of this group"
             )
     with pytest.raises(ScheduleError) as error:
-        check(schedule, placement, links)
+        check(schedule, mesh, links)
     assert expected in [str(fault) for fault in error.value.faults]

@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 
 from parallel.schedule.action import COMPUTE, Kind
 from parallel.schedule.check import check
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.text import ScheduleError, from_csv
 
-TWO_RANKS = Placement(groups=1, depth=2, stages=2)
+TWO_RANKS = Mesh(1, (0, 1))
 CHAIN = {(0, 1): True}
 FIRST = "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1"
 SECOND = "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0"
 
 
-def faults(*rows: str, placement: Placement = TWO_RANKS, links: dict[tuple[int, int], bool] | None = None) -> list[str]:
+def faults(*rows: str, mesh: Mesh = TWO_RANKS, links: dict[tuple[int, int], bool] | None = None) -> list[str]:
     with pytest.raises(ScheduleError) as error:
-        check(from_csv("\n".join(rows).replace(" ", ",")), placement, CHAIN if links is None else links)
+        check(from_csv("\n".join(rows).replace(" ", ",")), mesh, CHAIN if links is None else links)
     return [str(fault) for fault in error.value.faults]
 
 
@@ -66,7 +66,7 @@ def test_message_where_nothing_passes() -> None:
 
 
 def test_message_to_a_stage_of_the_same_rank() -> None:
-    found = faults("0F0 0SEND_F0>1 1RECV_F0<0 1F0 1B0 0B0", placement=Placement(1, 1, 2))
+    found = faults("0F0 0SEND_F0>1 1RECV_F0<0 1F0 1B0 0B0", mesh=Mesh(1, (0, 0)))
     assert found == [
         "rank 0, position 1, 0SEND_F0>1: stage 1 is on this rank too: nothing to send",
         "rank 0, position 2, 1RECV_F0<0: stage 0 is on this rank too: nothing to send",
@@ -98,59 +98,57 @@ def test_receives_in_another_order_than_the_sends() -> None:
 
 
 def test_replicas_share_the_channel_between_two_ranks() -> None:
-    placement = Placement(groups=1, depth=2, stages=2, replicas=2)
+    mesh = Mesh(1, (0, 1), replicas=2)
     first = "0F0 0SEND_F0>1 1:1RECV_F1<0 1:1F1 1:1B1 1:1SEND_B1>0 0RECV_B0<1 0B0 0REDUCE 1:1REDUCE"
     right = "1:0F1 1:0SEND_F1>1 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1:0RECV_B1<1 1:0B1 1:0REDUCE 1REDUCE"
     wrong = "1:0F1 1:0SEND_F1>1 1:0RECV_B1<1 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1:0B1 1:0REDUCE 1REDUCE"
-    check(from_csv(f"{first}\n{right}".replace(" ", ",")), placement, CHAIN)
-    assert faults(first, wrong, placement=placement) == [
-        "rank 1, position 2, 1:0RECV_B1<1: rank 0 sends 0SEND_F0>1 before that"
-    ]
+    check(from_csv(f"{first}\n{right}".replace(" ", ",")), mesh, CHAIN)
+    assert faults(first, wrong, mesh=mesh) == ["rank 1, position 2, 1:0RECV_B1<1: rank 0 sends 0SEND_F0>1 before that"]
 
 
 def test_sum_missing_early_or_repeated() -> None:
-    two_groups = Placement(groups=2, depth=1, stages=1)
+    two_groups = Mesh(2, (0,))
     right = "0F0 0B0 0REDUCE"
     check(from_csv(f"{right}\n0F1 0B1 0REDUCE".replace(" ", ",")), two_groups, {})
-    assert faults(right, "0F1 0B1", placement=two_groups) == [
+    assert faults(right, "0F1 0B1", mesh=two_groups, links={}) == [
         "rank 1, 0REDUCE: is missing: other ranks hold copies of the stage"
     ]
-    assert faults(right, "0F1 0REDUCE 0B1", placement=two_groups) == [
+    assert faults(right, "0F1 0REDUCE 0B1", mesh=two_groups, links={}) == [
         "rank 1, position 1, 0REDUCE: stands before the last backward pass, 0B1"
     ]
-    assert faults(right, "0F1 0I1 0REDUCE 0W1", placement=two_groups) == [
+    assert faults(right, "0F1 0I1 0REDUCE 0W1", mesh=two_groups, links={}) == [
         "rank 1, position 2, 0REDUCE: stands before the last backward pass, 0W1"
     ]
-    assert faults(right, "0F1 0B1 0REDUCE 0REDUCE", placement=two_groups) == [
+    assert faults(right, "0F1 0B1 0REDUCE 0REDUCE", mesh=two_groups, links={}) == [
         "rank 1, position 3, 0REDUCE: the stage's gradients are summed a second time"
     ]
 
 
 def test_sums_in_different_orders() -> None:
-    found = faults("0F0 1F0 1B0 0B0 1REDUCE 0REDUCE", "0F1 1F1 1B1 0B1 0REDUCE 1REDUCE", placement=Placement(2, 1, 2))
+    found = faults("0F0 1F0 1B0 0B0 1REDUCE 0REDUCE", "0F1 1F1 1B1 0B1 0REDUCE 1REDUCE", mesh=Mesh(2, (0, 0)))
     assert found == ["rank 1, position 4, 0REDUCE: rank 0 sums stages [1, 0] in this order, this rank [0, 1]"]
 
 
 @given(data=st.data())
 def test_any_lowered_schedule_with_a_message_or_sum_taken_out_is_refused(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))
-    placement = placement_for(name, groups=2, depth=3, chunks=2 if SCHEDULES[name].chunks else 1)
-    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)} | {(0, 2): True}
-    schedule = lower(build_schedule(name, placement, 4), placement, links)
+    mesh = mesh_for(name, groups=2, depth=3, chunks=2 if SCHEDULES[name].chunks else 1)
+    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)} | {(0, 2): True}
+    schedule = lower(build_schedule(name, mesh, 4), mesh, links)
     cells = [(rank, n) for rank, row in schedule.items() for n, action in enumerate(row) if action.kind not in COMPUTE]
     rank, n = data.draw(st.sampled_from(cells))
     action = schedule[rank].pop(n)
     with pytest.raises(ScheduleError, match=str(action)):
-        check(schedule, placement, links)
+        check(schedule, mesh, links)
 
 
 def test_middle_rank_of_an_odd_depth_sums_its_stage_once() -> None:
-    placement = placement_for("master", groups=1, depth=3)
+    mesh = mesh_for("master", groups=1, depth=3)
     links = {(0, 1): True, (1, 2): True}
-    schedule = lower(build_schedule("master", placement, 2), placement, links)
+    schedule = lower(build_schedule("master", mesh, 2), mesh, links)
     sums = [str(action) for action in schedule[1] if action.kind is Kind.REDUCE]
     assert sums == [], "no other rank holds stage 1"
-    two_groups = placement_for("master", groups=2, depth=3)
+    two_groups = mesh_for("master", groups=2, depth=3)
     schedule = lower(build_schedule("master", two_groups, 4), two_groups, links)
     assert [str(action) for action in schedule[1] if action.kind is Kind.REDUCE] == ["1REDUCE"]
     check(schedule, two_groups, links)
@@ -158,12 +156,12 @@ def test_middle_rank_of_an_odd_depth_sums_its_stage_once() -> None:
 
 def test_two_ranks_that_wait_for_each_other() -> None:
     """Each computes the other's input only after its own."""
-    placement = Placement(groups=1, depth=2, stages=2, replicas=2)
+    mesh = Mesh(1, (0, 1), replicas=2)
     rows = (
         "1:1RECV_F1<0 1:1F1 0F0 0SEND_F0>1 1:1B1 1:1SEND_B1>0 0RECV_B0<1 0B0 0REDUCE 1:1REDUCE",
         "1RECV_F0<0 1F0 1:0F1 1:0SEND_F1>1 1B0 1SEND_B0>0 1:0RECV_B1<1 1:0B1 1:0REDUCE 1REDUCE",
     )
-    assert faults(*rows, placement=placement) == [
+    assert faults(*rows, mesh=mesh) == [
         "rank 0, position 1, 1:1F1: waits for ever for 1:0SEND_F1>1",
         "rank 1, position 1, 1F0: waits for ever for 0SEND_F0>1",
     ]
@@ -177,5 +175,5 @@ def test_value_comes_with_its_message_not_with_its_computation() -> None:
 
 
 def test_chunks_of_one_rank_hand_over_without_messages() -> None:
-    one_rank = Placement(groups=1, depth=1, stages=2)
-    assert faults("1F0 0F0 1B0 0B0", placement=one_rank) == ["rank 0, position 0, 1F0: waits for ever for 0F0"]
+    one_rank = Mesh(1, (0, 0))
+    assert faults("1F0 0F0 1B0 0B0", mesh=one_rank) == ["rank 0, position 0, 1F0: waits for ever for 0F0"]

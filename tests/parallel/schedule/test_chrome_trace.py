@@ -10,17 +10,17 @@ import pytest
 
 from parallel.schedule.action import COMPUTE, Action
 from parallel.schedule.passes import lower
-from parallel.schedule.registry import build_schedule, placement_for
+from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, Span, StageCost, Timeline, chrome_trace
 
 
 @pytest.fixture(scope="module")
 def timeline() -> Timeline:
-    placement = placement_for("bidirectional", groups=1, depth=4)
+    mesh = mesh_for("bidirectional", groups=1, depth=4)
     links = {(stage, stage + 1): LinkCost(0.1, 0.2) for stage in range(3)}
-    schedule = lower(build_schedule("bidirectional", placement, 8), placement, dict.fromkeys(links, True))
-    return simulate(schedule, placement, [StageCost(1, 2, 1, 1, 1)] * 4, links, {0: 1.0})
+    schedule = lower(build_schedule("bidirectional", mesh, 8), mesh, dict.fromkeys(links, True))
+    return simulate(schedule, mesh, [StageCost(1, 2, 1, 1, 1)] * 4, links, {0: 1.0})
 
 
 @pytest.fixture(scope="module")

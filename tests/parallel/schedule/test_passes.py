@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
 from parallel.schedule.check import check
 from parallel.schedule.dependencies import Dependencies, Links
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_communication, add_recompute, add_reduction, lower
-from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import LinkCost, StageCost
 
-TWO_RANKS = Placement(groups=1, depth=2, stages=2)
-PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)
+TWO_RANKS = Mesh(1, (0, 1))
+PAIR = Mesh(1, (0, 1), replicas=2)
 
 
-def reduced(schedule: Schedule, placement: Placement, **how: bool) -> Schedule:
-    return add_reduction(schedule, placement, chain(placement), **how)
+def reduced(schedule: Schedule, mesh: Mesh, **how: bool) -> Schedule:
+    return add_reduction(schedule, mesh, chain(mesh), **how)
 
 
 def rows(*texts: str) -> Schedule:
@@ -35,22 +35,22 @@ def texts(schedule: Schedule) -> list[str]:
     return [" ".join(map(str, schedule[rank])) for rank in sorted(schedule)]
 
 
-def chain(placement: Placement) -> dict[tuple[int, int], bool]:
-    return {(stage, stage + 1): True for stage in range(placement.stages - 1)}
+def chain(mesh: Mesh) -> dict[tuple[int, int], bool]:
+    return {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
 
 
 @st.composite
-def meshes(draw: st.DrawFn) -> tuple[Schedule, Placement, Links]:
+def meshes(draw: st.DrawFn) -> tuple[Schedule, Mesh, Links]:
     """Any schedule of the registry on a small mesh, the chain of stages and any skips."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     groups, depth = draw(st.integers(1, 2)), draw(st.integers(2, 5))
     chunks = draw(st.integers(2, 3)) if SCHEDULES[name].chunks else 1
-    placement = placement_for(name, groups=groups, depth=depth, chunks=chunks)
+    mesh = mesh_for(name, groups=groups, depth=depth, chunks=chunks)
     m = 2 * groups if name == "mast" else draw(st.integers(groups, 12))
-    far = [(s, t) for s in range(placement.stages) for t in range(s + 2, placement.stages)]
+    far = [(s, t) for s in range(mesh.stages) for t in range(s + 2, mesh.stages)]
     skips = draw(st.lists(st.sampled_from(far), max_size=4, unique=True)) if far else []
-    links = chain(placement) | {pair: draw(st.booleans()) for pair in skips}
-    return build_schedule(name, placement, m), placement, links
+    links = chain(mesh) | {pair: draw(st.booleans()) for pair in skips}
+    return build_schedule(name, mesh, m), mesh, links
 
 
 def test_everything_of_a_small_step() -> None:
@@ -87,7 +87,7 @@ def test_sums_at_the_end_of_everything() -> None:
 
 def test_stage_that_is_complete_first_is_summed_first() -> None:
     schedule = rows("0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1")
-    assert texts(reduced(schedule, Placement(groups=2, depth=1, stages=2))) == [
+    assert texts(reduced(schedule, Mesh(2, (0, 0)))) == [
         "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE",
         "0F1 1F1 1B1 1REDUCE 0B1 0REDUCE",
     ]
@@ -96,7 +96,7 @@ def test_stage_that_is_complete_first_is_summed_first() -> None:
 def test_sums_follow_the_sends_that_others_wait_for() -> None:
     lowered = lower(rows("0F0 0B0 1:1F1 1:1B1", "1F0 1B0 1:0F1 1:0B1"), PAIR, {(0, 1): True})
     assert texts(lowered)[0].endswith("1:1B1 1:1SEND_B1>0 1:1REDUCE 0REDUCE")
-    assert texts(lower(rows("0F0 0B0", "0F1 0B1"), Placement(2, 1, 1), {})) == ["0F0 0B0 0REDUCE", "0F1 0B1 0REDUCE"]
+    assert texts(lower(rows("0F0 0B0", "0F1 0B1"), Mesh(2, (0,)), {})) == ["0F0 0B0 0REDUCE", "0F1 0B1 0REDUCE"]
 
 
 def test_copy_without_microbatches_is_summed() -> None:
@@ -107,10 +107,10 @@ def test_copy_without_microbatches_is_summed() -> None:
 
 
 def test_middle_rank_sums_its_two_replicas_once() -> None:
-    placement = placement_for("master", groups=2, depth=3)
-    lowered = reduced(build_schedule("master", placement, 8), placement)
+    mesh = mesh_for("master", groups=2, depth=3)
+    lowered = reduced(build_schedule("master", mesh, 8), mesh)
     assert [str(action) for action in lowered[1] if action.kind is Kind.REDUCE] == ["1REDUCE"]
-    alone = placement_for("master", groups=1, depth=3)
+    alone = mesh_for("master", groups=1, depth=3)
     assert Kind.REDUCE not in {a.kind for a in reduced(build_schedule("master", alone, 4), alone)[1]}
 
 
@@ -123,9 +123,9 @@ def test_no_gradient_back_along_a_link_without() -> None:
 
 
 def test_skip_goes_straight_to_its_stage() -> None:
-    placement = Placement(groups=1, depth=3, stages=3)
-    schedule = build_schedule("mp-basic", placement, 1)
-    assert texts(add_communication(schedule, placement, chain(placement) | {(0, 2): True})) == [
+    mesh = Mesh(1, (0, 1, 2))
+    schedule = build_schedule("mp-basic", mesh, 1)
+    assert texts(add_communication(schedule, mesh, chain(mesh) | {(0, 2): True})) == [
         "0F0 0SEND_F0>1 0SEND_F0>2 0RECV_B0<1 0RECV_B0<2 0B0",
         "1RECV_F0<0 1F0 1SEND_F0>2 1RECV_B0<2 1B0 1SEND_B0>0",
         "2RECV_F0<0 2RECV_F0<1 2F0 2B0 2SEND_B0>1 2SEND_B0>0",
@@ -134,37 +134,37 @@ def test_skip_goes_straight_to_its_stage() -> None:
 
 def test_receive_is_announced_earlier_where_the_channel_asks_for_it() -> None:
     # Stage 3 needs the skip of microbatch 0 last, though it was sent first.
-    placement = Placement(groups=1, depth=2, stages=4)
-    links = chain(placement) | {(0, 3): True}
-    lowered = add_communication(build_schedule("interleaved", placement, 2), placement, links)
+    mesh = Mesh(1, (0, 1, 0, 1))
+    links = chain(mesh) | {(0, 3): True}
+    lowered = add_communication(build_schedule("interleaved", mesh, 2), mesh, links)
     received = [str(a) for a in lowered[1] if a.kind is Kind.RECEIVE_FORWARD]
     assert received == ["1RECV_F0<0", "3RECV_F0<0", "1RECV_F1<0", "3RECV_F1<0", "3RECV_F0<2", "3RECV_F1<2"]
 
 
 @given(meshes(), st.booleans())
-def test_check_finds_nothing_wrong(mesh: tuple[Schedule, Placement, Links], recompute: bool) -> None:
-    schedule, placement, links = mesh
-    check(lower(schedule, placement, links, recompute=recompute), placement, links)
+def test_check_finds_nothing_wrong(mesh: tuple[Schedule, Mesh, Links], recompute: bool) -> None:
+    schedule, mesh, links = mesh
+    check(lower(schedule, mesh, links, recompute=recompute), mesh, links)
 
 
 @given(meshes(), st.booleans())
-def test_compute_actions_stay_as_they_were(mesh: tuple[Schedule, Placement, Links], recompute: bool) -> None:
-    schedule, placement, links = mesh
-    lowered = lower(schedule, placement, links, recompute=recompute)
+def test_compute_actions_stay_as_they_were(mesh: tuple[Schedule, Mesh, Links], recompute: bool) -> None:
+    schedule, mesh, links = mesh
+    lowered = lower(schedule, mesh, links, recompute=recompute)
     added = PER_PEER | {Kind.REDUCE, Kind.RECOMPUTE}
     assert {rank: [a for a in actions if a.kind not in added] for rank, actions in lowered.items()} == schedule
 
 
 @given(meshes())
-def test_every_link_between_ranks_has_its_messages(mesh: tuple[Schedule, Placement, Links]) -> None:
-    schedule, placement, links = mesh
-    lowered = add_communication(schedule, placement, links)
+def test_every_link_between_ranks_has_its_messages(mesh: tuple[Schedule, Mesh, Links]) -> None:
+    schedule, mesh, links = mesh
+    lowered = add_communication(schedule, mesh, links)
     got = sorted(str(a) for actions in lowered.values() for a in actions if a.kind in PER_PEER)
     expected = []
     for actions in schedule.values():
         for action in actions:
             for (source, target), back in links.items():
-                if placement.rank_of(source) == placement.rank_of(target):
+                if mesh.team_at(source) == mesh.team_at(target):
                     continue
                 if action.kind is Kind.FORWARD and action.stage == source:
                     send = replace(action, kind=Kind.SEND_FORWARD, peer=target)
@@ -177,14 +177,14 @@ def test_every_link_between_ranks_has_its_messages(mesh: tuple[Schedule, Placeme
 
 
 @given(meshes())
-def test_channels_are_first_in_first_out(mesh: tuple[Schedule, Placement, Links]) -> None:
-    schedule, placement, links = mesh
+def test_channels_are_first_in_first_out(mesh: tuple[Schedule, Mesh, Links]) -> None:
+    schedule, mesh, links = mesh
     sent, received = defaultdict(list), defaultdict(list)
-    for rank, actions in add_communication(schedule, placement, links).items():
+    for rank, actions in add_communication(schedule, mesh, links).items():
         for action in actions:
             if action.kind in PER_PEER:
                 assert action.peer is not None
-                peer = placement.rank_of(action.peer, action.replica, placement.group_of(rank))
+                peer = mesh.team_at(action.peer, action.replica, rank // mesh.depth)
                 if action.kind in SENDS:
                     sent[rank, peer].append(action.other_end)
                 else:
@@ -192,10 +192,10 @@ def test_channels_are_first_in_first_out(mesh: tuple[Schedule, Placement, Links]
     assert sent == received
 
 
-def device_stops(lowered: Schedule, placement: Placement, links: Links) -> list[int]:
+def device_stops(lowered: Schedule, mesh: Mesh, links: Links) -> list[int]:
     """Ranks that do not come to their end when each computation waits for all that its rank has begun: messages until
     they are sent and awaited, sums until all ranks that hold the stage have begun them."""
-    between = Dependencies(placement, links)
+    between = Dependencies(mesh, links)
     passed: set[Action] = set()
     summing: dict[int, set[int]] = defaultdict(set)  # stage -> ranks
     begun: dict[int, list[Action]] = {rank: [] for rank in lowered}
@@ -203,7 +203,7 @@ def device_stops(lowered: Schedule, placement: Placement, links: Links) -> list[
 
     def is_over(action: Action) -> bool:
         if action.kind is Kind.REDUCE:
-            return len(summing[action.stage]) == len(placement.holders(action.stage))
+            return len(summing[action.stage]) == len(mesh.teams_with(action.stage))
         return action in passed and action.other_end in passed
 
     moved = True
@@ -229,48 +229,48 @@ def device_stops(lowered: Schedule, placement: Placement, links: Links) -> list[
 
 @given(meshes(), st.booleans())
 def test_no_rank_gets_stuck_where_each_action_waits_for_its_device(
-    mesh: tuple[Schedule, Placement, Links], recompute: bool
+    mesh: tuple[Schedule, Mesh, Links], recompute: bool
 ) -> None:
     """A device has come to its end once the messages and sums before are over, as those of NCCL are kernels."""
-    schedule, placement, links = mesh
-    lowered = lower(schedule, placement, links, recompute=recompute)
-    assert not device_stops(lowered, placement, links), texts(lowered)
+    schedule, mesh, links = mesh
+    lowered = lower(schedule, mesh, links, recompute=recompute)
+    assert not device_stops(lowered, mesh, links), texts(lowered)
 
 
 @pytest.mark.parametrize("depth", [2, 4])
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_receives_are_posted_early_enough(name: str, depth: int) -> None:
     """At the most 2 % are lost against receives that are all posted at the beginning."""
-    placement = placement_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
-    schedule, links = build_schedule(name, placement, 2 if name == "mast" else 8), chain(placement)
-    costs = [StageCost(1.0 + 0.1 * (stage % 3), 2.0, 1.1, 0.9, 0) for stage in range(placement.stages)]
+    mesh = mesh_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule, links = build_schedule(name, mesh, 2 if name == "mast" else 8), chain(mesh)
+    costs = [StageCost(1.0 + 0.1 * (stage % 3), 2.0, 1.1, 0.9, 0) for stage in range(mesh.stages)]
     slow = {pair: LinkCost(0.1, 0.1) for pair in links}
-    soonest = simulate(schedule, placement, costs, slow).makespan_s
-    assert simulate(add_communication(schedule, placement, links), placement, costs, slow).makespan_s <= 1.02 * soonest
+    soonest = simulate(schedule, mesh, costs, slow).makespan_s
+    assert simulate(add_communication(schedule, mesh, links), mesh, costs, slow).makespan_s <= 1.02 * soonest
 
 
 @given(meshes())
-def test_gradients_are_awaited_once_their_values_are_sent(mesh: tuple[Schedule, Placement, Links]) -> None:
-    schedule, placement, links = mesh
-    for actions in add_communication(schedule, placement, links).values():
+def test_gradients_are_awaited_once_their_values_are_sent(mesh: tuple[Schedule, Mesh, Links]) -> None:
+    schedule, mesh, links = mesh
+    for actions in add_communication(schedule, mesh, links).values():
         for n, receive in enumerate(actions):
             if receive.kind is Kind.RECEIVE_BACKWARD:
                 assert replace(receive, kind=Kind.SEND_FORWARD) in actions[:n]
 
 
 @given(meshes())
-def test_holders_sum_in_one_order_as_early_as_that_allows(mesh: tuple[Schedule, Placement, Links]) -> None:
-    schedule, placement, links = mesh
-    lowered = lower(schedule, placement, links)
+def test_holders_sum_in_one_order_as_early_as_that_allows(mesh: tuple[Schedule, Mesh, Links]) -> None:
+    schedule, mesh, links = mesh
+    lowered = lower(schedule, mesh, links)
     orders = defaultdict(set)
     for rank, actions in lowered.items():
         sums = [a.stage for a in actions if a.kind is Kind.REDUCE]
-        held = {stage for stage, _ in placement.held_by(rank) if len(placement.holders(stage)) > 1}
+        held = {stage for stage, _ in mesh.held_by(rank) if len(mesh.teams_with(stage)) > 1}
         assert sorted(sums) == sorted(held)
         for stage in sums:
-            orders[placement.holders(stage)].add(tuple(sums))
+            orders[mesh.teams_with(stage)].add(tuple(sums))
     # Each sum stands after what begins no later than the last action that adds to it, and before what begins later.
-    places = Dependencies(placement, links).in_order(schedule)
+    places = Dependencies(mesh, links).in_order(schedule)
     ends = {a.stage: n for a, n in places.items() if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
     for actions in lowered.values():
         for n, action in enumerate(actions):
@@ -281,7 +281,7 @@ def test_holders_sum_in_one_order_as_early_as_that_allows(mesh: tuple[Schedule, 
 
 
 @given(meshes())
-def test_recomputation_stands_before_its_backward_pass(mesh: tuple[Schedule, Placement, Links]) -> None:
+def test_recomputation_stands_before_its_backward_pass(mesh: tuple[Schedule, Mesh, Links]) -> None:
     schedule, _, _ = mesh
     for rank, actions in add_recompute(schedule).items():
         for before, action in zip(schedule[rank], schedule[rank][1:], strict=False):
@@ -294,14 +294,14 @@ def test_recomputation_stands_before_its_backward_pass(mesh: tuple[Schedule, Pla
 
 
 def test_a_lowered_schedule_parses_back() -> None:
-    placement = placement_for("bidirectional", groups=2, depth=3)
-    lowered = lower(build_schedule("bidirectional", placement, 9), placement, chain(placement), recompute=True)
+    mesh = mesh_for("bidirectional", groups=2, depth=3)
+    lowered = lower(build_schedule("bidirectional", mesh, 9), mesh, chain(mesh), recompute=True)
     for actions in lowered.values():
         assert [Action.parse(str(action)) for action in actions] == actions
 
 
 @pytest.mark.parametrize("name", ["mp-basic", "gpipe", "1f1b", "zero-bubble"])
 def test_one_rank_exchanges_nothing(name: str) -> None:
-    placement = placement_for(name, groups=1, depth=1)
-    schedule = build_schedule(name, placement, 2)
-    assert lower(schedule, placement, {}) == schedule
+    mesh = mesh_for(name, groups=1, depth=1)
+    schedule = build_schedule(name, mesh, 2)
+    assert lower(schedule, mesh, {}) == schedule

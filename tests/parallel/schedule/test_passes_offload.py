@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from parallel.schedule.action import PER_PEER, Kind, Schedule
 from parallel.schedule.check import check
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_offload, lower
-from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import ScheduleError, from_csv, to_csv
 from parallel.schedule.timeline import StageCost
 
-TWO_RANKS = Placement(groups=1, depth=2, stages=2)
+TWO_RANKS = Mesh(1, (0, 1))
 CHAIN = {(0, 1): True}
 NEEDS = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -53,24 +53,24 @@ def test_only_where_there_is_time() -> None:
 
 
 @st.composite
-def lowered(draw: st.DrawFn) -> tuple[Schedule, Placement]:
+def lowered(draw: st.DrawFn) -> tuple[Schedule, Mesh]:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     depth = draw(st.integers(2, 4))
-    placement = placement_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    mesh = mesh_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
     m = 2 if name == "mast" else draw(st.integers(1, 8))
-    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)}
+    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
     copy_s = draw(st.sampled_from([None, 0.0, 0.5, 3.0, 9.0]))
-    own = None if copy_s is None else [StageCost(1.0, 2.0, 1.0, 1.0, 8, copy_s, copy_s)] * placement.stages
+    own = None if copy_s is None else [StageCost(1.0, 2.0, 1.0, 1.0, 8, copy_s, copy_s)] * mesh.stages
     recompute = draw(st.booleans())
-    schedule = build_schedule(name, placement, m)
-    found = lower(schedule, placement, links, recompute=recompute, offload=True, costs=own)
-    check(found, placement, links)
-    return found, placement
+    schedule = build_schedule(name, mesh, m)
+    found = lower(schedule, mesh, links, recompute=recompute, offload=True, costs=own)
+    check(found, mesh, links)
+    return found, mesh
 
 
 @given(lowered())
-def test_out_after_forward_and_back_before_what_needs_it(made: tuple[Schedule, Placement]) -> None:
-    schedule, placement = made
+def test_out_after_forward_and_back_before_what_needs_it(made: tuple[Schedule, Mesh]) -> None:
+    schedule, mesh = made
     assert from_csv(to_csv(schedule)) == schedule
     for actions in schedule.values():
         at = {(a.kind, a.stage, a.microbatch, a.replica): n for n, a in enumerate(actions) if a.kind not in PER_PEER}
@@ -79,12 +79,12 @@ def test_out_after_forward_and_back_before_what_needs_it(made: tuple[Schedule, P
         for place in out:
             needs = [at[key] for kind in NEEDS if (key := (kind, *place)) in at]
             assert at[Kind.FORWARD, *place] < at[Kind.OFFLOAD, *place] < at[Kind.PREFETCH, *place] < min(needs)
-    own = [StageCost(1.0, 2.0, 1.0, 1.0, 8)] * placement.stages
-    assert simulate(schedule, placement, own).makespan_s > 0
+    own = [StageCost(1.0, 2.0, 1.0, 1.0, 8)] * mesh.stages
+    assert simulate(schedule, mesh, own).makespan_s > 0
 
 
 def test_copies_take_time_where_nothing_hides_them() -> None:
-    alone = Placement(groups=1, depth=1, stages=1)
+    alone = Mesh(1, (0,))
     schedule = rows("0F0 0O0 0F1 0P0 0B0 0B1")
     free, slow = ([StageCost(1.0, 2.0, 1.0, 1.0, 8, s, s)] for s in (0.0, 2.5))
     assert simulate(schedule, alone, free).makespan_s == 6
@@ -95,4 +95,4 @@ def test_copies_take_time_where_nothing_hides_them() -> None:
 @pytest.mark.parametrize("text", ["0O0 0F0 0P0 0B0", "0F0 0P0 0O0 0B0", "0F0 0O0 0B0 0P0"])
 def test_wrong_order_is_found(text: str) -> None:
     with pytest.raises(ScheduleError, match="stands before"):
-        check(rows(text), Placement(groups=1, depth=1, stages=1), {})
+        check(rows(text), Mesh(1, (0,)), {})

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.action import Kind
-from parallel.schedule.microbatch import share_of
-from parallel.schedule.registry import SCHEDULES, build_schedule, default_microbatches, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, default_microbatches, mesh_for
+from parallel.schedule.shares import share_of
 from tests.golden.regenerate import SCHEDULE_FILES, schedules
 
 
@@ -26,20 +26,20 @@ def test_names() -> None:
     m=st.integers(min_value=3, max_value=12),
 )
 def test_each_group_computes_its_share(name: str, groups: int, depth: int, m: int) -> None:
-    placement = placement_for(name, groups=groups, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
-    schedule = build_schedule(name, placement, m)
+    mesh = mesh_for(name, groups=groups, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, mesh, m)
     assert sorted(schedule) == list(range(groups * depth))
     for rank, actions in schedule.items():
-        share = share_of(placement.group_of(rank), groups, m)
+        share = share_of(rank // mesh.depth, groups, m)
         assert {action.microbatch for action in actions} == set(share)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_kind_says_what_its_schedule_is(name: str) -> None:
     kind = SCHEDULES[name]
-    placement = placement_for(name, groups=1, depth=2, chunks=2 if kind.chunks else 1)
-    assert placement.replicas == kind.replicas
-    actions = build_schedule(name, placement, 2)[0]
+    mesh = mesh_for(name, groups=1, depth=2, chunks=2 if kind.chunks else 1)
+    assert mesh.replicas == kind.replicas
+    actions = build_schedule(name, mesh, 2)[0]
     assert {action.kind for action in actions} == {Kind.FORWARD} | (
         {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} if kind.splits_backward else {Kind.BACKWARD}
     )
@@ -49,8 +49,8 @@ def test_kind_says_what_its_schedule_is(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_default_microbatches_can_be_run(name: str, depth: int) -> None:
-    placement = placement_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
-    assert build_schedule(name, placement, default_microbatches(name, depth))
+    mesh = mesh_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    assert build_schedule(name, mesh, default_microbatches(name, depth))
 
 
 def test_default_microbatches() -> None:
@@ -60,8 +60,8 @@ def test_default_microbatches() -> None:
 def test_unknown_name_lists_the_names() -> None:
     for call in (
         lambda: default_microbatches("gpip", 2),
-        lambda: placement_for("gpip", groups=1, depth=2, chunks=1),
-        lambda: build_schedule("gpip", placement_for("gpipe", groups=1, depth=2, chunks=1), 2),
+        lambda: mesh_for("gpip", groups=1, depth=2, chunks=1),
+        lambda: build_schedule("gpip", mesh_for("gpipe", groups=1, depth=2, chunks=1), 2),
     ):
         with pytest.raises(ValueError, match=r"no schedule 'gpip'.*mp-basic, gpipe, 1f1b.*bidirectional"):
             call()
@@ -81,7 +81,7 @@ def test_unknown_name_lists_the_names() -> None:
 def test_mesh_that_cannot_be(name: str, mesh: tuple[int, int, int], message: str) -> None:
     groups, depth, chunks = mesh
     with pytest.raises(ValueError, match=message):
-        placement_for(name, groups=groups, depth=depth, chunks=chunks)
+        mesh_for(name, groups=groups, depth=depth, chunks=chunks)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_mesh_that_cannot_be(name: str, mesh: tuple[int, int, int], message: str
 )
 def test_microbatches_that_cannot_be(name: str, m: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_schedule(name, placement_for(name, groups=2, depth=2, chunks=1), m)
+        build_schedule(name, mesh_for(name, groups=2, depth=2, chunks=1), m)
 
 
 def test_golden_schedules_are_todays() -> None:

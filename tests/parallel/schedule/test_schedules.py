@@ -20,9 +20,9 @@ from parallel.schedule.generators import (
     one_f_one_b,
     zero_bubble,
 )
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 
 UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 DEPTHS, COUNTS = range(1, 7), range(1, 13)
@@ -68,15 +68,15 @@ def peaks(schedule: Schedule) -> list[int]:
 
 
 @st.composite
-def meshes(draw: st.DrawFn) -> tuple[Schedule, Placement]:
+def meshes(draw: st.DrawFn) -> tuple[Schedule, Mesh]:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     kind = SCHEDULES[name]
     depth = draw(st.integers(min_value=kind.replicas, max_value=6))
     groups = draw(st.integers(min_value=1, max_value=3))
     chunks = draw(st.integers(min_value=2, max_value=3)) if kind.chunks else 1
     m = 2 * groups if name == "mast" else draw(st.integers(min_value=groups, max_value=12))
-    placement = placement_for(name, groups=groups, depth=depth, chunks=chunks)
-    return build_schedule(name, placement, m), placement
+    mesh = mesh_for(name, groups=groups, depth=depth, chunks=chunks)
+    return build_schedule(name, mesh, m), mesh
 
 
 def links_of(stages: int) -> st.SearchStrategy[Mapping[tuple[int, int], bool]]:
@@ -88,17 +88,17 @@ def links_of(stages: int) -> st.SearchStrategy[Mapping[tuple[int, int], bool]]:
 
 
 @given(mesh=meshes(), data=st.data())
-def test_passes_check_whatever_the_mesh_and_the_skips(mesh: tuple[Schedule, Placement], data: st.DataObject) -> None:
-    schedule, placement = mesh
-    links = data.draw(links_of(placement.stages))
-    check(schedule, placement, links)
+def test_passes_check_whatever_the_mesh_and_the_skips(mesh: tuple[Schedule, Mesh], data: st.DataObject) -> None:
+    schedule, mesh = mesh
+    links = data.draw(links_of(mesh.stages))
+    check(schedule, mesh, links)
 
 
 @given(mesh=meshes(), data=st.data(), recompute=st.booleans())
-def test_passes_check_when_lowered(mesh: tuple[Schedule, Placement], data: st.DataObject, recompute: bool) -> None:
-    schedule, placement = mesh
-    links = data.draw(links_of(placement.stages))
-    check(lower(schedule, placement, links, recompute=recompute), placement, links)
+def test_passes_check_when_lowered(mesh: tuple[Schedule, Mesh], data: st.DataObject, recompute: bool) -> None:
+    schedule, mesh = mesh
+    links = data.draw(links_of(mesh.stages))
+    check(lower(schedule, mesh, links, recompute=recompute), mesh, links)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

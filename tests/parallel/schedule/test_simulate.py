@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.action import Kind, Schedule
+from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.placement import Placement
-from parallel.schedule.registry import SCHEDULES, build_schedule, placement_for
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import LinkCost, StageCost, Timeline
 
-TWO_RANKS = Placement(groups=1, depth=2, stages=2)
-PAIR = Placement(groups=1, depth=2, stages=2, replicas=2)
+TWO_RANKS = Mesh(1, (0, 1))
+PAIR = Mesh(1, (0, 1), replicas=2)
 
 
 def rows(*texts: str) -> Schedule:
@@ -28,9 +28,9 @@ def units(*activation_bytes: int) -> list[StageCost]:
 
 
 def step(name: str, depth: int, m: int, *activation_bytes: int) -> Timeline:
-    placement = placement_for(name, groups=1, depth=depth)
+    mesh = mesh_for(name, groups=1, depth=depth)
     costs = units(*(activation_bytes or (1,) * depth))
-    return simulate(build_schedule(name, placement, m), placement, costs)
+    return simulate(build_schedule(name, mesh, m), mesh, costs)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_formulas(depth: int, m: int, forward_s: float, longer_s: float) -> None
         "master": m * (depth * backward_s + forward_s) + (depth - 1) * forward_s,
     }
     for name, seconds in expected_s.items():
-        placement = placement_for(name, groups=1, depth=depth)
-        assert simulate(build_schedule(name, placement, m), placement, costs).makespan_s == pytest.approx(seconds)
+        mesh = mesh_for(name, groups=1, depth=depth)
+        assert simulate(build_schedule(name, mesh, m), mesh, costs).makespan_s == pytest.approx(seconds)
 
 
 def test_bubble_of_a_bidirectional_pipeline() -> None:
@@ -82,22 +82,22 @@ def test_peak_bytes_of_a_pair_are_those_of_the_larger_stage() -> None:
 
 
 def test_recomputation_costs_a_forward_pass_and_keeps_one_microbatch() -> None:
-    placement = placement_for("gpipe", groups=1, depth=1)
-    schedule = build_schedule("gpipe", placement, 5)
-    plain = simulate(schedule, placement, units(10))
-    again = simulate(lower(schedule, placement, {}, recompute=True), placement, units(10))
+    mesh = mesh_for("gpipe", groups=1, depth=1)
+    schedule = build_schedule("gpipe", mesh, 5)
+    plain = simulate(schedule, mesh, units(10))
+    again = simulate(lower(schedule, mesh, {}, recompute=True), mesh, units(10))
     assert (plain.makespan_s, plain.peak_bytes) == (15, {0: 50})
     assert (again.makespan_s, again.peak_bytes) == (20, {0: 10})
 
 
 def test_bytes_of_a_split_backward_pass_are_kept_until_its_second_half() -> None:
     schedule = rows("0F0 0I0 0F1 0I1 0W0 0W1")
-    assert simulate(schedule, Placement(1, 1, 1), units(10)).peak_bytes == {0: 20}
+    assert simulate(schedule, Mesh(1, (0,)), units(10)).peak_bytes == {0: 20}
 
 
 def test_microbatches_of_different_sizes() -> None:
     schedule = rows("0F0 0F1 0B0 0B1")
-    timeline = simulate(schedule, Placement(1, 1, 1), units(10), weights=[1.0, 0.5])
+    timeline = simulate(schedule, Mesh(1, (0,)), units(10), weights=[1.0, 0.5])
     assert [(str(s.action), s.start_s, s.end_s) for s in timeline.spans[0]] == [
         ("0F0", 0, 1),
         ("0F1", 1, 1.5),
@@ -113,7 +113,7 @@ def test_messages_of_small_microbatches_travel_faster() -> None:
 
 
 def test_every_compute_action_takes_the_overhead() -> None:
-    assert simulate(rows("0F0 0B0"), Placement(1, 1, 1), units(1), overhead_s=0.25).makespan_s == 3.5
+    assert simulate(rows("0F0 0B0"), Mesh(1, (0,)), units(1), overhead_s=0.25).makespan_s == 3.5
 
 
 @pytest.mark.parametrize("lowered", [False, True])
@@ -149,9 +149,9 @@ def test_links_without_gradients_hold_up_nothing() -> None:
 
 
 def test_skip_is_waited_for() -> None:
-    placement = Placement(1, 3, 3)
+    mesh = Mesh(1, (0, 1, 2))
     links = {(0, 1): LinkCost(0, 0), (1, 2): LinkCost(0, 0), (0, 2): LinkCost(5.0, 5.0)}
-    timeline = simulate(build_schedule("mp-basic", placement, 1), placement, units(1, 1, 1), links)
+    timeline = simulate(build_schedule("mp-basic", mesh, 1), mesh, units(1, 1, 1), links)
     assert timeline.compute(2)[0].start_s == 6
     assert timeline.compute(0)[1].start_s == 6 + 3 + 5
 
@@ -167,9 +167,9 @@ def test_sums_run_beside_compute_and_end_the_step() -> None:
 
 
 def test_sum_begins_with_the_last_rank() -> None:
-    placement = Placement(groups=2, depth=1, stages=1)
+    mesh = Mesh(2, (0,))
     schedule = rows("0F0 0B0 0REDUCE", "0F1 0B1 0F2 0B2 0REDUCE")
-    timeline = simulate(schedule, placement, units(1), reduce_s={0: 2.0})
+    timeline = simulate(schedule, mesh, units(1), reduce_s={0: 2.0})
     assert [(s.start_s, s.end_s) for r in (0, 1) for s in timeline.spans[r] if s.action.kind is Kind.REDUCE] == [
         (6, 8)
     ] * 2
@@ -185,13 +185,13 @@ def test_sum_begins_with_the_last_rank() -> None:
 def test_messages_that_cost_nothing_change_nothing(
     name: str, groups: int, depth: int, m: int, seconds: list[float]
 ) -> None:
-    placement = placement_for(name, groups=groups, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
-    schedule = build_schedule(name, placement, 2 * groups if name == "mast" else max(m, groups))
-    costs = [StageCost(s, 2 * s, s, s, stage + 1) for stage, s in enumerate(seconds[: placement.stages])]
-    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)} | {(0, placement.stages - 1): True}
+    mesh = mesh_for(name, groups=groups, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, mesh, 2 * groups if name == "mast" else max(m, groups))
+    costs = [StageCost(s, 2 * s, s, s, stage + 1) for stage, s in enumerate(seconds[: mesh.stages])]
+    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)} | {(0, mesh.stages - 1): True}
     free = dict.fromkeys(links, LinkCost(0.0, 0.0))
-    plain = simulate(schedule, placement, costs, free)
-    lowered = simulate(lower(schedule, placement, links), placement, costs, free)
+    plain = simulate(schedule, mesh, costs, free)
+    lowered = simulate(lower(schedule, mesh, links), mesh, costs, free)
     assert {r: plain.compute(r) for r in schedule} == {r: lowered.compute(r) for r in schedule}
     assert plain.peak_bytes == lowered.peak_bytes
 
@@ -222,18 +222,16 @@ def test_sums_in_different_orders_never_end() -> None:
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sums_that_wait_for_the_end_of_everything_hide_behind_nothing(name: str, depth: int) -> None:
-    placement = placement_for(name, groups=2, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
-    schedule = build_schedule(name, placement, 4 if name == "mast" else 12)
-    costs = units(*(1,) * placement.stages)
-    links = {(stage, stage + 1): True for stage in range(placement.stages - 1)}
-    sums = dict.fromkeys(range(placement.stages), 2.0)
-    plain_s = simulate(schedule, placement, costs).makespan_s
+    mesh = mesh_for(name, groups=2, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, mesh, 4 if name == "mast" else 12)
+    costs = units(*(1,) * mesh.stages)
+    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
+    sums = dict.fromkeys(range(mesh.stages), 2.0)
+    plain_s = simulate(schedule, mesh, costs).makespan_s
     early_s, late_s = (
-        simulate(lower(schedule, placement, links, reduce_at_end=late), placement, costs, reduce_s=sums).makespan_s
+        simulate(lower(schedule, mesh, links, reduce_at_end=late), mesh, costs, reduce_s=sums).makespan_s
         for late in (False, True)
     )
     assert plain_s <= early_s <= late_s
     # The last rank to end sums all that it holds after that.
-    assert late_s >= plain_s + 2.0 * max(
-        len({stage for stage, _ in placement.held_by(rank)}) for rank in range(2 * depth)
-    )
+    assert late_s >= plain_s + 2.0 * max(len({stage for stage, _ in mesh.held_by(rank)}) for rank in range(2 * depth))

@@ -95,7 +95,7 @@ def rank_steps(communicator: Communicator, given: tuple[Strategy, dict[str, Tens
     module.load_state_dict(state)
     engine = engine_of(module, communicator, strategy)
     result = steps(engine, CroppedImages)
-    last = engine._work.stages.get(engine.placement.stages - 1)
+    last = engine._work.stages.get(engine.mesh.stages - 1)
     if last is not None:
         assert isinstance(last.module._run_training, StreamedRun)
         assert any(getattr(plan, "sums", False) for plan in last.module._run_training._plans.values())

@@ -1,4 +1,4 @@
-"""Teams on the seats of schedules whose members compute their parts in boxes: the loss, gradients, running statistics,
+"""Teams of schedules whose members compute their parts in boxes: the loss, gradients, running statistics,
 updates and predictions of the plain step."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def on_a_rank(communicator: Communicator, name: str) -> dict[str, Any]:
     return run(communicator, "skips", PROCESSES[name], steps_of(PROCESSES[name].m))
 
 
-PROCESSES = {"seats": PIPELINE, "spatial": of_teams("spatial", STRIPS, policy=BOXES)}
+PROCESSES = {"pipeline": PIPELINE, "spatial": of_teams("spatial", STRIPS, policy=BOXES)}
 
 
 @pytest.mark.process
