@@ -32,8 +32,7 @@ from parallel.comm.kinds import RankKind, describe_shared_gpu
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
-from parallel.profile.gpu import has_bf16, missing_kernels, set_tf32
-from parallel.profile.gpus import gpu_at
+from parallel.profile.gpu import gpu_at, has_bf16, missing_kernels, set_tf32
 from parallel.profile.malloc import keep_freed_memory
 
 log = logging.getLogger(__name__)

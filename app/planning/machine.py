@@ -19,14 +19,14 @@ from app.launch.place import Precision, autocast_of, decide_precision, device_ki
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES, Cluster
 from parallel.cost.devices import DeviceSpec, LinkSpec, device_named, link_named
-from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.cost.roofline import BANDWIDTH, cost_on
+from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
 from parallel.profile.cache import kept_at
-from parallel.profile.calibrate import QUICK_S, calibration_key, load_or_calibrate
+from parallel.profile.calibrate import QUICK_S, DeviceUse, load_or_calibrate
 from parallel.profile.copy_speed import load_or_measure_copies
-from parallel.profile.gpus import gpu_at
+from parallel.profile.gpu import gpu_at
 from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_links
 from pipelines.catalog.counted import counted
 
@@ -151,7 +151,8 @@ def _calibrated(device: torch.device, threads: int, together: int, precision: st
     """The cost model of this machine; the user is told when it takes a while."""
     dtype, tf32 = autocast_of(precision) or torch.float32, precision == "tf32"
     heap_kept = device.type == "cpu"  # as ranks do when they are placed
-    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32))
+    use = DeviceUse(device, threads, together, dtype, channels_last, heap_kept, tf32)
+    path = kept_at(use.key())
     if path is None or not path.exists():
         print(
             f"calibrating this machine for {counted(together, 'rank')} of {counted(threads, 'thread')}, "
@@ -159,16 +160,7 @@ def _calibrated(device: torch.device, threads: int, together: int, precision: st
             file=sys.stderr,
             flush=True,
         )
-    return load_or_calibrate(
-        device,
-        threads=threads,
-        together=together,
-        dtype=dtype,
-        channels_last=channels_last,
-        heap_kept=heap_kept,
-        tf32=tf32,
-        seconds=QUICK_S,
-    )
+    return load_or_calibrate(use)
 
 
 def _links(ranks: int, threads: int, device: str = "cpu") -> LinkSpeed:

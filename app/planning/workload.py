@@ -21,7 +21,7 @@ from models.blocks import Norm
 from models.heads import Head
 from models.losses import PixelClassLoss, TileClassLoss
 from models.registry import build_model
-from parallel.cost.layer_cost import Costs
+from parallel.cost.stage_cost import Costs
 from parallel.engine.sharding_units import sharding_units
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.graph.scale import GraphsBySide

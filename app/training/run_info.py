@@ -94,7 +94,7 @@ def describe_gpus() -> dict[str, Any]:
     build; ``driver`` version."""
     import torch
 
-    from parallel.profile.gpus import describe_gpus as find_gpus
+    from parallel.profile.gpu import describe_gpus as find_gpus
 
     try:
         gpus = find_gpus()

@@ -26,7 +26,7 @@ from benchmarks.balances.measure import stage_times
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
-from parallel.cost.layer_cost import Costs
+from parallel.cost.stage_cost import Costs
 from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
 from parallel.trace.trace import trace

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.profile.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced

@@ -23,10 +23,10 @@ from benchmarks.layer_times.measured import measure
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
-from parallel.cost.layer_cost import Costs
 from parallel.cost.shapes import products
+from parallel.cost.stage_cost import Costs
 from parallel.graph.layers import Layer, LayerGraph
-from parallel.profile.calibrate import LONG_S, QUICK_S, calibrate
+from parallel.profile.calibrate import LONG_S, QUICK_S, DeviceUse, calibrate
 from parallel.profile.malloc import keep_freed_memory
 from parallel.trace.trace import trace
 
@@ -168,7 +168,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    models = [calibrate(torch.device("cpu"), heap_kept=True, seconds=seconds) for seconds in arguments.seconds]
+    models = [calibrate(DeviceUse(torch.device("cpu"), heap_kept=True), seconds) for seconds in arguments.seconds]
     rows = []
     for name in arguments.nets:
         rows += rows_of(name, arguments.px, lambda graph: [model.estimate(graph) for model in models])

@@ -13,7 +13,7 @@ from typing import Any
 from app.planning.workload import Workload
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
-from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import equal_cost
 from parallel.graph.scale import with_tiles

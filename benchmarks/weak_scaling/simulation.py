@@ -17,8 +17,7 @@ import numpy as np
 
 from app.planning.machine import named_machine
 from app.planning.workload import Workload
-from parallel.cost.layer_cost import LayerCost
-from parallel.cost.stage_cost import link_costs, stage_costs
+from parallel.cost.stage_cost import LayerCost, link_costs, stage_costs
 from parallel.graph.partition import Partition
 from parallel.plan.plan import PlanRow, too_small
 from parallel.plan.search import Planner

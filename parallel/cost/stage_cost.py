@@ -1,19 +1,57 @@
-"""What the stages of a partition and the links between them cost, from the costs of their layers.
+"""Seconds of the layers of a graph, and from them the costs of the stages of a partition and of the links between them.
 
-Takes a partition, ``Costs`` and the link between every two stages; gives ``StageCost`` and ``LinkCost`` for
-``simulate``, of one microbatch of the traced shape.
+``Costs`` come from a data sheet, from a calibration of the device, or are measured layer by layer. Takes a partition,
+``Costs`` and the link between every two stages; gives ``StageCost`` and ``LinkCost`` for ``simulate``, of one
+microbatch of the traced shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from parallel.cost.devices import LinkSpec
-from parallel.cost.layer_cost import Costs, LayerCost
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import NOMINAL_COPY_BANDWIDTH, Partition, equal_cost
 from parallel.schedule.timeline import LinkCost, StageCost
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What a layer costs for one microbatch of the traced shape.
+
+    Attributes:
+        backward_s: of the whole backward pass.
+        backward_input_s: of its half that other stages wait for.
+    """
+
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What every layer of a graph costs, by position.
+
+    Attributes:
+        source: how they were found, for people to read.
+        expected_error: relative, the median over layers; None where nobody knows.
+    """
+
+    layers: tuple[LayerCost, ...]
+    source: str
+    expected_error: float | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Forward and backward, by position."""
+        return [cost.seconds for cost in self.layers]
 
 
 def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> list[StageCost]:

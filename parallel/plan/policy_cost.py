@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel.cost.layer_cost import Costs
+from parallel.cost.stage_cost import Costs
 from parallel.graph.partition import Partition
 from parallel.memory.liveness import Piece
 from parallel.memory.policy import ActivationPolicy, Segment

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
-from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
 from parallel.plan.part_graph import PartGraph, Sum, Talk, part_graph

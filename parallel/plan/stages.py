@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
-from parallel.cost.layer_cost import Costs
-from parallel.cost.stage_cost import stage_costs
+from parallel.cost.stage_cost import Costs, stage_costs
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, equal_cost

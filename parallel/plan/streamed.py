@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from parallel.cost.cluster import Cluster
-from parallel.cost.layer_cost import Costs
-from parallel.cost.stage_cost import stage_costs
+from parallel.cost.stage_cost import Costs, stage_costs
 from parallel.graph.layers import Layer, LayerGraph, Op
 from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import RankBytes, whole_bytes

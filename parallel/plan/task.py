@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from parallel.cost.layer_cost import Costs
+from parallel.cost.stage_cost import Costs
 from parallel.graph.layers import LayerGraph
 from parallel.plan.side_by_side import Divisible
 from parallel.plan.streamed import Streamed

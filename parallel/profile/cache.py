@@ -1,7 +1,7 @@
-"""The user's cache of what was measured on this machine.
+"""Measurements of this machine: kept in the user's cache, and made again once other programs have left its cores.
 
-Takes all that a measurement holds for, and its text; gives the file where it is kept. Where there is no such folder, or
-it cannot be written, what was measured is used and not kept.
+Takes all that a measurement holds for, and the function that makes it. Where the cache has no folder, or it cannot be
+written, what was measured is used and not kept.
 """
 
 from __future__ import annotations
@@ -15,12 +15,73 @@ import logging
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+import psutil
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
+BUSY = 0.1
+"""Share of the cores' time that other programs take; an idle desktop stays below."""
+LOOK_S = 0.5
+
 log = logging.getLogger(__name__)
+
+
+class Measured(Protocol):
+    """Measurement that tells the share of the cores' time that other programs took meanwhile."""
+
+    @property
+    def others(self) -> float: ...
+
+
+T = TypeVar("T", bound=Measured)
+
+
+def load_or_measure(
+    key: dict[str, Any],
+    name: str,
+    what: str,
+    measure: Callable[[], T],
+    parse: Callable[[str], T | None],
+    to_text: Callable[[T], str],
+) -> T:
+    """Return the measurement kept of an earlier time, else what ``measure`` gives, which is kept.
+
+    One that was made on a busy machine is used only as long as that is busy.
+
+    Args:
+        key, name: as for ``kept_at``.
+        what: is measured, for warnings.
+        parse: gives what ``to_text`` took; None where it no longer holds.
+    """
+    path = kept_at(key, name)
+    text = kept_text(path)
+    kept = parse(text) if text else None
+    if kept is not None:
+        if kept.others <= BUSY:
+            return kept
+        then = 100 * kept.others
+        if (now := 100 * others_now()) > 100 * BUSY:
+            log.warning(
+                "other programs took %.0f %% of the cores while %s were measured, and take %.0f %% now: real times may "
+                "be shorter; measured again once this machine is calm",
+                *(then, what, now),
+            )
+            return kept
+        log.warning("measuring %s again: other programs took %.0f %% of the cores then, and are gone", what, then)
+    made = measure()
+    if made.others > BUSY:
+        log.warning(
+            "other programs took %.0f %% of the cores while %s were measured: real times may be shorter; measured "
+            "again once this machine is calm",
+            *(100 * made.others, what),
+        )
+    keep(path, to_text(made))
+    return made
 
 
 def kept_at(key: dict[str, Any], what: str = "costs") -> Path | None:
@@ -105,3 +166,34 @@ def _tell(reason: str) -> None:
     log.warning(
         "%s: what was measured of this machine is used now and not kept; XDG_CACHE_HOME names another folder", reason
     )
+
+
+class CoreUse:
+    """The work on the cores since this was made: of other programs, and of this process and those it has waited for.
+
+    Works where Linux says what each core has done; what a virtual machine's host took counts as others' too.
+    """
+
+    def __init__(self) -> None:
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._begin = self._read()
+
+    def others(self) -> float:
+        """Return the share of the cores' time that others have taken so far, 0 to 1."""
+        passed_s, busy_s, own_s = (now - then for now, then in zip(self._read(), self._begin, strict=True))
+        return min(1.0, max(0.0, (busy_s - own_s) / (passed_s * len(self._cores))))
+
+    def _read(self) -> tuple[float, float, float]:
+        """Return seconds: of the clock, of work on the cores, of this process and what it has waited for."""
+        machine = psutil.cpu_times(percpu=True)
+        cores = [machine[core] for core in self._cores if core < len(machine)]
+        busy_s = sum(core.user + core.nice + core.system + core.irq + core.softirq + core.steal for core in cores)
+        own = os.times()
+        return time.monotonic(), busy_s, own.user + own.system + own.children_user + own.children_system
+
+
+def others_now() -> float:
+    """Return the share that others take at present; takes half a second."""
+    use = CoreUse()
+    time.sleep(LOOK_S)
+    return use.others()

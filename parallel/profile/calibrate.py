@@ -11,30 +11,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import platform
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from parallel.cost.calibrated import CostModel, Curve, PassModel
-from parallel.cost.product import PASSES, OpWork, work_of_shape
+from parallel.cost.calibrated import PASSES, CostModel, Curve, OpWork, PassModel, work_of_shape
 from parallel.cost.regression import fit
 from parallel.cost.shapes import Product
 from parallel.graph.layers import Convolution
-from parallel.profile.cache import keep, kept_at, kept_text
+from parallel.profile.cache import CoreUse, load_or_measure
 from parallel.profile.calibrate_worker import readings_of
-from parallel.profile.core_use import BUSY, CoreUse, others_now
-from parallel.profile.gpus import gpu_at, last_error
-
-log = logging.getLogger(__name__)
+from parallel.profile.gpu import gpu_at, last_error
 
 QUICK_S, LONG_S = 45.0, 90.0
 """Budgets: where a plan waits for it, and for the smallest error."""
@@ -49,101 +45,83 @@ LEAST_S = 1e-9
 ROOT = Path(__file__).parents[2]
 
 
-def load_or_calibrate(
-    device: torch.device,
-    *,
-    threads: int = 1,
-    together: int = 1,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = True,
-    heap_kept: bool = False,
-    tf32: bool = False,
-    seconds: float = QUICK_S,
-) -> CostModel:
-    """Return the model kept of an earlier calibration as long as this one, else a new one, which is kept. As
-    ``calibrate``.
+@dataclass(frozen=True)
+class DeviceUse:
+    """Device and how ranks use it.
 
-    One that was made on a busy machine is used only as long as that is busy.
-    """
-    path = kept_at(calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32))
-    text = kept_text(path)
-    kept = CostModel.from_json(text) if text else None
-    if kept is not None and kept.seconds_taken >= seconds:
-        if kept.others <= BUSY:
-            return kept
-        if (now := others_now()) > BUSY:
-            log.warning(
-                "this machine was calibrated while other programs took %.0f %% of its cores, and now they take "
-                "%.0f %%: real times may be shorter; calibrated again once it is calm",
-                100 * kept.others,
-                100 * now,
-            )
-            return kept
-        log.warning("calibrating again: other programs took %.0f %% of the cores then, and are gone", 100 * kept.others)
-    model = calibrate(
-        device,
-        threads=threads,
-        together=together,
-        dtype=dtype,
-        channels_last=channels_last,
-        heap_kept=heap_kept,
-        tf32=tf32,
-        seconds=seconds,
-    )
-    if model.others > BUSY:
-        log.warning(
-            "other programs took %.0f %% of the cores while this machine was calibrated: real times may be shorter; "
-            "calibrated again once it is calm",
-            100 * model.others,
-        )
-    keep(path, model.to_json())
-    return model
-
-
-def calibrate(
-    device: torch.device,
-    *,
-    threads: int = 1,
-    together: int = 1,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = True,
-    heap_kept: bool = False,
-    tf32: bool = False,
-    seconds: float = QUICK_S,
-) -> CostModel:
-    """Time operations on ``device`` and return the model that fits them.
-
-    Args:
+    Attributes:
         threads: of each rank, on a CPU.
-        together: ranks that will compute at the same time on this machine, if it is a CPU; on an accelerator 1.
+        together: ranks that compute at the same time on this machine, if it is a CPU; on an accelerator 1.
         dtype: of the products; half types are mixed precision, for graphs traced in float32.
         channels_last: memory layout of images.
         heap_kept: the ranks call ``keep_freed_memory``.
         tf32: float32 is multiplied in TF32, on a GPU.
+    """
+
+    device: torch.device
+    threads: int = 1
+    together: int = 1
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = True
+    heap_kept: bool = False
+    tf32: bool = False
+
+    def key(self) -> dict[str, Any]:
+        """Return all that a calibration holds for."""
+        cuda = self.device.type == "cuda"
+        return {
+            "format": FORMAT[self.device.type],
+            "device": gpu_at(self.device.index or 0).name if cuda else _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "torch": torch.__version__,
+            "threads": self.threads,
+            "together": self.together,
+            "dtype": str(self.dtype),
+            "channels_last": self.channels_last,
+            "heap_kept": self.heap_kept,
+        } | ({"tf32": self.tf32} if cuda else {})
+
+
+def load_or_calibrate(use: DeviceUse, seconds: float = QUICK_S) -> CostModel:
+    """Return the model kept of an earlier calibration as long as this one, else a new one, which is kept. As
+    ``calibrate``."""
+
+    def parse(text: str) -> CostModel | None:
+        model = CostModel.from_json(text)
+        return model if model.seconds_taken >= seconds else None
+
+    return load_or_measure(
+        use.key(), "costs", "operations", lambda: calibrate(use, seconds), parse, lambda model: model.to_json()
+    )
+
+
+def calibrate(use: DeviceUse, seconds: float = QUICK_S) -> CostModel:
+    """Time operations on a device and return the model that fits them.
+
+    Args:
         seconds: budget of the timing; starting the processes comes on top.
 
     Raises:
         RuntimeError: a process could not time enough; says what it printed last.
     """
     settings = {
-        "device": str(device),
-        "threads": threads,
-        "dtype": str(dtype).removeprefix("torch."),
-        "channels_last": channels_last,
-        "heap_kept": heap_kept,
-        "tf32": tf32,
+        "device": str(use.device),
+        "threads": use.threads,
+        "dtype": str(use.dtype).removeprefix("torch."),
+        "channels_last": use.channels_last,
+        "heap_kept": use.heap_kept,
+        "tf32": use.tf32,
         "seconds": seconds,
     }
-    use = CoreUse()
-    readings = _run([settings | {"seed": seed} for seed in range(together)], seconds)
-    others = use.others() if device.type == "cpu" else 0.0
-    key = calibration_key(device, threads, together, dtype, channels_last, heap_kept, tf32)
-    return dataclasses.replace(fit_model(readings, key, seconds), others=others)
+    cores = CoreUse()
+    readings = _run([settings | {"seed": seed} for seed in range(use.together)], seconds)
+    others = cores.others() if use.device.type == "cpu" else 0.0
+    return dataclasses.replace(fit_model(readings, use.key(), seconds), others=others)
 
 
 def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
     """Return the model that explains ``readings``, as ``calibrate_worker`` gives them; ``key`` as
-    ``calibration_key``."""
+    ``DeviceUse.key``."""
     products: dict[str, list[tuple[OpWork, dict[str, float]]]] = defaultdict(list)
     curves: dict[str, dict[str, list[list[float]]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
     fresh: list[list[float]] = []
@@ -177,34 +155,10 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
     )
 
 
-def calibration_key(
-    device: torch.device,
-    threads: int,
-    together: int,
-    dtype: torch.dtype,
-    channels_last: bool,
-    heap_kept: bool = False,
-    tf32: bool = False,
-) -> dict[str, Any]:
-    """Return all that a calibration holds for."""
-    name = gpu_at(device.index or 0).name if device.type == "cuda" else _cpu_model()
-    return {
-        "format": FORMAT[device.type],
-        "device": name,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "torch": torch.__version__,
-        "threads": threads,
-        "together": together,
-        "dtype": str(dtype),
-        "channels_last": channels_last,
-        "heap_kept": heap_kept,
-    } | ({"tf32": tf32} if device.type == "cuda" else {})
-
-
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """Return the readings of one worker for each of ``settings``, all at work at the same time.
 
-    A process that has a CUDA context makes them itself: its GPU may admit no other (``gpus``).
+    A process that has a CUDA context makes them itself: its GPU may admit no other (``gpu``).
     """
     device = torch.device(settings[0]["device"])
     if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

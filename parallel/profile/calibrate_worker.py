@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from parallel.cost.roofline import backward_bytes, forward_bytes
 from parallel.cost.shapes import ROUND, Product, products
-from parallel.cost.traffic import backward_bytes, forward_bytes
 from parallel.profile.gpu import set_tf32
 from parallel.profile.malloc import keep_freed_memory
 from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product

@@ -9,23 +9,17 @@ each device, number of cores, version of torch, threads and ranks; none is shipp
 from __future__ import annotations
 
 import json
-import logging
 import statistics
 import threading
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, fields
 
 import torch
 
 from parallel.offload.copies import CudaCopies
-from parallel.profile.cache import keep, kept_at, kept_text
-from parallel.profile.calibrate import calibration_key
-from parallel.profile.core_use import BUSY, CoreUse, others_now
-from parallel.profile.gpus import in_cuda_process
-
-log = logging.getLogger(__name__)
+from parallel.profile.cache import CoreUse, load_or_measure
+from parallel.profile.calibrate import DeviceUse
+from parallel.profile.gpu import in_cuda_process
 
 FORMAT = 2
 """Raised when speeds kept by earlier versions no longer hold."""
@@ -54,20 +48,17 @@ class CopySpeed:
 
 
 def load_or_measure_copies(device: torch.device, *, threads: int = 1, together: int = 1) -> CopySpeed:
-    """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_copies``.
-
-    One that was taken on a busy machine is used only as long as that is busy.
-    """
-    key = calibration_key(device, threads, together, torch.uint8, False) | {"format": f"copies {FORMAT}"}
-    path = kept_at(key, "copies")
-    kept = _load(path)
-    if kept is not None:
-        if kept.others <= BUSY or others_now() > BUSY:
-            return kept
-        log.warning("timing copies again: others took %.0f %% of the cores then, and are gone", 100 * kept.others)
-    speed = measure_copies(device, threads=threads, together=together)
-    keep(path, json.dumps({"key": key, **asdict(speed)}))
-    return speed
+    """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_copies``."""
+    use = DeviceUse(device, threads, together, torch.uint8, channels_last=False)
+    key = use.key() | {"format": f"copies {FORMAT}"}
+    return load_or_measure(
+        key,
+        "copies",
+        "copies to the host",
+        lambda: measure_copies(device, threads=threads, together=together),
+        lambda text: CopySpeed(**{field.name: json.loads(text)[field.name] for field in fields(CopySpeed)}),
+        lambda speed: json.dumps({"key": key, **asdict(speed)}),
+    )
 
 
 def measure_copies(device: torch.device, *, threads: int = 1, together: int = 1) -> CopySpeed:
@@ -125,12 +116,3 @@ def _in_memory(together: int) -> list[float]:
     for rank in ranks:
         rank.join()
     return seconds
-
-
-def _load(path: Path | None) -> CopySpeed | None:
-    """Return the speed in a file; None where there is none, or it is damaged."""
-    text = kept_text(path)
-    if text is None:
-        return None
-    kept: dict[str, Any] = json.loads(text)
-    return CopySpeed(float(kept["to_host"]), float(kept["to_device"]), float(kept["others"]))

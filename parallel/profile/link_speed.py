@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from parallel.cost.devices import LinkSpec
-from parallel.profile.cache import keep, kept_at, kept_text
-from parallel.profile.calibrate import calibration_key
-from parallel.profile.core_use import BUSY, CoreUse, others_now
-from parallel.profile.gpus import last_error
+from parallel.profile.cache import CoreUse, kept_at, load_or_measure
+from parallel.profile.calibrate import DeviceUse
+from parallel.profile.gpu import last_error
 
 log = logging.getLogger(__name__)
 
@@ -87,29 +86,16 @@ def links_kept_at(ranks: int, threads: int, device: str = "cpu") -> Path | None:
 
 
 def load_or_measure_links(ranks: int, *, threads: int = 1, device: str = "cpu") -> LinkSpeed:
-    """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_links``.
-
-    One of an earlier version is measured anew, and one that was taken on a busy machine as soon as that is calm.
-    """
-    path = links_kept_at(ranks, threads, device)
-    kept = _load(path)
-    if kept is not None:
-        if kept.others <= BUSY or others_now() > BUSY:
-            return kept
-        log.warning(
-            "measuring messages and sums between ranks again: other programs took %.0f %% of the cores then, and are "
-            "gone",
-            100 * kept.others,
-        )
-    speed = measure_links(ranks, threads=threads, device=device)
-    if speed.others > BUSY:
-        log.warning(
-            "other programs took %.0f %% of the cores while messages and sums between ranks were measured: real ones "
-            "may be faster; measured again once this machine is calm",
-            100 * speed.others,
-        )
-    keep(path, json.dumps({"format": FORMAT, "key": _key(ranks, threads, device), **asdict(speed)}))
-    return speed
+    """Return the speed kept of an earlier measurement, else measured now and kept. As ``measure_links``."""
+    key = _key(ranks, threads, device)
+    return load_or_measure(
+        key,
+        "links",
+        "messages and sums between ranks",
+        lambda: measure_links(ranks, threads=threads, device=device),
+        _parse,
+        lambda speed: json.dumps({"format": FORMAT, "key": key, **asdict(speed)}),
+    )
 
 
 def measure_links(ranks: int, *, threads: int = 1, device: str = "cpu", rounds: int = ROUNDS) -> LinkSpeed:
@@ -176,16 +162,13 @@ def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
 
 
 def _key(ranks: int, threads: int, device: str) -> dict[str, Any]:
-    known = calibration_key(torch.device(device), threads, ranks, torch.float32, False)
+    known = DeviceUse(torch.device(device), threads, ranks, channels_last=False).key()
     gpus = {} if device == "cpu" else {"gpus": torch.cuda.device_count()}
     return {name: value for name, value in known.items() if name != "format"} | gpus
 
 
-def _load(path: Path | None) -> LinkSpeed | None:
-    """Return the speed in a file; None where there is none, it is damaged, or of an earlier version, which is told."""
-    text = kept_text(path)
-    if text is None:
-        return None
+def _parse(text: str) -> LinkSpeed | None:
+    """Return the speed that was kept; None where it is of an earlier version, which a warning tells."""
     kept: dict[str, Any] = json.loads(text)
     if kept["format"] != FORMAT:
         log.warning(

@@ -9,6 +9,7 @@ medians, in seconds, to the path that the settings name.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -18,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +30,13 @@ from parallel.comm.objects import gather_objects
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_launch import launch_ranks
 from parallel.comm.torch_shard import TorchShards
+from parallel.graph.partition import Partition
 from parallel.profile.malloc import keep_freed_memory
-from parallel.profile.member_pass import MemberPass
+from parallel.space.team import Grid
+from parallel.team.team_comm import TeamComm
+from parallel.team.team_plan import TeamPlans
+from parallel.team.team_stage import TeamStage, team_stages
+from parallel.trace.trace_alone import trace_alone
 
 WAITS_S = 60.0
 """A rank for another."""
@@ -44,6 +51,9 @@ SIDE_BY_SIDE = 8
 """Messages there and back, or sums, that GPUs are given before the clock is read."""
 CONVOLUTIONS, CHANNELS, SIDE, TILES = 3, 512, 7, 4
 """A net whose weights are many beside its arithmetic, as at the end of a ResNet."""
+MEMBER_LAYERS, MEMBER_CHANNELS = 8, 64
+PART = 32, 64
+"""Rows and columns of a member's part of a tile: a convolution of some milliseconds."""
 WARM_UP = 2
 
 
@@ -196,6 +206,59 @@ def _summed_step(module: nn.Module, reducer: GradReducer, images: Tensor) -> Non
 def _step(forward: Callable[[Tensor], Tensor], module: nn.Module, images: Tensor) -> None:
     module.zero_grad()
     forward(images).mean().backward()  # type: ignore[no-untyped-call]
+
+
+class MemberPass:
+    """A pass of a member of a team that divides the rows of a tile, and the same work without a team.
+
+    What lies between them are the exchanges, with all that a rank does for one: rows packed and put together, rims
+    computed again, cores that hand messages on while they are wanted for computing, and waiting for who is behind.
+
+    Args:
+        team: its communicator, of two members or more.
+    """
+
+    def __init__(self, team: Communicator) -> None:
+        shape = (1, 3, PART[0] * team.world, PART[1])
+        self._shape = shape
+        self._net = _member_net().to(memory_format=torch.channels_last).train()
+        self._link = TeamComm(team)
+        traced = trace_alone(copy.deepcopy(self._net), shape, team)
+        partition, plans = Partition(traced.graph, (0,)), TeamPlans(traced)
+        stage: Any = team_stages(traced, partition, {0: Grid(team.world, 1)}, self._link, plans, CPU)[0]
+        assert isinstance(stage, TeamStage)
+        self._stage: TeamStage = stage
+        stage.train()
+        self._part = torch.randn((1, 3, *PART)).to(memory_format=torch.channels_last)
+
+    def alone(self) -> None:
+        """Compute forward and backward of this member's part, which nobody else has a part of."""
+        _backward(self._net(self._part).sum())
+
+    def in_team(self) -> int:
+        """Compute it as a member; return how many exchanges that took."""
+        before = self._link.exchanges
+        with self._stage.microbatch(self._shape):
+            (output,) = self._stage(self._part)
+            loss = output.sum() * self._stage.counted
+        _backward(loss)
+        self._link.finish()
+        return self._link.exchanges - before
+
+
+def _backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _member_net() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before in (3, *(MEMBER_CHANNELS,) * (MEMBER_LAYERS - 1)):
+        layers += [
+            nn.Conv2d(before, MEMBER_CHANNELS, 3, padding=1, bias=False),
+            nn.BatchNorm2d(MEMBER_CHANNELS),
+            nn.ReLU(),
+        ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(MEMBER_CHANNELS, 2))
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from app.training.run_info import describe_gpus
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES
 from parallel.cost.devices import link_named
-from parallel.profile import calibrate, calibrate_worker, gpus
+from parallel.profile import calibrate, calibrate_worker, gpu
 from parallel.profile.copy_speed import load_or_measure_copies
 from tests.app.conftest import QUICK
 from tests.helpers.in_process import call
@@ -99,9 +99,9 @@ def asked(opened: list[str], model: CostModel, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(calibrate, "_run", calibrates)
     monkeypatch.setattr(calibrate, "fit_model", lambda *_: model)
     monkeypatch.setattr("parallel.comm.torch_launch.launch_ranks", starts)
-    gpus.gpu_at.cache_clear()
+    gpu.gpu_at.cache_clear()
     yield asked
-    gpus.gpu_at.cache_clear()
+    gpu.gpu_at.cache_clear()
 
 
 PLANS = ["read_gpu", "calibrate 1", "gpu_copies", "links of 2 on cuda"]
@@ -177,7 +177,7 @@ def test_a_process_that_has_a_context_asks_no_other(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: torch.enable_grad())
     monkeypatch.delattr(subprocess, "run")
     monkeypatch.delattr(subprocess, "Popen")
-    monkeypatch.setattr(gpus, "read_gpu", lambda _: ANSWERS["read_gpu"])
+    monkeypatch.setattr(gpu, "read_gpu", lambda _: ANSWERS["read_gpu"])
     read: list[str] = []
 
     def readings_of(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -185,13 +185,13 @@ def test_a_process_that_has_a_context_asks_no_other(monkeypatch: pytest.MonkeyPa
         return []
 
     monkeypatch.setattr(calibrate, "readings_of", readings_of)
-    gpus.gpu_at.cache_clear()
-    assert gpus.gpu_at(0).free_bytes == 15 * GIB
+    gpu.gpu_at.cache_clear()
+    assert gpu.gpu_at(0).free_bytes == 15 * GIB
     assert calibrate._run([{"device": "cuda:0"}], 1.0) == []
     assert read == ["cuda:0"]
     monkeypatch.setattr("parallel.profile.copy_speed.gpu_copies", lambda name: (1e9, 3e9))
     assert load_or_measure_copies(torch.device("cuda", 0)).bandwidth == pytest.approx(1.5e9)
-    gpus.gpu_at.cache_clear()
+    gpu.gpu_at.cache_clear()
 
 
 @pytest.mark.usefixtures("opened")
@@ -204,7 +204,7 @@ def test_a_process_that_fails_is_quoted(
         raise subprocess.CalledProcessError(1, [], stderr=printed)
 
     monkeypatch.setattr(subprocess, "run", fails)
-    gpus.gpu_at.cache_clear()
+    gpu.gpu_at.cache_clear()
     assert plan.main(["--model", "resnet18", "--tile", "64"]) == 1
     assert "said: torch.AcceleratorError: CUDA-capable device(s) is/are busy; see" in capsys.readouterr().err
     assert describe_gpus()["gpus"] == []
@@ -213,7 +213,7 @@ def test_a_process_that_fails_is_quoted(
 
 @pytest.mark.process
 def test_what_another_process_returns_comes_back() -> None:
-    assert gpus.in_cuda_process(gpus.read_gpus) == gpus.read_gpus()
+    assert gpu.in_cuda_process(gpu.read_gpus) == gpu.read_gpus()
     settings = {"device": "cpu", "dtype": "float32", "channels_last": True, "seconds": 0.0, "seed": 0}
     assert next(calibrate_worker.readings_of(settings | {"heap_kept": False, "tf32": False}))["what"] == "fresh"
 

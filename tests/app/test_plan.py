@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from parallel.cost.calibrated import CostModel, Curve
 from parallel.plan.candidates import BOXES, PLAIN
 from parallel.plan.largest_tile import LIMIT, LargestTile
 from parallel.plan.plan import Plan, PlanRow
+from parallel.profile.calibrate import DeviceUse
 from parallel.profile.copy_speed import CopySpeed
 from parallel.profile.link_speed import LinkSpeed
 from parallel.strategy import Strategy
@@ -184,11 +184,11 @@ def test_the_precision_of_a_plan_is_that_of_training(device: str, precision: str
 def test_each_precision_has_a_calibration_of_its_own(
     precision: str, dtype: torch.dtype, tf32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
+    asked: list[DeviceUse] = []
     monkeypatch.setattr("parallel.profile.calibrate.gpu_at", lambda index: SimpleNamespace(name="NVIDIA A100"))
-    monkeypatch.setattr("app.planning.machine.load_or_calibrate", lambda device, **settings: asked.append(settings))
+    monkeypatch.setattr("app.planning.machine.load_or_calibrate", asked.append)
     _calibrated(torch.device("cuda", 0), 1, 1, precision, True)
-    assert (asked[0]["dtype"], asked[0]["tf32"]) == (dtype, tf32)
+    assert (asked[0].dtype, asked[0].tf32) == (dtype, tf32)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from app.planning.workload import Workload
 from models.losses import PixelClassLoss, TileClassLoss
-from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.offload.activation_meter import ActivationMeter
 from tests.helpers.lanes import long_where

@@ -14,7 +14,7 @@ from app.settings.strategy import StrategySettings
 from app.verify import VerifyCommand, VerifyResult, verify
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
-from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import WHOLE

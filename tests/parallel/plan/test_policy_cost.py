@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from parallel.cost.layer_cost import Costs, LayerCost
-from parallel.cost.stage_cost import stage_costs
+from parallel.cost.stage_cost import Costs, LayerCost, stage_costs
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.liveness import pieces

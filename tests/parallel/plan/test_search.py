@@ -8,7 +8,7 @@ import pytest
 
 from parallel.cost.cluster import FILL, LIBRARIES, Cluster
 from parallel.cost.devices import LinkSpec
-from parallel.cost.layer_cost import Costs, LayerCost
+from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidates import ON_DEVICE, PLAIN, Savings, candidates

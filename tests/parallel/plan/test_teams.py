@@ -7,7 +7,7 @@ import dataclasses
 from benchmarks.out_of_core.problem import planner
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
-from parallel.cost.layer_cost import LayerCost
+from parallel.cost.stage_cost import LayerCost
 from parallel.plan.candidates import grids_of, in_teams
 from parallel.plan.part_graph import Halo, Talk
 from parallel.plan.plan import PlanRow

@@ -15,7 +15,7 @@ import torch
 from parallel.profile import cache, copy_speed
 from parallel.profile import calibrate as calibration
 from parallel.profile.cache import keep, kept_at, kept_text
-from parallel.profile.calibrate import load_or_calibrate
+from parallel.profile.calibrate import DeviceUse, load_or_calibrate
 from parallel.profile.copy_speed import CopySpeed, load_or_measure_copies
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is said when both kinds of measurement are made."""
-    assert isinstance(load_or_calibrate(CPU), Measured)
+    assert isinstance(load_or_calibrate(DeviceUse(CPU)), Measured)
     assert load_or_measure_copies(CPU) == CopySpeed(1e9, 1e9)
     return [record.getMessage() for record in caplog.records]
 

@@ -22,22 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel.cost.calibrated import CostModel, Curve
-from parallel.cost.product import work_of, work_of_shape
+from parallel.cost.calibrated import CostModel, Curve, work_of, work_of_shape
 from parallel.cost.regression import Polynomial, fit
 from parallel.cost.shapes import ROUND, Product, products
 from parallel.graph.layers import Convolution, LayerGraph
+from parallel.profile import cache, calibrate_worker
 from parallel.profile import calibrate as calibration
-from parallel.profile import calibrate_worker
-from parallel.profile.cache import keep, kept_at, kept_text
-from parallel.profile.calibrate import calibrate, calibration_key, fit_model, load_or_calibrate
-from parallel.profile.core_use import CoreUse, others_now
-from parallel.profile.gpus import Gpu
+from parallel.profile.cache import CoreUse, keep, kept_at, kept_text, others_now
+from parallel.profile.calibrate import DeviceUse, calibrate, fit_model, load_or_calibrate
+from parallel.profile.gpu import Gpu
 from parallel.profile.op_timing import MOVING
 from parallel.trace.trace import trace
 
 CPU = torch.device("cpu")
-KEY = calibration_key(CPU, 1, 1, torch.float32, True)
+KEY = DeviceUse(CPU).key()
 
 
 def law(flops: float, channels_in: int, kernel: int) -> float:
@@ -187,11 +185,11 @@ def test_each_way_of_running_has_a_calibration_of_its_own(monkeypatch, tmp_path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keys = [
         KEY,
-        calibration_key(CPU, 2, 1, torch.float32, True),
-        calibration_key(CPU, 1, 2, torch.float32, True),
-        calibration_key(CPU, 1, 1, torch.bfloat16, True),
-        calibration_key(CPU, 1, 1, torch.float32, False),
-        calibration_key(CPU, 1, 1, torch.float32, True, heap_kept=True),
+        DeviceUse(CPU, threads=2).key(),
+        DeviceUse(CPU, together=2).key(),
+        DeviceUse(CPU, dtype=torch.bfloat16).key(),
+        DeviceUse(CPU, channels_last=False).key(),
+        DeviceUse(CPU, heap_kept=True).key(),
         KEY | {"torch": "2.0"},
         KEY | {"device": "abacus"},
     ]
@@ -203,8 +201,8 @@ def test_a_gpu_has_a_calibration_for_fp32_and_one_for_tf32(monkeypatch: pytest.M
     """Calibrations of earlier versions say nothing of it, as convolutions were in TF32: they are not used."""
     gpu = Gpu("NVIDIA A100", 1 << 30, 1 << 30, "8.0", bf16=True, missing_kernels="")
     monkeypatch.setattr(calibration, "gpu_at", lambda index: gpu)
-    keys = [calibration_key(torch.device("cuda", 0), 1, 1, torch.float32, True, tf32=tf32) for tf32 in (False, True)]
-    assert [key["tf32"] for key in keys] == [False, True]
+    uses = [DeviceUse(torch.device("cuda", 0), tf32=tf32) for tf32 in (False, True)]
+    assert [use.key()["tf32"] for use in uses] == [False, True]
     assert "tf32" not in KEY
     started: list[dict[str, Any]] = []
 
@@ -213,9 +211,9 @@ def test_a_gpu_has_a_calibration_for_fp32_and_one_for_tf32(monkeypatch: pytest.M
         raise RuntimeError("enough")
 
     monkeypatch.setattr(calibration, "_run", run)
-    for tf32 in (False, True):
+    for use in uses:
         with pytest.raises(RuntimeError, match="enough"):
-            calibrate(torch.device("cuda", 0), tf32=tf32)
+            calibrate(use)
     assert [settings["tf32"] for settings in started] == [False, True]
 
 
@@ -235,13 +233,13 @@ def test_a_longer_calibration_replaces_a_shorter_one(monkeypatch, tmp_path: Path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = []
 
-    def calibrated(device: torch.device, *, seconds: float, **_: Any) -> CostModel:
+    def calibrated(_: DeviceUse, seconds: float) -> CostModel:
         asked.append(seconds)
         return dataclasses.replace(made_up, seconds_taken=seconds)
 
     monkeypatch.setattr(calibration, "calibrate", calibrated)
     for seconds in (20, 10, 90, 20):
-        assert load_or_calibrate(CPU, seconds=seconds).seconds_taken >= seconds
+        assert load_or_calibrate(DeviceUse(CPU), seconds).seconds_taken >= seconds
     assert asked == [20, 90]
     assert len(list((tmp_path / "megatile").iterdir())) == 1
 
@@ -260,14 +258,14 @@ def test_a_calibration_made_on_a_busy_machine_is_made_again_on_a_calm_one(
     def said(now: float | None = None) -> str:
         """What a plan is told when others take that share at present; None when nobody is to look."""
         caplog.clear()
-        monkeypatch.setattr(calibration, "others_now", lambda: now if now is not None else pytest.fail("looked"))
-        load_or_calibrate(CPU)
+        monkeypatch.setattr(cache, "others_now", lambda: now if now is not None else pytest.fail("looked"))
+        load_or_calibrate(DeviceUse(CPU))
         return " ".join(record.getMessage() for record in caplog.records)
 
-    assert said().startswith("other programs took 50 % of the cores while this machine was calibrated: real times may")
-    assert "took 50 % of its cores, and now they take 30 %" in said(0.3)
+    assert said().startswith("other programs took 50 % of the cores while operations were measured: real times may")
+    assert "took 50 % of the cores while operations were measured, and take 30 % now" in said(0.3)
     assert len(others) == 1
-    assert said(0.05) == "calibrating again: other programs took 50 % of the cores then, and are gone"
+    assert said(0.05) == "measuring operations again: other programs took 50 % of the cores then, and are gone"
     assert not others
     assert said() == ""
 
@@ -294,7 +292,7 @@ def test_a_program_beside_this_one_is_seen() -> None:
 
 @pytest.mark.process
 def test_a_calibration_of_this_machine_gives_costs() -> None:
-    model = calibrate(CPU, together=2, seconds=0.5)
+    model = calibrate(DeviceUse(CPU, together=2), 0.5)
     assert set(model.products) == set(ROUND)
     assert set(model.forward) == set(MOVING)
     assert 0 <= model.others <= 1
@@ -313,4 +311,4 @@ def test_a_calibration_of_this_machine_gives_costs() -> None:
 def test_a_process_that_times_nothing_is_reported(monkeypatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(RuntimeError, match="operations on cpu, and its process said: nothing; exit code 1"):
-        calibrate(CPU, seconds=0.5)
+        calibrate(DeviceUse(CPU), 0.5)

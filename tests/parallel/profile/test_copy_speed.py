@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.profile import copy_speed
+from parallel.profile import cache, copy_speed
 from parallel.profile.copy_speed import COPIES, SIZE, CopySpeed, load_or_measure_copies, measure_copies
 
 CPU = torch.device("cpu")
@@ -52,9 +52,9 @@ def test_a_speed_of_a_busy_machine_is_measured_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     speeds = iter([CopySpeed(1e9, 1e9, others=0.8), CopySpeed(4e9, 4e9)])
     monkeypatch.setattr(copy_speed, "measure_copies", lambda device, threads, together: next(speeds))
-    monkeypatch.setattr(copy_speed, "others_now", lambda: 0.7)
+    monkeypatch.setattr(cache, "others_now", lambda: 0.7)
     assert load_or_measure_copies(CPU).to_host == load_or_measure_copies(CPU).to_host == 1e9
-    monkeypatch.setattr(copy_speed, "others_now", lambda: 0.0)
+    monkeypatch.setattr(cache, "others_now", lambda: 0.0)
     assert load_or_measure_copies(CPU).to_host == load_or_measure_copies(CPU).to_host == 4e9
 
 

@@ -14,11 +14,11 @@ import torch
 
 from parallel.comm.thread_comm import run_on_threads
 from parallel.cost.cluster import Cluster
-from parallel.cost.layer_cost import LayerCost
+from parallel.cost.stage_cost import LayerCost
 from parallel.plan.part_graph import Halo, Sum, Talk
 from parallel.plan.side_by_side import sum_in_team_s, with_talk
 from parallel.plan.step_time import forecast_whole
-from parallel.profile import link_speed, link_worker
+from parallel.profile import cache, link_speed, link_worker
 from parallel.profile.cache import keep, kept_text
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
 from parallel.strategy import Strategy
@@ -151,13 +151,16 @@ def test_one_of_a_busy_machine_is_measured_again_on_a_calm_one(
     others = [0.5, 0.02]
     monkeypatch.setattr(link_speed, "measure_links", lambda *_, **__: dataclasses.replace(SPEED, others=others.pop(0)))
     now = [0.3, 0.05]
-    monkeypatch.setattr(link_speed, "others_now", lambda: now.pop(0))
+    monkeypatch.setattr(cache, "others_now", lambda: now.pop(0))
     for left in (1, 1, 0, 0):
         load_or_measure_links(2)
         assert len(others) == left
-    first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("other programs took 50 % of the cores while messages and sums")
-    assert second.startswith("measuring messages and sums between ranks again: other programs took 50 %")
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert first.startswith(
+        "other programs took 50 % of the cores while messages and sums between ranks were measured:"
+    )
+    assert "measured, and take 30 % now" in second
+    assert third.startswith("measuring messages and sums between ranks again: other programs took 50 %")
 
 
 def test_ranks_that_fail_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.profile.member_pass import LAYERS, MemberPass
+from parallel.profile.link_worker import MEMBER_LAYERS, MemberPass
 
 
 def test_a_pass_counts_its_exchanges() -> None:
@@ -15,4 +15,4 @@ def test_a_pass_counts_its_exchanges() -> None:
 
     # Moments and their gradients at each norm, the pool's sum and its gradient, halos of each convolution and their
     # gradients, except those of the tile.
-    assert run_on_threads(2, passes, [None, None]) == [[4 * LAYERS + 1] * 2] * 2
+    assert run_on_threads(2, passes, [None, None]) == [[4 * MEMBER_LAYERS + 1] * 2] * 2
