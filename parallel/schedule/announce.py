@@ -1,171 +1,95 @@
-"""Where each rank posts its receives: one compute action ahead of their use, as far as no device gets stuck.
+"""One order of the actions of all ranks, and where each rank posts its receives in it: one compute action ahead of use,
+as far as no device gets stuck.
 
-Takes a compute-only schedule; gives the receives before each compute action. A receive over NCCL holds the device until
-its message has come, and a send until its receive is posted. Any action may have to wait for its device: where memory
-is freed to be allocated anew, for one. It then waits for all receives and sends before it, and must not be what those
-wait for. So the schedule is walked as if each action waited, in an order in which every rank comes to its end.
+Takes a compute-only schedule. A receive over NCCL holds the device until its message has come, a send until its receive
+is posted, and a sum until all ranks have begun it. Any action may have to wait for its device: where memory is freed to
+be allocated anew, for one. It then waits for all that its rank has begun, and must not be what that waits for. So all
+actions are put into one order in which ranks could do them one after the other, each after the messages and sums that
+its rank has begun.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
 
-from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.dependencies import SECONDS, Dependencies, users_or_makers
+from parallel.schedule.action import Action, Schedule
+from parallel.schedule.dependencies import Dependencies, begin_times, users_or_makers
 from parallel.schedule.mesh import Mesh
 
 Receives = dict[int, dict[int, list[Action]]]
 """Rank -> position of a compute action -> receives posted right before it."""
 
 
-@dataclass(eq=False)
-class Channel:
-    """The messages from one rank to another, in the order in which they are sent and received.
+@dataclass(slots=True)
+class _Message:
+    """A message that ``action`` of one rank makes for ``target``, which had better post its receive at ``wanted``.
 
     Attributes:
-        receives: of all messages.
-        wanted: positions from which each receive is wanted, ascending.
-        sent, posted: messages that have been, so far.
+        following: the sender's next action.
     """
 
-    source: int
+    action: Action
+    following: Action | None
     target: int
-    receives: list[Action] = field(default_factory=list)
-    wanted: list[int] = field(default_factory=list)
-    sent: int = 0
-    posted: int = 0
+    receive: Action
+    wanted: int = 0
 
 
-def announce(schedule: Schedule, sends: Mapping[Action, list[Action]], mesh: Mesh, between: Dependencies) -> Receives:
-    """Return the receives of each rank, by the position of the compute action before which they are posted.
+def _messages(schedule: Schedule, mesh: Mesh, between: Dependencies) -> list[_Message]:
+    """Return all messages, channel by channel in the order in which they are sent."""
+    positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
+    channels: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+    for rank, actions in schedule.items():
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            for send in between.sends_after(action, rank):
+                assert send.peer is not None
+                target = mesh.peer_team(rank, send.peer, send.replica)
+                channels[rank, target].append(_Message(action, following, target, send.other_end))
+    for messages in channels.values():
+        latest = len(positions)
+        for message in reversed(messages):  # one action ahead of the user, and not behind those that come after
+            needed_at = next(positions[user] for user in users_or_makers(message.receive) if user in positions)
+            message.wanted = latest = min(latest, max(0, needed_at - 1))
+    return [message for way in sorted(channels) for message in channels[way]]
+
+
+def in_order(schedule: Schedule, mesh: Mesh, between: Dependencies) -> dict[Action, int]:
+    """Return the place of each action in an order in which ranks can do them, about that in which they begin.
+
+    Messages are made before the action that had better post their receives, and that comes before the sender's next
+    action, where this is possible.
 
     Args:
         schedule: compute-only, one that comes to its end.
-        sends: what each action sends.
     """
-    channels: dict[tuple[int, int], Channel] = {}
-    sent: dict[Action, list[Channel]] = {}
-    positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
-    for rank, actions in schedule.items():
-        for action in actions:
-            sent[action] = []
-            for send in sends[action]:
-                assert send.peer is not None
-                way = rank, mesh.peer_team(rank, send.peer, send.replica)
-                channel = channels.setdefault(way, Channel(*way))
-                channel.receives.append(send.other_end)
-                sent[action].append(channel)
-    for channel in channels.values():
-        channel.wanted = _wanted(channel.receives, positions)
-    walk = _Walk(schedule, [channels[way] for way in sorted(channels)], sent, between)
-    walk.finish()
-    return walk.receives
+    wished: dict[Action, list[Action]] = defaultdict(list)
+    for message in _messages(schedule, mesh, between):
+        actions = schedule[message.target]
+        wished[actions[message.wanted]].append(message.action)
+        if message.following and message.wanted:
+            wished[message.following].append(actions[message.wanted - 1])
+    begins = begin_times(schedule, lambda action, _: between.computed_before(action), wished)
+    return {action: place for place, action in enumerate(sorted(begins, key=begins.__getitem__))}
 
 
-class _Walk:
-    """The ranks, each at one of its actions.
+def announce(schedule: Schedule, mesh: Mesh, between: Dependencies) -> Receives:
+    """Return the receives of each rank, by the position of the compute action before which they are posted.
+
+    A receive at position p of a rank is safe where its message is made before the rank does action p, and where the
+    rank has done action p - 1 before the sender's next action. Positions that are wanted are kept where the order of
+    all actions allows it.
 
     Args:
-        sent: action -> channels that it sends a message on.
+        schedule: compute-only, one that comes to its end.
     """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        channels: Sequence[Channel],
-        sent: Mapping[Action, Sequence[Channel]],
-        between: Dependencies,
-    ) -> None:
-        self.receives: Receives = {rank: defaultdict(list) for rank in schedule}
-        self._schedule, self._sent, self._between = schedule, sent, between
-        self._leaving: dict[int, list[Channel]] = {rank: [] for rank in schedule}
-        self._arriving: dict[int, list[Channel]] = {rank: [] for rank in schedule}
-        for channel in channels:
-            self._leaving[channel.source].append(channel)
-            self._arriving[channel.target].append(channel)
-        self._at = dict.fromkeys(schedule, 0)
-        self._clock = dict.fromkeys(schedule, 0.0)
-        self._ends: dict[Action, float] = {}
-        self._moving = deque(schedule)
-        """Ranks that may be able to go on."""
-        self._held_up: set[int] = set()
-        """Ranks that wait for receives of what they have sent."""
-        self._early: list[tuple[float, int, int]] = []
-        """Start, rank and position of actions before which a receive is wanted whose message has not been sent."""
-
-    def finish(self) -> None:
-        """Carry every rank on to its end."""
-        while True:
-            if self._moving:
-                self._go_on(self._moving.popleft())
-            elif self._held_up:
-                for channel in [each for rank in sorted(self._held_up) for each in self._leaving[rank]]:
-                    self._post(channel, channel.sent)
-                self._held_up.clear()
-            elif self._early:
-                _, rank, position = heappop(self._early)
-                if position == self._at[rank]:
-                    self._go_on(rank, with_less=True)
-            else:
-                return
-
-    def _go_on(self, rank: int, with_less: bool = False) -> None:
-        """Do the next action of ``rank``, and those behind it as long as they can be done.
-
-        Args:
-            with_less: do the first without the receives that are wanted and whose messages have not been sent.
-        """
-        actions, arriving, leaving = self._schedule[rank], self._arriving[rank], self._leaving[rank]
-        self._held_up.discard(rank)
-        while (position := self._at[rank]) < len(actions):
-            action = actions[position]
-            start = self._start(rank, action)
-            if start is None:
-                return
-            if any(channel.posted < channel.sent for channel in leaving):
-                self._held_up.add(rank)
-                return
-            wanted = [bisect_right(channel.wanted, position) for channel in arriving]
-            if not with_less and any(n > channel.sent for n, channel in zip(wanted, arriving, strict=True)):
-                heappush(self._early, (start, rank, position))
-                return
-            with_less = False
-            for n, channel in zip(wanted, arriving, strict=True):
-                self._post(channel, min(n, channel.sent))
-            self._ends[action] = self._clock[rank] = start + SECONDS[action.kind]
-            self._at[rank] += 1
-            for channel in self._sent[action]:
-                channel.sent += 1
-                self._moving.append(channel.target)
-
-    def _start(self, rank: int, action: Action) -> float | None:
-        """Return when ``action`` starts; None as long as it waits for others."""
-        start = self._clock[rank]
-        for needed in self._between.computed_before(action):
-            end = self._ends.get(needed) or self._ends.get(needed.as_kind(Kind.BACKWARD_INPUT))
-            if end is None:
-                return None
-            start = max(start, end)
-        return start
-
-    def _post(self, channel: Channel, upto: int) -> None:
-        """Post receives of ``channel``, before the next action of its target."""
-        if upto > channel.posted:
-            position = self._at[channel.target]
-            self.receives[channel.target][position] += channel.receives[channel.posted : upto]
-            channel.posted = upto
-            self._moving.append(channel.source)
-
-
-def _wanted(receives: list[Action], positions: Mapping[Action, int]) -> list[int]:
-    """One action ahead of their users, and not behind those that come after them."""
-    wanted, latest = [], len(positions)
-    for receive in reversed(receives):
-        needed_at = next(positions[user] for user in users_or_makers(receive) if user in positions)
-        latest = min(latest, max(0, needed_at - 1))
-        wanted.append(latest)
-    return wanted[::-1]
+    place = in_order(schedule, mesh, between)
+    places = {rank: [place[action] for action in actions] for rank, actions in schedule.items()}
+    receives: Receives = {rank: defaultdict(list) for rank in schedule}
+    for message in _messages(schedule, mesh, between):
+        own = places[message.target]
+        first = bisect_left(own, place[message.action])
+        last = bisect_left(own, place[message.following]) if message.following else len(own)
+        receives[message.target][min(max(message.wanted, first), last)].append(message.receive)
+    return receives

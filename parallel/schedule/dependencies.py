@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from types import MappingProxyType
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, Action, Kind, Schedule
 from parallel.schedule.mesh import Mesh
@@ -28,32 +30,51 @@ def users_or_makers(message: Action) -> tuple[Action, ...]:
     return tuple(message.as_kind(kind) for kind in ((Kind.FORWARD,) if forward else BEGINS_BACKWARD))
 
 
-def begin_times(schedule: Schedule, needed: Callable[[Action, int], Sequence[Action]]) -> dict[Action, float]:
-    """Return when each action begins that ever does, if all stages are equally long and messages take no time.
+def begin_times(
+    schedule: Schedule,
+    needed: Callable[[Action, int], Sequence[Action]],
+    wished: Mapping[Action, Sequence[Action]] = MappingProxyType({}),
+) -> dict[Action, float]:
+    """Return when each action begins that ever does, if all stages are equally long and messages take no time; those
+    that begin at the same time in an order in which ranks can do them one after the other.
 
     Args:
         needed: (action, rank) -> what must be over before the action begins, besides those before it on its rank. B of
             a stage whose backward pass is split is over with I.
+        wished: what an action had better not begin before: it does only where no rank could go on otherwise, the
+            earliest first.
     """
     begins: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     at, clock = dict.fromkeys(schedule, 0), dict.fromkeys(schedule, 0.0)
     waiting: dict[Action, list[int]] = defaultdict(list)  # for an action, the ranks
     ready = deque(schedule)
-    while ready:
-        rank = ready.popleft()
+    wishing: list[tuple[float, int, int]] = []  # begin, rank and position of actions
+    while ready or wishing:
+        early = not ready
+        rank = heappop(wishing)[1] if early else ready.popleft()
         for action in itertools.islice(schedule[rank], at[rank], None):
             before = needed(action, rank)
             if absent := [each for each in before if each not in ends]:
                 waiting[absent[0]].append(rank)
                 break
-            begins[action] = max([clock[rank], *(ends[each] for each in before)])
-            clock[rank] = begins[action] + SECONDS.get(action.kind, 0.0)
+            begin = max([clock[rank], *(ends[each] for each in before)])
+            wishes = wished.get(action, ())
+            if not early and (absent := [each for each in wishes if each not in begins]):
+                waiting[absent[0]].append(rank)
+                heappush(wishing, (begin, rank, at[rank]))
+                break
+            begin = max([begin, *(begins[each] for each in wishes if each in begins)])
+            early = False
+            begins[action] = begin
+            clock[rank] = begin + SECONDS.get(action.kind, 0.0)
             at[rank] += 1
             whole = [action.as_kind(Kind.BACKWARD)] if action.kind is Kind.BACKWARD_INPUT else []
             for each in (action, *whole):
                 ends[each] = clock[rank]
                 ready += waiting.pop(each, ())
+        while wishing and at[wishing[0][1]] != wishing[0][2]:
+            heappop(wishing)
     return begins
 
 
@@ -132,16 +153,6 @@ class Dependencies:
                         if user in before:
                             before[user].append(receive)
         return before
-
-    def in_order(self, schedule: Schedule) -> dict[Action, int]:
-        """Return the place of each action among those of all ranks, in the order of ``begin_times``.
-
-        Args:
-            schedule: compute-only, one that comes to its end.
-        """
-        begins = begin_times(schedule, lambda action, _: self.computed_before(action))
-        order = sorted(begins, key=lambda a: (begins[a], a.stage if a.kind is Kind.FORWARD else -a.stage))
-        return {action: place for place, action in enumerate(order)}
 
     def _makers(self, action: Action) -> list[int]:
         """Stages whose outputs F needs, or whose gradients B and I need."""

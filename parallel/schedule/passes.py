@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Kind, Schedule
-from parallel.schedule.announce import announce
+from parallel.schedule.announce import announce, in_order
 from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.timeline import StageCost, seconds_by_kind
@@ -122,7 +122,7 @@ def add_communication(schedule: Schedule, mesh: Mesh, links: Links) -> Schedule:
     """
     between = Dependencies(mesh, links)
     sends = {action: between.sends_after(action, rank) for rank, actions in schedule.items() for action in actions}
-    receives = announce(schedule, sends, mesh, between)
+    receives = announce(schedule, mesh, between)
     return {
         rank: [
             each
@@ -148,7 +148,7 @@ def add_reduction(schedule: Schedule, mesh: Mesh, links: Links, *, at_end: bool 
     A rank with both replicas of a stage sums them once.
     """
     computed = {rank: [action for action in actions if action.kind in COMPUTE] for rank, actions in schedule.items()}
-    order = Dependencies(mesh, links).in_order(computed)
+    order = in_order(computed, mesh, Dependencies(mesh, links))
     done: dict[int, int] = {}  # stage -> place of the last backward action of any rank
     for action, place in order.items():
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):

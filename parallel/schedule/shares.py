@@ -9,6 +9,7 @@ fixed c_r.
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import heapq
 import io
@@ -35,6 +36,7 @@ Changes = tuple[tuple[int, Shares], ...]
 """Steps, rising from 0, and the shares from there on."""
 
 
+@functools.lru_cache(maxsize=64)  # plans ask for the share of each of many groups
 def split_batch(batch: int, m: int) -> tuple[range, ...]:
     """The tiles of each of ``m`` microbatches: consecutive, sizes differing by at most one, larger ones first.
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
+from parallel.schedule.announce import in_order
 from parallel.schedule.check import check
 from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.mesh import Mesh
@@ -270,7 +271,7 @@ def test_holders_sum_in_one_order_as_early_as_that_allows(mesh: tuple[Schedule, 
         for stage in sums:
             orders[mesh.teams_with(stage)].add(tuple(sums))
     # Each sum stands after what begins no later than the last action that adds to it, and before what begins later.
-    places = Dependencies(mesh, links).in_order(schedule)
+    places = in_order(schedule, mesh, Dependencies(mesh, links))
     ends = {a.stage: n for a, n in places.items() if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
     for actions in lowered.values():
         for n, action in enumerate(actions):
