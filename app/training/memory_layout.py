@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from parallel.trace.fake_run import run_without_data
+from parallel.trace.without_data import run_without_data
 
 LEFT_OUT = (
     "channels_last is left out: the model takes its images apart in a way that this layout does not allow (view "

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.trace.fake_run import run_without_data
 from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.trace.without_data import run_without_data
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

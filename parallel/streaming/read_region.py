@@ -7,9 +7,7 @@ follows the region is computed whole.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
@@ -28,25 +25,11 @@ from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, a
 from parallel.streaming.read_node import changes_in_place, has_tensors, in_same_memory, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
 from parallel.streaming.region import Forms, Region
+from parallel.trace.without_data import without_data
 
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 """Methods that take no more of a map than its type and device."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-READING = threading.Lock()
-"""Held while operations run on tensors without data: torch notes for all threads together how it calls them."""
-
-
-@contextlib.contextmanager
-def without_data() -> Iterator[FakeTensorMode]:
-    """Run operations on shapes and types alone. Autocast keeps no cast of a parameter meanwhile: the pass that this is
-    part of would take it for its own, and its gradient would have no data."""
-    caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with READING, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-            yield fake
-    finally:
-        torch.set_autocast_cache_enabled(caching)
 
 
 class NothingInBoxes(ValueError):

@@ -28,8 +28,8 @@ from parallel.streaming.part_run import resolver, run_plain
 from parallel.streaming.patch import Patch
 from parallel.streaming.read_node import module_of
 from parallel.streaming.region import Region
-from parallel.trace.fake_run import once_each, state_of
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
+from parallel.trace.without_data import replacements, state_of, swapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,9 @@ def record(module: nn.Module, region: Region) -> dict[str, StepRecord]:
     Args:
         module: has the modules and parameters, in the mode that they run in.
     """
-    state = once_each(state_of(module), _without_data)
-    named = {f"module.{name}": tensor for name, tensor in state.items()}
     recording = _Recording(module, region)
-    torch.func.functional_call(recording, named, (), tie_weights=False)
+    with swapped(module, replacements(module, _without_data)):
+        recording.run()
     return recording.records
 
 
@@ -87,11 +86,10 @@ def _recorded(step: Step, known: StepRecord, tiles: int) -> Step:
     )
 
 
-class _Recording(nn.Module):
-    """A module so that ``functional_call`` swaps and restores what it uses."""
+class _Recording:
+    """The steps of a region run one by one, each kind once."""
 
     def __init__(self, module: nn.Module, region: Region) -> None:
-        super().__init__()
         self.module = module
         meta = {name: (shape, dtype, torch.device("meta")) for name, (shape, dtype, _) in region.forms.items()}
         self._region = replace(region, forms=meta)
@@ -105,7 +103,7 @@ class _Recording(nn.Module):
         self.records: dict[str, StepRecord] = {}
         self._alike: dict[Hashable, Step] = {}
 
-    def forward(self) -> None:
+    def run(self) -> None:
         state = {storage_of(tensor) for tensor in state_of(self.module).values()}
         for step in self._region.steps:
             if step.plain:

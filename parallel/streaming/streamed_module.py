@@ -17,7 +17,7 @@ from parallel.offload.host_memory import HostMemory
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.images import Boxes, whole
 from parallel.streaming.planned_region import PlannedRegion
-from parallel.streaming.read_region import READING, NothingInBoxes, read_region
+from parallel.streaming.read_region import NothingInBoxes, read_region
 from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.region_run import RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
@@ -25,6 +25,7 @@ from parallel.trace.cut import cut_stage
 from parallel.trace.stage_code import compiled
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace_alone import trace_alone
+from parallel.trace.without_data import ONE_AT_A_TIME
 
 MOST_PLANS = 64
 """Kept of shapes that came before, as whole slides are hardly ever of one size; a plan takes seconds, and a few MiB."""
@@ -168,7 +169,7 @@ class StreamedRun:
 
     def of_region(self, stage: nn.Module, region: Region, targets: Sequence[int]) -> PlannedRegion | None:
         """Return the plan of ``region``, of the nodes; None where what leaves it is not what sums are asked of."""
-        with READING:
+        with ONE_AT_A_TIME:
             self._records = self._records or record(stage, region)
         tiles = region.forms[region.inputs[0]][0][0]
         region = replace(region, steps=with_record(region.steps, self._records, tiles))

@@ -12,19 +12,19 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from parallel.graph.partition import Partition
 from parallel.offload.host_memory import HostMemory
 from parallel.streaming.operation import Reading
-from parallel.streaming.read_region import NothingInBoxes, without_data
+from parallel.streaming.read_region import NothingInBoxes
 from parallel.streaming.region import WHOLE_TILE
 from parallel.streaming.streamed_module import StreamedRun, StreamedStage, parted
 from parallel.trace.cut import cut_stage
-from parallel.trace.fake_run import empty_like, once_each, state_of
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
+from parallel.trace.without_data import empty_like, replacements, swapped, without_data
 
 
 def streamed_stages(
@@ -106,37 +106,30 @@ def _values(traced: Traced, partition: Partition, shape: tuple[int, ...]) -> dic
     images = torch.zeros((), dtype=parameter.dtype.to_real(), device=device).expand(shape)
     if partition.depth == 1:
         return dict.fromkeys(partition.inputs_of(0), images)
-    state = once_each(state_of(traced.model), lambda tensor: empty_like(tensor, tensor.device))
     with without_data() as fake:
-        entering = fake.from_tensor(images)
-        named: dict[str, Tensor] = {f"model.{name}": fake.from_tensor(tensor) for name, tensor in state.items()}
-        torch.func.functional_call(_Followed(traced, reading), named, (entering,), tie_weights=False)
+        state = replacements(traced.model, lambda tensor: empty_like(tensor, tensor.device))
+        with swapped(traced.model, state):
+            _follow(traced, reading, fake.from_tensor(images))
     for name, value in reading.values.items():
         if name in backward or name in partition.inputs_of(0):
             made[name] = tree_map(lambda leaf, name=name: example(name, leaf), value)
     return made
 
 
-class _Followed(nn.Module):
-    """A traced model followed without data; a module so that ``functional_call`` swaps and restores what it uses."""
-
-    def __init__(self, traced: Traced, reading: Reading) -> None:
-        super().__init__()
-        self.model, self._nodes, self._reading = traced.model, traced.training.graph.nodes, reading
-
-    def forward(self, images: Tensor) -> None:
-        for node in self._nodes:
-            if node.op == "placeholder":
-                self._reading.values[node.name] = images
-            elif node.op != "output":
-                try:
-                    self._reading.of(node)
-                except Exception as fault:  # whatever a user's module raises
-                    raise ValueError(
-                        f"--stream over several stages needs the shapes that pass between them without data, and "
-                        f"{node.name} ({node.target}) cannot run so: {' '.join(str(fault).split())}. Use --stream with "
-                        "--parallel single, or leave --stream out"
-                    ) from fault
+def _follow(traced: Traced, reading: Reading, images: Tensor) -> None:
+    """Let ``reading`` learn the value of every node."""
+    for node in traced.training.graph.nodes:
+        if node.op == "placeholder":
+            reading.values[node.name] = images
+        elif node.op != "output":
+            try:
+                reading.of(node)
+            except Exception as fault:  # whatever a user's module raises
+                raise ValueError(
+                    f"--stream over several stages needs the shapes that pass between them without data, and "
+                    f"{node.name} ({node.target}) cannot run so: {' '.join(str(fault).split())}. Use --stream with "
+                    "--parallel single, or leave --stream out"
+                ) from fault
 
 
 def _scale(entering: Sequence[Any], shape: tuple[int, ...]) -> tuple[Fraction, Fraction]:

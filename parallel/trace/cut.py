@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment
-from parallel.trace.fake_run import state_of
 from parallel.trace.stage_code import MakeRun, compiled, paths_of, segment_runs
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
+from parallel.trace.without_data import state_of
 
 
 def cut_stage(

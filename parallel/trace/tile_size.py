@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from parallel.trace.fake_run import run_without_data
 from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.trace.without_data import run_without_data
 
 NEEDS_DATA = (
     DataDependentOutputException,

@@ -6,8 +6,6 @@ rank draws weights before, or computes after, while another traces.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import nn
 
@@ -18,8 +16,8 @@ from parallel.trace.trace import Traced, trace
 from parallel.trace.traced_check import first_difference
 from parallel.trace.updated_faults import refuse_checkpointed
 from parallel.trace.updated_search import Updated, checkpointed_norm, updated_buffers
+from parallel.trace.without_data import ONE_AT_A_TIME
 
-_TRACING = threading.Lock()
 _TRACED: list[tuple[Traced, tuple[int, ...]]] = []
 """Of ranks that are in ``trace_alone`` now, and so have not begun to change their models."""
 
@@ -35,7 +33,7 @@ def trace_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communi
         ValueError: the model cannot be traced.
     """
     communicator.barrier()
-    with _TRACING:
+    with ONE_AT_A_TIME:
         copies = (taken_over(traced, module) for traced, traced_shape in _TRACED if traced_shape == shape)
         traced = next(filter(None, copies), None)
         if traced is None:
@@ -45,7 +43,7 @@ def trace_alone(module: nn.Module, shape: tuple[int, ...], communicator: Communi
     try:
         communicator.barrier()
     finally:
-        with _TRACING:
+        with ONE_AT_A_TIME:
             _TRACED[:] = [other for other in _TRACED if other is not own]
     return traced
 
@@ -83,7 +81,7 @@ def updated_alone(module: nn.Module, shape: tuple[int, ...], communicator: Commu
         ValueError: one of several ranks would update running statistics twice.
     """
     communicator.barrier()
-    with _TRACING, left_as_it_was(module):
+    with ONE_AT_A_TIME, left_as_it_was(module):
         module.train()
         dtype = next(module.parameters()).dtype.to_real()
         updated = updated_buffers(module, shape, dtype)

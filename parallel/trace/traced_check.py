@@ -8,30 +8,27 @@ same numbers. A model that looks at its data is run on random tiles instead.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallel.trace.fake_run import copy_of, empty_like, once_each, state_of
 from parallel.trace.known_proxy import OtherPathError
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import storage_of
 from parallel.trace.trace import Traced
 from parallel.trace.tracer import scope_of, user_line
+from parallel.trace.without_data import Trial, state_of, swapped, trials
 
-SMALL = (32, 64, 128, 224, 256, 512)
-"""Sides in px of tiles on which a model that looks at its data is tried, before those of the run."""
 SEED = 1911
 _aten = torch.ops.aten
 SILENT = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
@@ -67,14 +64,14 @@ def first_difference(traced: Traced, shape: tuple[int, ...], dtype: torch.dtype)
         graph = traced.training if training else traced.evaluation
         with left_as_it_was(traced.model), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
             traced.model.train(training)
-            for example, mode in _examples(traced.model, shape, dtype):
+            for trial in trials(traced.model, shape, dtype, fill=torch.rand):
                 try:
-                    ours = _run(traced.model, traced.model, example, mode)
+                    ours = _run(traced.model, traced.model, trial)
                 except Exception as fault:
                     last = fault
                     continue
                 try:
-                    theirs = _run(traced.model, graph, example, mode)
+                    theirs = _run(traced.model, graph, trial)
                 except OtherPathError as fault:
                     last = fault
                     continue
@@ -154,28 +151,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return str(value) if isinstance(value, (torch.device, torch.dtype)) else repr(value)
 
 
-def _run(model: nn.Module, runner: nn.Module, example: Tensor, mode: AbstractContextManager[Any]) -> _Run:
-    """Return what ``runner``, the model or a graph of it, computes of ``example``."""
+def _run(model: nn.Module, runner: nn.Module, trial: Trial) -> _Run:
+    """Return what ``runner``, the model or a graph of it, computes of the tiles."""
     # Made for each run: a layer may look at what the run before has counted in its buffers.
-    state = _replaced(model, example, fake=not isinstance(mode, nullcontext))
+    values = trial.values(model)
     paths = {id(submodule): path for path, submodule in model.named_modules()}
-    names: list[tuple[Tensor, Any]] = [(example, "input")]
-    names += [(state[id(tensor)], name) for name, tensor in state_of(model).items()]
-    holder = _Holder(runner)
-    # A module that has two names is swapped once: restored twice, it would keep what took its place.
-    swapped = {
-        f"{path}.{name}".removeprefix("."): state[id(tensor)]
-        for path, submodule in holder.named_modules()
-        for name, tensor in state_of(submodule, recurse=False).items()
-        if id(tensor) in state
-    }
-    recorder = _Recorder(names, lambda: holder.origin or _origin(paths), fake=not isinstance(mode, nullcontext))
+    names: list[tuple[Tensor, Any]] = [(trial.example, "input")]
+    names += [(values[id(tensor)], name) for name, tensor in state_of(model).items()]
+    compute: Callable[[Tensor], Any] = runner
+    origin: Callable[[], tuple[str, str]] = functools.partial(_origin, paths)
+    if isinstance(runner, fx.GraphModule):
+        interpreter = _Interpreter(runner)
+        compute, origin = interpreter.run, lambda: interpreter.origin
+    recorder = _Recorder(names, origin, fake=trial.fake is not None)
     torch.manual_seed(SEED)
     random_state = random.getstate()
     random.seed(SEED)
     try:
-        with mode, recorder:
-            output = torch.func.functional_call(holder, swapped, (example,), tie_weights=False)
+        with swapped(runner, values), trial.mode, recorder:
+            output = compute(trial.example)
     finally:
         random.setstate(random_state)
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -183,54 +177,18 @@ def _run(model: nn.Module, runner: nn.Module, example: Tensor, mode: AbstractCon
     return _Run(recorder.operations, recorder.origins, [*ends, *_backward(leaves, {id(t): n for t, n in names})])
 
 
-class _Holder(nn.Module):
-    """A model, or a graph run node by node; a module so that ``functional_call`` swaps and restores what it uses."""
-
-    def __init__(self, runner: nn.Module) -> None:
-        super().__init__()
-        self.runner = runner
-        self.origin: tuple[str, str] | None = None
-
-    def forward(self, example: Tensor) -> Any:
-        if not isinstance(self.runner, fx.GraphModule):
-            return self.runner(example)
-        return _Interpreter(self.runner, self).run(example)
-
-
 class _Interpreter(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule, holder: _Holder) -> None:
+    """Run a graph node by node; ``origin`` is (module, name) of the node at work."""
+
+    origin = ("", "")
+
+    def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.extra_traceback = False
-        self._holder = holder
 
     def run_node(self, n: fx.Node) -> Any:
-        self._holder.origin = (scope_of(n), n.name)
+        self.origin = (scope_of(n), n.name)
         return super().run_node(n)
-
-
-def _replaced(model: nn.Module, example: Tensor, *, fake: bool) -> dict[int, Tensor]:
-    """Return id of each parameter and buffer -> what takes its place, so that nothing is changed."""
-    named = state_of(model)
-    if fake:
-        with example.fake_mode:  # type: ignore[attr-defined]
-            values = once_each(named, lambda tensor: empty_like(tensor, example.device))
-    else:
-        values = once_each(named, copy_of)
-    return {id(tensor): values[name] for name, tensor in named.items()}
-
-
-def _examples(
-    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
-) -> Iterator[tuple[Tensor, AbstractContextManager[Any]]]:
-    """Yield inputs and how to run on each: without data first, then small random tiles, then those of the run."""
-    device = next((tensor.device for tensor in state_of(model).values()), torch.device("cpu"))
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        example = torch.empty(shape, dtype=dtype, device=device)
-    yield example, mode
-    sides = [side for side in SMALL if len(shape) == 4 and side < min(shape[2:])]
-    for size in [*((*shape[:2], side, side) for side in sides), shape]:
-        yield torch.rand(size, dtype=dtype, device=device), nullcontext()
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

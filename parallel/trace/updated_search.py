@@ -12,28 +12,23 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from parallel.graph.layers import Op
-from parallel.trace.fake_run import copy_of, empty_like, once_each, state_of
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import OpRecorder, storage_of
+from parallel.trace.without_data import state_of, swapped, trials
 
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
 """What torch.utils.checkpoint puts around a part of a model, begins with this; the end depends on torch's version."""
-
-SIDES = (64, 128, 224, 256)
-"""px of tiles on which a model that looks at its data is tried before those of the run, which may be large."""
 
 ATTRIBUTE, TRAINED, INITIALIZED = "attribute", "trained parameter", "trained parameter set from data"
 """Kinds of state that is no buffer; the first microbatch alone sets the last one."""
@@ -94,42 +89,18 @@ def _tracking(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, layer) for path, layer in module.named_modules(remove_duplicate=False) if layer in tracking)
 
 
-def _attempts(module: nn.Module, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], FakeTensorMode | None]]:
-    yield shape, FakeTensorMode(allow_non_fake_inputs=True)
-    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        for side in SIDES:
-            if side < min(shape[2:], default=0):
-                yield (*shape[:2], side, side), None
-        yield shape, None
-
-
 def _run(module: nn.Module, watched: _Watched | _Checkpointed, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Run ``watched`` on what it can be run on; on nothing where it takes no such tiles, as training will say."""
+    meta = any(tensor.is_meta for tensor in state_of(module).values())
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for sizes, fake in _attempts(module, shape):
+        for trial in trials(module, shape, dtype, device=torch.device("cpu")):
+            if meta and trial.fake is None:
+                return
             # looks at its data, or takes no such tiles: the next one
             with contextlib.suppress(Exception), left_as_it_was(module):
-                _run_once(module, watched, sizes, dtype, fake)
+                with swapped(module, trial.values(module)), trial.mode, watched.recorder:
+                    watched.run(trial.example)
                 return
-
-
-def _run_once(
-    module: nn.Module,
-    watched: _Watched | _Checkpointed,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    fake: FakeTensorMode | None,
-) -> None:
-    """Run ``watched`` on copies of the buffers, without data where ``fake`` is given."""
-    state = state_of(module)
-    device = torch.device("cpu") if fake else next((t.device for t in state.values()), torch.device("cpu"))
-    with fake or contextlib.nullcontext():
-        replaced = once_each(state, lambda t: empty_like(t, device) if fake else copy_of(t))
-        example = torch.zeros(shape, dtype=dtype, device=device)
-    mode: AbstractContextManager[Any] = fake or contextlib.nullcontext()
-    with mode, watched.recorder:
-        named = {f"model.{name}": tensor for name, tensor in replaced.items()}
-        torch.func.functional_call(watched, named, (example,), tie_weights=False)
 
 
 class _Flow(OpRecorder):  # type: ignore[no-untyped-call]
@@ -183,18 +154,16 @@ class _Pass:
         return bool(now != value and now == now)
 
 
-class _Watched(nn.Module):
-    """A model run twice, and the state that its passes update; a module so that ``functional_call`` swaps and restores
-    what it uses."""
+class _Watched:
+    """A model run twice, and the state that its passes update."""
 
     def __init__(self, model: nn.Module, names: Collection[str]) -> None:
-        super().__init__()
         self.model = model
         self.recorder = _Flow()
         self.updated: dict[str, Updated] = {}
         self._names = sorted(names)
 
-    def forward(self, example: Tensor) -> None:
+    def run(self, example: Tensor) -> None:
         self.recorder.of_tiles.add(storage_of(example))
         start, first, second = self._pass(None), self._pass(example), self._pass(example)
         kinds = {name: self._kind(name) for name in first.held}
@@ -261,18 +230,17 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return held
 
 
-class _Checkpointed(nn.Module):
+class _Checkpointed:
     """A model run once, and the path of the first of its layers with running statistics that a checkpoint will run
     again."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.model = model
         self.paths = {id(layer): path for path, layer in _tracking(model)}
         self.first = ""
         self._depth = 0
 
-    def forward(self, example: Tensor) -> None:
+    def run(self, example: Tensor) -> None:
         self.model(example)
 
     @property

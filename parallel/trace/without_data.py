@@ -1,0 +1,160 @@
+"""Run a model to learn about it: without data where it never looks at its data, else on real tiles.
+
+Other tensors take the place of parameters and buffers meanwhile, so that nothing of the model changes. ``trials`` gives
+what a model may be run on; ``swapped`` puts the tensors in place; ``run_without_data`` does both once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parallel.trace.left_as_it_was import left_as_it_was
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held while a model is traced or run without data: ``nn.Module.__call__`` and torch's way to call operations are then
+changed for all threads of the process, and generators are watched."""
+
+SIDES = (32, 64, 128, 224, 256, 512)
+"""Sides in px of tiles on which a model that looks at its data is run, before those of the run, which may be large."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Tiles that a model may be run on.
+
+    Attributes:
+        fake: the mode in which tensors have no data; None where they have.
+    """
+
+    example: Tensor
+    fake: FakeTensorMode | None = None
+
+    @property
+    def mode(self) -> AbstractContextManager[Any]:
+        """Return the context of a run."""
+        return self.fake or nullcontext()
+
+    def values(self, module: nn.Module) -> dict[int, Tensor]:
+        """Return by id what takes the place of each parameter and buffer of ``module``; for one run, which may change
+        it."""
+        with self.mode:
+            return replacements(module, lambda t: empty_like(t, self.example.device) if self.fake else copy_of(t))
+
+
+def trials(
+    module: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    sides: tuple[int, ...] = SIDES,
+    fill: Callable[..., Tensor] = torch.zeros,
+) -> Iterator[Trial]:
+    """Yield what ``module`` may be run on: tiles without data first; for a model that looks at its data small tiles,
+    then those of ``shape``.
+
+    Args:
+        shape: (n, ...) of a microbatch.
+        device: of the run without data; that of the parameters unless given.
+        fill: makes the data.
+    """
+    own = next((tensor.device for tensor in state_of(module).values()), torch.device("cpu"))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        example = torch.empty(shape, dtype=dtype, device=device or own)
+    yield Trial(example, fake)
+    small = [(*shape[:2], side, side) for side in sides if len(shape) == 4 and side < min(shape[2:])]
+    for size in (*small, shape):
+        yield Trial(fill(size, dtype=dtype, device=own))
+
+
+@contextmanager
+def swapped(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let ``module`` use other tensors in place of parameters and buffers, under every name that they have.
+
+    Args:
+        values: id of a parameter or buffer -> what takes its place.
+    """
+    held: list[dict[str, Any]] = [each for part in module.modules() for each in (part._parameters, part._buffers)]
+    places = [(each, name, tensor) for each in held for name, tensor in each.items() if id(tensor) in values]
+    for each, name, tensor in places:
+        each[name] = values[id(tensor)]
+    try:
+        yield
+    finally:
+        for each, name, tensor in places:
+            each[name] = tensor
+
+
+def replacements(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+    """Return by id what ``replace`` makes of each parameter and buffer of ``module``."""
+    state = {id(tensor): tensor for tensor in state_of(module).values()}
+    return {key: replace(tensor) for key, tensor in state.items()}
+
+
+def state_of(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return parameters, then buffers, by every name that they have in ``module``."""
+    named = (module.named_parameters, module.named_buffers)
+    return {name: tensor for tensors in named for name, tensor in tensors(recurse=recurse, remove_duplicate=False)}
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor or parameter on ``device`` laid out as ``tensor``, with any values."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy of a parameter or buffer, with its values."""
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+
+@contextmanager
+def without_data() -> Iterator[FakeTensorMode]:
+    """Run operations on shapes and types alone. Autocast keeps no cast of a parameter meanwhile: the pass that this is
+    part of would take it for its own, and its gradient would have no data."""
+    caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with ONE_AT_A_TIME, FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+            yield fake
+    finally:
+        torch.set_autocast_cache_enabled(caching)
+
+
+def run_without_data(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    layout: torch.memory_format = torch.contiguous_format,
+    watch: AbstractContextManager[Any] | None = None,
+) -> None:
+    """Run ``model`` on the CPU on tiles that have no data, and leave it as it was.
+
+    Args:
+        shape: (n, c, h, w) of a microbatch.
+        layout: of tiles and of parameters of four dimensions.
+        watch: context of the forward pass.
+
+    Raises:
+        Exception: whatever the model raises; a model that looks at its data cannot run so.
+    """
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return tensor.to(memory_format=layout) if tensor.dim() == 4 else tensor
+
+    cpu = torch.device("cpu")
+    dtype = next((p.dtype for p in model.parameters()), torch.float32).to_real()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with left_as_it_was(model), torch.random.fork_rng(devices=[]), fake, watch or nullcontext():
+        values = replacements(model, lambda tensor: laid_out(empty_like(tensor, cpu)))
+        with swapped(model, values):
+            model(laid_out(torch.empty(shape, dtype=dtype)))
