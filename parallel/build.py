@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from parallel.comm.communicator import Communicator
-from parallel.comm.grad_reducer import GradReducer
-from parallel.comm.objects import broadcast_tensors
+from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
 from parallel.cost.stage_cost import nominal_costs
 from parallel.engine.engine import Engine, Observer
 from parallel.engine.inference import Inference

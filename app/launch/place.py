@@ -172,17 +172,17 @@ def connect(settings: StrategySettings, device: torch.device) -> Communicator:
         return LocalCommunicator()
     assert launch is not None  # without a launcher, --ranks has been one
     stop_with_launcher()
-    from parallel.comm.communicator import CommunicationError, ToldElsewhere
+    from parallel.comm.communicator import CommunicationError, SecondaryError
 
     try:
         return _join(settings, device, launch)
     except CommunicationError as fault:
         # What still waits for others, on threads of torch or MPI, must not keep this process.
         atexit.register(os._exit, FAILED)
-        if launch.local_rank or isinstance(fault, ToldElsewhere):
+        if launch.local_rank or isinstance(fault, SecondaryError):
             # The ranks of a host have the same to say: one of them does, and a launcher ends the others meanwhile.
             time.sleep(OTHERS_SPEAK_S)
-        if isinstance(fault, ToldElsewhere):
+        if isinstance(fault, SecondaryError):
             raise SystemExit(FAILED) from None
         raise RunError(str(fault)) from fault
 

@@ -1,8 +1,8 @@
-"""What the ranks of a run can say to each other.
+"""Communication between the ranks of a run.
 
-One protocol; ``local`` (one process), ``torch_comm`` (torch.distributed: Gloo, NCCL), ``mpi_comm`` (mpi4py) and
-``thread_comm`` (ranks as threads of one process) implement it. Ranks are 0..world-1. There is no blocking send: a
-schedule that is right with sends that return at once stays free of deadlock on every implementation.
+``local`` (one process), ``torch_comm`` (torch.distributed: Gloo, NCCL), ``mpi_comm`` (mpi4py), ``thread_comm`` (threads
+of one process) and ``mixed_comm`` (ranks on CPUs and GPUs) implement one protocol. Ranks are 0..world-1. There
+is no blocking send: a schedule that is free of deadlock with sends that return at once is so on every implementation.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 class CommunicationError(RuntimeError):
-    """A rank that cannot be reached, or that stopped answering: says which operation on which rank."""
+    """A rank cannot be reached or stopped answering; names the operation and the rank that waited."""
 
 
-class ToldElsewhere(CommunicationError):
-    """The same, of which another rank tells the user."""
+class SecondaryError(CommunicationError):
+    """A communication error whose cause another rank reports."""
 
 
 class Work(Protocol):
-    """An operation under way. The tensor it was given belongs to it until it is done."""
+    """An operation under way. Its tensor must not be used until it is done."""
 
     def wait(self) -> None:
-        """Return when the operation is done here: data received or summed, or the sent tensor free for reuse.
+        """Return when the operation is done on this rank: data received or summed, or the sent tensor free for reuse.
 
         Raises:
             CommunicationError: another rank is gone or did not answer in time.
@@ -34,8 +34,8 @@ class Work(Protocol):
         ...
 
     def done(self) -> bool:
-        """True once ``wait`` would return at once; never blocks. May stay False until ``wait`` where the library
-        underneath does not tell."""
+        """Return whether ``wait`` would return at once, without blocking. May stay False until ``wait`` where the
+        library does not report it."""
         ...
 
 
@@ -74,7 +74,7 @@ class Communicator(Protocol):
         ...
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Begin to receive into ``tensor`` what rank ``peer`` sends with ``tag``; number of bytes and dtype agree."""
+        """Begin to receive into ``tensor`` a message of rank ``peer`` with ``tag``, of the same size and dtype."""
         ...
 
     def exchange(
@@ -119,7 +119,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Give every rank the ``tensor`` of rank ``source``, in place."""
+        """Overwrite ``tensor`` on every rank with that of rank ``source``."""
         ...
 
     def barrier(self) -> None:
@@ -127,15 +127,15 @@ class Communicator(Protocol):
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of ``ranks`` alone, renumbered 0..len-1 in the order given; None on ranks not among them.
+        """Return a communicator of ``ranks``, renumbered 0..len-1 in the order given; None on all other ranks.
 
         Every rank of this communicator calls it, all with the same arguments in the same order.
         """
         ...
 
     def abort(self) -> None:
-        """This rank has failed: bring the others down now. A rank that is a process ends here; where the launcher ends
-        the others once one has failed, that is all it does."""
+        """End all ranks, as this one has failed. A rank that is a process exits here; the launcher ends the others if
+        it does so by itself."""
         ...
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ def part_bytes(size: int, ranks: int) -> int:
 
 
 def agree(communicator: Communicator, flag: bool) -> bool:
-    """True on every rank when ``flag`` is true on any."""
+    """Return, on every rank, whether ``flag`` is true on any."""
     votes = torch.tensor([int(flag)])
     communicator.all_reduce(votes)
     return bool(votes.item())

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, Work, sum_bytes
+from parallel.comm.objects import in_memory_order
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that are summed at once, unless asked otherwise."""
@@ -146,23 +149,38 @@ class GradReducer:
         self._works.append(self._communicator.iall_reduce(bucket.flat))
 
 
-def bucketed(parameters: Sequence[nn.Parameter], bucket_bytes: int | None = None) -> list[list[nn.Parameter]]:
-    """``parameters`` from the last to the first, in runs of one dtype of at most ``bucket_bytes``, or one parameter.
+def bucketed(tensors: Sequence[AnyTensor], bucket_bytes: int | None = None) -> list[list[AnyTensor]]:
+    """Return ``tensors`` from the last to the first, in runs of one dtype and device of at most ``bucket_bytes``, or of
+    one tensor.
 
     Args:
         bucket_bytes: 0: as long as the dtype is the same; None: ``BUCKET_BYTES``.
     """
     most = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    runs: list[list[nn.Parameter]] = []
+    runs: list[list[AnyTensor]] = []
     size = 0
-    for parameter in reversed(parameters):
-        own = parameter.numel() * parameter.element_size()
-        if not runs or runs[-1][0].dtype != parameter.dtype or (most and size + own > most):
+    for tensor in reversed(tensors):
+        own = tensor.numel() * tensor.element_size()
+        before = runs[-1][0] if runs else tensor
+        is_alike = (before.dtype, before.device) == (tensor.dtype, tensor.device)
+        if not runs or not is_alike or (most and size + own > most):
             runs.append([])
             size = 0
-        runs[-1].append(parameter)
+        runs[-1].append(tensor)
         size += own
     return runs
+
+
+@torch.no_grad()
+def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
+    """Give every rank the dense ``tensors`` of rank ``source``, in place, in messages of about ``BUCKET_BYTES``."""
+    for run in bucketed(tensors):
+        parts = [in_memory_order(tensor) for tensor in run]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        communicator.broadcast(flat, source)
+        if len(parts) > 1:
+            for part, received in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+                part.copy_(received)
 
 
 def on_gradient(parameter: nn.Parameter, method: Callable[..., None], *arguments: Any) -> None:

@@ -1,6 +1,6 @@
-"""What each rank of a run computes on, and on which machine: the table that all ranks have before they form groups.
+"""The device and machine of each rank, which all ranks know before they form groups.
 
-A rank that decided by itself what its groups are made of would wait for ranks that decided otherwise.
+All ranks decide from the same table which backend a group has; otherwise they would wait for each other in vain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankKind:
 
 
 def own_kind(device: torch.device) -> RankKind:
-    """Return what a rank that computes on ``device`` tells the others."""
+    """Return the kind of a rank that computes on ``device``."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     node = f"{platform.node()} {boot}".strip()
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The communicator of a run with one process: collective operations are the identity, nobody is there to send to."""
+"""The communicator of a run with one process: collective operations are the identity."""
 
 from __future__ import annotations
 

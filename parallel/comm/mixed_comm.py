@@ -150,12 +150,9 @@ class SharedSums:
         _, self._owners = _own(inner, [[crew[k] for crew in crews] for k in range(self._slices)])
         self._at, self._proxies = self._ranks.index(inner.rank), int(way == "device")
         self._part_bytes = part_bytes
+        # The sum, and the numbers of each rank of the crew; those of a proxy stay on its GPU.
+        self._parts = 1 + len(self._ranks) - self._proxies
         self._segment = SharedSegment(self._crew, self._parts * part_bytes, pinned=pinned)
-
-    @property
-    def _parts(self) -> int:
-        """The sum, and the numbers of each rank of the crew; those of a proxy stay where they are."""
-        return 1 + len(self._ranks) - self._proxies
 
     def add(self, flat: Tensor) -> None:
         """Sum ``flat`` (n,) over all ranks, in place; every rank calls it with as many numbers.

@@ -1,9 +1,8 @@
-"""What is rare and not worth a layout of its own: whole objects to rank 0 or from it, many tensors to all."""
+"""Send whole Python objects to rank 0 or from it; helpers for tensors as they are sent."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 from parallel.comm.communicator import Communicator
 
 TAG = 32767
-"""Kept clear of by the messages of a step."""
+"""The messages of a step have lower tags."""
 
 
 def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
-    """The ``value`` of every rank, in order, on rank 0; None on the others.
+    """Return the ``value`` of every rank, in order, on rank 0; None on the others.
 
     Args:
         value: anything ``torch.save`` writes and ``torch.load`` reads back with ``weights_only``.
@@ -51,24 +50,13 @@ def broadcast_object(communicator: Communicator, value: Any, source: int = 0) ->
     return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
 
 
-@torch.no_grad()
-def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
-    """Give every rank the dense ``tensors`` of rank ``source``, in place, in one message per dtype."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [in_memory_order(tensor) for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat(alike)
-        communicator.broadcast(flat, source)
-        for own, part in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
-            own.copy_(part)
-
-
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements (n,) as they lie in memory, whatever the order of its dims."""
+    """Return the elements (n,) of a dense tensor in the order of its memory, whatever the order of its dims."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """Page-locked host memory for what ``tensor`` holds."""
+    """Return page-locked host memory of the size of ``tensor``."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class ThreadGroup:
-    """What the threads of a group meet at: messages and sums under way, and whether the group is broken.
+    """The messages and sums under way between the threads of a group, and whether the group is broken.
 
     Args:
         timeout_s: how long an operation waits for the other ranks before it fails.
@@ -34,25 +34,33 @@ class ThreadGroup:
         self.changed = threading.Condition()
         self.broken: str | None = None
         """Why no rank can go on."""
-        self._sends: dict[Hashable, collections.deque[ThreadWork]] = collections.defaultdict(collections.deque)
-        self._receives: dict[Hashable, collections.deque[ThreadWork]] = collections.defaultdict(collections.deque)
+        self._waiting: dict[tuple[Hashable, bool], collections.deque[ThreadWork]] = {}
+        """Sends (True) and receives that the other rank has not come to."""
         self._meetings: dict[Hashable, dict[int, ThreadWork]] = collections.defaultdict(dict)
 
     def communicator(self, rank: int) -> ThreadCommunicator:
-        """What the thread of ``rank`` talks through."""
+        """Return the communicator of ``rank``."""
         return ThreadCommunicator(self, (), rank, self.world, rank)
 
     def fail(self, reason: str) -> None:
-        """Every rank that waits, now or later, raises; the first reason stands."""
+        """Have every rank that waits, now or later, raise; the first reason stands."""
         with self.changed:
             self.broken = self.broken or reason
             self.changed.notify_all()
 
-    def send(self, key: Hashable, work: ThreadWork) -> None:
-        self._match(key, work, self._sends, self._receives, copy=lambda receive: _copy(work, receive))
-
-    def receive(self, key: Hashable, work: ThreadWork) -> None:
-        self._match(key, work, self._receives, self._sends, copy=lambda send: _copy(send, work))
+    def post(self, key: Hashable, work: ThreadWork, *, sends: bool) -> None:
+        """Begin to send or to receive the message ``key``; whichever comes second copies."""
+        with self.changed:
+            waiting = self._waiting.get((key, not sends))
+            if not waiting:
+                self._waiting.setdefault((key, sends), collections.deque()).append(work)
+                return
+            other = waiting.popleft()
+            if not waiting:
+                del self._waiting[key, not sends]  # tags are many
+        send, receive = (work, other) if sends else (other, work)
+        _copy(send, receive)
+        self._finish([work, other])
 
     def meet(
         self, key: Hashable, rank: int, world: int, work: ThreadWork, last: Callable[[list[Tensor]], None]
@@ -68,24 +76,6 @@ class ThreadGroup:
         works = [joined[number] for number in range(world)]
         last([each.tensor for each in works])
         self._finish(works)
-
-    def _match(
-        self,
-        key: Hashable,
-        work: ThreadWork,
-        own: dict[Hashable, collections.deque[ThreadWork]],
-        opposite: dict[Hashable, collections.deque[ThreadWork]],
-        copy: Callable[[ThreadWork], None],
-    ) -> None:
-        with self.changed:
-            if key not in opposite:
-                own[key].append(work)
-                return
-            other = opposite[key].popleft()
-            if not opposite[key]:
-                del opposite[key]  # tags are many
-        copy(other)
-        self._finish([work, other])
 
     def _finish(self, works: Sequence[ThreadWork]) -> None:
         with self.changed:
@@ -135,12 +125,12 @@ class ThreadCommunicator(Communicator):
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work = self._work(tensor, f"isend of {_described(tensor)} to rank {peer}, tag {tag}")
-        self._group.send((self._path, self.rank, peer, tag), work)
+        self._group.post((self._path, self.rank, peer, tag), work, sends=True)
         return work
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work = self._work(tensor, f"irecv of {_described(tensor)} from rank {peer}, tag {tag}")
-        self._group.receive((self._path, peer, self.rank, tag), work)
+        self._group.post((self._path, peer, self.rank, tag), work, sends=False)
         return work
 
     def iall_reduce(self, tensor: Tensor) -> Work:
@@ -194,7 +184,7 @@ class ThreadCommunicator(Communicator):
 def run_on_threads(
     world: int, function: Callable[[Communicator, Any], Result], argument: Any = None, *, timeout_s: float = 60
 ) -> list[Result]:
-    """Results of ``function(communicator, argument)`` on each of ``world`` threads, in order of rank.
+    """Return the results of ``function(communicator, argument)`` on each of ``world`` threads, in order of rank.
 
     Args:
         timeout_s: how long an operation waits for the other ranks; also how long a thread may go on after another has

@@ -1,7 +1,7 @@
 """The communicator over torch.distributed: Gloo between CPUs, NCCL between GPUs.
 
-The group is described by the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-Only the modules named torch_* import torch.distributed.
+Reads the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Only modules named
+torch_* import torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel.comm.objects import in_memory_order, pinned_like
 from parallel.comm.torch_rendezvous import join_group
 
 AFTER_WATCHDOG_S = 60.0
-"""The watchdog of a run takes at most 30 s more than the time limit to name the rank that others wait for."""
+"""The watchdog of a run names the rank that others wait for at most 30 s after the time limit."""
 
 LINK_CTAS = 4
 """Thread blocks of a link at most; NCCL_MAX_CTAS in the environment goes before it. A receive that waits for its
@@ -74,7 +74,7 @@ class TorchCommunicator(Communicator):
             and others on a GPU, so do those on a GPU, except in groups of GPU ranks alone.
         timeout_s: how long an operation waits for the other ranks before it fails; on a GPU ``AFTER_WATCHDOG_S`` more.
         join_timeout_s: how long the ranks wait for each other to arrive; connecting may take a little more.
-        kind: what this rank says it computes on; None: what ``device`` is. Stand-ins for GPUs say otherwise.
+        kind: what this rank reports that it computes on; None: ``device``. Tests on CPUs report GPUs.
 
     Attributes:
         kinds: what each rank computes on, in order.
@@ -91,7 +91,7 @@ class TorchCommunicator(Communicator):
         self.world = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self._device = device
-        # NCCL ends the process of the rank that waits; the watchdog, which knows the rank to blame, is to be first.
+        # On a time-out NCCL ends the process of the rank that waits; the watchdog, which names the cause, is earlier.
         self._timeout = timedelta(seconds=timeout_s + AFTER_WATCHDOG_S * (device.type == "cuda"))
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(LINK_CTAS))  # of exchanges, as links have it
         self._links = Links(self.rank, self._timeout, device)
@@ -169,8 +169,8 @@ class TorchCommunicator(Communicator):
         own = tensor.detach().contiguous()
         table = own.new_empty((self.world, *own.shape))
         with _named(self._described("all_gather", tensor)):
-            # As bytes: there are types that libraries do not know.
-            parts = [part.view(-1).view(torch.uint8) for part in table]
+            # As bytes, since libraries lack some types; torch numbers the ranks of a group in ascending order.
+            parts = [table[self._ranks.index(rank)].view(-1).view(torch.uint8) for rank in sorted(self._ranks)]
             dist.all_gather(parts, own.view(-1).view(torch.uint8), self._group)
         return table
 
@@ -201,8 +201,7 @@ class TorchCommunicator(Communicator):
         return part
 
     def abort(self) -> None:
-        """Ends this process, upon which torchrun ends the others. Left to the interpreter, the group would first wait
-        for messages that wait for ranks that wait for this one."""
+        """End this process, upon which torchrun ends the others. A regular exit would wait for messages under way."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -220,7 +219,9 @@ class TorchCommunicator(Communicator):
 
 
 class Links:
-    """The groups of one rank for messages to others.
+    """NCCL groups of two ranks, one for each direction in which one sends to the other.
+
+    NCCL knows no tags and performs the operations of a group in turn: two directions in one would block each other.
 
     Args:
         rank: of the whole run, as are all others here.
@@ -279,12 +280,12 @@ class Links:
 
 
 def bytes_of(flat: Tensor) -> Tensor:
-    """NCCL has no 16-bit integers, nor unsigned ones of more than 8 bits."""
+    """Return a view as bytes: NCCL has no 16-bit integers, nor unsigned ones of more than 8 bits."""
     return flat.view(torch.uint8)
 
 
 def backend_of(kinds: Sequence[RankKind]) -> str:
-    """The backend of a group of ranks of ``kinds``, as torch.distributed names it."""
+    """Return the backend of a group of ranks of ``kinds``, as torch.distributed names it."""
     return "cpu:gloo,cuda:nccl" if has_gpu_each(kinds) else "gloo"
 
 
@@ -304,7 +305,7 @@ def _named(described: str) -> Iterator[None]:
 
 
 def is_lost_peer(fault: BaseException) -> bool:
-    """True for what torch.distributed raises within a backward pass, where fsdp sums gradients, when
+    """Return whether ``fault`` is what torch.distributed raises within a backward pass, where fsdp sums gradients, when
     another rank is gone or silent: NCCL has a type for it, Gloo only words."""
     if _is_out_of_memory(fault):
         return False
@@ -312,6 +313,6 @@ def is_lost_peer(fault: BaseException) -> bool:
 
 
 def _is_out_of_memory(fault: BaseException) -> bool:
-    """True where NCCL could not allocate memory of the GPU for itself."""
+    """Return whether NCCL could not allocate GPU memory."""
     words = str(fault).lower()
     return isinstance(fault, dist.DistBackendError) and ("out of memory" in words or "failed to cuda calloc" in words)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 
-from parallel.comm.communicator import CommunicationError, ToldElsewhere
+from parallel.comm.communicator import CommunicationError, SecondaryError
 from parallel.comm.device_thread import on_current_device
 from parallel.comm.kinds import RankKind, from_text, to_text
 
@@ -71,7 +71,7 @@ def join_group(
 
     Raises:
         CommunicationError: a port is taken, an address cannot be reached, or ranks did not come.
-        ToldElsewhere: the same, reported by another rank.
+        SecondaryError: the same, reported by another rank.
     """
     begun_s = time.monotonic()
     if all_on_one_host():
@@ -244,7 +244,7 @@ def join_attempt(
 
     Raises:
         CommunicationError: not all came within ``timeout_s``; names the missing ranks, as far as this rank knows them.
-        ToldElsewhere: the same, reported by rank 0.
+        SecondaryError: the same, reported by rank 0.
     """
     end_s = time.monotonic() + timeout_s
     if rank:
@@ -275,11 +275,11 @@ def _ask(store: Store, own: RankKind, rank: int, world: int, end_s: float, timeo
         store.set(f"{attempt}/came/{rank}", to_text([own]))
         verdict = _wait(store, f"{attempt}/verdict", end_s + VERDICT_S)
     except RuntimeError as fault:
-        raise ToldElsewhere(
+        raise SecondaryError(
             f"rank {rank} of {world}: rank 0 was here and ended before all had come; its own message says why"
         ) from fault
     if verdict == MISSING:
-        raise ToldElsewhere(f"rank {rank} of {world}: ranks are missing; rank 0 says which")
+        raise SecondaryError(f"rank {rank} of {world}: ranks are missing; rank 0 says which")
     return attempt, verdict
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.comm.communicator import Communicator
-from parallel.comm.objects import broadcast_tensors
+from parallel.comm.grad_reducer import broadcast_tensors
 from parallel.engine.weight_average import swap_average
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate

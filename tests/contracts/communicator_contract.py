@@ -193,6 +193,7 @@ def subgroups(communicator: Communicator) -> None:
         assert (group.rank, group.world) == (ranks.index(rank), len(ranks))
         assert tensor.unique().tolist() == [sum(ranks)]
         word = torch.tensor([float(rank)])
+        assert group.all_gather(word).tolist() == [[float(each)] for each in ranks]
         group.broadcast(word, group.world - 1)
         assert word.tolist() == [ranks[-1]]
         if group.world == 2:

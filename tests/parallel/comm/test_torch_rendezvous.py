@@ -14,7 +14,7 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from parallel.comm.communicator import CommunicationError, ToldElsewhere
+from parallel.comm.communicator import CommunicationError, SecondaryError
 from parallel.comm.kinds import RankKind
 from parallel.comm.torch_rendezvous import join_attempt, open_store
 
@@ -165,7 +165,7 @@ def test_missing_ranks_are_named(agent: TCPStore) -> None:
         first, second = (
             threads.submit(join_attempt, client(agent.port), kind_of(rank), rank, WORLD, 1.0) for rank in (0, 1)
         )
-    assert isinstance(second.exception(), ToldElsewhere)
+    assert isinstance(second.exception(), SecondaryError)
     with pytest.raises(
         CommunicationError, match=r"^rank 2 of 3 did not come within 1 s \(--developer join-timeout-s\)"
     ):
