@@ -138,7 +138,7 @@ class StreamedStages:
             memory: as ``rank_bytes`` takes it, or of the graph of the largest member's part.
         """
         boxes, graph = self.boxes(strategy, tiles), memory.graph
-        parameters, box, start = sum(graph.owned_bytes), boxes.device_bytes, self._end(strategy, graph)
+        parameters, box, start = sum(graph.owned_bytes), self._box_bytes(boxes), self._end(strategy, graph)
         of_rest = after = forward = 0
         if start < len(graph.layers):
             rest = memory.plain((start, len(graph.layers)))
@@ -152,6 +152,10 @@ class StreamedStages:
         again = own + beside + max(of_rest, leaving + box)
         largest = max(layer.largest_param_bytes for layer in graph.layers)
         return StageBytes(parameters, own, own, own + forward, own + forward, again, first, 0, 0, 0, 0, largest)
+
+    def _box_bytes(self, boxes: Boxes) -> int:
+        """Return the bytes of the fullest box, and of others on their way where copies run beside the computation."""
+        return boxes.device_bytes + (boxes.copied_bytes if self._cluster.kind == "cuda" else 0)
 
     def host_bytes(self, strategy: Strategy, tiles: int) -> int:
         """Return the bytes of maps between parts, and of the tiles of a microbatch."""
@@ -178,7 +182,7 @@ class StreamedStages:
             held: by the fullest rank.
         """
         boxes = self.boxes(strategy, tiles)
-        host, box = self.host_bytes(strategy, tiles), boxes.device_bytes
+        host, box = self.host_bytes(strategy, tiles), self._box_bytes(boxes)
         if host - self._cluster.host_bytes > held.total - self._cluster.usable_bytes:
             maps, normed = boxes.stored_bytes, len(boxes.phases) > 2
             if host > 2 * maps:

@@ -188,6 +188,17 @@ class Boxes:
         rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
         return self._needs(phase, part, [(r, c) for r in rows for c in columns if r <= c or not self.square]).bytes
 
+    @functools.cached_property
+    def copied_bytes(self) -> int:
+        """Bytes of boxes on their way to and from the host while another is computed, where copies run beside that: in
+        a backward pass what the next box fetches, and gradients of what the last two fetched."""
+        most = 0.0
+        for phase, part in self.parts():
+            count = math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
+            given = sum(map(self.own_bytes, self.stored_by(phase, part))) / count
+            most = max(most, 3 * self.fetched_bytes(phase, part) / count + 2 * given)
+        return round(most)
+
     def work(self, phase: PhaseParts, part: Part) -> tuple[dict[str, float], dict[str, float]]:
         """Return by step the share of it that a usual box computes, and that all boxes compute together: 1 and what
         their rims add."""

@@ -28,7 +28,12 @@ class Maps:
         host: where the others lie.
         here: names of maps that lie on that device.
         held: rows and columns of a map that are here, by name; of others all.
+
+    Attributes:
+        ahead: copies run while others are computed, so that it helps to begin them before.
     """
+
+    ahead = False
 
     def __init__(
         self,
@@ -74,6 +79,18 @@ class Maps:
         part = self.part(name, box)
         part.add_(value.to(part.device))
 
+    def put_zeros(self, name: str, like: Maps) -> None:
+        """Put zeros in the form of a map that ``like`` has."""
+        self.put(name, torch.zeros_like(like.whole(name)))
+
+    def empty(self, name: str, box: Box) -> Tensor:
+        """Return memory for a box, dense and on the device that computes."""
+        part = self.part(name, box)
+        return torch.empty(part.shape, dtype=part.dtype, device=self._device)
+
+    def begin(self, name: str, box: Box) -> None:
+        """Begin to fetch a box, where copies run while others are computed."""
+
     def fetch(self, name: str, box: Box) -> Tensor:
         """A box on the device that computes, detached; a copy of its own but for a whole map that lies there."""
         whole = self._whole.get(name)
@@ -84,7 +101,7 @@ class Maps:
             return part
         layout = self._layouts.get(name)
         if layout is None:
-            layout = self._layouts[name] = torch.channels_last if _channels_last(whole) else torch.contiguous_format
+            layout = self._layouts[name] = torch.channels_last if channels_last(whole) else torch.contiguous_format
         return part.to(self._device, copy=True, memory_format=layout)
 
     def part(self, name: str, box: Box) -> Tensor:
@@ -97,13 +114,17 @@ class Maps:
 
     def _made(self, name: str, like: Tensor) -> Tensor:
         """Zeros, in the type and layout of a box."""
+        shape = self._held_shape(name)
+        if not channels_last(like):
+            return self._zeros(name, shape, like.dtype)
+        n, c, h, w = shape
+        return self._zeros(name, (n, h, w, c), like.dtype).permute(0, 3, 1, 2)
+
+    def _held_shape(self, name: str) -> tuple[int, ...]:
         shape = list(self._shapes[name])
         for dim, span in zip(self._dims[name], self._held.get(name, ()), strict=False):
             shape[dim] = span.size
-        if not _channels_last(like):
-            return self._zeros(name, tuple(shape), like.dtype)
-        n, c, h, w = shape
-        return self._zeros(name, (n, h, w, c), like.dtype).permute(0, 3, 1, 2)
+        return tuple(shape)
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name in self._here:
@@ -111,5 +132,6 @@ class Maps:
         return self._host.zeros(shape, dtype)
 
 
-def _channels_last(tensor: Tensor) -> bool:
+def channels_last(tensor: Tensor) -> bool:
+    """Return whether the channels of (n, c, h, w) are next to each other in memory."""
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

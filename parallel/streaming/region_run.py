@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.space.box_bytes import Cuts
 from parallel.space.boxes import Boxes as PlannedBoxes
@@ -26,7 +29,11 @@ from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import BoxProgram, PartPlan, plan_part
 from parallel.streaming.part_run import resolver, run_box, run_plain
+from parallel.streaming.patch import Box
 from parallel.streaming.region import WHOLE_TILE, Region
+from parallel.streaming.strip_maps import StripMaps
+
+NOTHING: Mapping[str, Box] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class RegionRun:
         host: HostMemory | None = None,
     ) -> None:
         self.region = region
-        self._host = host or HostMemory()
+        self._host = host
         self.boxes = self.planned(region.on_paper(scale), box, stored_bytes)
         self.phases = [
             Phase(
@@ -82,6 +89,7 @@ class RegionRun:
             for phase in self.boxes.phases
         ]
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
+        self._cuts = _column_cuts(region, self.phases)
         self._last_uses = self._find_last_uses()
 
     def planned(self, model: StreamedModel, box: int, stored_bytes: int | None) -> PlannedBoxes:
@@ -94,7 +102,12 @@ class RegionRun:
 
     def maps(self, device: torch.device, here: frozenset[str]) -> Maps:
         """Return where maps between parts, or their gradients, are kept."""
-        return Maps(self._shapes, self.region.dims, device, self._host, here)
+        return self._maps(device, here)
+
+    def _maps(self, device: torch.device, here: frozenset[str], held: Mapping[str, Box] = NOTHING) -> Maps:
+        self._host = self._host or HostMemory(Copies.for_device(device))
+        forms = self._shapes, self.region.dims, device, self._host, here, held
+        return Maps(*forms) if self._host.copies.at_once else StripMaps(*forms, cuts=self._cuts)
 
     def enter(self, maps: Maps, name: str, value: Tensor | Boxes) -> None:
         """Take a map that enters."""
@@ -170,8 +183,10 @@ class RegionRun:
 
     def _part_forward(self, module: nn.Module, part: PartPlan, kept: Kept) -> None:
         resolve = resolver(module, self.region, kept.known)
-        for place in part.places:
+        for place, following in zip_longest(part.places, part.places[1:]):
             program = part.program(*place)
+            if kept.maps.ahead and following:
+                _fetch_ahead(part, following, kept, None)
             fetched = _fetched(part, program, place, kept)
             for name, value in run_box(module, part, program, place, fetched, kept.known, resolve).items():
                 if name in self.region.dims:
@@ -237,8 +252,10 @@ class RegionRun:
         known.update(leaves)
         names = {step.name for step in part.given if step.name in back.maps or step.name in back.known}
         resolve = resolver(module, region, known)
-        for place in part.places:
+        for place, following in zip_longest(part.places, part.places[1:]):
             program = part.program(*place)
+            if kept.maps.ahead and following and not names.isdisjoint(part.program(*following).gives):
+                _fetch_ahead(part, following, kept, back.maps)
             if names.isdisjoint(program.gives):
                 continue
             fetched = _fetched(part, program, place, kept)
@@ -305,6 +322,34 @@ def _fetched(part: PartPlan, program: BoxProgram, place: tuple[int, int], kept: 
     for name, _ in program.entering:
         fetched[name] = kept.maps.fetch(name, (rows[name], columns[name]))
     return fetched
+
+
+def _fetch_ahead(part: PartPlan, place: tuple[int, int], kept: Kept, gradients: Maps | None) -> None:
+    """Begin to fetch what a box will take; with ``gradients``, in its backward pass."""
+    program, (rows, columns) = part.program(*place), (part.rows[place[0]], part.columns[place[1]])
+    for name, _ in program.entering:
+        kept.maps.begin(name, (rows[name], columns[name]))
+    if gradients is None:
+        return
+    for step in program.steps:
+        if step.leaves and step.looked_at:
+            kept.maps.begin(step.name, (rows[step.name], columns[step.name]))
+    for name in program.gives:
+        if name in part.region.dims:
+            gradients.begin(name, part.box(name, *place))
+
+
+def _column_cuts(region: Region, phases: Sequence[Phase]) -> dict[str, set[int]]:
+    """Return the columns at which boxes of each map begin and end."""
+    cuts: dict[str, set[int]] = {}
+    for part in (part for phase in phases for part in phase.parts):
+        for spans in part.columns:
+            for name in (*part.entering, *(step.name for step in part.given)):
+                if name in spans and name in region.dims:
+                    cuts.setdefault(name, set()).update(spans[name])
+        for name, (_, columns) in part.cells.items():
+            cuts.setdefault(name, set()).update(*columns)
+    return cuts
 
 
 @dataclass

@@ -63,7 +63,7 @@ class BoxedRegion(RegionRun):
         return plan_team_boxes(model, box, self._grid, stored_bytes)
 
     def maps(self, device: torch.device, here: frozenset[str]) -> Maps:
-        return Maps(self._shapes, self.region.dims, device, self._host, here, self._held)
+        return self._maps(device, here, self._held)
 
     def enter(self, maps: Maps, name: str, value: Tensor | Boxes) -> None:
         assert isinstance(value, Tensor)
@@ -71,7 +71,7 @@ class BoxedRegion(RegionRun):
             maps.put(name, value)
         else:
             maps.write(name, self._own(name), value)
-            self._fetch(maps, name, value.device)
+            self._fetch(maps, name)
 
     def plain(self, module: nn.Module, step: Step, known: Mapping[str, Any]) -> Any:
         if self.region.nodes[step.name].name not in self._random:
@@ -87,7 +87,7 @@ class BoxedRegion(RegionRun):
     def after_part(self, part: PartPlan, kept: Kept) -> None:
         for step in part.given:
             if not step.sums and not self._exchanges[step.name].is_local:
-                self._fetch(kept.maps, step.name, self.region.forms[step.name][2])
+                self._fetch(kept.maps, step.name)
 
     def after_phase(self, phase: Phase, kept: Kept) -> None:
         for name in _sums(phase):
@@ -120,29 +120,29 @@ class BoxedRegion(RegionRun):
 
     def _hand_back(self, kept: Kept, back: Gradients, name: str) -> None:
         if name not in back.maps and name in kept.maps:
-            back.maps.put(name, torch.zeros_like(kept.maps.whole(name)))
+            back.maps.put_zeros(name, kept.maps)
         elif name not in back.maps:  # it left, and no gradient came back for it
             back.maps.write(name, self._own(name), torch.zeros((), dtype=self.region.forms[name][1]))
-        self._give_back(back.maps, name, self.region.forms[name][2])
+        self._give_back(back.maps, name)
 
     def _own(self, name: str) -> Box:
         return self._territory.owned(self._link.member, self.region.sides[name])
 
-    def _fetch(self, maps: Maps, name: str, device: torch.device) -> None:
+    def _fetch(self, maps: Maps, name: str) -> None:
         """Fetch of others what is held here of a map, and send what others hold."""
         exchange, member = self._exchanges[name], self._link.member
         pieces = exchange.recvs[member]
-        leaving = [(target, _sent(maps.part(name, box), device)) for target, box in exchange.sends[member]]
-        arriving = [(piece.owner, _room(maps.part(name, piece.box), device)) for piece in pieces]
+        leaving = [(target, maps.fetch(name, box).contiguous()) for target, box in exchange.sends[member]]
+        arriving = [(piece.owner, maps.empty(name, piece.box)) for piece in pieces]
         for piece, value in zip(pieces, self._link.swap(leaving, arriving).wait(), strict=True):
-            maps.part(name, piece.box).copy_(value)
+            maps.write(name, piece.box, value)
 
-    def _give_back(self, gradients: Maps, name: str, device: torch.device) -> None:
+    def _give_back(self, gradients: Maps, name: str) -> None:
         """Send the gradients of what others own to them, and add those that come to this member's own."""
         exchange, member = self._exchanges[name], self._link.member
         sent = exchange.sends[member]
-        leaving = [(p.owner, _sent(gradients.part(name, p.box), device)) for p in exchange.recvs[member]]
-        arriving = [(target, _room(gradients.part(name, box), device)) for target, box in sent]
+        leaving = [(p.owner, gradients.fetch(name, p.box).contiguous()) for p in exchange.recvs[member]]
+        arriving = [(target, gradients.empty(name, box)) for target, box in sent]
         for (_, box), value in zip(sent, self._link.swap(leaving, arriving).wait(), strict=True):
             gradients.add(name, box, value)
 
@@ -184,13 +184,3 @@ def _hull(boxes: Sequence[Box]) -> Box:
 
 def _around(spans: Sequence[Span]) -> Span:
     return Span(min(span.start for span in spans), max(span.stop for span in spans))
-
-
-def _sent(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy as it is sent: on the device that computes, contiguous."""
-    return value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-
-
-def _room(like: Tensor, device: torch.device) -> Tensor:
-    """Return where a piece arrives."""
-    return torch.empty(like.shape, dtype=like.dtype, device=device)

@@ -102,7 +102,7 @@ def on_gpus(
         ranks = run_ranks(
             gpus, strategy.ranks, lambda c: run(c, name, strategy, steps, device=torch.device("cuda", c.rank))
         )
-        assert not gpus.found
+        assert gpus.found == []
     return ranks
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 POISON = 0xFF
 """Every byte of memory without a value: NaN in all floating types, -1 in integers."""
@@ -66,7 +67,9 @@ class Memories:
         if tensor.layout is not torch.strided:
             return None
         memory = self._shells.get(_storage(tensor)._cdata)
-        return memory or (self._within(tensor.data_ptr()) if self._registered else None)
+        if memory is not None or not self._registered or tensor.is_meta or isinstance(tensor, FakeTensor):
+            return memory
+        return self._within(tensor.data_ptr())
 
     def register(self, address: int, bytes_: int, owner: Any) -> None:
         """Page-lock memory of the host."""

@@ -34,6 +34,7 @@ STRATEGIES = {
     "ddp, parameters on the host": Strategy("ddp", 2, 1, M, policy=ActivationPolicy(optimizer=True, parameters=True)),
     "ddp, offload": Strategy("ddp", 2, 1, M, policy=OFFLOAD),
     "ddp, streamed": Strategy("ddp", 2, 1, 2, policy=ActivationPolicy(stream=8)),
+    "spatial, streamed": Strategy("spatial", 2, 1, 2, grid=STRIPS, policy=ActivationPolicy(stream=8)),
     "1f1b, streamed": Strategy("1f1b", 2, 2, 2, policy=ActivationPolicy(stream=8)),
 }
 
