@@ -8,7 +8,6 @@ budget of the next. Bytes are rounded up to one of ``LEVELS``. No torch here.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -30,8 +29,8 @@ BEST, TRIES = 3, 60
 """Plans that are improved step by step, and neighbours that are looked at for each of them."""
 CLOSE = 1.15
 """Times the budget from which steps may lead below it."""
-SCALES = (0.94, 0.88, 0.78, 0.6, 1.07, 1.15, 1.3, 1.6)
-"""Times the budget that a plan is made for: what it really takes may be less or more."""
+SMALLER, LARGER = (0.94, 0.88, 0.78, 0.6), (1.07, 1.15, 1.3, 1.6)
+"""Times the budget that a plan is made for where that for the budget itself really takes more, or less."""
 RULE = ActivationPolicy("optimal")
 
 Plan = tuple[Segment, ...]
@@ -97,9 +96,13 @@ class RecomputeSearch:
         yield from plans.values()
         if plans:
             shares = [min(plans, key=lambda share: (self._bytes(plans[share]) > budget, self.seconds(plans[share])))]
-        for scale, share in itertools.product(SCALES, shares):
-            if plan := self._solved(scale * budget, share):
-                yield plan
+        for share in shares:
+            fits = share in plans and self._bytes(plans[share]) <= budget
+            for scale in LARGER if fits else SMALLER:
+                if plan := self._solved(scale * budget, share):
+                    yield plan
+                if (plan is not None and self._bytes(plan) <= budget) != fits:
+                    break
 
     def _solved(self, budget: float, share: float) -> Plan | None:
         """Return the plan that holds at most ``share`` of the budget per microbatch."""

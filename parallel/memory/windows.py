@@ -159,6 +159,10 @@ def _summed(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], rectangl
     return inner
 
 
+def _entries(name: str) -> functools.cached_property[Any]:
+    return functools.cached_property(lambda some: getattr(some._windows, name)[some._chosen])
+
+
 class _Some(Windows):
     """Entries of all windows: what a window costs does not depend on where others begin."""
 
@@ -168,33 +172,13 @@ class _Some(Windows):
         assert tuple(windows._begin[chosen]) == self.positions, self.positions
         self._chosen = np.ix_(chosen, chosen)
 
-    @functools.cached_property
-    def seconds(self) -> npt.NDArray[np.float64]:
-        return self._windows.seconds[self._chosen]
-
-    @functools.cached_property
-    def param_bytes(self) -> Matrix:
-        return self._windows.param_bytes[self._chosen]
-
-    @functools.cached_property
-    def received_bytes(self) -> Matrix:
-        return self._windows.received_bytes[self._chosen]
-
-    @functools.cached_property
-    def returned_bytes(self) -> Matrix:
-        return self._windows.returned_bytes[self._chosen]
-
-    @functools.cached_property
-    def entered_bytes(self) -> Matrix:
-        return self._windows.entered_bytes[self._chosen]
-
-    @functools.cached_property
-    def kept_bytes(self) -> Matrix:
-        return self._windows.kept_bytes[self._chosen]
-
-    @functools.cached_property
-    def peak_bytes(self) -> Matrix:
-        return self._windows.peak_bytes[self._chosen]
+    seconds = _entries("seconds")
+    param_bytes = _entries("param_bytes")
+    received_bytes = _entries("received_bytes")
+    returned_bytes = _entries("returned_bytes")
+    entered_bytes = _entries("entered_bytes")
+    kept_bytes = _entries("kept_bytes")
+    peak_bytes = _entries("peak_bytes")
 
 
 def thinned(graph: LayerGraph, positions: Sequence[int], most: int) -> list[int]:
