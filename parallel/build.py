@@ -42,7 +42,8 @@ from parallel.schedule.mesh import Mesh
 from parallel.schedule.shares import Shares
 from parallel.schedule.timeline import StageCost
 from parallel.stage.batchnorm import running_statistics
-from parallel.stage.stage import Loss, Stage
+from parallel.stage.split_backward import DeferredWeights
+from parallel.stage.stage import Compute, Loss, Stage
 from parallel.strategy import Strategy
 from parallel.streaming.streamed_stages import streamed_stages
 from parallel.team.boxed_nodes import BoxedParts
@@ -180,9 +181,10 @@ def put_to_work(
         cuts = modules_of_seat(traced, partition, numbers, strategy, link, plans, shape, device, boxed)
     else:
         cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[team], host)
+    compute = Compute(device, autocast, strategy.compile)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
-        number: _stage(cut, number, partition, strategy, holders, device, loss, autocast, splits, saved, meter, updated)
+        number: _stage(cut, number, partition, strategy, holders, compute, loss, splits, saved, meter, updated)
         for number, cut in cuts.items()
     }
     reducers = _reducers(stages, holders, strategy, overlap=not splits and strategy.gradient_bytes != 0)
@@ -281,9 +283,8 @@ def _stage(
     partition: Partition,
     strategy: Strategy,
     holders: StageGroups,
-    device: torch.device,
+    compute: Compute,
     loss: Loss,
-    autocast: torch.dtype | None,
     splits: bool,
     saved_tensors: SavedTensors,
     meter: ActivationMeter | None,
@@ -292,16 +293,16 @@ def _stage(
     """Stage ``number``, with the same weights on all ranks that hold it."""
     ranks = holders.of_stage[number]
     if not strategy.policy.parameters:
-        cut.to(device)
+        cut.to(compute.device)
     if ranks.world > 1:
         broadcast_tensors(ranks, [*cut.parameters(), *cut.buffers()], 0)
     if strategy.policy.parameters:
-        saved_tensors.streams(HostParameters(cut.root, device, Copies.for_device(device)))
+        saved_tensors.streams(HostParameters(cut.root, compute.device, saved_tensors.copies))
     if meter is not None:
         meter.exclude((*cut.parameters(), *cut.buffers()))
     return Stage(
         cut,
-        device=device,
+        compute,
         statistics=running_statistics(
             cut, ranks, strategy.statistics, not isinstance(cut, TeamStage) or bool(cut.counted)
         ),
@@ -314,11 +315,8 @@ def _stage(
             and edge.value not in partition.graph.asked_back
         ],
         uses_rng=any(layer.random for layer in partition.layers_of(number)),
-        autocast=autocast,
-        split=splits,
-        compiled=strategy.compile,
+        weights=DeferredWeights(cut, meter) if splits else None,
         saved_tensors=None if saved_tensors.idle else saved_tensors,
-        meter=meter,
         updated=updated,
     )
 

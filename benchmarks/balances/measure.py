@@ -16,7 +16,7 @@ from parallel.comm.local import LocalCommunicator
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
 from parallel.stage.batchnorm import running_statistics
-from parallel.stage.stage import Stage
+from parallel.stage.stage import Compute, Stage
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced
 
@@ -41,12 +41,9 @@ def _stages(traced: Traced, partition: Partition) -> list[Stage]:
         found.append(
             Stage(
                 module,
-                device=CPU,
+                Compute(CPU),
                 statistics=running_statistics(module, LocalCommunicator(), "per-microbatch"),
                 loss=_loss if number == partition.depth - 1 else None,
-                differentiable=[
-                    edge.value for edge in partition.edges if edge.source == number and edge.differentiable
-                ],
                 uses_rng=any(layer.random for layer in partition.layers_of(number)),
             )
         )

@@ -48,19 +48,19 @@ class RunningStatistics(Protocol):
 
 
 def running_statistics(
-    module: nn.Module, communicator: Communicator, mode: Literal["per-microbatch", "deferred"], told: bool = True
+    module: nn.Module, communicator: Communicator, mode: Literal["per-microbatch", "deferred"], contributes: bool = True
 ) -> RunningStatistics:
     """Return the running statistics of ``module``, of which every rank of ``communicator`` holds a copy.
 
     Args:
-        told: what this rank's passes leave counts; of a team, whose members all find the same, that is one rank.
+        contributes: this rank's passes are recorded; of a team, whose members all find the same, that is one rank.
 
     Raises:
         ValueError: ``deferred`` with layers other than BatchNorm1d, 2d and 3d.
     """
     if mode == "deferred":
         return DeferredStatistics(module, communicator)
-    return OrderedStatistics(module, communicator, told)
+    return OrderedStatistics(module, communicator, contributes)
 
 
 class OrderedStatistics:
@@ -73,11 +73,11 @@ class OrderedStatistics:
     Args:
         module: its layers that track running statistics take part while they are in training mode.
         communicator: the ranks that hold a copy of ``module``.
-        told: this rank tells the others what its passes leave.
+        contributes: this rank sends the others what its passes leave.
     """
 
-    def __init__(self, module: nn.Module, communicator: Communicator, told: bool = True) -> None:
-        self._told = told
+    def __init__(self, module: nn.Module, communicator: Communicator, contributes: bool = True) -> None:
+        self._contributes = contributes
         self._layers = tracking_layers(module)
         self._communicator = communicator
         self._flat: FlatBuffers | None = None
@@ -102,7 +102,7 @@ class OrderedStatistics:
             with untouched(self._active), _counted(self._active):
                 self._flat.clear()
                 yield
-                if self._told:
+                if self._contributes:
                     values, updates = self._flat.read()
                     self._records[i] = torch.cat([values.double(), updates.double()])
         if self._communicator.world == 1:

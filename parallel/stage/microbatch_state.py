@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -92,3 +93,15 @@ def gradients_of(value: Any) -> list[Tensor]:
             gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             leaf.grad = None
     return gradients
+
+
+def renew_buffers(module: nn.Module, names: Collection[str]) -> None:
+    """Put copies in the place of the buffers ``names``: earlier microbatches keep or sent the old ones."""
+    copies: dict[int, Tensor] = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        state: dict[str, Any] = owner._buffers if last in owner._buffers else owner._parameters
+        if (tensor := state[last]) is not None:
+            copy = nn.Parameter(tensor.clone(), False) if isinstance(tensor, nn.Parameter) else tensor.clone()
+            state[last] = copies.setdefault(id(tensor), copy)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,11 +19,10 @@ from torch.utils._pytree import tree_map
 
 from parallel.graph.layers import RANDOM_STATE
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.rng import drawing, get_random_state
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.batchnorm import RunningStatistics
-from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of
+from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of, renew_buffers
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.images import Boxes, whole
@@ -56,57 +57,64 @@ Gradients = dict[str, list[Tensor]]
 """Name of a value -> gradients of those of its tensors that need one, in order."""
 
 
+@dataclass(frozen=True)
+class Compute:
+    """How stages compute.
+
+    Attributes:
+        device: where their parameters are, or come to.
+        autocast: type for mixed precision; None computes in the module's own.
+        compiled: run through ``torch.compile``.
+    """
+
+    device: torch.device
+    autocast: torch.dtype | None = None
+    compiled: bool = False
+
+
 class Stage:
     """Forward and backward of one stage, for any number of microbatches in flight.
 
     Args:
         module: the layers.
-        device: where they are.
+        compute: how.
         loss: of the last stage: (output, targets) -> mean over the microbatch; None for the others.
         no_grad_outputs: names of the values given that no gradient flows back to from the loss.
         statistics: of the module's normalisation layers.
         uses_rng: the module may draw random numbers.
-        autocast: type for mixed precision; None computes in the module's own.
-        split: backward is called in two halves (zero bubble).
-        compiled: run the module through ``torch.compile``.
+        weights: of the module, where backward is called in two halves (zero bubble).
         saved_tensors: of the rank; says what becomes of what forward passes keep. None: autograd keeps it.
-        meter: counts the bytes kept between the halves of a split backward pass.
         updated: names of buffers that forward passes update, outside normalisation layers.
-
-    Raises:
-        ValueError: ``split`` for a module whose backward pass cannot be split exactly.
     """
 
     def __init__(
         self,
         module: StageModule,
+        compute: Compute,
         *,
-        device: torch.device,
         statistics: RunningStatistics,
         loss: Loss | None = None,
         no_grad_outputs: Iterable[str] = (),
         uses_rng: bool = False,
-        autocast: torch.dtype | None = None,
-        split: bool = False,
-        compiled: bool = False,
+        weights: DeferredWeights | None = None,
         saved_tensors: SavedTensors | None = None,
-        meter: ActivationMeter | None = None,
         updated: Collection[str] = (),
     ) -> None:
         self.module = module
         self.statistics = statistics
         self._loss = loss
         self._no_grad_outputs = frozenset(no_grad_outputs)
-        self._device = device
+        self._device, self._autocast = compute.device, compute.autocast
         self._uses_rng = uses_rng
-        self._autocast = autocast
-        self._weights = DeferredWeights(module, meter) if split else None
+        self._weights = weights
         self._saved_tensors = saved_tensors
         self._moves = saved_tensors is not None and saved_tensors.moves
         state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._updated = [name for name, tensor in state if name in updated and not tensor.requires_grad]
         # Inductor's own random numbers would differ from those of the plain model.
-        self._run: Callable[..., Any] = torch.compile(module, options={"fallback_random": True}) if compiled else module
+        self._run: Callable[..., Any] = module
+        if compute.compiled:
+            self._run = torch.compile(module, options={"fallback_random": True})
         self._in_flight: dict[int, MicrobatchState] = {}
 
     @property
@@ -203,17 +211,14 @@ class Stage:
         if self._loss is not None:
             weight *= self.module.counted if isinstance(self.module, TeamStage) else 1
             gradients = {LOSS: [torch.full((), weight, dtype=self._loss_dtype, device=self._device)]}
-        flows = [
-            (edge, gradient)
-            for name, edges in microbatch.roots.items()
-            for edge, gradient in zip(edges, gradients[name], strict=True)
-        ]
-        if flows:
-            torch.autograd.backward([edge for edge, _ in flows], [gradient for _, gradient in flows])
+        edges = [*chain.from_iterable(microbatch.roots.values())]
+        if edges:
+            torch.autograd.backward(edges, [*chain.from_iterable(map(gradients.__getitem__, microbatch.roots))])
         if self._saved_tensors is not None:
             self._saved_tensors.release((self, i))
-        captured = {name: [capture.take() for capture in captures] for name, captures in microbatch.captures.items()}
-        return captured or {name: gradients_of(value) for name, value in microbatch.values.items()}
+        if microbatch.captures:
+            return {name: [capture.take() for capture in captures] for name, captures in microbatch.captures.items()}
+        return dict(zip(microbatch.values, map(gradients_of, microbatch.values.values()), strict=True))
 
     def backward_weight(self, i: int) -> None:
         """Add the gradients of the weights that ``backward`` of microbatch ``i`` put off."""
@@ -297,7 +302,7 @@ class Stage:
     def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
         """Return the values the module takes. Where activations go to the host, the stage itself holds none of them."""
         if not self._moves:
-            return (microbatch.values[name] for name in self.module.inputs)
+            return map(microbatch.values.__getitem__, self.module.inputs)
         values, microbatch.values = microbatch.values, {}
         entering = []
         for name in self.module.inputs:
@@ -334,18 +339,6 @@ class Stage:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._autocast)
-
-
-def renew_buffers(module: nn.Module, names: Collection[str]) -> None:
-    """Put copies in the place of the buffers ``names``: earlier microbatches keep or sent the old ones."""
-    copies: dict[int, Tensor] = {}
-    for name in names:
-        path, _, last = name.rpartition(".")
-        owner = module.get_submodule(path)
-        state: dict[str, Any] = owner._buffers if last in owner._buffers else owner._parameters
-        if (tensor := state[last]) is not None:
-            copy = nn.Parameter(tensor.clone(), False) if isinstance(tensor, nn.Parameter) else tensor.clone()
-            state[last] = copies.setdefault(id(tensor), copy)
 
 
 def _detached(leaf: Any) -> Any:
