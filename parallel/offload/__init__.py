@@ -1,1 +1,1 @@
-"""What forward passes keep, and optimizer and parameters: on the device, on the host, or computed again."""
+"""Saved tensors, optimizer state and parameters: on the device, on the host, or recomputed."""

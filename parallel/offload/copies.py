@@ -1,4 +1,4 @@
-"""Copies between a device and the host, beside what the device computes.
+"""Copies between a device and the host that overlap what the device computes.
 
 On a GPU each direction has a stream of its own, and a mark (an event) says when a copy is done. A CPU is its own host:
 there copies are real ones and done at once, so that everything built on them runs and is tested without a GPU.
@@ -38,12 +38,12 @@ class CopyTime:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
+        """Return the bytes per second."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
 
 class CopyClock:
-    """Notes copies while it is ``on``."""
+    """Records the time of copies while it is ``on``."""
 
     def __init__(self) -> None:
         self.on = False
@@ -52,7 +52,7 @@ class CopyClock:
 
     @contextmanager
     def timing(self, direction: Direction, tensor: Tensor, *, gpu: bool) -> Iterator[None]:
-        """Around a copy of ``tensor``, which is begun on the current stream of a GPU or done at once."""
+        """Return a context for a copy of ``tensor``, which is begun on the current stream of a GPU or blocks."""
         if not self.on:
             yield
             return
@@ -93,16 +93,16 @@ class Copies:
 
     @staticmethod
     def for_device(device: torch.device) -> Copies:
-        """Those of ``device``."""
+        """Return the copies of ``device``."""
         return CudaCopies(device) if device.type == "cuda" else Copies()
 
     @property
     def pinned(self) -> bool:
-        """Host memory should be page-locked."""
+        """Return whether host memory should be page-locked."""
         return not self.at_once
 
     def empty_on_host(self, size: int) -> Tensor:
-        """``size`` bytes of host memory, page-locked for a GPU until they are freed: uint8 (size,)."""
+        """Return ``size`` bytes of host memory, page-locked for a GPU until they are freed: uint8 (size,)."""
         with not_counted():
             return torch.empty(size, dtype=torch.uint8)
 
@@ -116,8 +116,10 @@ class Copies:
         return None
 
     def to_device(self, source: Tensor) -> tuple[Tensor, Mark]:
-        """Begin to copy host memory, as it is once all copies waited for so far are done, into a new tensor on the
-        device, to be used, and to be freed, after the mark."""
+        """Begin to copy host memory into a new tensor on the device, which may be used and freed after the mark.
+
+        The copy reads ``source`` as it is once all copies that were waited for are done.
+        """
         with self.clock.timing("back", source, gpu=False):
             return torch.empty_like(source).copy_(source), None
 

@@ -153,7 +153,7 @@ class HostOptimizer:
             self._reset()
 
     def _reset(self) -> None:
-        """Nothing is under way."""
+        """Forget the gradients and updates of this step."""
         self._ready.clear()
         self._begun.clear()
         self._replaced = {}
@@ -222,7 +222,7 @@ def _copied(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def nothing() -> None:
-    """What is called before an update, unless there is something to wait for."""
+    """Do nothing: the default of ``before_update``."""
 
 
 LR_SCALE = "lr_scale"

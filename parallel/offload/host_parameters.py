@@ -24,7 +24,7 @@ from parallel.offload.parameter_copies import Claim, DeviceCopy, Unit, on_device
 
 
 class HostParameters:
-    """The parameters of a module, of one rank. Names, ``parameters()`` and ``state_dict()`` stay those of the module.
+    """Parameters of a module on the host. Names, ``parameters()`` and ``state_dict()`` stay those of the module.
 
     Outside of its forward pass the module's parameters are those on the host. What autograd keeps of a copy would hold
     it on the device: saved-tensor hooks ask ``claims`` first, or pack through ``packer``.
@@ -74,7 +74,7 @@ class HostParameters:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around computing a part of the module that is not called through the module itself."""
+        """Return a context in which a part of the module is computed without a call of the module itself."""
         self._enter()
         try:
             yield
@@ -82,7 +82,7 @@ class HostParameters:
             self._leave()
 
     def claims(self, tensor: Tensor) -> Packed | None:
-        """What to keep for backward in place of ``tensor``, if that lies in one of the copies; else None."""
+        """Return what is saved for backward in place of ``tensor`` if that is a view of a copy; else None."""
         storage = tensor.untyped_storage()
         copy = self._places.get(storage.data_ptr()) if storage.nbytes() else None
         if copy is None or self._unit is None:
@@ -124,7 +124,7 @@ class HostParameters:
             self._ahead = []
 
     def _asked(self, parameter: nn.Parameter) -> Tensor:
-        """What a layer gets that asks for ``parameter``."""
+        """Return what a layer gets that reads ``parameter``."""
         if not self._scopes:
             return parameter
         unit = self._unit
@@ -140,7 +140,7 @@ class HostParameters:
         return unit.given[key]
 
     def _begin(self, parameter: nn.Parameter) -> Unit:
-        """A layer asks for its first parameter."""
+        """Begin the unit of a layer that reads its first parameter."""
         before, first = self._unit, id(parameter)
         if before is not None:
             before.release()
@@ -153,7 +153,7 @@ class HostParameters:
         return unit
 
     def _bring(self, parameter: nn.Parameter) -> DeviceCopy:
-        """The copy of ``parameter`` that is on the device, or a new one, perhaps still under way."""
+        """Return the copy of ``parameter`` on the device, or begin a new one."""
         copy = self._present.get(id(parameter))
         if copy is None:
             tensor, mark = self._copies.to_device(parameter.detach())
@@ -172,7 +172,7 @@ class HostParameters:
 
 
 class _Asked(dict[str, nn.Parameter | None]):
-    """A module's parameters by name. Who goes through all of them finds those on the host."""
+    """A module's parameters by name. Reading one by name gives its copy; iterating gives those on the host."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], host: HostParameters) -> None:
         super().__init__(parameters)

@@ -24,7 +24,7 @@ _THREAD = threading.local()
 
 @contextmanager
 def not_counted() -> Iterator[None]:
-    """Around allocations of this thread that are no device's: nothing made in this block counts, now or later."""
+    """Return a context whose allocations on this thread never count: they are not in device memory."""
     before = _leaving_out()
     _THREAD.leaving_out = True
     try:
@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def bytes(self) -> int:
-        """That live now."""
+        """Return the bytes that live now."""
         with self._changed:
             return self._living()
 
@@ -156,7 +156,7 @@ class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in ``value``; in place of one that is made of others, as a sharded one is, those."""
+    """Yield all tensors in ``value``; of a wrapper, as a sharded tensor, those inside it."""
     for leaf in tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Activations on the host between their forward and their backward pass, copied beside what is computed.
+"""Activations on the host between their forward and their backward pass; copies overlap computation.
 
 What autograd saves of a forward pass becomes a ``SavedStorage`` per storage. Storages wait on the device as long as all
 that wait are within a window; the oldest leave for the host first. In the backward pass the last come back first, each
@@ -68,7 +68,7 @@ class SavedStorage:
 
 
 class MicrobatchSaves:
-    """What one microbatch's forward pass through one stage has saved, in order; a ``Packer``."""
+    """Storages saved by one microbatch's forward pass through one stage, in order."""
 
     def __init__(self, offload: OverlapOffload) -> None:
         self.storages: list[SavedStorage] = []

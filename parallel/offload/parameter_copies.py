@@ -1,4 +1,4 @@
-"""What one layer asks for of parameters on the host, in one forward pass, and what its backward pass needs again.
+"""Device copies of the host parameters that one layer uses, in its forward pass and again in its backward pass.
 
 A unit holds its copies while the layer computes; then only what autograd saved of them is remembered, and brought to
 the device again when the backward pass comes to it, for as long as somebody there needs it.
@@ -19,7 +19,7 @@ from parallel.offload.packing import check_version, form_of, view_like
 
 
 class DeviceCopy:
-    """A parameter's copy on the device, for as long as somebody holds it."""
+    """A parameter's copy on the device, which is freed with its last user."""
 
     def __init__(self, parameter: nn.Parameter, tensor: Tensor, mark: Mark, copies: Copies) -> None:
         self.parameter = parameter
@@ -28,7 +28,7 @@ class DeviceCopy:
         self._copies = copies
 
     def arrive(self) -> None:
-        """Computing waits for the copy."""
+        """Let computation wait for the copy."""
         mark, self._mark = self._mark, None
         if mark is not None:
             self._copies.wait(mark)
@@ -43,7 +43,7 @@ Bring = Callable[[nn.Parameter], DeviceCopy]
 
 
 class Unit:
-    """What one layer asked for in one forward pass.
+    """Parameters that one layer used in one forward pass.
 
     Attributes:
         scope: the call of the layer.
@@ -70,14 +70,14 @@ class Unit:
         self.given.clear()
 
     def visit(self, parameter: nn.Parameter, bring: Bring) -> Visit:
-        """What is kept of ``parameter`` for the backward pass of this unit."""
+        """Return what the backward pass of this unit needs of ``parameter``."""
         visit = self._visits.get(id(parameter))
         if visit is None:
             self._visits[id(parameter)] = visit = Visit(parameter, self, bring)
         return visit
 
     def come_back(self) -> None:
-        """Its backward pass begins: bring what it needs, and begin with what the one before will."""
+        """Bring what the backward pass of this unit needs, and begin to bring what the unit before it needs."""
         if self._returned:
             return
         self._returned = True
@@ -94,7 +94,7 @@ class Unit:
 
 
 class Visit:
-    """A parameter that the backward pass of one unit needs again: on the device from then until nobody needs it."""
+    """A parameter that the backward pass of one unit needs: on the device from its first to its last use there."""
 
     def __init__(self, parameter: nn.Parameter, unit: Unit, bring: Bring) -> None:
         self._parameter, self._unit = parameter, unit
@@ -108,7 +108,7 @@ class Visit:
         return self._copy
 
     def tensor(self) -> Tensor:
-        """The copy.
+        """Return the copy.
 
         Raises:
             RuntimeError: the parameter was changed meanwhile.
@@ -128,12 +128,16 @@ class Claim:
         self._form = form_of(tensor)
 
     def unpack(self) -> Tensor:
-        """The same part of the parameter, on the device again."""
+        """Return the same view of the parameter, on the device again."""
         return view_like(self._visit.tensor(), self._form)
 
 
 def on_device(parameter: nn.Parameter, copy: Tensor, copies: Copies) -> Tensor:
-    """``copy``, as a function of ``parameter``.
+    """Return ``copy`` as a function of ``parameter`` in autograd: the gradient goes back to the host.
+
+    The way back has two nodes. That of the device begins the copy of the gradient and goes on with the backward pass;
+    that of the host, which autograd runs on another thread where the device is a GPU, waits for it and hands it to the
+    parameter, whose hooks run as always.
 
     Args:
         parameter: on the host.
@@ -154,7 +158,7 @@ class _Way:
         self._under_way: tuple[Tensor, Mark] | None = None
 
     def send(self, gradient: Tensor) -> Tensor:
-        """Begin to copy ``gradient``, which is held until ``arrived``. Gives where it will be."""
+        """Begin to copy ``gradient``, which is held until ``arrived``; return where it will be."""
         with not_counted():
             into = torch.empty_like(gradient, device="cpu", pin_memory=self._copies.pinned)
         self._under_way = gradient, self._copies.to_host(gradient, into)
@@ -168,7 +172,7 @@ class _Way:
 
 
 class _Arrived(torch.autograd.Function):
-    """The host's node."""
+    """Node of the host."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, way: _Way) -> Tensor:
@@ -183,7 +187,7 @@ class _Arrived(torch.autograd.Function):
 
 
 class _ToDevice(torch.autograd.Function):
-    """The device's node."""
+    """Node of the device."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor, way: _Way) -> Tensor:

@@ -41,7 +41,7 @@ class CheckpointedSegment:
         compute: the segment's forward pass.
         values: what enters it, as ``put_away`` gives it.
         packer: packs what the second pass keeps.
-        state: storages of parameters and buffers, which nobody need keep.
+        state: storages of parameters and buffers, which are there anyway.
         parameters: that the segment computes with.
         recompute_context: of the second pass: precision, random numbers, running statistics that stay as they are.
     """
@@ -80,7 +80,7 @@ class CheckpointedSegment:
         return packed.unpack()
 
     def drop(self, number: int) -> None:
-        """Nobody asks for ``number`` any more."""
+        """Free what the second pass keeps in place ``number``."""
         if self._kept is not None:
             self._kept[number] = None
 

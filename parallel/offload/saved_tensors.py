@@ -29,7 +29,7 @@ RecomputeContext = Callable[[SegmentRun], contextlib.AbstractContextManager[Any]
 
 
 class SavedTensors:
-    """What a rank's policy does to saved tensors, for all its stages.
+    """Saved tensors of all stages of a rank, as its policy says.
 
     Args:
         rule: what is to be done.
@@ -77,7 +77,7 @@ class SavedTensors:
 
     @property
     def idle(self) -> bool:
-        """Return whether autograd keeps what it keeps, and nobody counts it."""
+        """Return whether autograd keeps everything on the device, and no meter counts it."""
         recomputes = self.rule.segmented or self.rule.stagewise
         return not (self.moves or recomputes or self._meter is not None or self._hosts)
 

@@ -64,7 +64,7 @@ def capture_grad(value: Any) -> tuple[Any, list[GradCapture]]:
 
 @dataclass
 class MicrobatchState:
-    """What one microbatch leaves in a stage between forward and backward.
+    """State of one microbatch in a stage between forward and backward.
 
     Attributes:
         values: received, by name; their tensors are leaves of this stage's part of the autograd graph. None where
