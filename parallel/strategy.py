@@ -1,4 +1,5 @@
-"""How a model is spread over ranks: one frozen value, from flags or a planner's search to ``plan.json`` and the engine.
+"""Strategy that spreads a model over ranks: one frozen value, from flags or a planner's search to ``plan.json`` and the
+engine.
 
 Takes names and numbers; gives what follows before any rank computes: the mesh, the partition and the lowered
 schedule, all proven to fit each other. No torch here.
@@ -140,7 +141,7 @@ class Strategy:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of a strategy that splits the model.
+        """Return the mesh of a strategy that splits the model.
 
         Raises:
             ValueError: the schedule cannot run on it.
@@ -190,7 +191,7 @@ class Strategy:
         return faults
 
     def partition(self, graph: LayerGraph) -> Partition:
-        """The stages of the model.
+        """Return the stages of the model.
 
         Raises:
             ValueError: cuts that are not in the model, or not as many as the stages need.
@@ -206,7 +207,7 @@ class Strategy:
         return partition_at(graph, self.cuts)
 
     def schedule(self, links: Links, costs: Sequence[StageCost] | None = None) -> Schedule:
-        """Everything that all ranks do in a step, proven to run.
+        """Return everything that all ranks do in a step, proven to run.
 
         Args:
             links: of the partition.

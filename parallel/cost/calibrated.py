@@ -48,7 +48,7 @@ class OpWork:
 
 
 def work_of(op: Op) -> OpWork | None:
-    """None where arithmetic does not bound the operation."""
+    """Return the work of an operation; None where arithmetic does not bound it."""
     if op.convolution is not None:
         shape = op.convolution
         return OpWork(
@@ -62,7 +62,7 @@ def work_of(op: Op) -> OpWork | None:
 
 
 def work_of_shape(shape: Convolution | Product, itemsize: int = 4) -> OpWork:
-    """What ``work_of`` gives for the operation that the calibration ran."""
+    """Return the work of an operation that the calibration ran, as ``work_of`` does for an operation of a graph."""
     if isinstance(shape, Product):
         flops = 2.0 * shape.rows * shape.inner * shape.columns
         numbers = shape.rows * shape.inner + shape.inner * shape.columns + shape.rows * shape.columns
@@ -131,7 +131,7 @@ class Curve:
     seconds: tuple[float, ...]
 
     def __call__(self, moved: float) -> float:
-        """Seconds to move ``moved`` bytes; 0 for none."""
+        """Return the seconds to move ``moved`` bytes; 0 for none."""
         if moved <= 0:
             return 0.0
         if moved >= self.bytes[-1]:
@@ -141,7 +141,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a calibration found.
+    """Model of what layers cost, found by a calibration.
 
     Attributes:
         key: what it holds for: device, versions, threads, ...; for people, and to tell calibrations apart.
@@ -162,7 +162,7 @@ class CostModel:
     others: float = 0.0
 
     def estimate(self, graph: LayerGraph) -> Costs:
-        """Seconds of every layer of ``graph``, for the shape and type it was traced with."""
+        """Return the seconds of every layer of ``graph``, for the shape and type it was traced with."""
         positions = [(at, op) for at, layer in enumerate(graph.layers) for op in layer.ops]
         forward, backward, halves = ([0.0] * len(graph.layers) for _ in range(3))
         for at, op in positions:
@@ -215,7 +215,7 @@ class CostModel:
         return curve(moved) + self.fresh(op.read_bytes if curves is self.backward else taken)
 
     def to_json(self) -> str:
-        """Text that ``from_json`` takes."""
+        """Return text that ``from_json`` takes."""
         data = {
             "key": dict(self.key),
             "products": {kind: {n: asdict(m) for n, m in passes.items()} for kind, passes in self.products.items()},
@@ -230,7 +230,7 @@ class CostModel:
 
     @staticmethod
     def from_json(text: str) -> CostModel:
-        """What ``to_json`` gave."""
+        """Return the model from the text of ``to_json``."""
         data = json.loads(text)
         curves = {side: {name: _curve(curve) for name, curve in data[side].items()} for side in ("forward", "backward")}
         products = {

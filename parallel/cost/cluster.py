@@ -31,7 +31,8 @@ class Cluster:
     Attributes:
         memory_bytes: that each rank may use.
         per_node: ranks of a node.
-        lanes: ranks of a node that can compute at once without slowing each other; its GPUs, or cores by threads.
+        lanes: ranks of a node that can compute at the same time without slowing each other; its GPUs, or cores by
+            threads.
         inside, between: the links inside a node and from one node to another.
         update_bandwidth: bytes per second that an optimizer reads and writes.
         kind: of the devices, "cpu" or "cuda". On a CPU sums are computed by the cores that backward passes need, and
@@ -72,15 +73,15 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of each rank's memory for what lives at the fullest moment."""
+        """Return the bytes of each rank's memory that may be allocated at the peak of a step."""
         return max(1, round(FILL[self.kind] * self.memory_bytes) - LIBRARIES[self.kind])
 
     def needed_bytes(self, living: int) -> int:
-        """Memory of a rank for which ``living`` bytes are usable."""
+        """Return the memory of a rank of which ``living`` bytes are usable."""
         return math.ceil((living + LIBRARIES[self.kind]) / FILL[self.kind])
 
     def link(self, first: int, second: int) -> LinkSpec | None:
-        """What joins two ranks; None from a rank to itself."""
+        """Return the link between two ranks; None from a rank to itself."""
         if first == second:
             return None
         return self.inside if first // self.per_node == second // self.per_node else self.between
@@ -94,7 +95,8 @@ class Cluster:
         """Return what an exchange in which a member is sent ``messages`` takes it, their bytes aside.
 
         Between members that compute half of what was measured of two, who send each other one message, is the
-        message's, and half is what a rank does once: rows packed and put together, rims, waiting for who is behind.
+        message's, and half is what a rank does once: rows packed and concatenated, halos recomputed, waiting for the
+        slower one.
         """
         link = self.told_link(members)
         return link.latency_s * ((1 + messages) / 2 if link is self.told else messages)
@@ -105,11 +107,11 @@ class Cluster:
         return self.kind != "cpu" or members > self.per_node
 
     def slowdown(self, ranks: int) -> float:
-        """Return by how much ranks that all compute at once slow each other."""
+        """Return by how much ranks that all compute at the same time slow each other."""
         return max(1.0, min(ranks, self.per_node) / self.lanes)
 
     def devices(self, ranks: int, groups: int = 1, members: int = 1) -> list[Device]:
-        """What the first ``ranks`` ranks share; empty where each has a device of its own.
+        """Return the devices that the first ``ranks`` ranks share; empty where each has a device of its own.
 
         Args:
             groups: of as many ranks that do the same at the same time; those on one node share its lanes.

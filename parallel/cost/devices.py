@@ -42,7 +42,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """What joins two ranks.
+    """Link between two ranks.
 
     Attributes:
         bandwidth: bytes per second in each direction that large messages attain.

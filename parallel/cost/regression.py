@@ -48,7 +48,7 @@ class Polynomial:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Polynomial:
-        """What ``to_dict`` gave, through JSON or not."""
+        """Return the polynomial from what ``to_dict`` gave, through JSON or not."""
         return Polynomial(
             tuple(data["low"]),
             tuple(data["high"]),

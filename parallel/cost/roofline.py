@@ -78,7 +78,7 @@ BACKWARD: Mapping[str, tuple[float, float]] = {
 
 
 def cost_on(graph: LayerGraph, device: DeviceSpec, dtype: str = "float32") -> Costs:
-    """Time of every layer of ``graph`` on ``device``.
+    """Return the time of every layer of ``graph`` on ``device``.
 
     Args:
         graph: traced in float32.
@@ -124,12 +124,12 @@ def _flops_s(op: Op, device: DeviceSpec, dtype: str) -> float:
 
 
 def forward_bytes(op: Op) -> float:
-    """Moved by the forward pass."""
+    """Return the bytes that the forward pass moves."""
     return _bytes(op, FORWARD.get(op.name, (1, 1)))
 
 
 def backward_bytes(op: Op) -> float:
-    """Moved by the backward pass; 0 where none follows. Not for products."""
+    """Return the bytes that the backward pass moves; 0 where none follows. Not for products."""
     return _bytes(op, BACKWARD.get(op.name, (1, 2))) if op.differentiable else 0.0
 
 

@@ -19,7 +19,7 @@ from parallel.schedule.timeline import LinkCost, StageCost
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What a layer costs for one microbatch of the traced shape.
+    """Seconds of a layer for one microbatch of the traced shape.
 
     Attributes:
         backward_s: of the whole backward pass.
@@ -37,11 +37,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """What every layer of a graph costs, by position.
+    """Seconds of every layer of a graph, by position.
 
     Attributes:
         source: how they were found, for people to read.
-        expected_error: relative, the median over layers; None where nobody knows.
+        expected_error: relative, the median over layers; None where it is not known.
     """
 
     layers: tuple[LayerCost, ...]
@@ -85,7 +85,7 @@ def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> l
 
 
 def nominal_costs(partition: Partition) -> list[StageCost]:
-    """Return the costs of every stage on a nominal device beside a nominal host: the same on every rank of every
+    """Return the costs of every stage on a nominal device and host: the same on every rank of every
     machine."""
     layers = [LayerCost(seconds / 3, 2 * seconds / 3, seconds / 3) for seconds in equal_cost(partition.graph)]
     stages = stage_costs(partition, Costs(tuple(layers), "nominal"))

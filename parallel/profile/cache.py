@@ -1,4 +1,4 @@
-"""Measurements of this machine: kept in the user's cache, and made again once other programs have left its cores.
+"""Measurements of this machine: kept in the user's cache, and repeated once other programs have left its cores.
 
 Takes all that a measurement holds for, and the function that makes it. Where the cache has no folder, or it cannot be
 written, what was measured is used and not kept.
@@ -56,7 +56,7 @@ def load_or_measure(
     Args:
         key, name: as for ``kept_at``.
         what: is measured, for warnings.
-        parse: gives what ``to_text`` took; None where it no longer holds.
+        parse: returns what ``to_text`` took; None where it no longer holds.
     """
     path = kept_at(key, name)
     text = kept_text(path)
@@ -97,7 +97,7 @@ def kept_at(key: dict[str, Any], what: str = "costs") -> Path | None:
 
 
 def own_torch_cache() -> None:
-    """Have torch keep what it compiles in this user's cache, for this process and those it starts.
+    """Let torch keep what it compiles in this user's cache, for this process and those it starts.
 
     By itself it makes a folder under a name that anybody can guess in the temporary folder of all users, as soon as
     there is an optimizer, and runs the code that it finds there. What the user has set stays. Without a cache it is a

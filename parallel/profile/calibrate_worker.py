@@ -79,7 +79,7 @@ def readings_of(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print readings for the settings on the command line, once told to begin."""
+    """Print readings for the settings on the command line, once a line on stdin says so."""
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(settings["threads"])
     torch.zeros(1, device=settings["device"])  # starts the accelerator

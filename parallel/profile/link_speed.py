@@ -47,7 +47,7 @@ class LinkSpeed:
         sum_bandwidth, sum_s: the same of the links of a ring that would sum in the time that sums take.
         beside_backward: times as long as by themselves that sums of gradients hold up a backward pass.
         gathering: times half a sum that FSDP2 holds up a pass by gathering or scattering.
-        told_s: seconds that an exchange holds up two members of a team (``MemberPass``).
+        told_s: seconds that an exchange delays two members of a team (``MemberPass``).
         others: share of the cores that other programs took meanwhile.
         link_bytes, communicator_bytes: of a GPU's memory that NCCL allocates for messages from one rank to another, and
             for sums of several; 0 on CPUs.

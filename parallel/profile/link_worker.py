@@ -211,8 +211,8 @@ def _step(forward: Callable[[Tensor], Tensor], module: nn.Module, images: Tensor
 class MemberPass:
     """A pass of a member of a team that divides the rows of a tile, and the same work without a team.
 
-    What lies between them are the exchanges, with all that a rank does for one: rows packed and put together, rims
-    computed again, cores that hand messages on while they are wanted for computing, and waiting for who is behind.
+    What lies between them are the exchanges, with all that a rank does for one: rows packed and concatenated, halos
+    recomputed, cores that pass messages on while they are wanted for computing, and waiting for the slower one.
 
     Args:
         team: its communicator, of two members or more.
@@ -232,7 +232,7 @@ class MemberPass:
         self._part = torch.randn((1, 3, *PART)).to(memory_format=torch.channels_last)
 
     def alone(self) -> None:
-        """Compute forward and backward of this member's part, which nobody else has a part of."""
+        """Compute forward and backward of this member's part, without a team."""
         _backward(self._net(self._part).sum())
 
     def in_team(self) -> int:

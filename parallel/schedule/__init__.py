@@ -1,1 +1,1 @@
-"""Who computes what in which order: actions, the schedules of the papers, passes over them, proof and simulation."""
+"""Order of all computations: actions, the schedules of the papers, passes over them, proof and simulation."""

@@ -14,7 +14,7 @@ from enum import Enum, IntEnum
 
 
 class Kind(Enum):
-    """What an action does. The first four are written by schedules; passes add the others."""
+    """Kind of an action. The first four are written by schedules; passes add the others."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -141,7 +141,7 @@ Schedule = dict[int, list[Action]]
 
 
 class Held(IntEnum):
-    """What a rank holds of one microbatch of a stage for its backward pass."""
+    """Values that a rank holds of one microbatch of a stage for its backward pass."""
 
     NOTHING = 0
     INPUTS = 1

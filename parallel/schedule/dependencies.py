@@ -1,4 +1,4 @@
-"""Who needs whom: the one table behind ``passes``, ``check`` and ``simulate``.
+"""Dependencies between actions: the one table behind ``passes``, ``check`` and ``simulate``.
 
 F needs what the stages before it made, B and I the gradients of the stages that used what it made: from the same rank
 as soon as they are computed, from other ranks by a message. Takes where the stages are and what passes between them;
@@ -25,7 +25,7 @@ SECONDS = seconds_by_kind(StageCost(1.0, 2.0, 1.0, 1.0, 0))
 
 
 def users_or_makers(message: Action) -> tuple[Action, ...]:
-    """The computations of which one uses what a receive brings, or makes what a send sends."""
+    """Return the computations of which one uses what a receive brings, or makes what a send sends."""
     forward = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
     return tuple(message.as_kind(kind) for kind in ((Kind.FORWARD,) if forward else BEGINS_BACKWARD))
 
@@ -79,7 +79,7 @@ def begin_times(
 
 
 class Dependencies:
-    """What passes between the stages of a mesh."""
+    """Values and gradients that pass between the stages of a mesh."""
 
     def __init__(self, mesh: Mesh, links: Links) -> None:
         self._mesh = mesh
@@ -161,5 +161,5 @@ class Dependencies:
         return self._targets_back.get(action.stage, []) if action.kind in BEGINS_BACKWARD else []
 
     def _on(self, rank: int, stage: int, action: Action) -> bool:
-        """Whether ``stage`` of the action's replica is on ``rank`` of its group."""
+        """Return whether ``stage`` of the action's replica is on ``rank``."""
         return self._mesh.peer_team(rank, stage, action.replica) == rank

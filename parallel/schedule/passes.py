@@ -1,5 +1,5 @@
-"""From what a schedule computes to everything a rank does: recomputation, messages, the summing of gradients, and where
-activations leave for the host and come back.
+"""Passes that lower a compute-only schedule: recomputation, messages, sums of gradients, and copies of activations to
+the host and back.
 
 Takes a compute-only schedule, the mesh and the links between stages; gives the schedule that the engine walks.
 Four passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
@@ -32,7 +32,7 @@ def lower(
     costs: Sequence[StageCost] | None = None,
     reduce_at_end: bool = False,
 ) -> Schedule:
-    """Everything that each rank does in a step.
+    """Return everything that each rank does in a step.
 
     Args:
         schedule: compute-only, of all ranks.
@@ -134,7 +134,7 @@ def add_communication(schedule: Schedule, mesh: Mesh, links: Links) -> Schedule:
 
 
 def peer_rank(action: Action, mesh: Mesh, rank: int) -> int:
-    """The rank at the other end of a send or receive of ``rank``."""
+    """Return the rank at the other end of a send or receive of ``rank``."""
     assert action.peer is not None
     return mesh.peer_team(rank, action.peer, action.replica)
 

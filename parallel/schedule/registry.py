@@ -34,88 +34,36 @@ class ScheduleKind:
         build: (depth, microbatches) -> Schedule of one group; with ``chunks`` a third argument, the chunks a rank.
         replicas: copies of the model in a group; with 2 the second is inverted.
         chunks: a rank holds several stages of a replica, 2 or more.
-        splits_backward: I and W instead of B.
-        summary: what it does, for lists of schedules.
-        paper: where it comes from.
     """
 
     name: str
     build: Callable[..., Schedule]
-    replicas: int
-    chunks: bool
-    splits_backward: bool
-    summary: str
-    paper: str
+    replicas: int = 1
+    chunks: bool = False
 
 
 _KINDS = (
-    ScheduleKind("mp-basic", mp_basic, 1, False, False, "one microbatch at a time", "GEMS, Jain et al., SC'20"),
-    ScheduleKind(
-        "gpipe", gpipe, 1, False, False, "all forward passes, then all backward", "GPipe, Huang et al., NeurIPS 2019"
-    ),
-    ScheduleKind(
-        "1f1b",
-        one_f_one_b,
-        1,
-        False,
-        False,
-        "backward as early as possible",
-        "PipeDream-flush, Narayanan et al., ICML 2021; DAPPLE, Fan et al., PPoPP 2021",
-    ),
-    ScheduleKind(
-        "interleaved",
-        interleaved,
-        1,
-        True,
-        False,
-        "1f1b with several chunks a rank",
-        "Megatron-LM, Narayanan et al., SC 2021",
-    ),
-    ScheduleKind(
-        "zero-bubble",
-        zero_bubble,
-        1,
-        False,
-        True,
-        "1f1b with gradients of parameters put off into the bubbles",
-        "ZB-H1, Qi et al., ICLR 2024",
-    ),
-    ScheduleKind(
-        "mast", mast, 2, False, False, "two inverted replicas, one microbatch each", "GEMS, Jain et al., SC'20"
-    ),
-    ScheduleKind("master", master, 2, False, False, "mast over any number of microbatches", "GEMS, Jain et al., SC'20"),
-    ScheduleKind(
-        "bidirectional",
-        bidirectional,
-        2,
-        False,
-        False,
-        "two inverted replicas, each with several microbatches in flight",
-        "Chimera, Li & Hoefler, SC'21",
-    ),
+    ScheduleKind("mp-basic", mp_basic),
+    ScheduleKind("gpipe", gpipe),
+    ScheduleKind("1f1b", one_f_one_b),
+    ScheduleKind("interleaved", interleaved, chunks=True),
+    ScheduleKind("zero-bubble", zero_bubble),
+    ScheduleKind("mast", mast, replicas=2),
+    ScheduleKind("master", master, replicas=2),
+    ScheduleKind("bidirectional", bidirectional, replicas=2),
 )
 SCHEDULES: dict[str, ScheduleKind] = {kind.name: kind for kind in _KINDS}
 
-SPATIAL = ScheduleKind(
-    "spatial", mp_basic, 1, False, False, "each tile divided among the ranks of a team", "Dryden et al., IPDPS 2019"
-)
-"""One stage, of one team: it is mp-basic with nothing to split."""
+SPATIAL = ScheduleKind("spatial", mp_basic)
+"""Each tile is divided among the ranks of a team (Dryden et al., IPDPS 2019): one stage, with nothing to pipeline."""
 
-ONE_STAGE = {
-    kind.name: kind
-    for kind in (
-        ScheduleKind("single", mp_basic, 1, False, False, "one rank computes the whole model", ""),
-        ScheduleKind("ddp", mp_basic, 1, False, False, "every rank computes the whole model", "Li et al., VLDB 2020"),
-        ScheduleKind("fsdp", mp_basic, 1, False, False, "ranks hold parts of the model", "Zhao et al., VLDB 2023"),
-        SPATIAL,
-    )
-}
+ONE_STAGE = {name: ScheduleKind(name, mp_basic) for name in ("single", "ddp", "fsdp")} | {SPATIAL.name: SPATIAL}
 """Strategies that do not cut the model into stages."""
 
 
 def default_microbatches(name: str, depth: int) -> int:
-    """Microbatches of one group when the user names none: 1 for mp-basic, a pair for mast, 2D for all that pipeline or
-    repeat, which leaves gpipe and 1f1b a bubble of a third at most.
+    """Return the microbatches of one group when the user names none: 1 for mp-basic, a pair for mast, 2D for all that
+    pipeline or repeat, which leaves gpipe and 1f1b a bubble of a third at most.
 
     Raises:
         ValueError: no schedule has this name.
@@ -124,7 +72,7 @@ def default_microbatches(name: str, depth: int) -> int:
 
 
 def mesh_for(name: str, *, groups: int, depth: int, chunks: int = 1, members: int = 1) -> Mesh:
-    """The mesh that schedule ``name`` runs on.
+    """Return the mesh that schedule ``name`` runs on.
 
     Args:
         groups: data-parallel groups.
@@ -141,7 +89,7 @@ def mesh_for(name: str, *, groups: int, depth: int, chunks: int = 1, members: in
 
 
 def build_schedule(name: str, mesh: Mesh, m: int, shares: Shares = ()) -> Schedule:
-    """The schedule of all groups: group g computes its share of the microbatches.
+    """Return the schedule of all groups: group g computes its share of the microbatches.
 
     Args:
         m: microbatches of the global batch.

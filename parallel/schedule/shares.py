@@ -38,7 +38,7 @@ Changes = tuple[tuple[int, Shares], ...]
 
 @functools.lru_cache(maxsize=64)  # plans ask for the share of each of many groups
 def split_batch(batch: int, m: int) -> tuple[range, ...]:
-    """The tiles of each of ``m`` microbatches: consecutive, sizes differing by at most one, larger ones first.
+    """Return the tiles of each of ``m`` microbatches: consecutive, sizes differing by at most one, larger ones first.
 
     Raises:
         ValueError: fewer tiles than microbatches.
@@ -54,7 +54,7 @@ def split_batch(batch: int, m: int) -> tuple[range, ...]:
 
 
 def share_of(rank: int, world: int, m: int) -> range:
-    """The microbatches that ``rank`` of ``world`` computes: consecutive, counts differing by at most one.
+    """Return the microbatches that ``rank`` of ``world`` computes: consecutive, counts differing by at most one.
 
     Raises:
         ValueError: fewer microbatches than ranks, so that some rank would have nothing to do.
@@ -65,7 +65,7 @@ def share_of(rank: int, world: int, m: int) -> range:
 
 
 def microbatch_seed(seed: int, step: int, i: int) -> int:
-    """A 63-bit seed for microbatch ``i`` of ``step``: dropout is the same whichever rank computes it."""
+    """Return a 63-bit seed for microbatch ``i`` of ``step``: dropout is the same whichever rank computes it."""
     digest = hashlib.blake2b(f"{seed}/{step}/{i}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -18,7 +18,7 @@ CUT = "..."
 
 
 def format_grid(schedule: Schedule, mark: tuple[int, int] | None = None, around: int | None = None) -> str:
-    """The grid of ``schedule``.
+    """Return the grid of ``schedule``.
 
     Args:
         mark: (rank, position) of the cell to show as ``>>2F0<<``.
@@ -49,13 +49,13 @@ def format_grid(schedule: Schedule, mark: tuple[int, int] | None = None, around:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """``schedule`` as text that ``from_csv`` reads back to the same."""
+    """Return ``schedule`` as text that ``from_csv`` reads back to the same."""
     assert sorted(schedule) == list(range(len(schedule))), "rows are ranks, counted from 0"
     return "".join(",".join(map(str, schedule[rank])) + "\n" for rank in range(len(schedule)))
 
 
 def from_csv(text: str, where: str = "schedule") -> Schedule:
-    """The schedule in ``text``; row n, counted from 0, is rank n.
+    """Return the schedule in ``text``; row n, counted from 0, is rank n.
 
     Args:
         where: what to call the text in errors, a path for example.
@@ -93,7 +93,7 @@ class ScheduleFault:
 
     Attributes:
         text: the rule that is broken.
-        rank: where; None when no rank is to blame, as for a microbatch that nobody computes.
+        rank: where; None when no rank is to blame, as for a microbatch that no rank computes.
         position: in the rank's list of actions; None when nothing stands there, as for a missing action.
         action: what stands there, or what is missing.
     """
@@ -150,7 +150,7 @@ _DOES = {
 
 
 def describe_action(action: Action, replicas: bool = False) -> str:
-    """``action`` in words.
+    """Return ``action`` in words.
 
     Args:
         replicas: name the replica even when it is the first.
@@ -168,12 +168,12 @@ def describe_fault(
     reason: str,
     advice: str = "",
 ) -> str:
-    """The one message of a run in which ``rank`` failed.
+    """Return the one message of a run in which ``rank`` failed.
 
     Args:
         schedule: what the ranks do in a step; None where a step is not made of actions (data parallelism).
         position: of the action in ``schedule[rank]``; None or -1 when the rank was at none.
-        step: from 0, told from 1 as in the run's other output; -1 before the first.
+        step: from 0, shown from 1 as in the run's other output; -1 before the first.
         shapes: of the action's tensors, such as "inputs (2, 256, 64, 64) float32"; may be empty.
         reason: what follows "rank 2", such as "was killed (signal 9)".
         advice: what the user can do about it.

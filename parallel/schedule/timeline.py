@@ -15,7 +15,7 @@ from parallel.schedule.action import COMPUTE, Action, Held, Kind, held
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What a stage costs for one microbatch of weight 1.
+    """Cost of a stage for one microbatch of weight 1.
 
     Attributes:
         backward_s: of a whole backward pass; the next two are of its halves.
@@ -34,7 +34,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """What passing the values of one microbatch of weight 1 on costs; nothing between stages on one rank.
+    """Seconds to pass the values of one microbatch of weight 1 on; nothing between stages on one rank.
 
     Attributes:
         backward_s: of the gradients; None where none flow back.
@@ -84,7 +84,7 @@ class Timeline:
 
     Attributes:
         spans: rank -> what it did, by start; compute actions do not overlap each other, everything else may.
-        peak_bytes: rank -> most bytes of activations at any time; None where nobody counted.
+        peak_bytes: rank -> most bytes of activations at any time; None where they were not counted.
     """
 
     spans: Mapping[int, tuple[Span, ...]]
@@ -92,7 +92,7 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first action of any rank began."""
+        """Return the start of the first action of any rank."""
         return min((span.start_s for spans in self.spans.values() for span in spans), default=0.0)
 
     @property
