@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel.schedule.action import Action, Schedule
@@ -74,7 +75,7 @@ def in_order(schedule: Schedule, mesh: Mesh, between: Dependencies) -> dict[Acti
     return {action: place for place, action in enumerate(sorted(begins, key=begins.__getitem__))}
 
 
-def announce(schedule: Schedule, mesh: Mesh, between: Dependencies) -> Receives:
+def announce(schedule: Schedule, mesh: Mesh, between: Dependencies, place: Mapping[Action, int]) -> Receives:
     """Return the receives of each rank, by the position of the compute action before which they are posted.
 
     A receive at position p of a rank is safe where its message is made before the rank does action p, and where the
@@ -83,8 +84,8 @@ def announce(schedule: Schedule, mesh: Mesh, between: Dependencies) -> Receives:
 
     Args:
         schedule: compute-only, one that comes to its end.
+        place: of each action, as ``in_order`` gives it.
     """
-    place = in_order(schedule, mesh, between)
     places = {rank: [place[action] for action in actions] for rank, actions in schedule.items()}
     receives: Receives = {rank: defaultdict(list) for rank in schedule}
     for message in _messages(schedule, mesh, between):

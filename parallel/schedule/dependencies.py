@@ -48,13 +48,14 @@ def begin_times(
     ends: dict[Action, float] = {}
     at, clock = dict.fromkeys(schedule, 0), dict.fromkeys(schedule, 0.0)
     waiting: dict[Action, list[int]] = defaultdict(list)  # for an action, the ranks
+    known: dict[int, Sequence[Action]] = {}  # rank -> what the action needs that it waits to do
     ready = deque(schedule)
     wishing: list[tuple[float, int, int]] = []  # begin, rank and position of actions
     while ready or wishing:
         early = not ready
         rank = heappop(wishing)[1] if early else ready.popleft()
         for action in itertools.islice(schedule[rank], at[rank], None):
-            before = needed(action, rank)
+            before = known[rank] = known.get(rank) or needed(action, rank)
             if absent := [each for each in before if each not in ends]:
                 waiting[absent[0]].append(rank)
                 break
@@ -66,6 +67,7 @@ def begin_times(
                 break
             begin = max([begin, *(begins[each] for each in wishes if each in begins)])
             early = False
+            del known[rank]
             begins[action] = begin
             clock[rank] = begin + SECONDS.get(action.kind, 0.0)
             at[rank] += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Kind, Schedule
 from parallel.schedule.announce import announce, in_order
@@ -43,7 +43,9 @@ def lower(
     """
     if recompute:
         schedule = add_recompute(schedule)
-    lowered = add_reduction(add_communication(schedule, mesh, links), mesh, links, at_end=reduce_at_end)
+    place = in_order(schedule, mesh, Dependencies(mesh, links))
+    lowered = add_communication(schedule, mesh, links, place)
+    lowered = add_reduction(lowered, mesh, links, place, at_end=reduce_at_end)
     return add_offload(lowered, costs) if offload else lowered
 
 
@@ -112,17 +114,22 @@ def _with_recompute(actions: list[Action]) -> Iterator[Action]:
         previous = action
 
 
-def add_communication(schedule: Schedule, mesh: Mesh, links: Links) -> Schedule:
+def add_communication(
+    schedule: Schedule, mesh: Mesh, links: Links, place: Mapping[Action, int] | None = None
+) -> Schedule:
     """Sends after the compute action that makes what they send, receives about one compute action before the one in
     need.
 
     The receives of a rank from another stand in the order in which that one sends, so that a channel between two ranks
     needs no tags; where that order asks for it, a receive is announced further ahead. The gradient of a message is
     never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
+
+    Args:
+        place: of each compute action, as ``in_order`` gives it; None: as it does.
     """
     between = Dependencies(mesh, links)
     sends = {action: between.sends_after(action, rank) for rank, actions in schedule.items() for action in actions}
-    receives = announce(schedule, mesh, between)
+    receives = announce(schedule, mesh, between, place or in_order(schedule, mesh, between))
     return {
         rank: [
             each
@@ -139,20 +146,25 @@ def peer_rank(action: Action, mesh: Mesh, rank: int) -> int:
     return mesh.peer_team(rank, action.peer, action.replica)
 
 
-def add_reduction(schedule: Schedule, mesh: Mesh, links: Links, *, at_end: bool = False) -> Schedule:
+def add_reduction(
+    schedule: Schedule, mesh: Mesh, links: Links, place: Mapping[Action, int] | None = None, *, at_end: bool = False
+) -> Schedule:
     """A REDUCE of each stage that several ranks hold, on each of them, as early as the last B or W of all of them
     allows, or ``at_end`` of everything.
 
     Sums are collective: all ranks begin them in one order, each after its actions that begin no later than the last one
     that adds to a copy. An action may wait for its device, and so, over NCCL, for sums that other ranks have not begun.
     A rank with both replicas of a stage sums them once.
+
+    Args:
+        place: as for ``add_communication``.
     """
     computed = {rank: [action for action in actions if action.kind in COMPUTE] for rank, actions in schedule.items()}
-    order = in_order(computed, mesh, Dependencies(mesh, links))
+    place = place or in_order(computed, mesh, Dependencies(mesh, links))
     done: dict[int, int] = {}  # stage -> place of the last backward action of any rank
-    for action, place in order.items():
+    for action, n in place.items():
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            done[action.stage] = max(done.get(action.stage, 0), place)
+            done[action.stage] = max(done.get(action.stage, 0), n)
     summed = [stage for stage in sorted(done, key=done.__getitem__) if len(mesh.ranks_with(stage)) > 1]
     lowered: Schedule = {}
     for rank, actions in schedule.items():
@@ -162,7 +174,7 @@ def add_reduction(schedule: Schedule, mesh: Mesh, links: Links, *, at_end: bool 
         after: dict[int, list[Action]] = defaultdict(list)
         for stage in summed:
             if stage in replicas:  # a copy that no microbatch went through is summed all the same
-                before = [n for n, action in enumerate(actions) if order.get(action, math.inf) <= done[stage]]
+                before = [n for n, action in enumerate(actions) if place.get(action, math.inf) <= done[stage]]
                 last = len(actions) - 1 if at_end else _end_of_sends(actions, before[-1]) if before else -1
                 after[last].append(Action(Kind.REDUCE, stage, None, replicas[stage]))
         lowered[rank] = after[-1] + [each for n, action in enumerate(actions) for each in (action, *after[n])]
