@@ -18,15 +18,15 @@ from torch import nn
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
 from parallel.cost.stage_cost import nominal_costs
-from parallel.engine.engine import Engine, Observer
+from parallel.engine.engine import Engine
 from parallel.engine.inference import Inference
 from parallel.engine.messages import Messenger
-from parallel.engine.optimizer_step import Copy, MakeOptimizer, OptimizerStep
-from parallel.engine.rank_program import RankProgram
-from parallel.engine.stage_groups import StageGroups
+from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep, ParamBroadcast
+from parallel.engine.rank_program import RankProgram, StageGroups
 from parallel.engine.state_dict import FullStateDict
-from parallel.engine.team_transfers import TeamTransfers
-from parallel.engine.transfers import StageTransfers
+from parallel.engine.step import Observer
+from parallel.engine.transfers import Routes, StageTransfers
+from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.segments import segments_of
@@ -39,6 +39,7 @@ from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Action, Kind, Schedule, held
 from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
+from parallel.schedule.passes import add_communication
 from parallel.schedule.shares import Shares
 from parallel.schedule.timeline import StageCost
 from parallel.stage.batchnorm import running_statistics
@@ -50,13 +51,11 @@ from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.seat import modules_of_seat
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
-from parallel.team.team_stage import TeamStage
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
-from parallel.trace.trace_alone import trace_alone, updated_alone
-from parallel.trace.untraced import Untraced, UntracedModule
-from parallel.trace.updated_faults import refuse_copies, refuse_schedule
+from parallel.trace.untraced import Untraced, UntracedModule, trace_as_needed
+from parallel.trace.updated_faults import refuse_schedule
 
 
 def assemble(
@@ -96,7 +95,7 @@ def assemble(
             f"{strategy.m} microbatches need a batch of at least {strategy.m} tiles, got {batch}: raise --batch or "
             "lower --microbatches"
         )
-    traced = _trace_as_needed(module, shape, communicator, strategy)
+    traced = trace_as_needed(module, shape, communicator, strategy)
     work = put_to_work(
         traced,
         strategy.partition(traced.graph),
@@ -112,27 +111,6 @@ def assemble(
         host=host,
     )
     return Engine(work, communicator, seed=seed, observer=observer)
-
-
-def _trace_as_needed(
-    module: nn.Module, shape: tuple[int, ...], communicator: Communicator, strategy: Strategy
-) -> Traced | Untraced:
-    """Return the layers of ``module`` if the strategy cuts, recomputes or streams them, else the module as it is.
-
-    Activations leave for the host earlier if a model is traced: a user's forward holds what it gave to a module.
-    """
-    policy = strategy.policy
-    needed = strategy.splits or policy.segmented or policy.stream is not None
-    if needed or policy.moves:
-        try:
-            traced = trace_alone(module, shape, communicator)
-            if needed or not traced.updated:
-                return traced
-        except ValueError:
-            if needed:
-                raise
-    refuse_copies(updated_alone(module, shape, communicator), communicator.world, strategy.name)
-    return Untraced(module)
 
 
 def put_to_work(
@@ -192,12 +170,9 @@ def put_to_work(
     offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
     update = _update(make_optimizer, names, stages, reducers, holders, mesh, rank, offload, resident=policy.parameters)
     messenger, routes, inputs = Messenger(communicator, device), _routes(partition), partition.inputs_of(0)[0]
-    if plans is not None:
-        assert strategy.grid is not None
-        plan_of = functools.partial(plans.plan, strategy.grid)
-        transfers: StageTransfers = TeamTransfers(routes, partition.links, mesh, messenger, rank, plan_of)
-    else:
-        transfers = StageTransfers(routes, partition.links, mesh, messenger, rank)
+    plan_of = None if plans is None or strategy.grid is None else functools.partial(plans.plan, strategy.grid)
+    transfers = StageTransfers(routes, partition.links, mesh, messenger, rank, plan_of)
+    predicted = _prediction(mesh, routes, mesh.team_of(rank))
     return RankProgram(
         schedule=schedule,
         scheduled=scheduled,
@@ -207,7 +182,7 @@ def put_to_work(
         reducers=reducers,
         update=update,
         messenger=messenger,
-        prediction=Inference(stages, routes, mesh, messenger, rank, inputs, transfers),
+        prediction=Inference(predicted, mesh.stages - 1, stages, transfers, messenger, inputs),
         full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, mesh, communicator),
         inputs=inputs,
         share=strategy.share_of(mesh.group_of(rank)),
@@ -228,6 +203,17 @@ def _routes(partition: Partition) -> dict[tuple[int, int], tuple[str, ...]]:
         way: tuple(edge.value for edge in partition.edges if (edge.source, edge.target) == way)
         for way in partition.links
     }
+
+
+def _prediction(mesh: Mesh, routes: Routes, team: int) -> list[Action]:
+    """Return what ``team`` does in a prediction: forward passes of one microbatch by replica 0, and their messages."""
+    links = {way: False for way, names in routes.items() if names != (RANDOM_STATE,)}
+    first = team - team % mesh.depth
+    forward = {
+        each: [Action(Kind.FORWARD, stage, 0) for stage, replica in mesh.held_by(each) if not replica]
+        for each in range(first, first + mesh.depth)
+    }
+    return add_communication(forward, mesh, links)[team]
 
 
 def _reducers(
@@ -303,9 +289,7 @@ def _stage(
     return Stage(
         cut,
         compute,
-        statistics=running_statistics(
-            cut, ranks, strategy.statistics, not isinstance(cut, TeamStage) or bool(cut.counted)
-        ),
+        statistics=running_statistics(cut, ranks, strategy.statistics, cut.counts),
         loss=loss if number == partition.depth - 1 else None,
         no_grad_outputs=[
             edge.value
@@ -334,12 +318,12 @@ def _update(
 ) -> OptimizerStep:
     """The optimizer of this rank: over the stages it holds, without those that the other rank of a pair updates."""
     held = {name: parameter for stage in stages.values() for name, parameter in stage.parameters.items()}
-    copies: list[Copy] = []
+    copies: list[ParamBroadcast] = []
     others: set[str] = set()
     for number, pair in sorted(holders.pairs.items()):
         owner, other = (mesh.rank_at(number, replica, mesh.group_of(rank)) for replica in (0, 1))
         # The lower rank comes first in a pair.
-        copies.append(Copy(tuple(stages[number].parameters.values()), pair, int(owner > other)))
+        copies.append(ParamBroadcast(tuple(stages[number].parameters.values()), pair, int(owner > other)))
         if owner != rank:
             others |= stages[number].parameters.keys()
     return OptimizerStep(

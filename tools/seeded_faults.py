@@ -80,8 +80,8 @@ FAULTS = (
     Fault(
         "of a value that two stages use, one gradient counts",
         "parallel/engine/transfers.py",
-        "                        total += more",
-        "                        more += total",
+        "        total += more",
+        "        more += total",
         ("tests/parallel/engine/test_engine.py",),
     ),
     Fault(
@@ -107,7 +107,7 @@ FAULTS = (
     ),
     Fault(
         "the optimizer starts anew when a run is resumed",
-        "parallel/engine/parameter_groups.py",
+        "parallel/engine/state_dict.py",
         'if number in whole["state"]:',
         "if number < 0:",
         ("tests/parallel/engine/test_state_dict.py", "tests/parallel/engine/test_engine.py"),

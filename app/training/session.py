@@ -26,7 +26,7 @@ from app.settings.run import EPOCHS, RunConfig
 from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from app.training.dataset import Dataset
 from app.training.engines import build_engine, build_optimizer, choose_algorithms
-from app.training.model import build_loss, build_run_model
+from app.training.model import RunModel, build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
@@ -216,31 +216,7 @@ def build_session(
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
     loss = build_loss(config.optimization, dataset, train_rows, placement.communicator).to(placement.device)
-    policy = strategy.policy
-    host = None if policy.stream is None else host_memory(placement.device, config.out, policy.host_bytes)
-    if policy.moves and policy.host_bytes is None:
-        policy = dataclasses.replace(policy, host_bytes=host_share())
-    engine = build_engine(
-        dataclasses.replace(strategy, policy=policy),
-        model.module,
-        loss,
-        functools.partial(build_optimizer, config.optimization, scales=model.scales),
-        placement.communicator,
-        batch=config.strategy.batch,
-        tile=(height, width),
-        seed=config.seed,
-        device=placement.device,
-        autocast=placement.autocast,
-        watchdog=watchdog,
-        host=host,
-    )
-
-    choose_algorithms(
-        strategy,
-        placement.device,
-        fixed=dataset.tiles.sides is None,
-        limited=config.strategy.memory is not None,
-    )
+    engine, host = _engine_of(config, strategy, dataset, model, loss, placement, watchdog)
 
     def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
         """What turns tiles of ``rows`` into the model's input, whole or by the boxes that it asks for."""
@@ -286,6 +262,44 @@ def build_session(
         host,
         cache,
     )
+
+
+def _engine_of(
+    config: RunConfig,
+    strategy: Strategy,
+    dataset: Dataset,
+    model: RunModel,
+    loss: nn.Module,
+    placement: RankPlace,
+    watchdog: Watchdog,
+) -> tuple[TrainingEngine, HostMemory | None]:
+    """Return the engine of this rank, and the host memory of tiles that are computed box by box."""
+    policy = strategy.policy
+    host = None if policy.stream is None else host_memory(placement.device, config.out, policy.host_bytes)
+    if policy.moves and policy.host_bytes is None:
+        policy = dataclasses.replace(policy, host_bytes=host_share())
+    engine = build_engine(
+        dataclasses.replace(strategy, policy=policy),
+        model.module,
+        loss,
+        functools.partial(build_optimizer, config.optimization, scales=model.scales),
+        placement.communicator,
+        batch=config.strategy.batch,
+        tile=dataset.tiles.largest[::-1],
+        seed=config.seed,
+        device=placement.device,
+        autocast=placement.autocast,
+        watchdog=watchdog,
+        host=host,
+    )
+
+    choose_algorithms(
+        strategy,
+        placement.device,
+        fixed=dataset.tiles.sides is None,
+        limited=config.strategy.memory is not None,
+    )
+    return engine, host
 
 
 def _share_notes(strategy: Strategy) -> Iterator[str]:

@@ -25,8 +25,9 @@ from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.offload.copies import read_later
-from parallel.stage.stage import Loss, SummedLoss
-from parallel.streaming.images import whole
+from parallel.stage.stage import Loss
+from parallel.streaming.box_sums import SummedLoss
+from parallel.trace.images import whole
 
 
 @dataclass(frozen=True)

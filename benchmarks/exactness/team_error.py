@@ -93,8 +93,8 @@ def team_error(
         stages = team_stages(own, whole, {0: grid}, link, plans, CPU, boxed=boxed)
         stage = stages[0].train(training)
         image = images.clone().requires_grad_(boxed is None)
-        with stage.microbatch(shape, SEED) as passing:
-            (value,) = stage(stage.own_tiles(image, shape))
+        with stage.context(shape, SEED) as passing:
+            (value,) = stage(stage.tiles(image, shape))
         loss = _loss(value, weights) if link.member == 0 else sum(leaf.sum() for leaf in _floats(value))
         loss.backward()
         link.finish()

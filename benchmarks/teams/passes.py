@@ -72,15 +72,15 @@ class Member:
         """Compute this member's part of the gradients."""
         _forget(self.stage)
         problem = self.problem
-        tiles = self.stage.own_tiles(problem.images, problem.shape)
-        with self.stage.microbatch(problem.shape):
+        tiles = self.stage.tiles(problem.images, problem.shape)
+        with self.stage.context(problem.shape):
             if problem.labels_px:
                 loss = self.stage.sums_in_parts([tiles], BoxSums(_sums, problem.targets))
                 assert loss is not None
             else:
                 (output,) = self.stage(tiles)
-                loss = _sums(output, problem.targets) if self.stage.counted else output
-        (loss.sum() * (self.stage.counted / problem.targets.numel())).backward()
+                loss = _sums(output, problem.targets) if self.stage.counts else output
+        (loss.sum() * (self.stage.counts / problem.targets.numel())).backward()
         self.link.finish()
 
     def gradients(self) -> dict[str, Tensor]:

@@ -131,12 +131,12 @@ def _processor_seconds(session: Session) -> list[float]:
     begun_s: dict[int, float] = {}
 
     @contextlib.contextmanager
-    def timed(position: int, action: Action) -> Iterator[int]:
+    def timed(position: int, action: Action) -> Iterator[None]:
         begun_s.setdefault(action.i, time.thread_time())
-        with computing(position, action) as i:
-            yield i
+        with computing(position, action):
+            yield
         if action.kind is Kind.BACKWARD:
-            kept.append(time.thread_time() - begun_s.pop(i))
+            kept.append(time.thread_time() - begun_s.pop(action.i))
 
     engine._computing = timed  # type: ignore[method-assign]
     return kept

@@ -29,7 +29,7 @@ class Bucket:
     in a single process.
 
     Attributes:
-        touched: numbers of the parameters that this rank has a gradient for.
+        with_grad: numbers of the parameters that this rank has a gradient for.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -37,7 +37,7 @@ class Bucket:
         first = parameters[0]
         size = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
-        self.touched: set[int] = set()
+        self.with_grad: set[int] = set()
         self._ranks = self.flat[size:]
         self.views: list[Tensor] = []
         offset = 0
@@ -45,32 +45,32 @@ class Bucket:
             # A dense parameter's own strides fit into as many elements, whatever the order of its dims.
             self.views.append(torch.as_strided(self.flat, parameter.shape, parameter.stride(), offset))
             offset += parameter.numel()
-        self.missing = 0
+        self.pending = 0
 
     def clear(self) -> None:
         """Zero the gradients and put them where backward adds to them."""
         self.flat.zero_()
-        self.touched.clear()
+        self.with_grad.clear()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
     def count(self) -> None:
         """Before the sum: put down which parameters this rank has a gradient for."""
         self._ranks.fill_(1)
-        for number in self._untouched():
+        for number in self._without_grad():
             self._ranks[number].zero_()
 
-    def settle(self) -> None:
+    def drop_unused_grads(self) -> None:
         """After the sum: take the gradient from the parameters that nobody had one for. A rank that has them all knows
         without reading from the device, which would wait for the sum."""
-        if untouched := self._untouched():
+        if without_grad := self._without_grad():
             ranks = self._ranks.tolist()
-            for number in untouched:
+            for number in without_grad:
                 if not ranks[number]:
                     self.parameters[number].grad = None
 
-    def _untouched(self) -> list[int]:
-        return [number for number in range(len(self.parameters)) if number not in self.touched]
+    def _without_grad(self) -> list[int]:
+        return [number for number in range(len(self.parameters)) if number not in self.with_grad]
 
 
 class GradReducer:
@@ -95,7 +95,7 @@ class GradReducer:
         needed = [p for p in parameters if p.requires_grad]
         self.buckets = [Bucket(group) for group in bucketed(needed, bucket_bytes)]
         self._works: list[Work] = []
-        self._armed = False
+        self._final = False
         self._overlap = overlap
         for place, bucket in enumerate(self.buckets):
             for number, parameter in enumerate(bucket.parameters):
@@ -109,19 +109,19 @@ class GradReducer:
     def begin_step(self) -> None:
         """Zero the gradients."""
         assert not self._works
-        self._armed = False
+        self._final = False
         for bucket in self.buckets:
             bucket.clear()
 
-    def arm(self) -> None:
+    def expect_final_grads(self) -> None:
         """The next backward pass is the stage's last of this step: each bucket is summed as soon as it is complete."""
-        self._armed = self._overlap
+        self._final = self._overlap
         for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.pending = len(bucket.parameters)
 
     def begin(self) -> None:
         """Begin to sum what has not been begun. Every rank that holds the stage comes here in the same order."""
-        self._armed = False
+        self._final = False
         for bucket in self.buckets[len(self._works) :]:
             self._sum(bucket)
 
@@ -131,17 +131,17 @@ class GradReducer:
             work.wait()
         self._works = []
         for bucket in self.buckets:
-            bucket.settle()
+            bucket.drop_unused_grads()
 
     def _added(self, place: int, number: int) -> None:
         """A gradient was added to parameter ``number`` of bucket ``place``."""
         bucket = self.buckets[place]
-        bucket.touched.add(number)
-        if not self._armed:
+        bucket.with_grad.add(number)
+        if not self._final:
             return
-        bucket.missing -= 1
+        bucket.pending -= 1
         # In the order of the buckets, which is the same on every rank.
-        while len(self._works) < len(self.buckets) and self.buckets[len(self._works)].missing == 0:
+        while len(self._works) < len(self.buckets) and self.buckets[len(self._works)].pending == 0:
             self._sum(self.buckets[len(self._works)])
 
     def _sum(self, bucket: Bucket) -> None:

@@ -11,16 +11,23 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.device_clock import DeviceClock, Mark
-from parallel.engine.inference import tiles_for
 from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
-from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult, Wants, mean_loss, read_losses
-from parallel.engine.step_batches import StepBatches
+from parallel.engine.step import (
+    Microbatch,
+    NonFiniteLoss,
+    Observer,
+    StepBatches,
+    StepResult,
+    Wants,
+    mean_loss,
+    read_losses,
+)
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind, Schedule
@@ -30,25 +37,10 @@ from parallel.schedule.timeline import Span
 from parallel.space.team import Box
 from parallel.stage.stage import LOSS
 from parallel.streaming.box_sums import Sums
-from parallel.team.team_stage import TeamStage
 
 
 class EngineFault(RuntimeError):
     """An action that failed. Says rank, action, stage and shapes, and shows the schedule with the action marked."""
-
-
-class Observer(Protocol):
-    """Is told where the engine stands, so that somebody can say so when the engine no longer can."""
-
-    def follow(self, schedule: Schedule) -> None:
-        """Positions are from now on those in ``schedule``, all ranks' actions of a step."""
-        ...
-
-    def step(self, number: int) -> None: ...
-
-    def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
-        """Before the action at ``position`` of this rank's list; ``waiting``: for other ranks."""
-        ...
 
 
 class Engine:
@@ -66,17 +58,13 @@ class Engine:
     ) -> None:
         self.mesh = work.mesh
         self.counted = work.mesh.member_of(communicator.rank) == 0
-        self._communicator = communicator
-        self._seed = seed
-        self._observer = observer
+        self._communicator, self._seed, self._observer = communicator, seed, observer
         self._last = work.mesh.stages - 1
         self._whole = work.mesh.depth == 1 and work.mesh.members == 1
         self._waits_for_sums = self._whole and work.mesh.groups > 1
-        self._learning_rate = 0.0
+        self._learning_rate, self._sent_in_step, self._shapes = 0.0, 0, ""
         self._clock = DeviceClock(work.messenger.device)
         self._marks: list[tuple[Action, Mark, Mark]] = []
-        self._sent_in_step = 0
-        self._shapes = ""
         self._follow(work)
 
     def _follow(self, work: RankProgram) -> None:
@@ -106,10 +94,9 @@ class Engine:
         return self._wants[i]
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
-        modules = [self._work.stages[n].module if n in self._work.stages else None for n in (0, self._last)]
-        first, last = (module if isinstance(module, TeamStage) else None for module in modules)
-        images = None if first is None else first.part_of_tiles(shape)
-        return images, None if last is None else last.part_of_masks(shape)
+        stages, last = self._work.stages, self._last
+        images = stages[0].module.part_of_tiles(shape) if 0 in stages else None
+        return images, stages[last].module.part_of_masks(shape) if last in stages else None
 
     @property
     def predict_wants(self) -> Wants:
@@ -143,7 +130,7 @@ class Engine:
         try:
             loss = mean_loss(self._communicator, losses)
         except NonFiniteLoss:
-            work.update.take_back()
+            work.update.rollback()
             raise
         for number in sorted(work.stages):
             work.stages[number].statistics.end_step()
@@ -249,89 +236,98 @@ class Engine:
     def _perform(
         self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
     ) -> None:
-        transfers = self._work.transfers
+        work, i = self._work, action.microbatch
+        if action.kind is Kind.REDUCE:
+            work.reducers[action.stage].begin()
+            return
+        assert i is not None
+        stage = work.stages[action.stage]
         match action.kind:
             case Kind.FORWARD:
-                self._forward(position, action, feed, step, losses)
+                self._forward(position, action, i, feed, step, losses)
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
-                self._backward(position, action, feed)
+                self._backward(position, action, i, feed.shape(i))
             case Kind.BACKWARD_WEIGHT:
-                with self._computing(position, action) as i:
-                    self._work.stages[action.stage].backward_weight(i)
+                with self._computing(position, action):
+                    stage.backward_weight(i)
             case Kind.RECOMPUTE:
-                with self._computing(position, action) as i:
-                    self._work.stages[action.stage].recompute(i)
+                with self._computing(position, action):
+                    stage.recompute(i)
             case Kind.OFFLOAD:
-                self._work.stages[action.stage].flush(action.i)
+                stage.flush(i)
             case Kind.PREFETCH:
-                self._work.stages[action.stage].prefetch(action.i)
-            case Kind.REDUCE:
-                self._work.reducers[action.stage].begin()
+                stage.prefetch(i)
             case Kind.SEND_FORWARD:
-                transfers.send(action, feed.shape(action.i))
+                work.transfers.send_forward(action, feed.shape(i))
             case Kind.SEND_BACKWARD:
-                transfers.send_back(action)
+                work.transfers.send_backward(action)
             case Kind.RECEIVE_FORWARD:
-                transfers.post(action, feed.shape(action.i))
+                work.transfers.recv_forward(action, feed.shape(i))
             case Kind.RECEIVE_BACKWARD:
-                transfers.post_back(action)
+                work.transfers.recv_backward(action)
 
     def _forward(
-        self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
+        self,
+        position: int,
+        action: Action,
+        i: int,
+        feed: StepBatches,
+        step: int,
+        losses: dict[int, tuple[Tensor, int]],
     ) -> None:
-        i, work = action.i, self._work
-        self._shapes = f"tiles {feed.shape(i)}"
-        self._tell(position, waiting=True)
-        values = work.transfers.take(action)
+        work, shape = self._work, feed.shape(i)
+        stage, is_last = work.stages[action.stage], action.stage == self._last
+        self._tell_waiting(position, shape)
+        values = work.transfers.wait_forward(action)
         if action.stage == 0:
-            values[work.inputs] = tiles_for(work.stages[0].module, feed.images(i), feed.shape(i))
-        tiles = feed.shape(i)[0]
+            values[work.inputs] = stage.module.tiles(feed.images(i), shape)
         random = values.pop(RANDOM_STATE, None)
-        self._shapes = self._described(position, feed.shape(i), "inputs", values)
+        self._shapes = self._described(position, shape, "inputs", values)
         with self._computing(position, action):
-            outputs = work.stages[action.stage].forward(
+            outputs = stage.forward(
                 i,
-                tiles,
+                shape[0],
                 values,
                 microbatch_seed(self._seed, step, i) if random is None else random,
-                targets=feed.targets(i) if action.stage == self._last else None,
+                targets=feed.targets(i) if is_last else None,
                 recomputed=(action.stage, i) in self._recomputed,
-                shape=feed.shape(i),
+                shape=shape,
             )
-        if action.stage == self._last:
-            losses[i] = outputs[LOSS].detach(), tiles  # read after the last action: reading waits for a GPU
-        work.transfers.give(action, outputs)
+        if is_last:
+            losses[i] = outputs[LOSS].detach(), shape[0]  # read after the last action: reading waits for a GPU
+        work.transfers.stash_output(action, outputs)
 
-    def _backward(self, position: int, action: Action, feed: StepBatches) -> None:
-        i, work = action.i, self._work
-        self._shapes = f"tiles {feed.shape(i)}"
-        self._tell(position, waiting=True)
-        gradients = work.transfers.take_back(action)
+    def _backward(self, position: int, action: Action, i: int, shape: tuple[int, ...]) -> None:
+        work, stage = self._work, self._work.stages[action.stage]
+        self._tell_waiting(position, shape)
+        gradients = work.transfers.wait_backward(action)
         if gradients:
-            self._shapes = self._described(position, feed.shape(i), "gradients", gradients)
+            self._shapes = self._described(position, shape, "gradients", gradients)
         if position in self._completing:
-            work.reducers[action.stage].arm()
+            work.reducers[action.stage].expect_final_grads()
         if position in self._finishing:
-            work.update.arm(work.stages[action.stage].parameters, self._learning_rate)
+            work.update.expect_final_grads(stage.parameters, self._learning_rate)
         with self._computing(position, action):
-            incoming = work.stages[action.stage].backward(i, gradients, weight=feed.shape(i)[0] / work.batch)
-        work.transfers.give_back(action, incoming)
+            incoming = stage.backward(i, gradients, weight=shape[0] / work.batch)
+        work.transfers.stash_gradients(action, incoming)
+
+    def _tell_waiting(self, position: int, shape: tuple[int, ...]) -> None:
+        self._shapes = f"tiles {shape}"
+        if self._observer:
+            self._observer.at(position, True, self._shapes)
 
     @contextlib.contextmanager
-    def _computing(self, position: int, action: Action) -> Iterator[int]:
-        self._tell(position)
+    def _computing(self, position: int, action: Action) -> Iterator[None]:
+        if self._observer:
+            self._observer.at(position, False, self._shapes)
         link = self._work.link
         if link and self._observer:
             link.report = functools.partial(self._tell_wait, position)
         begun = self._clock.mark()
-        yield action.i
+        yield
         self._marks.append((action, begun, self._clock.mark()))
         if link:
             link.report = None
-
-    def _tell(self, position: int, waiting: bool = False) -> None:
-        if self._observer:
-            self._observer.at(position, waiting, self._shapes)
 
     def _tell_wait(self, position: int, what: str | None) -> None:
         """Within an action: the rank waits for others of its team, or goes on."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, part_bytes
 from parallel.engine.optimizer_step import MakeOptimizer, parameters_and_gradients, state_of
-from parallel.engine.parameter_groups import own_state, whole_state
 from parallel.engine.sharding_units import sharding_units
+from parallel.engine.state_dict import own_state, whole_state
 from parallel.engine.step import Microbatch, StepResult, Wants, mean_loss, measured, read_losses
 from parallel.engine.weight_average import swap_average
 from parallel.offload.host_optimizer import nothing, set_learning_rate
@@ -26,7 +26,7 @@ from parallel.schedule.shares import Shares, microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums
-from parallel.streaming.images import whole
+from parallel.trace.images import whole
 from parallel.trace.norm_gradients import mend_norm_gradients
 from parallel.trace.strided_convolution import mend_strided_convolutions
 

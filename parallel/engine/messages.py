@@ -86,7 +86,7 @@ class Form:
 
     def gradient(self) -> Form:
         """Return the form of the list of gradients that comes back: one for each tensor that needs it."""
-        tensors = tuple(replace(tensor, needs_grad=False) for tensor in self.tensors if tensor.needs_grad)
+        tensors = tuple([replace(tensor, needs_grad=False) for tensor in self.tensors if tensor.needs_grad])
         _, spec = tree_flatten(list(tensors))
         return Form(spec, tensors, (TensorForm,) * len(tensors))
 
@@ -99,8 +99,8 @@ def take_apart(value: Any, device: torch.device = CPU) -> tuple[Form, list[Tenso
     # Taken apart, a size would come back as a plain tuple.
     leaves, spec = tree_flatten(value, is_leaf=lambda part: isinstance(part, torch.Size))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    constants = tuple(TensorForm if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Form(spec, tuple(TensorForm.of(tensor, device) for tensor in tensors), constants), tensors
+    constants = tuple([TensorForm if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return Form(spec, tuple([TensorForm.of(tensor, device) for tensor in tensors]), constants), tensors
 
 
 class Messenger:
@@ -117,7 +117,7 @@ class Messenger:
         self._posted: collections.Counter[int] = collections.Counter()
         self._known: dict[tuple[str, Hashable], Form] = {}
         self._under_way: collections.deque[tuple[Work, Tensor]] = collections.deque()
-        self._unresolved: dict[int, Incoming] = {}
+        self._unresolved: dict[int, PendingMessage] = {}
         self.bytes_sent: collections.Counter[int] = collections.Counter()
         """Bytes of tensors sent to each rank, headers left out."""
 
@@ -155,27 +155,27 @@ class Messenger:
             self._begin(form.dense(tensor.detach()), peer, tag)
             self.bytes_sent[peer] += tensor.numel() * tensor.element_size()
 
-    def post(self, peer: int, kind: Hashable) -> Incoming:
+    def post(self, peer: int, kind: Hashable) -> PendingMessage:
         """Begin to receive the next message from ``peer``, a value of ``kind``."""
-        self._resolve(peer)
+        self._recv_earlier_header(peer)
         form = self._known.get(("received", kind))
         if form is not None:
             return self.post_tensors(peer, form)
-        self._unresolved[peer] = incoming = Incoming(self, peer, _next(self._posted, peer), kind)
+        self._unresolved[peer] = incoming = PendingMessage(self, peer, _next(self._posted, peer), kind)
         return incoming
 
-    def post_tensors(self, peer: int, form: Form) -> Incoming:
+    def post_tensors(self, peer: int, form: Form) -> PendingMessage:
         """Begin to receive the next message from ``peer``, tensors of a known form."""
-        self._resolve(peer)
-        return Incoming(self, peer, _next(self._posted, peer), form=form)
+        self._recv_earlier_header(peer)
+        return PendingMessage(self, peer, _next(self._posted, peer), form=form)
 
-    def _resolve(self, peer: int) -> None:
+    def _recv_earlier_header(self, peer: int) -> None:
         """The tensors of an earlier message must be asked for before those of a later one."""
         earlier = self._unresolved.pop(peer, None)
         if earlier is not None:
-            earlier.resolve()
+            earlier.recv_header()
 
-    def learn(self, peer: int, kind: Hashable, form: Form) -> None:
+    def remember_form(self, peer: int, kind: Hashable, form: Form) -> None:
         """Remember the form that the header of an awaited message told."""
         self._known["received", kind] = form
         self._unresolved.pop(peer, None)
@@ -192,7 +192,7 @@ class Messenger:
         self._under_way.append((self.communicator.isend(tensor, peer, tag), tensor))
 
 
-class Incoming:
+class PendingMessage:
     """A message on its way to this rank."""
 
     def __init__(
@@ -207,20 +207,20 @@ class Incoming:
         else:
             self._ask_for_tensors(form)
 
-    def resolve(self) -> Form:
+    def recv_header(self) -> Form:
         """Wait for the header, if one is due, and ask for the tensors."""
         if self._form is None:
             self._works.pop().wait()
             header = torch.empty(int(self._length), dtype=torch.uint8)
             self._begin(header).wait()
             self._form = load(header.numpy().tobytes(), Form, TensorForm)
-            self._messenger.learn(self._peer, self._kind, self._form)
+            self._messenger.remember_form(self._peer, self._kind, self._form)
             self._ask_for_tensors(self._form)
         return self._form
 
     def wait(self) -> tuple[Form, list[Tensor]]:
         """Form and tensors, once they are here."""
-        form = self.resolve()
+        form = self.recv_header()
         for work in self._works:
             work.wait()
         return form, self._tensors

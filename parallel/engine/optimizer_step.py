@@ -25,7 +25,7 @@ MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 
 @dataclass(frozen=True)
-class Copy:
+class ParamBroadcast:
     """Parameters that one rank of a pair updates for both.
 
     Attributes:
@@ -57,7 +57,7 @@ class OptimizerStep:
         owned: Mapping[str, nn.Parameter],
         unshared: Iterable[nn.Parameter],
         held: Iterable[nn.Parameter],
-        copies: Sequence[Copy] = (),
+        copies: Sequence[ParamBroadcast] = (),
         offload: Copies | None = None,
         resident: bool = False,
     ) -> None:
@@ -93,7 +93,7 @@ class OptimizerStep:
         for parameter in self._unshared:
             parameter.grad = None
 
-    def arm(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
+    def expect_final_grads(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
         """The next backward pass is the last of this step for ``parameters``, by name. With the optimizer on the host,
         those of them whose gradients stay on this rank are updated there while it still runs."""
         if self._host is not None:
@@ -101,7 +101,7 @@ class OptimizerStep:
             names = [name for name, p in parameters.items() if id(p) in mine and name in self.owned]
             self._host.expect_final_grads(learning_rate, names)
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Give the step up: parameters and optimizer are as they were before it."""
         if self._host is not None:
             self._host.rollback()
@@ -115,7 +115,7 @@ class OptimizerStep:
         """
         gradients = [parameter.grad for parameter in self._held if parameter.grad is not None]
         if scale != 1 and gradients:
-            self.take_back()
+            self.rollback()
             torch._foreach_mul_(gradients, scale)
         self._before_update()
         if self._host is not None:
@@ -123,7 +123,7 @@ class OptimizerStep:
         elif self.optimizer is not None:
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
-        self._hand_out()
+        self._broadcast_updated()
 
     def swap_average(self) -> None:
         """Exchange the parameters' values for their averages where the optimizer keeps any, on all ranks alike."""
@@ -132,9 +132,9 @@ class OptimizerStep:
             self._host.exchange(swap_average)
         elif self.optimizer is not None:
             swap_average(self.optimizer)
-        self._hand_out()
+        self._broadcast_updated()
 
-    def _hand_out(self) -> None:
+    def _broadcast_updated(self) -> None:
         """Give and take what one rank of a pair has updated for both."""
         for copy in self._copies:
             broadcast_tensors(copy.pair, copy.parameters, copy.source)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from parallel.comm.communicator import Communicator
+from parallel.schedule.action import Schedule
 from parallel.schedule.shares import Shares
 from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
-from parallel.streaming.images import Boxes, whole
+from parallel.trace.images import Boxes, whole
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -112,6 +113,20 @@ def mean_loss(communicator: Communicator, table: Tensor) -> float:
     if faulty:
         raise NonFiniteLoss(faulty, [float(means[i]) for i in faulty])
     return float(means @ (sizes / sizes.sum()))
+
+
+class Observer(Protocol):
+    """Is told where the engine stands, so that somebody can say so when the engine no longer can."""
+
+    def follow(self, schedule: Schedule) -> None:
+        """Positions are from now on those in ``schedule``, all ranks' actions of a step."""
+        ...
+
+    def step(self, number: int) -> None: ...
+
+    def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
+        """Before the action at ``position`` of this rank's list; ``waiting``: for other ranks."""
+        ...
 
 
 class TrainingEngine(Protocol):
@@ -211,3 +226,46 @@ class TrainingEngine(Protocol):
     def close(self) -> None:
         """Let go of the communicator. No step can follow."""
         ...
+
+
+class StepBatches:
+    """Hands out the parts of the microbatches ``share``, each once, in any order.
+
+    Args:
+        microbatches: drawn as far as is needed, no further.
+    """
+
+    def __init__(self, microbatches: Iterable[Microbatch], share: Iterable[int]) -> None:
+        self._source = iter(microbatches)
+        self._numbers = iter(share)
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._images: dict[int, Tensor | Boxes | None] = {}
+        self._targets: dict[int, Tensor | Boxes | None] = {}
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """(n, 3, h, w) of microbatch ``i``."""
+        while i not in self._shapes:
+            number, microbatch = next(self._numbers), next(self._source)
+            self._shapes[number] = microbatch.shape
+            self._images[number], self._targets[number] = microbatch.images, microbatch.targets
+        return self._shapes[i]
+
+    def images(self, i: int) -> Tensor | Boxes:
+        """Return the images of microbatch ``i``.
+
+        Raises:
+            ValueError: they have another shape than was announced to the other ranks.
+        """
+        shape = self.shape(i)
+        images = self._images.pop(i)
+        assert images is not None, "this rank wants the images"
+        if tuple(images.shape) != shape:
+            raise ValueError(f"microbatch {i} was announced as {shape} and holds images {tuple(images.shape)}")
+        return images
+
+    def targets(self, i: int) -> Tensor | Boxes:
+        """Return the targets of microbatch ``i``."""
+        self.shape(i)
+        targets = self._targets.pop(i)
+        assert targets is not None, "this rank wants the targets"
+        return targets

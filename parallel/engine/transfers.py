@@ -1,24 +1,41 @@
 """Values and gradients on their way between the stages of one rank and all others.
 
 A value goes from the stage that makes it straight to each stage that uses it, skips included, and is let go of once it
-is there. Between stages of the same rank it is handed over without a message.
+is there. Between stages of the same rank it is handed over without a message. Between teams ``team.routes`` lists which
+member sends what to which; a message holds all that goes between two members, and a rank alone is a team of one. The
+gradient of a part returns to its sender; gradients of a value that several members received add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.engine.messages import Form, Incoming, Messenger, take_apart
+from parallel.engine.messages import Form, Messenger, PendingMessage, take_apart
+from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action
 from parallel.schedule.mesh import Mesh
 from parallel.stage.stage import Gradients
+from parallel.team.routes import parcels
+from parallel.team.team_plan import TeamPlan
 
 Routes = Mapping[tuple[int, int], tuple[str, ...]]
 """(source stage, target stage) -> names of the values that go that way."""
+
+Way = tuple[int, int]
+Key = tuple[int, int, int | None]
+"""(source stage, target stage, microbatch)"""
+
+Names = Mapping[int, tuple[str, ...]]
+"""Member of the other team -> names of the values in its message."""
+
+PlanOf = Callable[[tuple[int, ...], bool], TeamPlan]
+"""(shape of the tiles, in training) -> plan of every stage's team."""
 
 
 class StageTransfers:
@@ -26,126 +43,163 @@ class StageTransfers:
 
     Args:
         links: routes that gradients come back along.
+        plan_of: plans of the teams; None: every stage is computed by one rank.
     """
 
     def __init__(
         self,
         routes: Routes,
-        links: Mapping[tuple[int, int], bool],
+        links: Mapping[Way, bool],
         mesh: Mesh,
         messenger: Messenger,
         rank: int,
+        plan_of: PlanOf | None = None,
     ) -> None:
-        self._routes = routes
-        self._links = links
-        self._mesh = mesh
-        self._rank = rank
-        self._messenger = messenger
+        self._routes, self._links, self._messenger, self._plan_of = routes, links, messenger, plan_of
+        self._rank, self._member = rank, mesh.member_of(rank)
         stages = range(mesh.stages)
-        self.sources = {stage: tuple(s for s in stages if (s, stage) in routes) for stage in stages}
-        self.targets = {stage: tuple(t for t in stages if (stage, t) in routes) for stage in stages}
+        self._ranks = {
+            (stage, replica): tuple(mesh.ranks_of(mesh.peer_team(mesh.team_of(rank), stage, replica)))
+            for stage in stages
+            for replica in range(mesh.replicas)
+        }
+        self._sources = {stage: tuple(s for s in stages if (s, stage) in routes) for stage in stages}
+        self._targets = {stage: tuple(t for t in stages if (stage, t) in routes) for stage in stages}
+        self._known: dict[Any, Names] = {}
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, after a step that was given up. Keys: (source, target, microbatch)."""
-        self._leaving: dict[tuple[int, int, int], dict[str, Any]] = {}
-        self._arriving: dict[tuple[int, int, int], Incoming] = {}
-        self._counts: dict[tuple[int, int, int], dict[str, int]] = {}
-        self._forms: dict[tuple[int, int, int], Form] = {}
-        self._leaving_back: dict[tuple[int, int, int], list[Tensor]] = {}
-        self._arriving_back: dict[tuple[int, int, int], Incoming] = {}
+        """Forget everything, after a step that was given up."""
+        self._values: dict[Key, dict[str, Any]] = {}
+        self._incoming: dict[Key, list[tuple[int, tuple[str, ...], PendingMessage]]] = {}
+        self._sent: dict[Key, list[tuple[int, tuple[str, ...], Form]]] = {}
+        self._received: dict[Key, list[tuple[int, tuple[str, ...], Form]]] = {}
+        self._gradients: dict[Key, dict[str, list[Tensor]]] = {}
+        self._incoming_back: dict[Key, list[tuple[tuple[str, ...], PendingMessage]]] = {}
+        self._made: dict[Key, dict[str, list[tuple[Tensor, torch.device]]]] = {}
+        """Tensors without data, in the shapes of what was made here, and the devices of what was made."""
 
-    def give(self, action: Action, outputs: Mapping[str, Any]) -> None:
-        """Take over what the forward pass ``action`` made for other stages."""
-        i, source = action.i, action.stage
-        for target in self.targets[source]:
-            value = {name: outputs[name] for name in self._routes[source, target]}
-            if self._links[source, target]:
-                self._counts[source, target, i] = {name: _asking(part) for name, part in value.items()}
-            if self._peer(target, action) == self._rank:
+    def stash_output(self, action: Action, outputs: Mapping[str, Any], training: bool = True) -> None:
+        """Take over what the forward pass ``action`` made for other stages; what only training makes may be missing."""
+        source, ranks = action.stage, self._ranks
+        for target in self._targets[source]:
+            key, way = (source, target, action.microbatch), (source, target)
+            value = {name: outputs.get(name) for name in self._routes[way] if training or name != RANDOM_STATE}
+            if training and self._links[way]:
+                self._made[key] = {name: _like(part) for name, part in value.items()}
+            if self._rank in ranks[target, action.replica]:
                 value = tree_map(_handed_over, value)
-            self._leaving[source, target, i] = value
+            self._values[key] = value
 
-    def send(self, action: Action, shape: tuple[int, ...]) -> None:
+    def send_forward(self, action: Action, shape: tuple[int, ...], training: bool = True) -> None:
         """Begin to send to ``action.peer`` what it uses of a microbatch of ``shape``."""
-        assert action.peer is not None
-        key = (action.stage, action.peer, action.i)
-        form = self._messenger.send(
-            self._peer(action.peer, action),
-            _kind(action.stage, action.peer, action.replica, shape),
-            self._leaving.pop(key),
-        )
-        self._forms[key] = form.gradient()
+        way, key, ranks = self._outward(action)
+        values, sent = self._values.pop(key), []
+        for q, names in self._names(way, shape, training, incoming=False).items():
+            kind = (training, *way, action.replica, shape, self._member, q)
+            form = self._messenger.send(ranks[q], kind, {name: values[name] for name in names})
+            sent.append((q, names, form.gradient()))
+        if training:
+            self._sent[key] = sent
 
-    def post(self, action: Action, shape: tuple[int, ...]) -> None:
+    def recv_forward(self, action: Action, shape: tuple[int, ...], training: bool = True) -> None:
         """Begin to receive from ``action.peer``."""
-        assert action.peer is not None
-        self._arriving[action.peer, action.stage, action.i] = self._messenger.post(
-            self._peer(action.peer, action), _kind(action.peer, action.stage, action.replica, shape)
-        )
+        way, key, ranks = self._inward(action)
+        self._incoming[key] = [
+            (p, names, self._messenger.post(ranks[p], (training, *way, action.replica, shape, p, self._member)))
+            for p, names in self._names(way, shape, training, incoming=True).items()
+        ]
 
-    def take(self, action: Action) -> dict[str, Any]:
-        """The values that the forward pass ``action`` uses, waited for; their tensors are leaves."""
-        i, target = action.i, action.stage
-        values: dict[str, Any] = {}
-        for source in self.sources[target]:
-            key = (source, target, i)
-            if self._peer(source, action) == self._rank:
-                values |= self._leaving.pop(key)
-            else:
-                form, tensors = self._arriving.pop(key).wait()
+    def wait_forward(self, action: Action, training: bool = True) -> dict[str, Any]:
+        """Return the values that the forward pass ``action`` uses, waited for; their tensors are leaves."""
+        target, values = action.stage, dict[str, Any]()
+        for source in self._sources[target]:
+            key = (source, target, action.microbatch)
+            if self._rank in self._ranks[source, action.replica]:
+                values |= self._values.pop(key)
+                continue
+            values |= dict.fromkeys(self._routes[source, target])
+            received = []
+            for p, names, incoming in self._incoming.pop(key, ()):
+                form, tensors = incoming.wait()
                 for tensor, told in zip(tensors, form.tensors, strict=True):
                     tensor.requires_grad_(told.needs_grad)
-                self._forms[key] = form.gradient()
+                received.append((p, names, form.gradient()))
                 values |= form.build(tensors)
+            if training:
+                self._received[key] = received
         return values
 
-    def give_back(self, action: Action, gradients: Gradients) -> None:
+    def stash_gradients(self, action: Action, gradients: Gradients) -> None:
         """Take over the gradients that the backward pass ``action`` made of what came in."""
-        for source in self.sources[action.stage]:
-            if self._links[source, action.stage]:
-                names = self._routes[source, action.stage]
-                self._leaving_back[source, action.stage, action.i] = [
-                    g for name in names for g in gradients.get(name, ())
-                ]
+        for source in self._sources[action.stage]:
+            way = (source, action.stage)
+            if self._links[way]:
+                own = {name: list(gradients.get(name, ())) for name in self._routes[way]}
+                self._gradients[source, action.stage, action.microbatch] = own
 
-    def send_back(self, action: Action) -> None:
+    def send_backward(self, action: Action) -> None:
         """Begin to send to ``action.peer`` the gradients of what it had sent."""
-        assert action.peer is not None
-        key = (action.peer, action.stage, action.i)
-        self._messenger.send_tensors(
-            self._peer(action.peer, action), self._leaving_back.pop(key), self._forms.pop(key).tensors
-        )
+        _, key, ranks = self._inward(action)
+        gradients = self._gradients.pop(key)
+        for p, names, form in self._received.pop(key):
+            if form.tensors:
+                tensors = [gradient for name in names for gradient in gradients[name]]
+                self._messenger.send_tensors(ranks[p], tensors, form.tensors)
 
-    def post_back(self, action: Action) -> None:
+    def recv_backward(self, action: Action) -> None:
         """Begin to receive, from ``action.peer``, the gradients of what was sent to it."""
-        assert action.peer is not None
-        key = (action.stage, action.peer, action.i)
-        self._arriving_back[key] = self._messenger.post_tensors(self._peer(action.peer, action), self._forms.pop(key))
+        _, key, ranks = self._outward(action)
+        self._incoming_back[key] = [
+            (names, self._messenger.post_tensors(ranks[q], form))
+            for q, names, form in self._sent.pop(key)
+            if form.tensors
+        ]
 
-    def take_back(self, action: Action) -> Gradients:
-        """Gradients of what stage ``action.stage`` gave, waited for and summed over the stages that used it."""
-        i, source = action.i, action.stage
-        sums: Gradients = {}
-        for target in self.targets[source]:
+    def wait_backward(self, action: Action) -> Gradients:
+        """Return the gradients of what stage ``action.stage`` gave, summed over the stages that used it."""
+        source, sums = action.stage, Gradients()
+        for target in self._targets[source]:
             if not self._links[source, target]:
                 continue
-            key = (source, target, i)
-            if self._peer(target, action) == self._rank:
-                arrived = self._leaving_back.pop(key)
+            key = (source, target, action.microbatch)
+            made, own = self._made.pop(key), Gradients()
+            if self._rank in self._ranks[target, action.replica]:
+                arrived = self._gradients.pop(key)
+                own = {name: arrived[name] for name in made}
             else:
-                _, arrived = self._arriving_back.pop(key).wait()
-            for name, count in self._counts.pop(key).items():
-                own, arrived = arrived[:count], arrived[count:]
-                if name in sums:
-                    for total, more in zip(sums[name], own, strict=True):
-                        total += more
-                else:
-                    sums[name] = own
+                for names, incoming in self._incoming_back.pop(key):
+                    tensors = iter(incoming.wait()[1])
+                    for name in names:
+                        _add(own, name, list(itertools.islice(tensors, len(made[name]))))
+            for name, like in made.items():
+                _add(sums, name, own.get(name) or [torch.zeros_like(each, device=on) for each, on in like])
         return sums
 
-    def _peer(self, stage: int, action: Action) -> int:
-        return self._mesh.peer_team(self._rank, stage, action.replica)
+    def _outward(self, action: Action) -> tuple[Way, Key, tuple[int, ...]]:
+        """Return the way of what ``action.stage`` gives to ``action.peer``, its key, and the ranks of the peer."""
+        assert action.peer is not None
+        way = (action.stage, action.peer)
+        return way, (*way, action.microbatch), self._ranks[action.peer, action.replica]
+
+    def _inward(self, action: Action) -> tuple[Way, Key, tuple[int, ...]]:
+        """Return the same of what ``action.peer`` gives to ``action.stage``."""
+        assert action.peer is not None
+        way = (action.peer, action.stage)
+        return way, (*way, action.microbatch), self._ranks[action.peer, action.replica]
+
+    def _names(self, way: Way, shape: tuple[int, ...], training: bool, incoming: bool) -> Names:
+        """Return what goes along ``way`` between this member and those of the other team."""
+        key = way, self._plan_of and shape, training, incoming
+        if key not in self._known:
+            names = tuple(name for name in self._routes[way] if training or name != RANDOM_STATE)
+            found: dict[int, tuple[str, ...]] = {} if self._plan_of else {0: names}
+            for parcel in parcels(names, self._plan_of(shape, training)) if self._plan_of else ():
+                own, other = (parcel.target, parcel.source) if incoming else (parcel.source, parcel.target)
+                if own == self._member:
+                    found[other] = (*found.get(other, ()), parcel.name)
+            self._known[key] = found
+        return self._known[key]
 
 
 def describe(values: Mapping[str, Any]) -> str:
@@ -153,17 +207,20 @@ def describe(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} {take_apart(value)[0]}" for name, value in values.items())
 
 
-def _asking(value: Any) -> int:
-    """Tensors of ``value`` that a gradient comes back for."""
-    if isinstance(value, Tensor):
-        return int(value.requires_grad)
-    return sum(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+def _add(sums: Gradients, name: str, gradients: list[Tensor]) -> None:
+    if name not in sums:
+        sums[name] = gradients
+        return
+    for total, more in zip(sums[name], gradients, strict=True):
+        total += more
+
+
+def _like(value: Any) -> list[tuple[Tensor, torch.device]]:
+    """Return those tensors of ``value`` that a gradient comes back for, without their data, and their devices."""
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [(torch.empty_like(leaf, device="meta"), leaf.device) for leaf in leaves]
 
 
 def _handed_over(leaf: Any) -> Any:
-    """A tensor cut off from the graph that made it, asking for a gradient as it did."""
+    """Return a tensor cut off from the graph that made it, asking for a gradient as it did."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _kind(source: int, target: int, replica: int, shape: tuple[int, ...]) -> tuple[object, ...]:
-    return ("training", source, target, replica, shape)

@@ -197,7 +197,7 @@ def _net() -> nn.Sequential:
 
 def _summed_step(module: nn.Module, reducer: GradReducer, images: Tensor) -> None:
     reducer.begin_step()
-    reducer.arm()
+    reducer.expect_final_grads()
     module(images).mean().backward()
     reducer.begin()
     reducer.finish()
@@ -238,9 +238,9 @@ class MemberPass:
     def in_team(self) -> int:
         """Compute it as a member; return how many exchanges that took."""
         before = self._link.exchanges
-        with self._stage.microbatch(self._shape):
+        with self._stage.context(self._shape):
             (output,) = self._stage(self._part)
-            loss = output.sum() * self._stage.counted
+            loss = output.sum() * self._stage.counts
         _backward(loss)
         self._link.finish()
         return self._link.exchanges - before

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,8 @@ from parallel.stage.batchnorm import RunningStatistics
 from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of, renew_buffers
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
-from parallel.streaming.images import Boxes, whole
-from parallel.streaming.streamed_module import StreamedStage
 from parallel.team.team_comm import ReplayLog
-from parallel.team.team_stage import TeamStage
+from parallel.trace.images import Boxes
 from parallel.trace.stage_module import Run, SegmentRun, StageModule
 
 LOSS = "#loss"
@@ -36,21 +34,6 @@ LOSS = "#loss"
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(output of the model, targets) -> scalar: the mean over the tiles of a microbatch, so that losses add up by size."""
-
-
-@runtime_checkable
-class SummedLoss(Protocol):
-    """A ``Loss`` made of sums over the pixels of a tile, which boxes of the tile add up to."""
-
-    def __call__(self, output: Any, targets: Tensor) -> Tensor: ...
-
-    def sums(self, output: Any, targets: Tensor) -> Tensor:
-        """Return what a box adds: (n, K), of the box's part of ``output`` and of ``targets`` (n, h, w)."""
-        ...
-
-    def value(self, sums: Tensor, pixels: int) -> Tensor:
-        """Return the loss of tiles of ``pixels`` px from the sums of all their boxes."""
-        ...
 
 
 Gradients = dict[str, list[Tensor]]
@@ -151,7 +134,7 @@ class Stage:
             renew_buffers(self.module, self._updated)
         if recomputed and self._saved_tensors is None:
             self._saved_tensors = SavedTensors(ActivationPolicy(), self._device)
-        log = ReplayLog() if recomputed and isinstance(self.module, TeamStage) else None
+        log = self.module.replay_log() if recomputed else None
         compute = functools.partial(self._compute, targets)
         with contextlib.ExitStack() as scopes:
             scopes.enter_context(self.statistics.microbatch(i, tiles))
@@ -209,7 +192,7 @@ class Stage:
         """
         microbatch = self._in_flight.pop(i)
         if self._loss is not None:
-            weight *= self.module.counted if isinstance(self.module, TeamStage) else 1
+            weight *= self.module.counts
             gradients = {LOSS: [torch.full((), weight, dtype=self._loss_dtype, device=self._device)]}
         edges = [*chain.from_iterable(microbatch.roots.values())]
         if edges:
@@ -232,16 +215,13 @@ class Stage:
         """Return by name what the module gives in evaluation mode; a value that only training makes is missing.
 
         Args:
-            sums: wanted in place of the last stage's only value, where it is computed in boxes, or lies in parts.
-            shape: (n, 3, h, w) of the tiles, for a stage that a team computes.
+            sums: wanted in place of the last stage's only value, of a module that gives them.
+            shape: (n, 3, h, w) of the tiles.
         """
-        entering = (values.get(name) for name in self.module.inputs)
-        with self._precision(), self._among(shape):
-            if sums is not None and isinstance(self.module, TeamStage):
-                summed = self.module.sums(tuple(entering), sums)
-                return {self.module.outputs[0]: summed}
-            if sums is not None and isinstance(self.module, StreamedStage):
-                return {self.module.outputs[0]: self.module(*entering, sums=sums)}
+        entering = tuple(values.get(name) for name in self.module.inputs)
+        with self._precision(), self.module.context(shape):
+            if sums is not None:
+                return {self.module.outputs[0]: self.module.sums(entering, sums)}
             outputs = self.module(*entering)
         return dict(zip(self.module.outputs, outputs, strict=True))
 
@@ -255,7 +235,7 @@ class Stage:
         if self._loss is None:
             return tuple(self._run(*values))
         assert targets is not None
-        loss = self._loss_of(values, targets)
+        loss = self.module.loss(self._run, self._loss, values, targets)
         self._loss_dtype = loss.dtype
         return (loss,)
 
@@ -263,7 +243,7 @@ class Stage:
     def _pass(self, random: int | Tensor, shape: tuple[int, ...], log: ReplayLog | None) -> Iterator[Any]:
         """Return a context of a forward pass; what it gives knows in ``end`` the random state after the pass."""
         with contextlib.ExitStack() as scopes:
-            draws = scopes.enter_context(self._among(shape, random, log))
+            draws = scopes.enter_context(self.module.context(shape, random, log))
             if self._uses_rng and draws is None:  # members draw one number after the other: they wait in between
                 draws = scopes.enter_context(drawing(random, self._device))
             scopes.enter_context(self._precision())
@@ -275,29 +255,6 @@ class Stage:
         weights = contextlib.nullcontext() if self._weights is None else self._weights.redirecting([])
         with self.statistics.frozen(), self._pass(random, shape, log), weights:
             yield
-
-    def _among(
-        self, shape: tuple[int, ...], random: int | Tensor = 0, log: ReplayLog | None = None
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Around a pass of a stage that a team computes."""
-        if not isinstance(self.module, TeamStage):
-            return contextlib.nullcontext()
-        return self.module.microbatch(shape, random, log)
-
-    def _loss_of(self, values: tuple[Any, ...], targets: Tensor | Boxes) -> Tensor:
-        assert self._loss is not None
-        if isinstance(self.module, TeamStage):
-            if isinstance(self._loss, SummedLoss):
-                asked = BoxSums(self._loss.sums, targets)
-                if (sums := self.module.sums_in_parts(values, asked)) is not None:
-                    return self._loss.value(sums, asked.pixels)
-            (output,) = self._run(*values)
-            return self._loss(output, whole(targets)) if self.module.counted else output.sum()
-        if isinstance(self.module, StreamedStage) and isinstance(self._loss, SummedLoss):
-            asked = BoxSums(self._loss.sums, targets)
-            return self._loss.value(self._run(*values, sums=asked), asked.pixels)
-        (output,) = self._run(*values)
-        return self._loss(output, whole(targets))
 
     def _entering(self, microbatch: MicrobatchState) -> Iterator[Any]:
         """Return the values the module takes. Where activations go to the host, the stage itself holds none of them."""

@@ -8,21 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, fx
 
 from parallel.space.grid import Span
 from parallel.space.rule import Step
-from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation
 from parallel.streaming.patch import Box, Patch
 from parallel.streaming.region import Region
+from parallel.trace.images import Boxes
 
 STEP, BESIDE = "~sums", "~beside"
 KEEPS = 6.0
 """Bytes that the backward pass of a loss of pixels needs for each byte of the map: logarithms, probabilities, classes
 as integers of 8 bytes and products, for 4-byte numbers."""
+
+
+@runtime_checkable
+class SummedLoss(Protocol):
+    """A loss made of sums over the pixels of a tile, which boxes of the tile add up to."""
+
+    def __call__(self, output: Any, targets: Tensor) -> Tensor: ...
+
+    def sums(self, output: Any, targets: Tensor) -> Tensor:
+        """Return what a box adds: (n, K), of the box's part of ``output`` and of ``targets`` (n, h, w)."""
+        ...
+
+    def value(self, sums: Tensor, pixels: int) -> Tensor:
+        """Return the loss of tiles of ``pixels`` px from the sums of all their boxes."""
+        ...
+
 
 Sums = Callable[[Any, Tensor], Tensor]
 """(output of the model or a box of it, targets of the same rows) -> (n, K), which boxes add up to."""

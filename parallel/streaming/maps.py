@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from parallel.offload.host_memory import HostMemory
-from parallel.streaming.images import Boxes
 from parallel.streaming.patch import Box
+from parallel.trace.images import Boxes
 
 Dims = Mapping[str, tuple[int, int]]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from parallel.streaming.images import Boxes, whole
 from parallel.streaming.operation import attribute
 from parallel.streaming.region_run import Kept, RegionRun
+from parallel.trace.images import Boxes, whole
 from parallel.trace.stage_module import Run
 
 

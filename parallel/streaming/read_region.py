@@ -20,11 +20,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from parallel.space.rule import Step
-from parallel.streaming.images import Boxes
 from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
 from parallel.streaming.read_node import changes_in_place, has_tensors, in_same_memory, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
 from parallel.streaming.region import Forms, Region
+from parallel.trace.images import Boxes
 from parallel.trace.without_data import without_data
 
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")

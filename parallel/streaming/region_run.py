@@ -25,7 +25,6 @@ from parallel.space.boxes import Boxes as PlannedBoxes
 from parallel.space.boxes import StreamedModel, plan_boxes
 from parallel.space.parts import Part
 from parallel.space.rule import Step
-from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import BoxProgram, PartPlan, plan_part
 from parallel.streaming.part_run import resolver, run_box, run_plain
@@ -109,7 +108,7 @@ class RegionRun:
         forms = self._shapes, self.region.dims, device, self._host, here, held
         return Maps(*forms) if self._host.copies.at_once else StripMaps(*forms, cuts=self._cuts)
 
-    def enter(self, maps: Maps, name: str, value: Tensor | Boxes) -> None:
+    def enter(self, maps: Maps, name: str, value: Any) -> None:
         """Take a map that enters."""
         maps.put(name, value)
 
@@ -145,7 +144,7 @@ class RegionRun:
         return maps.take(name)
 
     def forward(
-        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, beside: Mapping[str, Any]
+        self, module: nn.Module, entering: Sequence[Any], keep: bool, beside: Mapping[str, Any]
     ) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.
 

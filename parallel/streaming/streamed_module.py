@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -14,14 +14,14 @@ from torch import Tensor, fx, nn
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
 from parallel.offload.host_memory import HostMemory
-from parallel.streaming.box_sums import BoxSums, beside, with_sums
-from parallel.streaming.images import Boxes, whole
+from parallel.streaming.box_sums import BoxSums, SummedLoss, beside, with_sums
 from parallel.streaming.planned_region import PlannedRegion
 from parallel.streaming.read_region import NothingInBoxes, read_region
 from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.region_run import RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
+from parallel.trace.images import Boxes, whole
 from parallel.trace.stage_code import compiled
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace_alone import trace_alone
@@ -67,6 +67,24 @@ def streamed(
 
 class StreamedStage(StageModule):
     """A stage computed in boxes of the tile as far as possible."""
+
+    gives_sums = True
+
+    def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Any:
+        """Return the tiles, of which the stage asks for boxes."""
+        return images
+
+    def loss(self, run: Any, loss: Any, values: Iterable[Any], targets: Any) -> Tensor:
+        """Return the ``loss``, box by box where it is made of sums."""
+        if not isinstance(loss, SummedLoss):
+            return super().loss(run, loss, values, targets)
+        asked = BoxSums(loss.sums, targets)
+        return loss.value(run(*values, sums=asked), asked.pixels)
+
+    def sums(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
+        """Return the sums that are asked of the output."""
+        summed: Tensor = self(*values, sums=asked)
+        return summed
 
     def forward(self, *values: Any, sums: BoxSums | None = None) -> Any:
         """Return the values named in ``outputs``; or the ``sums`` of the only one, box by box where it has the rows of

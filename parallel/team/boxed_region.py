@@ -22,13 +22,13 @@ from parallel.space.parts import Part
 from parallel.space.rule import Step
 from parallel.space.team import Box, Exchange, Grid
 from parallel.space.team_boxes import TeamBoxes, plan_team_boxes
-from parallel.streaming.images import Boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, places_of
 from parallel.streaming.region import Region
 from parallel.streaming.region_run import Gradients, Kept, Phase, RegionRun
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_context import ForwardContext
+from parallel.trace.images import Boxes
 
 
 class BoxedRegion(RegionRun):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,14 +19,14 @@ from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment
 from parallel.space.grid import Span
 from parallel.space.team import Box, Grid
-from parallel.streaming.box_sums import BoxSums
-from parallel.streaming.images import Boxes, whole
+from parallel.streaming.box_sums import BoxSums, SummedLoss
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import ReplayLog, TeamComm, cut
 from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.trace.cut import cut_stage
+from parallel.trace.images import Boxes, whole
 from parallel.trace.stage_module import SegmentRun, StageModule
 from parallel.trace.trace import Traced
 
@@ -45,19 +45,14 @@ class TeamStage(StageModule):
     link: TeamComm
     plans: Plans
     device: torch.device
+    gives_sums = True
     _context: ForwardContext
     _asked: BoxSums | None = None
 
     @contextlib.contextmanager
-    def microbatch(
+    def context(
         self, shape: tuple[int, ...], random: int | Tensor = 0, log: ReplayLog | None = None
     ) -> Iterator[ForwardContext]:
-        """Around a forward pass on tiles of ``shape`` (n, 3, h, w).
-
-        Args:
-            random: seed, or state, that the stage draws from.
-            log: of the pass, where it will be computed a second time, or is.
-        """
         self._context = ForwardContext(self.plans(shape, self.training), self.link, self.device, random)
         with contextlib.ExitStack() as scopes:
             if log is not None:
@@ -75,9 +70,22 @@ class TeamStage(StageModule):
         return run.nodes.run(self, context, values, self._asked)
 
     @property
-    def counted(self) -> int:
-        """1 on the member whose loss, tiles and statistics count, 0 on the others."""
-        return int(self.link.member == 0)
+    def counts(self) -> bool:
+        return self.link.member == 0
+
+    def replay_log(self) -> ReplayLog:
+        return ReplayLog()
+
+    def loss(self, run: Any, loss: Any, values: Iterable[Any], targets: Any) -> Tensor:
+        """Return the ``loss``; of members that do not count, what takes part in the backward pass in its place."""
+        values = tuple(values)
+        if isinstance(loss, SummedLoss):
+            asked = BoxSums(loss.sums, targets)
+            if (sums := self.sums_in_parts(values, asked)) is not None:
+                return loss.value(sums, asked.pixels)
+        (output,) = run(*values)
+        result: Tensor = loss(output, whole(targets)) if self.counts else output.sum()
+        return result
 
     def sums_in_parts(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
         """Return the sums that are asked of the model's output, over all members' parts of it; None where the output is
@@ -99,8 +107,8 @@ class TeamStage(StageModule):
         found = self.sums_in_parts(values, asked)
         if found is None:
             (output,) = self(*values)
-            found = asked.of_whole(output) if self.counted else None
-        return found if self.counted else None
+            found = asked.of_whole(output) if self.counts else None
+        return found if self.counts else None
 
     def part_of_tiles(self, shape: tuple[int, ...]) -> Box | None:
         """Return the rows and columns that this member computes of tiles of ``shape``; None: it may want all."""
@@ -118,15 +126,15 @@ class TeamStage(StageModule):
                 return None
         return self.part_of_tiles(shape)
 
-    def own_tiles(self, tiles: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor:
+    def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor:
         """Return this member's part of tiles of ``shape``, which come whole or box by box."""
         plan = self.plans(shape, self.training)
         if plan.region is None:
-            return whole(tiles)
+            return whole(images)
         box = plan.territory.owned(self.link.member, plan.territory.side)
-        if isinstance(tiles, Tensor):
-            return own_part(tiles, plan.territory.side, box)
-        return tiles.box(*box)
+        if isinstance(images, Tensor):
+            return own_part(images, plan.territory.side, box)
+        return images.box(*box)
 
     def _in_segments(self, context: ForwardContext, values: Sequence[Any]) -> tuple[Any, ...]:
         assert self.run_segment is not None

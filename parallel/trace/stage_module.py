@@ -5,12 +5,16 @@ Made by ``cut_stage``. It runs the user's modules themselves, at their paths in 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from parallel.space.team import Box
+from parallel.trace.images import Boxes, whole
 
 Run = Callable[..., tuple[Any, ...]]
 """(stage module, values) -> values."""
@@ -40,6 +44,9 @@ RunSegment = Callable[[SegmentRun, Run, tuple[Any, ...]], tuple[Any, ...]]
 """(segment, its computation, values that enter it) -> values it gives."""
 
 
+NO_CONTEXT = contextlib.nullcontext()
+
+
 class StageModule(nn.Module):
     """The layers of one stage. ``named_parameters()`` and ``state_dict()`` have the names of the whole model.
 
@@ -48,7 +55,10 @@ class StageModule(nn.Module):
         outputs: names of the values it gives, in order. Those that only training makes are None in evaluation.
         segments: of the stage in training; none where it is run as one.
         run_segment: what segments are run by in training.
+        gives_sums: ``sums`` computes sums of the output without holding it whole.
     """
+
+    gives_sums = False
 
     def __init__(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -80,6 +90,48 @@ class StageModule(nn.Module):
     def root(self) -> nn.Module:
         """Return the module whose call computes the stage, and which holds its parameters by their names."""
         return self
+
+    @property
+    def counts(self) -> bool:
+        """Return whether this rank's loss, tiles and statistics count: those of one member of a team do."""
+        return True
+
+    def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Any:
+        """Return what the first stage takes of tiles of ``shape`` (n, 3, h, w)."""
+        return images if isinstance(images, Tensor) else whole(images)
+
+    def part_of_tiles(self, shape: tuple[int, ...]) -> Box | None:
+        """Return the rows and columns that this rank computes of tiles of ``shape``; None: it may want all."""
+        return None
+
+    def part_of_masks(self, shape: tuple[int, ...]) -> Box | None:
+        """Return the rows and columns whose targets this rank holds against the output; None: it may want all."""
+        return None
+
+    def context(
+        self, shape: tuple[int, ...], random: int | Tensor = 0, log: Any = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward pass on tiles of ``shape``, which gives what draws the random numbers in
+        place of the stage, or None.
+
+        Args:
+            random: seed, or state, that the stage draws from.
+            log: of messages, where the pass will be computed a second time, or is.
+        """
+        return NO_CONTEXT
+
+    def replay_log(self) -> Any:
+        """Return an empty log of the messages of a forward pass; None where it receives none."""
+        return None
+
+    def loss(self, run: Run, loss: Callable[[Any, Any], Tensor], values: Iterable[Any], targets: Any) -> Tensor:
+        """Return the ``loss`` of the output that ``run`` gives for ``values``, and ``targets``."""
+        (output,) = run(*values)
+        return loss(output, whole(targets))
+
+    def sums(self, values: Sequence[Any], asked: Any) -> Tensor | None:
+        """Return the sums that are asked of the output; None on ranks that do not have it."""
+        raise NotImplementedError
 
     def train(self, mode: bool = True) -> StageModule:
         """Switch modes as the whole model's ``train()``, which may keep some modules in a mode of their own."""

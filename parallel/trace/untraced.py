@@ -12,10 +12,15 @@ from typing import Any
 
 from torch import nn
 
+from parallel.comm.communicator import Communicator
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.strategy import Strategy
 from parallel.trace.norm_gradients import mend_norm_gradients
 from parallel.trace.stage_module import StageModule
 from parallel.trace.strided_convolution import mend_strided_convolutions
+from parallel.trace.trace import Traced
+from parallel.trace.trace_alone import trace_alone, updated_alone
+from parallel.trace.updated_faults import refuse_copies
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,31 @@ class UntracedModule(StageModule):
 def _call(stage: nn.Module, images: Any) -> tuple[Any, ...]:
     assert isinstance(stage, UntracedModule)
     return (stage.model(images),)
+
+
+def trace_as_needed(
+    module: nn.Module, shape: tuple[int, ...], communicator: Communicator, strategy: Strategy
+) -> Traced | Untraced:
+    """Return the layers of ``module`` if the strategy cuts, recomputes or streams them, else the module as it is.
+
+    Activations leave for the host earlier if a model is traced: a user's forward holds what it gave to a module.
+
+    Args:
+        shape: (n, 3, h, w) of a usual microbatch.
+        communicator: all ranks; each calls it.
+
+    Raises:
+        ValueError: the model cannot be traced as the strategy needs, or not be copied.
+    """
+    policy = strategy.policy
+    needed = strategy.splits or policy.segmented or policy.stream is not None
+    if needed or policy.moves:
+        try:
+            traced = trace_alone(module, shape, communicator)
+            if needed or not traced.updated:
+                return traced
+        except ValueError:
+            if needed:
+                raise
+    refuse_copies(updated_alone(module, shape, communicator), communicator.world, strategy.name)
+    return Untraced(module)

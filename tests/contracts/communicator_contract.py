@@ -225,7 +225,7 @@ def gradient_sums_in_buckets(communicator: Communicator, bucket_bytes: int | Non
         layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
         assert weight.grad is not None
         assert weight.grad.tolist() == [[rank + 1.0] * 2]
-        reducer.arm()
+        reducer.expect_final_grads()
         layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
         reducer.begin()
         reducer.finish()

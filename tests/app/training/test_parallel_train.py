@@ -257,10 +257,10 @@ def slow_down_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     computing = Engine._computing
 
     @contextlib.contextmanager
-    def late(engine: Engine, position: int, action: Action) -> Iterator[int]:
-        with computing(engine, position, action) as i:
+    def late(engine: Engine, position: int, action: Action) -> Iterator[None]:
+        with computing(engine, position, action):
             time.sleep(0.4 * (engine._communicator.rank == 0 and action.kind is Kind.FORWARD))
-            yield i
+            yield
 
     monkeypatch.setattr(resharing, "WARM_UP", 0)
     monkeypatch.setattr(Engine, "_computing", late)

@@ -68,7 +68,7 @@ def test_sums_are_those_of_all_ranks(armed: bool, overlap: bool, size: int | Non
             net(inputs(communicator.rank, 0)).square().sum().backward()
             assert counting.begun == 0
             if armed:
-                sums.arm()
+                sums.expect_final_grads()
             net(inputs(communicator.rank, 1)).square().sum().backward()
             assert counting.begun == (len(sums.buckets) if armed and overlap else 0)
             sums.begin()
@@ -93,7 +93,7 @@ def test_the_size_of_buckets_changes_no_bit_where_sums_are_in_order_of_rank() ->
         net = copy_of_model().float()
         sums = GradReducer(net.parameters(), communicator, overlap=True, bucket_bytes=size)
         sums.begin_step()
-        sums.arm()
+        sums.expect_final_grads()
         net(inputs(communicator.rank, 0).float()).square().sum().backward()
         sums.begin()
         sums.finish()

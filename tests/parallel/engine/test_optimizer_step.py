@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.optimizer_step import Copy, OptimizerStep
+from parallel.engine.optimizer_step import OptimizerStep, ParamBroadcast
 
 SGD = functools.partial(torch.optim.SGD, lr=99.0)
 """With a rate that every step replaces."""
@@ -54,7 +54,7 @@ def test_a_rank_that_owns_nothing_has_no_optimizer_and_takes_the_copies() -> Non
     def rank(communicator: Communicator, source: int) -> tuple[bool, float, float]:
         weight, fixed = parameter(1.0 + communicator.rank, 2.0), parameter(5.0)
         owns = communicator.rank == source
-        copies = [Copy([weight], communicator, source)]
+        copies = [ParamBroadcast([weight], communicator, source)]
         update = OptimizerStep(SGD, owned={"weight": weight} if owns else {}, unshared=[], held=[weight], copies=copies)
         update.apply(0.25, scale=1)
         return update.optimizer is not None, weight.item(), fixed.item()
@@ -70,7 +70,7 @@ def test_a_pair_that_each_updates_half_ends_as_two_that_update_all() -> None:
     def rank(communicator: Communicator, shard: bool) -> list[float]:
         weights = {str(k): parameter(value) for k, value in enumerate(values)}
         halves = [{k: weights[k] for k in keys} for keys in ("01", "23")]
-        copies = [Copy(list(half.values()), communicator, source) for source, half in enumerate(halves)]
+        copies = [ParamBroadcast(list(half.values()), communicator, source) for source, half in enumerate(halves)]
         owned: dict[str, Any] = halves[communicator.rank] if shard else weights
         update = OptimizerStep(adam, owned=owned, unshared=[], held=weights.values(), copies=copies if shard else [])
         for step in range(3):

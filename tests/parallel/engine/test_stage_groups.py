@@ -9,7 +9,7 @@ import torch
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.stage_groups import StageGroups
+from parallel.engine.rank_program import StageGroups
 from parallel.schedule.mesh import Mesh
 
 

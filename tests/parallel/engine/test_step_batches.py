@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.engine.step import Microbatch
-from parallel.engine.step_batches import StepBatches
+from parallel.engine.step import Microbatch, StepBatches
 
 
 class Source:

@@ -240,7 +240,7 @@ def test_an_update_scales_after_early_steps_too(scale: float, resident: bool) ->
     for step in range(2):
         for each, layers in ((update, net), (other, plain)):
             each.begin_step()
-            each.arm(dict(layers.named_parameters()), LR)
+            each.expect_final_grads(dict(layers.named_parameters()), LR)
             layers(torch.full((2, 4), step + 1.0)).sum().backward()
             each.apply(LR, scale)
     assert_same_bits(dict(net.state_dict()), dict(plain.state_dict()))
@@ -252,9 +252,9 @@ def test_shared_gradients_wait_for_their_sum() -> None:
     update = OptimizerStep(Telling, owned=shared | own, unshared=own.values(), held=net.parameters(), offload=Copies())
     assert isinstance(update.optimizer, Telling)
     update.begin_step()
-    update.arm(shared | own, LR)
+    update.expect_final_grads(shared | own, LR)
     net(torch.ones(2, 4)).sum().backward()
-    update.take_back()
+    update.rollback()
     assert sum(update.optimizer.calls) == len(own)
 
 

@@ -236,10 +236,10 @@ def test_gradients_go_where_their_sum_over_ranks_wants_them() -> None:
     x = torch.randn(4, 16)
     exchange.begin_step()
     places = [p.grad.data_ptr() for p in net.parameters() if p.grad is not None]
-    exchange.arm()
+    exchange.expect_final_grads()
     for layers in (net, plain):
         layers(x).sum().backward()
-    assert all(bucket.missing == 0 for bucket in exchange.buckets)
+    assert all(bucket.pending == 0 for bucket in exchange.buckets)
     exchange.finish()
     assert [p.grad.data_ptr() for p in net.parameters() if p.grad is not None] == places
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):

@@ -12,3 +12,9 @@ def test_calls_of_a_step() -> None:
     for calls in calls_of_a_step(strategy_of("spatial@2x1")):
         assert sum(count for (file, _), count in calls.items() if file not in TRANSPORT) <= 1800
         assert not [name for (file, name) in calls if file.startswith("space/") and "exchange" in name.lower()]
+
+
+def test_calls_of_a_pipeline() -> None:
+    for calls in calls_of_a_step(strategy_of("1f1b")):
+        assert sum(count for (file, _), count in calls.items() if file not in TRANSPORT) <= 410
+        assert len({file for file, _ in calls}) <= 18

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.whole_engine import whole_engine
-from parallel import build
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
@@ -18,6 +17,7 @@ from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.live_bytes import LiveBytes
+from parallel.trace import untraced
 from parallel.trace.stage_module import StageModule
 from parallel.trace.untraced import UntracedModule
 from tests.helpers.engine_runs import SEED, SGD, net, plain, steps_of, train
@@ -123,7 +123,7 @@ def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it(monkeypat
         torch.manual_seed(0)
         with monkeypatch.context() as patch:
             if not traced:
-                patch.setattr(build, "trace_alone", untraceable)
+                patch.setattr(untraced, "trace_alone", untraceable)
             loss = lambda output, target: output  # noqa: E731
             made = whole_engine(Deep(), loss, SGD, LocalCommunicator(), batch=1, m=1, shape=shape, policy=policy)
         with LiveBytes() as live:
