@@ -57,6 +57,7 @@ def tile_cuts(side: int, box: int) -> tuple[int, ...]:
     return (0, *sorted(cut for cut in inner if 0 < cut < side), side)
 
 
+@functools.lru_cache(8192)
 def cell(cuts: tuple[int, ...], side: int, number: int) -> Span:
     """Return the rows of box ``number`` in a map of ``side`` rows; none in some maps of fewer rows than boxes."""
     tile = cuts[-1]

@@ -103,7 +103,7 @@ class SideBySide:
     def gathered(self, name: str) -> Fetch:
         """Return what member 0 fetches to have all of a map."""
         sides = self.sides[name]
-        return Fetch(name, _gathered(self.territory, sides), math.prod(sides), 0)
+        return Fetch(name, self.territory.gathered(sides), math.prod(sides), 0)
 
 
 def divide_among(model: StreamedModel, grid: Grid) -> SideBySide:
@@ -111,21 +111,17 @@ def divide_among(model: StreamedModel, grid: Grid) -> SideBySide:
     be divided so."""
     territory = Territory(grid, (model.side[0], model.side[1]))
     steps, ends_at = list(model.steps), model.ends_at
-    if not territory.fits(territory.side):
-        return SideBySide(territory, (), model.sides, ("the tile", _too_small(territory.side, grid)))
+    if reason := territory.fault(territory.side):
+        return SideBySide(territory, (), model.sides, ("the tile", reason))
     for number, step in enumerate(steps):
-        if not step.plain and not step.sums and not territory.fits(step.sides):
-            ends_at = (step.name, _too_small(step.sides, grid))
+        if not step.plain and not step.sums and (reason := territory.fault(step.sides)):
+            ends_at = (step.name, reason)
             node = step.name + PRIOR
             steps = [each for each in steps[:number] if not each.name.startswith(node)]
             break
     while steps and steps[-1].plain:  # what is made of the last sums belongs to what follows
         steps.pop()
     return SideBySide(territory, tuple(steps), model.sides, ends_at)
-
-
-def _too_small(sides: tuple[int, int], grid: Grid) -> str:
-    return f"gives maps of {sides[0]} x {sides[1]} px, of which not every member of a {grid} team has a part"
 
 
 @functools.lru_cache(4096)
@@ -137,11 +133,6 @@ def _fetch(territory: Territory, source: str, rules: tuple, made: tuple[int, int
         lopsided |= any(before != after for before, after in pads)
         padded = max(padded, box_px(need))
     return Fetch(source, exchange, max(map(box_px, exchange.boxes)), padded if lopsided else 0)
-
-
-@functools.lru_cache(256)
-def _gathered(territory: Territory, sides: tuple[int, int]) -> Exchange:
-    return territory.gathered(sides)
 
 
 def box_px(box: Box | tuple[Span, ...]) -> int:

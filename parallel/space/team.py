@@ -144,6 +144,13 @@ class Territory:
         """Return whether every member has a part of a map of ``sides``."""
         return all(span.size for axis in self._axes(sides) for span in axis)
 
+    def fault(self, sides: Sides) -> str | None:
+        """Return why a map of ``sides`` cannot be divided; None where it can."""
+        if self.fits(sides):
+            return None
+        return f"gives maps of {sides[0]} x {sides[1]} px, of which not every member of a {self.grid} team has a part"
+
+    @functools.lru_cache(4096)  # noqa: B019  one entry for all equal territories
     def exchange(self, rules: tuple[Rule, Rule], made: Sides, taken: Sides) -> Exchange:
         """Return what an operation exchanges, of the map of sides ``taken`` for one of sides ``made``."""
         return self._of(needs_of(rules, self.all_owned(made), taken), taken)
@@ -167,6 +174,7 @@ class Territory:
         """Return the exchange that gives each member what it ``needs`` of a map."""
         return self._of(needs, sides)
 
+    @functools.lru_cache(256)  # noqa: B019  as above
     def gathered(self, sides: Sides) -> Exchange:
         """Return the exchange that gives member 0 all of a map, and the others nothing."""
         nothing = (Span(0, 0), Span(0, 0))

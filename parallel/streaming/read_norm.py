@@ -198,7 +198,7 @@ def _count_step(module: Any, given: Any, count: int) -> Tensor:
 
 @torch.no_grad()
 def _count(mean: Tensor, variance: Tensor, share: float, given: Any, count: int) -> Tensor:
-    _, means, squares = (moment.flatten().to(mean.dtype) for moment in given.prior(MOMENTS))
+    _, means, squares = given.prior(MOMENTS).flatten(1).to(mean.dtype)
     mean.mul_(1 - share).add_(means, alpha=share)
     variance.mul_(1 - share).add_(squares, alpha=share / (count - 1))
     return torch.empty(0)

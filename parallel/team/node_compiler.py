@@ -37,6 +37,7 @@ Compute = Callable[[Values, ForwardContext], Any]
 Load = Callable[[Values], Any]
 GATHERED = "~gathered"
 """Behind the name of a map that member 0 has put together."""
+NO_PRIORS: Values = {}
 FULL = (torch.float32, torch.float64)
 """Types in which a norm is computed as such."""
 
@@ -122,6 +123,7 @@ class NodeCompiler:
 
             return compute
         priors = [self._prior(node, prior, operation) for prior in operation.first]
+        own: Callable[..., Any]
         if operation.of_sums:
             own = self._of_sums(node, operation)
         elif operation.sums:
@@ -129,7 +131,7 @@ class NodeCompiler:
         else:
             own = self._map(node, operation)
         if not priors:
-            return lambda known, context: own(known, context, {})
+            return own
 
         def with_priors(known: Values, context: ForwardContext) -> Any:
             before: Values = {}
@@ -151,19 +153,19 @@ class NodeCompiler:
     def _of_sums(self, node: fx.Node, operation: Operation) -> Any:
         """A value without rows."""
         make, resolver = self._arguments(node), self._without_rows(node)
-        return lambda known, _, before: operation.compute(make({}, resolver(known), known=before))
+        return lambda known, _, before=NO_PRIORS: operation.compute(make({}, resolver(known), known=before))
 
     def _summed(self, node: fx.Node, name: str, operation: Operation, of: Operation) -> Any:
         """A sum over the parts of all members."""
         make, resolver, comm = self._arguments(node), self._without_rows(node), self._comm
         load, is_norm = self._patches(node, operation), of.norm is not None
         if operation.merge is None:
-            return lambda known, _, before: all_reduce_sum(
+            return lambda known, _, before=NO_PRIORS: all_reduce_sum(
                 comm, operation.compute(make(load(known), resolver(known), known=before))
             )
         again = operation.again
 
-        def merged(known: Values, _: ForwardContext, before: Values) -> Any:
+        def merged(known: Values, _: ForwardContext, before: Values = NO_PRIORS) -> Any:
             patches, resolve = load(known), resolver(known)
             with torch.no_grad():
                 of_all = merged_moments(comm, operation.compute(make(patches, resolve, known=before)))
@@ -183,10 +185,10 @@ class NodeCompiler:
         if operation.drawn is not None:
             return self._drawn(node, operation, make, load)
         if norm is None:
-            return lambda known, _, before: compute(make(load(known), resolver(known), known=before))
+            return lambda known, _, before=NO_PRIORS: compute(make(load(known), resolver(known), known=before))
         comm, moments = self._comm, node.name + MOMENTS
 
-        def normalise(known: Values, _: ForwardContext, before: Values) -> Any:
+        def normalise(known: Values, _: ForwardContext, before: Values = NO_PRIORS) -> Any:
             given = make(load(known), resolver(known), known=before)
             x = next(iter(given.patches.values())).tensor
             return sharded_batch_norm(comm, x, before[moments], norm, given) if x.dtype in FULL else compute(given)
@@ -203,11 +205,13 @@ class NodeCompiler:
             if whole is None:
                 return None
             frame = _frame(whole)
-            return lambda known, _, before: compute(make({name: frame(known[name])}, resolver(known), known=before))
+            return lambda known, _, before=NO_PRIORS: compute(
+                make({name: frame(known[name])}, resolver(known), known=before)
+            )
         assert operands is not None
-        frame, work = _frame(patch), HaloConvolution(exchange, patch, operation.rules)
-        return lambda known, _, before: sharded_convolution(
-            comm, known[name], work, operands(make({name: frame(known[name])}, resolver(known), known=before))
+        work = HaloConvolution(exchange, patch, operation.rules)
+        return lambda known, _, before=NO_PRIORS: sharded_convolution(
+            comm, known[name], work, operands(make({}, resolver(known), known=before))
         )
 
     def _drawn(self, node: fx.Node, operation: Operation, make: Any, load: Any) -> Any:
@@ -218,7 +222,7 @@ class NodeCompiler:
         part = slices(plan.dims(node.name), plan.owned(node.name, self._member), (Span(0, rows), Span(0, columns)))
         mask, compute = node.name + MASK, operation.compute
 
-        def drop(known: Values, context: ForwardContext, _: Values) -> Any:
+        def drop(known: Values, context: ForwardContext, _: Values = NO_PRIORS) -> Any:
             patches, resolve = load(known), resolver(known)
             drawn = context.run_with_rng(lambda: draw(make(patches, resolve)))
             return compute(make(patches, resolve, known={mask: drawn[part].clone()}))
@@ -297,9 +301,11 @@ class NodeCompiler:
             for source in self._sources(node)
             if source.name in region.forms and source.name not in region.constants
         }
-        if not forms:
-            return lambda known: lambda source: known[source.name]
-        return lambda known: lambda source: forms[source.name] if source.name in forms else known[source.name]
+
+        def resolve(known: Values, source: fx.Node) -> Any:
+            return forms[source.name] if source.name in forms else known[source.name]
+
+        return functools.partial(functools.partial, resolve)
 
 
 def _frame(patch: Patch) -> Callable[[Any], Patch]:

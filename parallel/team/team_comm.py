@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from parallel.comm.communicator import Communicator, Work
-from parallel.space.team import Box, is_small_all_reduce
+from parallel.space import team
+from parallel.space.team import Box
 from parallel.streaming.narrowing import narrowed
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class TeamComm:
         self.report: Report | None = None
         self.exchanges = 0
         self._communicator = communicator
+        self._small_bytes = team.SMALL_ALL_REDUCE_BYTES if 1 < self.members <= team.SMALL_TEAM else -1
         self._ranks = range(self.members) if ranks is None else ranks
         self._sends: collections.deque[Work] = collections.deque()
 
@@ -130,8 +132,9 @@ class TeamComm:
         return self._fetch(exchange, own)
 
     def _fetch(self, exchange: BoundExchange, own: Tensor) -> PendingRecvs:
-        own = own.detach()
-        sends = [(peer, own[part]) for peer, part, _ in exchange.sends]
+        own, sends = own.detach(), []
+        for peer, part, _ in exchange.sends:
+            sends.append((peer, own[part]))
         return self._swap_pieces(sends, exchange.recvs, exchange.dims, own)
 
     def send_halo_grads(self, exchange: BoundExchange, gradients: Sequence[Tensor], like: Tensor) -> PendingRecvs:
@@ -149,18 +152,18 @@ class TeamComm:
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[Any], dims: tuple[int, int], like: Tensor
     ) -> PendingRecvs:
         """Begin to send copies of tensors, contiguous whatever their layout, which may differ between two members."""
-        copies = [(peer, piece.detach().clone(memory_format=torch.contiguous_format)) for peer, piece in sends]
-        shape, places = list(like.shape), []
+        shape, copies, places, tensors = list(like.shape), [], [], []
+        for peer, piece in sends:
+            copies.append((peer, piece.detach().clone(memory_format=torch.contiguous_format)))
         for peer, _, sizes in recvs:
             shape[dims[0]], shape[dims[1]] = sizes
-            places.append((peer, like.new_empty(shape)))
-        return self.swap(copies, places)
+            tensors.append(like.new_empty(shape))
+            places.append((peer, tensors[-1]))
+        return PendingRecvs(tensors, self._swap(copies, places), self)
 
-    def swap(
-        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], counted: bool = True
-    ) -> PendingRecvs:
+    def swap(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> PendingRecvs:
         """Begin to send (target, pieces) and to receive (owner, places), as one exchange."""
-        return PendingRecvs([tensor for _, tensor in recvs], self._swap(sends, recvs, counted), self)
+        return PendingRecvs([tensor for _, tensor in recvs], self._swap(sends, recvs), self)
 
     def all_reduce(self, value: Tensor, record: bool = True) -> Tensor:
         """Return the sum over the members, the same bits on each.
@@ -176,7 +179,7 @@ class TeamComm:
     def all_reduce_async(self, value: Tensor) -> PendingRecvs:
         """Begin to sum over the members, in a backward pass; the sum arrives."""
         own = value.detach().clone(memory_format=torch.contiguous_format)
-        if self._is_small(own):
+        if own.nbytes <= self._small_bytes and not own.is_cuda:  # a message to each, in place of a sum over all
             return PendingSum(*self._exchange_small(own), self)
         return PendingRecvs([own], [(None, own, self._communicator.iall_reduce(own))] if self.members > 1 else (), self)
 
@@ -186,7 +189,7 @@ class TeamComm:
             gathered: list[Tensor] = self.log.record_or_replay(lambda: self.all_gather(value, False))
             return gathered
         own = value.detach().clone(memory_format=torch.contiguous_format)
-        if self._is_small(own):
+        if own.nbytes <= self._small_bytes and not own.is_cuda:  # a message to each, in place of a sum over all
             return PendingRecvs(*self._exchange_small(own), self).wait()
         if self.report is not None:
             self.report(self.describe(None, own))
@@ -194,10 +197,6 @@ class TeamComm:
         if self.report is not None:
             self.report(None)
         return gathered
-
-    def _is_small(self, own: Tensor) -> bool:
-        """Whether ``own`` goes to the others as a message to each, in place of a sum over all."""
-        return is_small_all_reduce(own.nbytes, self.members) and not own.is_cuda
 
     def _exchange_small(self, own: Tensor) -> tuple[list[Tensor], list[Recv]]:
         """Begin to send ``own`` to all others; return what each member has, in order, and what to wait for."""
@@ -215,7 +214,7 @@ class TeamComm:
             self._sends.popleft().wait()
 
     def _swap(
-        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], counted: bool
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], counted: bool = True
     ) -> list[Recv]:
         """Begin to send and receive; return what arrives."""
         self.exchanges += 1
@@ -224,8 +223,12 @@ class TeamComm:
         leaving, arriving = self._communicator.exchange(sends, recvs, self.exchanges % TAGS)
         self._sends += leaving
         if counted:
-            self.sent_bytes += sum([tensor.nbytes for _, tensor in sends])
-        return [(source, tensor, work) for (source, tensor), work in zip(recvs, arriving, strict=True)]
+            for _, tensor in sends:
+                self.sent_bytes += tensor.nbytes
+        works: list[Recv] = []
+        for (source, tensor), work in zip(recvs, arriving, strict=True):
+            works.append((source, tensor, work))
+        return works
 
     def describe(self, peer: int | None, tensor: Tensor) -> str:
         """Return in words what this rank waits for."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from parallel.space.rule import SAME, Rule
+from parallel.space.rule import SAME
 from parallel.space.team import Box, Exchange, Grid, Territory
 from parallel.streaming.operation import Operation
 from parallel.streaming.read_region import NothingInBoxes, read_region
@@ -75,21 +75,11 @@ class TeamPlan:
         taken = self.sides(source)
         made = taken if operation.sums or operation.of_sums else self.sides(node)
         rules = (SAME, SAME) if operation.sums else operation.rules
-        return _exchange(self.territory, rules, made, taken)
+        return self.territory.exchange(rules, made, taken)
 
     def gathered(self, name: str) -> Exchange:
         """Return the exchange that gives member 0 all of a map."""
-        return _gathered(self.territory, self.sides(name))
-
-
-@functools.lru_cache(4096)
-def _exchange(territory: Territory, rules: tuple[Rule, Rule], made: Any, taken: Any) -> Exchange:
-    return territory.exchange(rules, made, taken)
-
-
-@functools.lru_cache(256)
-def _gathered(territory: Territory, sides: Any) -> Exchange:
-    return territory.gathered(sides)
+        return self.territory.gathered(self.sides(name))
 
 
 def plan_team(
@@ -105,16 +95,10 @@ def plan_team(
     images = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(tuple(shape))
     (entering,) = (node.name for node in nodes if node.op == "placeholder")
 
-    def refuse(sides: tuple[int, int]) -> str | None:
-        if territory.fits(sides):
-            return None
-        return f"gives maps of {sides[0]} x {sides[1]} px, of which not every member of a {grid} team has a part"
-
-    if not territory.fits(territory.side):
-        reason = refuse(territory.side)
-        return TeamPlan(territory, None, ("the tile", reason or ""))
+    if fault := territory.fault(territory.side):
+        return TeamPlan(territory, None, ("the tile", fault))
     try:
-        region = read_region(model, nodes, {entering: images}, refuse=refuse, once=once)
+        region = read_region(model, nodes, {entering: images}, refuse=territory.fault, once=once)
     except NothingInBoxes as reason:
         return TeamPlan(territory, None, reason.ends_at)
     return TeamPlan(territory, region, region.ends_at)

@@ -11,8 +11,7 @@ from torch import nn
 
 from benchmarks.exactness.spatial_ops import OPERATIONS, Network
 from benchmarks.exactness.team_error import team_error
-from parallel.space.team import Grid
-from parallel.team import team_plan
+from parallel.space.team import Grid, Territory
 
 EXACT = 1e-12
 SHAPE = (2, 2, 37, 29)
@@ -29,7 +28,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
         monkeypatch.setattr("parallel.space.team.team_cuts", cuts)
 
-    caches = team_plan._exchange, team_plan._gathered
+    caches = Territory.exchange, Territory.gathered
     for cache in caches:
         cache.cache_clear()
     yield cuts_from

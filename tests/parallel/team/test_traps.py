@@ -46,8 +46,8 @@ class Around(nn.Module):
 @pytest.fixture(autouse=True)
 def _plans_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges are kept for the process."""
-    for name in ("_exchange", "_gathered"):
-        monkeypatch.setattr(team_plan, name, getattr(team_plan, name).__wrapped__)
+    for name in ("exchange", "gathered"):
+        monkeypatch.setattr(Territory, name, getattr(Territory, name).__wrapped__)
 
 
 def error(network: nn.Module, grid: Grid = GRID) -> float:
