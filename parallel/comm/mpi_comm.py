@@ -42,8 +42,6 @@ SUMMED = {
 
 PRINTED_S = 1.0
 """Between the last words of a rank and the end of all: launchers pass on what ranks print, but not after an abort."""
-
-
 PAUSE_S = 0.0005
 """Between two looks at what is under way, while the rank computes."""
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel.comm import grad_reducer
 from parallel.comm.communicator import Communicator, Work
-from parallel.comm.grad_reducer import GradReducer
+from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.rank_program import last_backwards
 from parallel.schedule.action import Action
@@ -143,3 +144,20 @@ def test_gradients_keep_the_layout_of_their_parameters() -> None:
 )
 def test_gradients_of_a_stage_are_final_with_its_last_backward_pass(actions: str, expected: list[int]) -> None:
     assert list(last_backwards(tuple(map(Action.parse, actions.split())))) == expected
+
+
+def test_tensors_are_broadcast_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a stage at once would take its memory twice."""
+    monkeypatch.setattr(grad_reducer, "BUCKET_BYTES", 100)
+    sizes: list[int] = []
+
+    def broadcast(communicator: Communicator, _: Any) -> bool:
+        tensors = [torch.full((size,), 3.0 * communicator.rank) for size in (10, 10, 40, 3)]
+        tensors.append(torch.full((2, 2), communicator.rank))
+        send = communicator.broadcast
+        communicator.broadcast = lambda tensor, source: (sizes.append(tensor.nbytes), send(tensor, source))[1]  # type: ignore[method-assign, assignment, func-returns-value]
+        broadcast_tensors(communicator, tensors, 1)
+        return all(bool((tensor == (3.0 if tensor.is_floating_point() else 1)).all()) for tensor in tensors)
+
+    assert run_on_threads(2, broadcast) == [True, True]
+    assert sorted(sizes) == sorted([32, 12, 160, 80] * 2)

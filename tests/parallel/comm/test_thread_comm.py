@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel.comm.communicator import CommunicationError, Communicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import ThreadCommunicator, run_on_threads
 
 
 def test_results_come_in_order_of_rank() -> None:
@@ -71,3 +71,16 @@ def test_abort_stops_the_ranks_that_wait() -> None:
 
     with pytest.raises(CommunicationError, match="rank 1 asked all to stop"):
         run_on_threads(2, stop, timeout_s=10)
+
+
+def test_nothing_is_left_of_messages_that_have_arrived() -> None:
+    def chat(communicator: Communicator, _: Any) -> int:
+        other = 1 - communicator.rank
+        begin = communicator.isend if communicator.rank else communicator.irecv
+        for tag in range(5):
+            begin(torch.ones(2), other, tag).wait()
+        communicator.barrier()
+        assert isinstance(communicator, ThreadCommunicator)
+        return len(communicator._group._waiting)
+
+    assert run_on_threads(2, chat) == [0, 0]
