@@ -62,7 +62,7 @@ def graph_svg(view: ModelView) -> str:
 
 
 def _box_width(outline: Outline) -> float:
-    """As wide as its words, within limits."""
+    """Return the width of the boxes: that of the longest words, within limits."""
     needed = [
         max(
             text_width(part.name, 13) * 1.06 + 12 + text_width(part.kind, 11),
@@ -88,7 +88,7 @@ def _time(part: Part) -> str:
 
 
 def _shares(outline: Outline) -> list[tuple[float, float]]:
-    """Of the longest bar: the two pieces of each part's bar."""
+    """Return the two pieces of each part's bar, as shares of the longest bar."""
     timed = [((part.forward_s or 0.0), (part.backward_s or 0.0)) for part in outline.parts]
     pairs = timed if any(sum(pair) for pair in timed) else [(float(part.saved_bytes), 0.0) for part in outline.parts]
     longest = max((sum(pair) for pair in pairs), default=0.0) or 1.0
@@ -135,7 +135,7 @@ def _hover(part: Part) -> str:
 
 
 def _bands(layout: Layout, sums: Sequence[StageSum], cuts: Sequence[CutSum]) -> Iterator[str]:
-    """Left of the boxes a strip in the stage's colour and what the stage holds; above it the cut it begins with."""
+    """Draw a strip in the stage's colour left of the boxes, its sums, and the cut that it begins with."""
     for band in layout.bands:
         hue = band.stage % len(HUES)
         x = band.left + STAGE_WORDS - 10
@@ -160,7 +160,7 @@ def _stage_words(band: Band, total: StageSum, top: float, right: float) -> Itera
 
 
 def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
-    """A bracket around the parts of each group, in each column."""
+    """Draw a bracket around the parts of each group, in each column."""
     boxes = {box.number: box for box in layout.boxes}
     for group in outline.groups:
         columns: dict[int, list[Box]] = {}
@@ -182,7 +182,7 @@ def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
 
 
 def _legend(outline: Outline, sums: Sequence[StageSum], staged: bool) -> tuple[list[str], float]:
-    """What is drawn, in words; and how wide they are."""
+    """Return the lines of the legend and their width."""
     params, saved = sum(total.param_bytes for total in sums), sum(total.saved_bytes for total in sums)
     count = sum(part.kind not in (INPUT, OUTPUT) for part in outline.parts)
     parts = f"{count} {'operations' if outline.level == 'op' else f'{outline.level}s'}"
@@ -228,7 +228,7 @@ def wire_strokes(layout: Layout, outline: Outline, stages: Sequence[int]) -> Ite
 
 
 def _rounded(wire: Wire) -> str:
-    """Corners of a small radius; the line stops short under an arrow."""
+    """Return the path with round corners; it stops short under an arrow."""
     points = list(wire.points)
     if wire.arrow:
         (ax, ay), (bx, by) = points[-2:]
@@ -260,7 +260,7 @@ def _arrow(wire: Wire) -> str:
 
 
 def _crossings(layout: Layout) -> list[tuple[float, float, float]]:
-    """(y, left, right) of all that runs level."""
+    """Return (y, left, right) of all horizontal lines."""
     bounds = [(band.top, band.left, band.right) for band in layout.bands]
     for wire in layout.wires:
         for (ax, ay), (bx, by) in pairwise(wire.points):

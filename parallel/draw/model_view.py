@@ -1,7 +1,4 @@
-"""What is to be drawn of a model: its graph, how coarse, split where, with which times; and sums over its stages.
-
-Picture, table, JSON and DOT are each made from one such value.
-"""
+"""A model as it is drawn or listed: its graph by parts, its stages, its times, and sums over the stages."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ class StageSum:
 
     @property
     def seconds(self) -> float | None:
-        """Forward and backward; None where neither is known."""
+        """Return the seconds forward and backward; None where neither is known."""
         known = [seconds for seconds in (self.forward_s, self.backward_s) if seconds is not None]
         return sum(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
 class CutSum:
-    """What crosses the cut before ``graph.layers[position]``: the values, and their bytes for the traced shapes."""
+    """Values across the cut before ``graph.layers[position]``, and their bytes for the traced shapes."""
 
     position: int
     values: tuple[str, ...]
@@ -66,23 +63,23 @@ class ModelView:
 
     @property
     def stages(self) -> Partition:
-        """The partition, or the one of a single stage."""
+        """Return the partition, or that of a single stage."""
         return self.partition or Partition(self.graph, (0,))
 
     @cached_property
     def outline(self) -> Outline:
-        """The graph's layers put together into parts."""
+        """Return the graph's layers put together into parts."""
         cuts = self.stages.starts
         return coarsen(self.graph, self.level, cuts=cuts, forward_s=self.forward_s, backward_s=self.backward_s)
 
     @cached_property
     def stage_of(self) -> list[int]:
-        """Stage of each part."""
+        """Return the stage of each part."""
         return [self.stages.stage_of(self.graph.layers[part.start].name) for part in self.outline.parts]
 
     @cached_property
     def stage_sums(self) -> tuple[StageSum, ...]:
-        """What each stage holds."""
+        """Return the sums over each stage."""
         starts = self.stages.starts
         ends = (*starts[1:], len(self.graph.layers))
         return tuple(map(self._stage_sum, range(len(starts)), starts, ends))
@@ -102,7 +99,7 @@ class ModelView:
 
     @cached_property
     def cut_sums(self) -> tuple[CutSum, ...]:
-        """What crosses each cut. A value that several later stages use crosses each of the cuts before them."""
+        """Return the values across each cut; one that several later stages use crosses each cut before them."""
         crossing = [(position, values_across(self.graph, position)) for position in self.stages.starts[1:]]
         sizes = self.graph.by_name
         return tuple(CutSum(at, values, sum(sizes[name].output_bytes for name in values)) for at, values in crossing)

@@ -114,7 +114,7 @@ def coarsen(
     forward_s: Sequence[float] | None = None,
     backward_s: Sequence[float] | None = None,
 ) -> Outline:
-    """The graph's layers put together into parts.
+    """Return the graph's layers put together into parts.
 
     At level ``op`` the operations of a layer follow each other as they run; what passes between them inside the layer
     is not recorded, and time is known of whole layers only.
@@ -151,14 +151,14 @@ def coarsen(
 
 
 def _with_ends(graph: LayerGraph, blocks: list[Block]) -> list[Block]:
-    """And the model's input and output."""
+    """Return ``blocks`` with the model's input and output."""
     inside = range(blocks[0].start, blocks[-1].stop) if blocks else range(0)
     ends = [Block(k, k + 1) for k in range(len(graph.layers)) if k not in inside]
     return sorted([*blocks, *ends], key=lambda block: block.start)
 
 
 def _names(graph: LayerGraph, blocks: list[Block]) -> list[str]:
-    """Of the module that a block is, or of its first heavy layer; a second of a name gets a number."""
+    """Return the name of each block: of its module, or of its first heavy layer; the second of a name gets a number."""
     heavy, seen, names = heavy_positions(graph), Counter[str](), []
     for block in blocks:
         main = next((k for k in range(block.start, block.stop) if k in heavy), block.start)
@@ -244,7 +244,7 @@ def _operations(graph: LayerGraph) -> list[Part]:
 
 
 def _links(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Link, ...]:
-    """Values that pass between parts, and from operation to operation of a layer."""
+    """Return the values that pass between parts, and from operation to operation of a layer."""
     makers: dict[str, int] = {}
     values: dict[tuple[int, int], list[str]] = {}
     links = []
@@ -265,7 +265,7 @@ def _links(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Link, ...]:
 
 
 def _repeats(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
-    """Neighbours that are modules of one class, numbered or named inside one module."""
+    """Return groups of neighbours that are modules of one class, inside one module."""
 
     def family(number: int) -> tuple[str, str]:
         parent, _, _ = parts[number].scope.rpartition(".")
@@ -283,7 +283,7 @@ def _repeats(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
 
 
 def _in_blocks(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
-    """Parts of each block that has several."""
+    """Return a group for each block of several parts."""
     blocks = _with_ends(graph, find_blocks(graph))
     groups, number = [], 0
     for block, name in zip(blocks, _names(graph, blocks), strict=True):

@@ -1,8 +1,7 @@
-"""A timeline as a picture: a row for each rank, a box for each compute action, empty where the rank waits.
+"""Draw timelines as SVG: a row for each rank, a box for each compute action, empty where the rank waits.
 
-Takes one timeline, or a simulated and a measured one; gives an SVG that stands by itself, with its own background, for
-reports and web pages. Boxes are drawn as in the papers: the number is the microbatch, the colour the replica, light for
-forward and dark for backward.
+The file stands by itself, with its own background, for reports and web pages. Boxes are drawn as in the papers: the
+number is the microbatch, the colour the replica, light for forward and dark for backward.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ NAMES = {
 def schedule_svg(
     timeline: Timeline, *, title: str, compare: Timeline | None = None, teams: Sequence[range] = ()
 ) -> str:
-    """The text of an SVG file.
+    """Return the text of an SVG file.
 
     Args:
         timeline: alone, or the simulated one when there is another to compare.
@@ -103,10 +102,10 @@ def schedule_svg(
 def _joined(team: range, top: float) -> str:
     """A line beside the rows of a team."""
     first, last = top + team.start * (ROW + GAP), top + (team.stop - 1) * (ROW + GAP) + ROW
-    told = f"ranks {team.start} to {team.stop - 1} compute each tile together"
+    words = f"ranks {team.start} to {team.stop - 1} compute each tile together"
     return (
         f'<path d="M{MARGIN - 5:g} {first:g}H{MARGIN - 10:g}V{last:g}H{MARGIN - 5:g}" fill="none" stroke="{PALE}" '
-        f'stroke-width="2"><title>{told}</title></path>'
+        f'stroke-width="2"><title>{words}</title></path>'
     )
 
 
@@ -123,7 +122,7 @@ def _rows(timeline: Timeline, top: float, scale: float) -> Iterator[str]:
 
 
 def _chunks(timeline: Timeline, rank: int) -> dict[tuple[int, int], int]:
-    """(replica, stage) of ``rank`` -> how many earlier stages of that replica it holds."""
+    """Return for each (replica, stage) of ``rank`` how many earlier stages of that replica it holds."""
     held = sorted({(span.action.replica, span.action.stage) for span in timeline.compute(rank)})
     return {place: sum(other[0] == place[0] for other in held[:n]) for n, place in enumerate(held)}
 
@@ -191,12 +190,12 @@ def _text(
 
 
 def _unit(whole_s: float) -> tuple[str, float]:
-    """The unit in which the step time is a number of one to three digits, and how many of it a second has."""
+    """Return the unit in which the step time has one to three digits, and how many of it a second has."""
     return ("s", 1.0) if whole_s >= 1 else ("ms", 1e3) if whole_s >= 1e-3 else ("µs", 1e6)
 
 
 def _step(whole: float) -> float:
-    """Distance between ticks: 1, 2 or 5 times a power of ten, for eight to twenty of them."""
+    """Return the distance between ticks: 1, 2 or 5 times a power of ten, for eight to twenty ticks."""
     power = 10.0 ** math.floor(math.log10(whole / 8))
     return next(factor * power for factor in (5, 2, 1) if factor * power <= whole / 8)
 
