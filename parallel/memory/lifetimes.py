@@ -1,4 +1,4 @@
-"""How long each piece of memory of a stage is on the device and on the host while a microbatch goes through.
+"""Spans over which each piece of memory of a stage is on the device, and its bytes on the host, for one microbatch.
 
 Takes the pieces of memory that a stage touches (``liveness``), its passes and an ``ActivationPolicy``; gives spans of
 moments, and bytes. What is recomputed is another piece of memory than what was made at first. Copies between device and
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from parallel.graph.layers import LayerGraph
 from parallel.memory.liveness import LiveRange, Piece, gradient_spans, running_bytes
-from parallel.memory.offload_window import Journey, on_device
+from parallel.memory.offload_window import OffloadInterval, on_device
 from parallel.memory.policy import ActivationPolicy, Segment, buffer_bytes
 from parallel.memory.stage_bytes import StageBytes
 
@@ -46,28 +46,28 @@ class Passes:
 
     Attributes:
         start, stop: positions of the stage's first layer, and after its last.
-        again: position -> moment at which the layer runs forward again, where it does.
-        back: position -> moment of its backward pass.
-        turn: the first moment of the backward pass.
+        recompute_at: position -> moment at which the layer is recomputed, where it is.
+        backward_at: position -> moment of its backward pass.
+        backward_start: the first moment of the backward pass.
         end: after the last moment.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = tuple(segments)
         self.start, self.stop = segments[0].start, segments[-1].stop
-        self.turn = now = self.stop - self.start
-        self.again: dict[int, int] = {}
-        self.back: dict[int, int] = {}
+        self.backward_start = now = self.stop - self.start
+        self.recompute_at: dict[int, int] = {}
+        self.backward_at: dict[int, int] = {}
         for segment in reversed(segments):
             places = range(segment.start, segment.stop)
             if segment.recompute:
-                self.again |= {place: now + k for k, place in enumerate(places)}
+                self.recompute_at |= {place: now + k for k, place in enumerate(places)}
                 now += len(places)
-            self.back |= {place: now + k for k, place in enumerate(reversed(places))}
+            self.backward_at |= {place: now + k for k, place in enumerate(reversed(places))}
             now += len(places)
         self.end = now
 
-    def forth(self, position: int) -> int:
+    def forward_at(self, position: int) -> int:
         """Moment at which the layer first runs forward."""
         return position - self.start
 
@@ -105,7 +105,7 @@ class _Use:
 
 
 class Lifetimes:
-    """When each piece of memory of one stage and microbatch is there.
+    """Spans over which each piece of memory of one stage and microbatch is live.
 
     Args:
         touched: pieces of memory; such that the stage's layers neither make nor keep nor use change nothing.
@@ -126,11 +126,11 @@ class Lifetimes:
         self._starts = [segment.start for segment in passes.segments]
         self._moves = policy.offload != "none"
         self._smallest = policy.smallest
-        self._journeys: list[Journey] = []
+        self._intervals: list[OffloadInterval] = []
         self._host_again: Counter[int] = Counter()
         for piece in touched:
             self._take(piece)
-        self.spans += on_device(self._journeys, policy.ahead, passes.turn)
+        self.spans += on_device(self._intervals, policy.ahead, passes.backward_start)
 
     @property
     def on_host(self) -> HostBytes:
@@ -148,15 +148,15 @@ class Lifetimes:
         params = graph.owned_bytes[passes.start : passes.stop]
         made = list(accumulate(reversed(params)))[::-1]
         own, before = [0] * passes.end, [0] * passes.end
-        for position, moment in passes.back.items():
+        for position, moment in passes.backward_at.items():
             own[moment], before[moment] = params[position - passes.start], made[position - passes.start]
-        before[passes.turn :] = accumulate(before[passes.turn :], max)  # gradients are there while a segment runs again
-        backward = range(passes.turn, passes.end)
+        before[passes.backward_start :] = accumulate(before[passes.backward_start :], max)
+        backward = range(passes.backward_start, passes.end)
         return replace(
             plain,
             inputs=self.held_inputs,
             activations=self.held,
-            forward=max(live[: passes.turn]),
+            forward=max(live[: passes.backward_start]),
             forward_only=max(running_bytes(self.unkept, passes.start, passes.stop)),
             backward=max(live[now] + own[now] for now in backward),
             first_backward=max(live[now] + before[now] for now in backward),
@@ -184,11 +184,12 @@ class Lifetimes:
         elif moves and (kept or entering):
             self._move(size, begin, last, kept, entering)
         elif kept or entering:
-            needs = [passes.back[place] for place in kept]
-            needs += [passes.back[use.saved[0]] if use.saved else passes.again[use.last] for use in entering]
+            needs = [passes.backward_at[place] for place in kept]
+            for use in entering:
+                needs.append(passes.backward_at[use.saved[0]] if use.saved else passes.recompute_at[use.last])
             self._hold(size, begin, max(needs), entered)
         else:
-            self.spans.append(LiveRange(passes.forth(begin), passes.forth(last), size))
+            self.spans.append(LiveRange(passes.forward_at(begin), passes.forward_at(last), size))
         for use in uses:
             if use.again and not use.enters:
                 self._make_again(size, use, moves)
@@ -214,29 +215,31 @@ class Lifetimes:
 
     def _hold(self, size: int, begin: int, last: int, entered: bool) -> None:
         """Hold on the device from position ``begin`` to moment ``last``."""
-        self.spans.append(LiveRange(self.passes.forth(begin), last, size))
+        self.spans.append(LiveRange(self.passes.forward_at(begin), last, size))
         self.held += size
         self.held_inputs += size if entered else 0
 
     def _move(self, size: int, begin: int, last: int, kept: Sequence[int], entering: Sequence[_Use]) -> None:
         """To the host in the forward pass; a segment that it enters asks for it when it begins again."""
         passes = self.passes
-        latest = max([passes.back[place] for place in kept] + [passes.again[use.begin] for use in entering])
-        asked = [(passes.back[place],) * 2 for place in kept]
+        latest = max(passes.backward_at[place] for place in kept) if kept else -1
+        latest = max([latest, *(passes.recompute_at[use.begin] for use in entering)])
+        asked = [(passes.backward_at[place],) * 2 for place in kept]
         for use in entering:
-            begin_again = passes.again[use.begin]
+            begin_again = passes.recompute_at[use.begin]
             if begin_again == latest:  # nobody else holds it by then: the segment keeps it anew
                 asked.append((begin_again, begin_again))
                 self._make_again(size, use, True)
             else:
-                asked.append((begin_again, passes.again[use.last]))
-                asked += [(passes.back[place],) * 2 for place in use.saved]
+                asked.append((begin_again, passes.recompute_at[use.last]))
+                asked += [(passes.backward_at[place],) * 2 for place in use.saved]
         packed = min([*kept, *(use.begin for use in entering)])
-        self._host += self._leave(size, passes.forth(begin), passes.forth(last), passes.forth(packed), asked)
+        begin, last, packed = (passes.forward_at(position) for position in (begin, last, packed))
+        self._host += self._leave(size, begin, last, packed, asked)
 
     def _make_again(self, size: int, use: _Use, moves: bool) -> None:
         """Hold what a segment that is computed again makes."""
-        again, back = self.passes.again, self.passes.back
+        again, back = self.passes.recompute_at, self.passes.backward_at
         begin, free = again[use.begin] + use.enters, again[use.last]  # at its first moment it has just been brought
         if not use.saved:
             self.spans.append(LiveRange(begin, free, size))
@@ -249,7 +252,7 @@ class Lifetimes:
 
     def _leave(self, size: int, begin: int, free: int, packed: int, asked: Sequence[tuple[int, int]]) -> int:
         """To the host at moment ``packed``, and back. Gives its bytes there."""
-        self._journeys.append(Journey(size, begin, free, packed, tuple(sorted({*asked}))))
+        self._intervals.append(OffloadInterval(size, begin, free, packed, tuple(sorted({*asked}))))
         return buffer_bytes(size)
 
 
@@ -257,5 +260,5 @@ def _gradients(graph: LayerGraph, passes: Passes) -> Iterable[LiveRange]:
     """Memory of gradients of values, by moments; that of messages is there from the beginning."""
     for span in gradient_spans(graph, passes.start, passes.stop):
         message = (span.first, span.last) == (passes.start, passes.stop - 1)
-        begin = passes.turn if message else passes.back[span.last]
-        yield LiveRange(begin, passes.back[span.first], span.bytes)
+        begin = passes.backward_start if message else passes.backward_at[span.last]
+        yield LiveRange(begin, passes.backward_at[span.first], span.bytes)

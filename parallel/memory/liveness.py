@@ -1,4 +1,4 @@
-"""What lies in memory while consecutive layers run forward and backward: piece by piece, layer by layer.
+"""Pieces of memory that are live while consecutive layers run forward and backward.
 
 Takes a ``LayerGraph``; gives spans of positions over which pieces of memory live. Values are let go of after their
 last use, what autograd keeps after the backward pass of the layer that kept it, a gradient once the layer that made the
@@ -62,7 +62,7 @@ def pieces(graph: LayerGraph) -> list[Piece]:
 
 
 def maker(graph: LayerGraph, position: int) -> int:
-    """Where the value of a layer is made: -1 for the model's input, which is there before."""
+    """Return the position at which the value of a layer is made: -1 for the model's input, which is there before."""
     return -1 if graph.layers[position].kind == INPUT else position
 
 

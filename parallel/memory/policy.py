@@ -1,4 +1,4 @@
-"""What becomes of what forward passes keep, as a user or a planner chooses it. No torch here."""
+"""Policy for saved activations, as a user or a planner chooses it: keep, recompute or offload. No torch here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """What becomes of what the forward passes of a rank keep.
+    """Policy for what the forward passes of a rank save.
 
     Attributes:
         recompute: "none"; "stage": nothing is kept but what enters a stage; "block": what enters a block of the model
@@ -83,7 +83,7 @@ class ActivationPolicy:
 
     @property
     def moves(self) -> bool:
-        """What is kept goes to the host."""
+        """Saved activations are offloaded to the host."""
         return self.offload != "none"
 
     @property

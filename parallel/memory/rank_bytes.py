@@ -29,7 +29,7 @@ running average is added in place; SGD with one is counted as AdamW."""
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank takes at the fullest moment of a step.
+    """Bytes of one rank at the fullest moment of a step.
 
     Attributes:
         activations: kept for backward passes to come, that under way included.

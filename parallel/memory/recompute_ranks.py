@@ -1,4 +1,4 @@
-"""What all ranks compute again so that none takes more than it has: runs of layers for ``ActivationPolicy.chosen``.
+"""Choose the runs of layers that all ranks recompute, so that none exceeds its memory (``ActivationPolicy.chosen``).
 
 Takes a partition with its mesh and schedule, or a model that every rank computes as a whole, seconds of layers and
 the bytes of a rank; gives the names of the first and last layer of each run. Each stage has a search of its own
@@ -95,7 +95,7 @@ def chosen_runs_of_whole(
     device: str = "cpu",
     memory: StageMemory | None = None,
 ) -> Runs | None:
-    """Where every rank computes the whole model; arguments as ``whole_bytes`` and ``chosen_runs``."""
+    """Return the runs where every rank computes the whole model; arguments as ``whole_bytes`` and ``chosen_runs``."""
     partition = Partition(graph, (0,))
     memory = StageMemory(graph) if memory is None else memory
 

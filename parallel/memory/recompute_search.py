@@ -1,4 +1,4 @@
-"""The segments of a stage that are computed again, so that it fits a number of bytes and takes the fewest seconds more.
+"""Search the segments of a stage to recompute, so that it fits a number of bytes and takes the fewest more seconds.
 
 Takes a stage's layers with their seconds, a budget and the number of microbatches in flight; gives ``Segment``s. A
 dynamic programme over places and bytes held, as in Chen et al. 2016 and Beaumont et al. 2019 (rotor), finds plans by

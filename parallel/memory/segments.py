@@ -1,4 +1,4 @@
-"""From a stage and a rule to its segments: which consecutive layers are computed again together.
+"""Segments of a stage under a policy: consecutive layers that are recomputed together.
 
 Takes a partition; gives ``Segment``s that cover the stage's layers without gaps. A segment begins where a stage could.
 What is computed last in the last stage is kept: its backward pass follows at once. No torch here.
@@ -18,7 +18,7 @@ from parallel.memory.policy import ActivationPolicy, Segment
 
 
 def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> tuple[Segment, ...]:
-    """The segments of a stage, in order; one that is not computed again where nothing is.
+    """Return the segments of a stage, in order; a single one that is kept where nothing is recomputed.
 
     Raises:
         ValueError: a chosen run of layers that is not in the model, or begins or ends where no cut may fall.

@@ -69,7 +69,7 @@ class Windows:
         self._remembered: dict[object, npt.NDArray[np.float64]] = {}
 
     def remembered(self, key: object, make: Callable[[], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-        """What ``make`` gave the first time: a matrix that follows from the windows and ``key``."""
+        """Return the matrix that ``make`` gave the first time for ``key``."""
         if key not in self._remembered:
             self._remembered[key] = make()
         return self._remembered[key]

@@ -29,7 +29,7 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """What the stages of each rank of a group may take.
+    """Bytes that the stages of each rank of a group may take.
 
     Attributes:
         limits: bytes, by rank.

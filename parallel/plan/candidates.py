@@ -124,7 +124,7 @@ RECOMPUTE = ("none", "stage", "block", "optimal")
 
 @dataclass(frozen=True)
 class Savings:
-    """What is open to a search.
+    """Ways of needing less memory that a search may take.
 
     Attributes:
         recompute: of ``ActivationPolicy``, the values it may have; "none" where nothing has to be computed again.

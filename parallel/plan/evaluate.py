@@ -44,13 +44,13 @@ class MemoryCheck:
 
     @functools.cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Of every rank of a group; of a team's ranks what its largest member takes."""
+        """Peak bytes of every rank of a group; for the ranks of a team those of its largest member."""
         members = self.strategy.members
         return tuple(self._peak(seat) for seat in range(self.strategy.depth) for _ in range(members))
 
     @functools.cached_property
     def over_bytes(self) -> int:
-        """By how much the fullest rank misses the memory, or the host's."""
+        """Bytes by which the fullest rank exceeds the memory, or the host's."""
         cluster = self.stages.cluster
         over = max(self.peak_bytes) - cluster.usable_bytes
         policy = self.strategy.policy
@@ -198,8 +198,8 @@ class Evaluator:
             partition: stages that are given.
         """
         partition = partition or self.stages.partition(strategy, within=within)
-        decided = None if partition is None else self.stages.decided(strategy, partition)
-        return None if decided is None or partition is None else MemoryCheck(decided, partition, self.stages)
+        resolved = None if partition is None else self.stages.resolve_policy(strategy, partition)
+        return None if resolved is None or partition is None else MemoryCheck(resolved, partition, self.stages)
 
     def estimate_time(self, check: MemoryCheck, seconds: bool = True) -> PlanRow:
         """Return the row of ``check``, with the time of a step unless ``seconds`` is False."""

@@ -1,4 +1,4 @@
-"""The graph of a team's largest member: what it computes, keeps and says of a model whose tiles its team divides.
+"""The graph of a team's largest member: its part of each layer, and its exchanges with the other members.
 
 Takes a traced graph and its region side by side (``SideBySide``); gives a graph of the same layers, so that cuts,
 bytes, lifetimes and costs follow as of any other, and what each layer exchanges. Maps have the bytes of the largest
@@ -64,8 +64,8 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Talk:
-    """What a layer exchanges within a team, for one tile.
+class HaloTraffic:
+    """Exchanges of a layer within a team, for one tile.
 
     Attributes:
         forward_sums, backward_sums: over the members.
@@ -78,13 +78,8 @@ class Talk:
     forward_copied: int = 0
     backward_copied: int = 0
 
-    @property
-    def silent(self) -> bool:
-        """Nothing is exchanged or copied."""
-        return self == SILENT
 
-
-SILENT = Talk()
+NO_TRAFFIC = HaloTraffic()
 
 
 @dataclass(frozen=True)
@@ -93,16 +88,16 @@ class PartGraph:
 
     Attributes:
         graph: with the layers of the whole model.
-        talks: by position.
+        traffic: by position.
     """
 
     graph: LayerGraph
-    talks: tuple[Talk, ...]
+    traffic: tuple[HaloTraffic, ...]
 
     @property
     def halo_bytes(self) -> int:
         """Bytes of maps, and of their gradients, that the members of a team send for one tile."""
-        return sum(halo.all_bytes * (1 + halo.back) for talk in self.talks for halo in talk.halos)
+        return sum(halo.all_bytes * (1 + halo.back) for layer in self.traffic for halo in layer.halos)
 
 
 def part_graph(graph: LayerGraph, side: SideBySide) -> PartGraph:
@@ -112,7 +107,7 @@ def part_graph(graph: LayerGraph, side: SideBySide) -> PartGraph:
 
 @dataclass
 class _Made:
-    """What changes in a layer, besides its size."""
+    """Changes in a layer, besides its size."""
 
     kept: list[tuple[int, int]] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
@@ -138,13 +133,13 @@ class _Parts:
         self._gathered: set[str] = set()
 
     def divided(self) -> PartGraph:
-        layers, talks = [], []
+        layers, traffic = [], []
         for layer in self._graph.layers:
             made = self._exchanges(layer)
             layers.append(self._part(layer, made))
             forward, backward = map(tuple, made.sums)
-            talks.append(Talk(tuple(made.halos), forward, backward, *made.copied))
-        return PartGraph(dataclasses.replace(self._graph, layers=tuple(layers)), tuple(talks))
+            traffic.append(HaloTraffic(tuple(made.halos), forward, backward, *made.copied))
+        return PartGraph(dataclasses.replace(self._graph, layers=tuple(layers)), tuple(traffic))
 
     def _share(self, layer: Layer) -> float:
         if layer.name in self._side.in_parts:

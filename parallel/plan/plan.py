@@ -28,7 +28,7 @@ BOXES = 0.1
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What is known of one strategy before it runs.
+    """Prediction of one strategy before it runs.
 
     Attributes:
         images_per_second: predicted; None where times are not known or it cannot run.
@@ -175,7 +175,7 @@ def _better(row: PlanRow, best: PlanRow) -> bool:
 
 
 def _done(strategy: Strategy) -> tuple[bool, int]:
-    """What a strategy does to need less memory, boxes last, to compare."""
+    """Return a key that orders strategies by what they do to need less memory, boxes last."""
     return strategy.policy.stream is not None, len(strategy.savings.split("+"))
 
 

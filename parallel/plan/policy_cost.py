@@ -1,4 +1,4 @@
-"""What computing again and moving to the host add to the time of stages.
+"""Seconds that recomputation and offload add to the stages.
 
 Takes a partition, what its stages cost without either, the rule for what is kept, and the speed of copies; gives
 ``StageCost`` anew. A GPU copies beside what it computes, so that only copies that take longer count; on a CPU copies
@@ -24,7 +24,7 @@ from parallel.schedule.timeline import StageCost
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """What offloading moves of a stage and one microbatch.
+    """Bytes that offload moves, for a stage and one microbatch.
 
     Attributes:
         kept: that are moved out in a forward pass, and back before its backward pass.

@@ -1,4 +1,4 @@
-"""What a step takes whose tiles are divided among teams: the part of a member, and the seconds of its exchanges.
+"""Costs of a model whose tiles are divided among teams: the part of a member, and the seconds of its exchanges.
 
 Takes the region of a model (``StreamedModel``), the graph that costs are estimated of, and a cluster; gives by grid the
 graph of the largest member, and what its layers cost with all that they exchange, so that balancing, bytes and
@@ -15,7 +15,7 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
-from parallel.plan.part_graph import PartGraph, Sum, Talk, part_graph
+from parallel.plan.part_graph import NO_TRAFFIC, HaloTraffic, PartGraph, Sum, part_graph
 from parallel.space.boxes import StreamedModel
 from parallel.space.side_by_side import SideBySide, divide_among
 from parallel.space.team import Grid, is_small_all_reduce
@@ -71,31 +71,31 @@ class TeamParts:
             timed = part.graph if same else part_graph(self._divisible.timed, self.side(grid)).graph
             self._estimates[grid] = self._divisible.estimate(timed)
         costs = self._estimates[grid](tiles)
-        pairs = zip(costs.layers, part.talks, strict=True)
-        told = tuple(with_talk(cost, talk, tiles, grid.members, self._cluster) for cost, talk in pairs)
-        return with_tiles(part.graph, tiles), dataclasses.replace(costs, layers=told)
+        pairs = zip(costs.layers, part.traffic, strict=True)
+        costed = tuple(with_traffic(cost, traffic, tiles, grid.members, self._cluster) for cost, traffic in pairs)
+        return with_tiles(part.graph, tiles), dataclasses.replace(costs, layers=costed)
 
 
-def with_talk(cost: LayerCost, talk: Talk, tiles: int, members: int, cluster: Cluster) -> LayerCost:
+def with_traffic(cost: LayerCost, traffic: HaloTraffic, tiles: int, members: int, cluster: Cluster) -> LayerCost:
     """Return ``cost`` with what its layer exchanges in a team of the cluster's first ``members`` ranks."""
-    if talk.silent:
+    if traffic == NO_TRAFFIC:
         return cost
     link = cluster.told_link(members)
-    forward = tiles * talk.forward_copied / cluster.update_bandwidth
-    backward = tiles * talk.backward_copied / cluster.update_bandwidth
-    for halo in talk.halos:
+    forward = tiles * traffic.forward_copied / cluster.update_bandwidth
+    backward = tiles * traffic.backward_copied / cluster.update_bandwidth
+    for halo in traffic.halos:
         seconds = tiles * halo.bytes / link.bandwidth + cluster.exchange_s(halo.messages, members)
         hides = halo.behind and cluster.hides(members)
         forward += max(0.0, seconds - cost.forward_s * hides)
         backward += max(0.0, seconds - cost.backward_s * hides) * halo.back
-    forward += sum(sum_in_team_s(each, members, cluster) for each in talk.forward_sums)
-    backward += sum(sum_in_team_s(each, members, cluster) for each in talk.backward_sums)
+    forward += sum(sum_in_team_s(each, members, cluster) for each in traffic.forward_sums)
+    backward += sum(sum_in_team_s(each, members, cluster) for each in traffic.backward_sums)
     return LayerCost(cost.forward_s + forward, cost.backward_s + backward, cost.backward_input_s + backward)
 
 
-def sum_in_team_s(told: Sum, members: int, cluster: Cluster) -> float:
+def sum_in_team_s(summed: Sum, members: int, cluster: Cluster) -> float:
     """Return the seconds of a sum over the cluster's first ``members`` ranks."""
-    if cluster.kind == "cpu" and is_small_all_reduce(told.bytes, members):
+    if cluster.kind == "cpu" and is_small_all_reduce(summed.bytes, members):
         messages = members - 1
-        return cluster.exchange_s(messages, members) + messages * told.bytes / cluster.told_link(members).bandwidth
-    return cluster.sum_s(told.bytes * (members if told.gathered else 1), range(members))
+        return cluster.exchange_s(messages, members) + messages * summed.bytes / cluster.told_link(members).bandwidth
+    return cluster.sum_s(summed.bytes * (members if summed.gathered else 1), range(members))

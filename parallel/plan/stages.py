@@ -183,7 +183,7 @@ class StageCache:
             return [1.0] * candidate.depth
         return [min(of_seat) for of_seat in zip(*map(self.cluster.speeds_of, ranks), strict=True)]
 
-    def decided(self, candidate: Strategy, partition: Partition) -> Strategy | None:
+    def resolve_policy(self, candidate: Strategy, partition: Partition) -> Strategy | None:
         """Return a candidate with these stages' names and all that its policy leaves open; None where no choice of what
         is computed again fits. Where copies run beside the computation, a little is left on the device and brought back
         ahead, so that nobody waits for the first of them."""
@@ -191,7 +191,7 @@ class StageCache:
         if candidate.policy.recompute == "optimal":
             key = (candidate, partition.starts)
             if key not in self._runs:
-                self._runs[key] = self._chosen(candidate, partition)
+                self._runs[key] = self._choose_recompute(candidate, partition)
             runs = self._runs[key]
         if runs is None:
             return None
@@ -204,7 +204,7 @@ class StageCache:
         ahead = WINDOW * max((piece.bytes for piece in self._memory_of(candidate).pieces if piece.saved), default=0)
         return -(-ahead // MIB) * MIB  # for people to read
 
-    def _chosen(self, candidate: Strategy, partition: Partition) -> Runs | None:
+    def _choose_recompute(self, candidate: Strategy, partition: Partition) -> Runs | None:
         graph, costs = self.of(candidate)
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]

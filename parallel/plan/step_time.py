@@ -1,4 +1,4 @@
-"""How long a step of a candidate takes, on paper.
+"""Estimate the time of a step of a candidate.
 
 Takes a candidate, the costs of its stages or of the whole model, and the cluster; gives ``StepTime``. A split model is
 simulated, one group for all, with ranks that share a device sharing it; gradients are summed beside the remaining

@@ -1,4 +1,4 @@
-"""What a step takes whose tiles are computed box by box: seconds, device bytes and host bytes, on paper.
+"""Estimate seconds, device bytes and host bytes of a step whose tiles are computed box by box.
 
 Takes the region of a model (``StreamedModel``), the operations of its steps, and the graph of the whole model; gives
 what a search asks of a candidate. Each part's operations are timed at the size of its box, by the same costs as any

@@ -1,4 +1,4 @@
-"""What is to be trained, as a planner sees it. No torch here."""
+"""The training task of a planner: model, batch and costs. No torch here."""
 
 from __future__ import annotations
 

@@ -53,10 +53,10 @@ def bytes_over_a_step(graph: LayerGraph, rule: ActivationPolicy) -> tuple[list[i
     passes = passes_of(graph, segments_of(Partition(graph, (0,)), 0, rule), found)
     lives = Lifetimes(found, passes, rule)
     gradients = [
-        LiveRange(passes.back[span.last], passes.back[span.first], span.bytes)
+        LiveRange(passes.backward_at[span.last], passes.backward_at[span.first], span.bytes)
         for span in gradient_spans(graph, passes.start, passes.stop)
     ]
-    return running_bytes([*lives.spans, *gradients], 0, passes.end), passes.turn
+    return running_bytes([*lives.spans, *gradients], 0, passes.end), passes.backward_start
 
 
 def picture() -> str:

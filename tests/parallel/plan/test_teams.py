@@ -9,9 +9,9 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.stage_cost import LayerCost
 from parallel.plan.candidates import grids_of, in_teams
-from parallel.plan.part_graph import Halo, Talk
+from parallel.plan.part_graph import Halo, HaloTraffic
 from parallel.plan.plan import PlanRow
-from parallel.plan.side_by_side import with_talk
+from parallel.plan.side_by_side import with_traffic
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
@@ -48,15 +48,15 @@ def test_where_a_region_ends_is_named() -> None:
 
 def test_halos_hide_behind_the_computing_of_accelerators_and_on_the_way_between_nodes() -> None:
     link = LinkSpec("slow", 1e12, 2e-3)
-    cost, talk = LayerCost(3e-3, 1e-3, 1e-3), Talk((Halo(0, 0, 1, back=True, behind=True),))
+    cost, talk = LayerCost(3e-3, 1e-3, 1e-3), HaloTraffic((Halo(0, 0, 1, back=True, behind=True),))
     cluster = Cluster("test", GIB, 2, 2.0, link, link, 1e12, "cuda")
-    hidden = with_talk(cost, talk, 1, 2, cluster)
+    hidden = with_traffic(cost, talk, 1, 2, cluster)
     assert (hidden.forward_s, hidden.backward_s) == (3e-3, 2e-3)  # 1 ms of the way back shows
     apart = dataclasses.replace(talk, halos=(dataclasses.replace(talk.halos[0], behind=False),))
-    assert with_talk(cost, apart, 1, 2, cluster).forward_s == 5e-3
+    assert with_traffic(cost, apart, 1, 2, cluster).forward_s == 5e-3
     cores = dataclasses.replace(cluster, kind="cpu")
-    assert with_talk(cost, talk, 1, 2, cores).forward_s == 5e-3
-    assert with_talk(cost, talk, 1, 2, dataclasses.replace(cores, per_node=1)).forward_s == 3e-3
+    assert with_traffic(cost, talk, 1, 2, cores).forward_s == 5e-3
+    assert with_traffic(cost, talk, 1, 2, dataclasses.replace(cores, per_node=1)).forward_s == 3e-3
 
 
 def test_rims_of_convolutions_are_counted_as_work() -> None:
