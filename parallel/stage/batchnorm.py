@@ -7,9 +7,9 @@ itself starts from zeros and is put back after; what it left is kept.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from parallel.comm.communicator import Communicator
 from parallel.stage.deferred_batchnorm import DeferredStatistics
-from parallel.stage.running_buffers import FlatBuffers, buffers_of, untouched
-from parallel.trace.updated_search import tracking_layers
-
-
-class RunningStatistics(Protocol):
-    """The running statistics of one module, kept right over a step; no layer of another module is touched."""
-
-    def begin_step(self, m: int) -> None:
-        """Begin a step of ``m`` microbatches over all ranks. Layers now in training mode take part."""
-        ...
-
-    def microbatch(self, i: int, tiles: int) -> AbstractContextManager[None]:
-        """Return a context for the forward pass of microbatch ``i`` of ``tiles`` tiles, numbered over all ranks; in any
-        order."""
-        ...
-
-    def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
-        """Return a context for a recomputed forward pass: its outputs are the same, and nothing is counted.
-
-        Args:
-            within: modules of which some are computed; None: all.
-        """
-        ...
-
-    def end_step(self) -> None:
-        """Bring the statistics of every rank to those after the step; all ranks call it."""
-        ...
+from parallel.stage.running_buffers import RunningStatistics, buffers_of, untouched
 
 
 def running_statistics(
@@ -63,7 +37,7 @@ def running_statistics(
     return OrderedStatistics(module, communicator, contributes)
 
 
-class OrderedStatistics:
+class OrderedStatistics(RunningStatistics):
     """Running statistics updated once per microbatch, in microbatch order.
 
     With momentum a, one update is r <- (1 - a) r + a s. Started from r = 0 it leaves exactly the addend a s, whatever
@@ -77,19 +51,12 @@ class OrderedStatistics:
     """
 
     def __init__(self, module: nn.Module, communicator: Communicator, contributes: bool = True) -> None:
+        super().__init__(module, communicator)
         self._contributes = contributes
-        self._layers = tracking_layers(module)
-        self._communicator = communicator
-        self._flat: FlatBuffers | None = None
 
     def begin_step(self, m: int) -> None:
-        """Begin a step of ``m`` microbatches over all ranks, for the layers now in training mode."""
-        self._active = [layer for layer in self._layers if layer.training]
-        if self._flat is None or self._flat.layers != self._active:
-            self._flat = FlatBuffers(self._active) if self._active else None
-        self._m = m
+        super().begin_step(m)
         self._next = 0
-        self._records: dict[int, Tensor] = {}
 
     @contextmanager
     def microbatch(self, i: int, tiles: int) -> Iterator[None]:
@@ -109,10 +76,6 @@ class OrderedStatistics:
             while self._flat is not None and self._next in self._records:
                 self._replay(*self._flat.exchanged({0: self._records.pop(self._next)}, 1, self._communicator))
                 self._next += 1
-
-    def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
-        """Return a context that leaves no trace of a recomputed pass in the layers, those of ``within`` where given."""
-        return untouched([layer for layer in self._active if within is None or layer in within])
 
     def end_step(self) -> None:
         """Update the layers with what all ranks recorded, in microbatch order; all ranks call it."""

@@ -7,8 +7,8 @@ arXiv 2004.09910). A pass starts from zeroed statistics, leaves its own, and the
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from parallel.comm.communicator import Communicator
-from parallel.stage.running_buffers import FlatBuffers, buffers_of, untouched
-from parallel.trace.updated_search import tracking_layers
+from parallel.stage.running_buffers import RunningStatistics, buffers_of, untouched
 
 _DEFERRABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class DeferredStatistics:
+class DeferredStatistics(RunningStatistics):
     """Running statistics updated once per step, with mean and unbiased variance of all values of the batch, over all
     microbatches and ranks.
 
@@ -39,23 +38,13 @@ class DeferredStatistics:
     """
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
-        self._layers = tracking_layers(module)
+        super().__init__(module, communicator)
         others = sorted({type(layer).__name__ for layer in self._layers if not isinstance(layer, _DEFERRABLE)})
         if others:
             raise ValueError(
                 f"deferred statistics are for BatchNorm1d, BatchNorm2d and BatchNorm3d, got {', '.join(others)}: "
                 "use per-microbatch statistics, or track_running_stats=False in these layers"
             )
-        self._communicator = communicator
-        self._flat: FlatBuffers | None = None
-
-    def begin_step(self, m: int) -> None:
-        """Begin a step of ``m`` microbatches over all ranks, for the layers now in training mode."""
-        self._active = [layer for layer in self._layers if layer.training]
-        if self._flat is None or self._flat.layers != self._active:
-            self._flat = FlatBuffers(self._active) if self._active else None
-        self._m = m
-        self._records: dict[int, Tensor] = {}
 
     @contextmanager
     def microbatch(self, i: int, tiles: int) -> Iterator[None]:
@@ -99,10 +88,6 @@ class DeferredStatistics:
         counts = self._flat.constant(*(count for count, _ in uses))
         means, squares = torch.stack([moments for _, moments in uses], 1)
         return sum(count for count, _ in uses), torch.stack(_pooled(counts[:, None], means, squares))
-
-    def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
-        """Return a context that leaves no trace of a recomputed pass in the layers, those of ``within`` where given."""
-        return untouched([layer for layer in self._active if within is None or layer in within])
 
     def end_step(self) -> None:
         """Update the layers with the moments of all microbatches; all ranks call it."""

@@ -21,8 +21,8 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.rng import drawing, get_random_state
 from parallel.offload.saved_tensors import SavedTensors
-from parallel.stage.batchnorm import RunningStatistics
 from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of, renew_buffers
+from parallel.stage.running_buffers import RunningStatistics
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.team_comm import ReplayLog

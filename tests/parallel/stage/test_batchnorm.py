@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.counts import Counts
 from parallel.comm.local import LocalCommunicator
-from parallel.stage.batchnorm import OrderedStatistics, RunningStatistics, running_statistics
+from parallel.stage.batchnorm import OrderedStatistics, running_statistics
 from parallel.stage.deferred_batchnorm import DeferredStatistics
+from parallel.stage.running_buffers import RunningStatistics
 
 SIZES = (3, 1, 4, 2)
 M = len(SIZES)
