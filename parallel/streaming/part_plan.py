@@ -16,9 +16,8 @@ from parallel.space.box_bytes import Cuts
 from parallel.space.grid import Span
 from parallel.space.parts import Part, owned, partition_faults, rule_faults, span_faults, wanted_from
 from parallel.space.rule import Step, needed_spans
-from parallel.streaming.narrowing import Cut
 from parallel.streaming.operation import Operation
-from parallel.streaming.patch import Box, available, cut_of, padded_need
+from parallel.streaming.patch import Box, Cut, available, cut_of, padded_need
 from parallel.streaming.region import Region
 
 Spans = Mapping[str, Span]

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from parallel.space.rule import Step
 from parallel.streaming.maps import Maps
-from parallel.streaming.narrowing import with_parts
 from parallel.streaming.operation import Arguments, attribute
 from parallel.streaming.part_plan import BoxProgram, PartPlan, Pieces
-from parallel.streaming.patch import Patch, cut_value
+from parallel.streaming.patch import Patch, cut_value, with_parts
 from parallel.streaming.region import Region
 
 Resolve = Callable[[Any], Any]
@@ -89,6 +88,30 @@ def run_box(
             value = cut_value(value, axes, cut)
         results[name] = value
     return results
+
+
+def fetch_box(part: PartPlan, program: BoxProgram, place: tuple[int, int], maps: Maps) -> dict[str, Tensor]:
+    """Return what a box needs of each map that enters the part, by name."""
+    rows, columns = part.rows[place[0]], part.columns[place[1]]
+    fetched = {}
+    for name, _ in program.entering:
+        fetched[name] = maps.fetch(name, (rows[name], columns[name]))
+    return fetched
+
+
+def fetch_ahead(part: PartPlan, place: tuple[int, int], maps: Maps, gradients: Maps | None) -> None:
+    """Begin to fetch what a box will take; with ``gradients``, in its backward pass."""
+    program, (rows, columns) = part.program(*place), (part.rows[place[0]], part.columns[place[1]])
+    for name, _ in program.entering:
+        maps.begin(name, (rows[name], columns[name]))
+    if gradients is None:
+        return
+    for step in program.steps:
+        if step.leaves and step.looked_at:
+            maps.begin(step.name, (rows[step.name], columns[step.name]))
+    for name in program.gives:
+        if name in part.region.dims:
+            gradients.begin(name, part.box(name, *place))
 
 
 def resolver(module: nn.Module, region: Region, known: Mapping[str, Any]) -> Callable[[Any], Any]:

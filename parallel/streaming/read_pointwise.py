@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.space.rule import Window
-from parallel.streaming.narrowing import narrowed
 from parallel.streaming.operation import Operation, Reading, SpansImage
+from parallel.streaming.patch import narrowed
 from parallel.streaming.read_dropout import dropout, dropped_channels, functional_dropout, identity
 from parallel.streaming.read_norm import (
     batch_norm,

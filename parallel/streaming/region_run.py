@@ -26,11 +26,11 @@ from parallel.space.boxes import StreamedModel, plan_boxes
 from parallel.space.parts import Part
 from parallel.space.rule import Step
 from parallel.streaming.maps import Maps
-from parallel.streaming.part_plan import BoxProgram, PartPlan, plan_part
-from parallel.streaming.part_run import resolver, run_box, run_plain
+from parallel.streaming.part_plan import PartPlan, plan_part
+from parallel.streaming.part_run import fetch_ahead, fetch_box, resolver, run_box, run_plain
 from parallel.streaming.patch import Box
 from parallel.streaming.region import WHOLE_TILE, Region
-from parallel.streaming.strip_maps import StripMaps
+from parallel.streaming.strip_maps import StripMaps, column_cuts
 
 NOTHING: Mapping[str, Box] = MappingProxyType({})
 
@@ -88,7 +88,7 @@ class RegionRun:
             for phase in self.boxes.phases
         ]
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
-        self._cuts = _column_cuts(region, self.phases)
+        self._cuts = column_cuts(part for phase in self.phases for part in phase.parts)
         self._last_uses = self._find_last_uses()
 
     def planned(self, model: StreamedModel, box: int, stored_bytes: int | None) -> PlannedBoxes:
@@ -185,8 +185,8 @@ class RegionRun:
         for place, following in zip_longest(part.places, part.places[1:]):
             program = part.program(*place)
             if kept.maps.ahead and following:
-                _fetch_ahead(part, following, kept, None)
-            fetched = _fetched(part, program, place, kept)
+                fetch_ahead(part, following, kept.maps, None)
+            fetched = fetch_box(part, program, place, kept.maps)
             for name, value in run_box(module, part, program, place, fetched, kept.known, resolve).items():
                 if name in self.region.dims:
                     kept.maps.write(name, part.box(name, *place), value)
@@ -254,10 +254,10 @@ class RegionRun:
         for place, following in zip_longest(part.places, part.places[1:]):
             program = part.program(*place)
             if kept.maps.ahead and following and not names.isdisjoint(part.program(*following).gives):
-                _fetch_ahead(part, following, kept, back.maps)
+                fetch_ahead(part, following, kept.maps, back.maps)
             if names.isdisjoint(program.gives):
                 continue
-            fetched = _fetched(part, program, place, kept)
+            fetched = fetch_box(part, program, place, kept.maps)
             sources, inputs = [], []
             for name, value in fetched.items():
                 if name not in silent:
@@ -313,42 +313,6 @@ class RegionRun:
             if name not in self.region.leaving:
                 found.setdefault(id(part), []).append(name)
         return found
-
-
-def _fetched(part: PartPlan, program: BoxProgram, place: tuple[int, int], kept: Kept) -> dict[str, Tensor]:
-    rows, columns = part.rows[place[0]], part.columns[place[1]]
-    fetched = {}
-    for name, _ in program.entering:
-        fetched[name] = kept.maps.fetch(name, (rows[name], columns[name]))
-    return fetched
-
-
-def _fetch_ahead(part: PartPlan, place: tuple[int, int], kept: Kept, gradients: Maps | None) -> None:
-    """Begin to fetch what a box will take; with ``gradients``, in its backward pass."""
-    program, (rows, columns) = part.program(*place), (part.rows[place[0]], part.columns[place[1]])
-    for name, _ in program.entering:
-        kept.maps.begin(name, (rows[name], columns[name]))
-    if gradients is None:
-        return
-    for step in program.steps:
-        if step.leaves and step.looked_at:
-            kept.maps.begin(step.name, (rows[step.name], columns[step.name]))
-    for name in program.gives:
-        if name in part.region.dims:
-            gradients.begin(name, part.box(name, *place))
-
-
-def _column_cuts(region: Region, phases: Sequence[Phase]) -> dict[str, set[int]]:
-    """Return the columns at which boxes of each map begin and end."""
-    cuts: dict[str, set[int]] = {}
-    for part in (part for phase in phases for part in phase.parts):
-        for spans in part.columns:
-            for name in (*part.entering, *(step.name for step in part.given)):
-                if name in spans and name in region.dims:
-                    cuts.setdefault(name, set()).update(spans[name])
-        for name, (_, columns) in part.cells.items():
-            cuts.setdefault(name, set()).update(*columns)
-    return cuts
 
 
 @dataclass

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 from parallel.graph.layers import Op
 from parallel.space.grid import Span
 from parallel.space.rule import Step, Window
-from parallel.streaming.alike import called, form
 from parallel.streaming.backward_work import backward_work, tensors_of
 from parallel.streaming.operation import Arguments
 from parallel.streaming.part_run import resolver, run_plain
@@ -285,3 +284,50 @@ def _leaf(value: Any, wants: bool) -> Any:
 def _copy(value: Any) -> Any:
     """Not a leaf, so that it may be changed in place."""
     return value.clone() if isinstance(value, Tensor) else tuple(_copy(each) for each in value)
+
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""Of a module: what it holds, beside its settings."""
+
+
+def called(module: nn.Module | None, node: fx.Node, names: dict[str, int], resolve: Callable[[Any], Any]) -> Hashable:
+    """Return what ``node`` calls and with what; equal for two that compute alike. None where that cannot be told.
+
+    Args:
+        module: that the node calls, where it calls one.
+        names: position of each map that the node takes.
+        resolve: value of any other node that it names.
+    """
+
+    def written(argument: fx.Node) -> str:
+        return f"map {names[argument.name]}" if argument.name in names else f"value {form(resolve(argument))}"
+
+    given = tuple(repr(fx.map_arg(arguments, lambda n: _Text(written(n)))) for arguments in (node.args, node.kwargs))
+    if node.op != "call_module":
+        return node.op, node.target, given
+    if module is None or any(True for _ in module.children()):
+        return None
+    settings = repr(sorted((name, value) for name, value in vars(module).items() if name not in REGISTRIES))
+    return type(module), settings, _held(module), given
+
+
+def form(value: Any) -> Hashable:
+    """Return all that a run without data can see of ``value``."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad, isinstance(value, nn.Parameter)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(form, value))
+    return repr(value)
+
+
+def _held(module: nn.Module) -> Hashable:
+    """Forms of a module's own parameters and buffers, by name."""
+    held = {**module._parameters, **module._buffers}
+    return tuple((name, form(tensor)) for name, tensor in held.items())
+
+
+class _Text(str):
+    """Text in place of a node, written without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)

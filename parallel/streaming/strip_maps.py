@@ -9,7 +9,7 @@ leave while the next is computed; those that are fetched come one box ahead. The
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from parallel.offload.copies import Mark
 from parallel.offload.host_memory import HostMemory
 from parallel.streaming.maps import Maps, channels_last
+from parallel.streaming.part_plan import PartPlan
 from parallel.streaming.patch import Box
 
 UNDER_WAY = 2
@@ -236,3 +237,16 @@ class StripMaps(Maps):
         origin = (held[0].start, held[1].start) if held else (0, 0)
         dims, cuts = self._dims[name], self._cuts.get(name, ())
         return HostStrips(dtype, layout, shape, dims, origin, cuts, self._host, self._device)
+
+
+def column_cuts(parts: Iterable[PartPlan]) -> dict[str, set[int]]:
+    """Return the columns at which boxes of each map begin and end."""
+    cuts: dict[str, set[int]] = {}
+    for part in parts:
+        for spans in part.columns:
+            for name in (*part.entering, *(step.name for step in part.given)):
+                if name in spans and name in part.region.dims:
+                    cuts.setdefault(name, set()).update(spans[name])
+        for name, (_, columns) in part.cells.items():
+            cuts.setdefault(name, set()).update(*columns)
+    return cuts

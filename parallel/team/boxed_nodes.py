@@ -15,10 +15,9 @@ from parallel.offload.host_memory import HostMemory
 from parallel.space.rule import Step
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums, beside
-from parallel.streaming.planned_region import PlannedRegion
 from parallel.streaming.region import Region
 from parallel.streaming.region_run import RegionRun
-from parallel.streaming.streamed_module import StreamedRun
+from parallel.streaming.streamed_module import PlannedRegion, StreamedRun
 from parallel.team.boxed_region import BoxedRegion
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import TeamComm

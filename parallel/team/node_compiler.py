@@ -16,9 +16,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from parallel.space.grid import Span
-from parallel.streaming.narrowing import narrowed
 from parallel.streaming.operation import Arguments, Operation
-from parallel.streaming.patch import Patch, cut_of
+from parallel.streaming.patch import Patch, cut_of, narrowed
 from parallel.streaming.read_dropout import MASK
 from parallel.streaming.read_norm import MOMENTS
 from parallel.team.convolution import HaloConvolution, sharded_convolution

@@ -21,7 +21,7 @@ from torch import Tensor
 from parallel.comm.communicator import Communicator, Work
 from parallel.space import team
 from parallel.space.team import Box
-from parallel.streaming.narrowing import narrowed
+from parallel.streaming.patch import narrowed
 
 if TYPE_CHECKING:
     from parallel.team.halo_exchange import BoundExchange

@@ -22,8 +22,8 @@ from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from parallel.streaming.planned_region import PlannedRegion
 from parallel.streaming.read_region import NothingInBoxes
+from parallel.streaming.streamed_module import PlannedRegion
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
