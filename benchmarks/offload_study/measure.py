@@ -26,7 +26,7 @@ from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.copies import CopyTime
+from parallel.offload.copies import CopyClock, CopyTime
 
 LEARNING_RATE, MOMENTUM = 0.001, 0.9
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -84,7 +84,8 @@ class Student:
         self._naive = None
         if mode in naive.MODES:
             self._naive = naive.NaiveOffload(mode, device, (*module.parameters(), *module.buffers()))
-        self._clock = (self._naive or self._engine._work.stages[0]._saved_tensors.copies).clock
+        saved_tensors = self._engine._work.stages[0]._saved_tensors
+        self._clock = self._naive.clock if self._naive else saved_tensors.copies.clock if saved_tensors else CopyClock()
         self._steps = 0
         self._scale = torch.tensor([1 / (255 * std) for std in STD], device=device)[:, None, None]
         self._offset = torch.tensor([-mean / std for mean, std in zip(MEAN, STD, strict=True)], device=device)
