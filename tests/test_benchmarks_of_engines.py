@@ -13,7 +13,7 @@ from tests.helpers.benchmark_run import assert_runs
     [
         ("benchmarks.schedules.run --quick", "speed ratio"),
         ("benchmarks.exactness.run --only threads 1x2 float32 --again", "16 cells: 16 passed"),
-        ("benchmarks.exactness.keeping --only dropout gpipe --again", "12 cells: 12 passed"),
+        ("benchmarks.exactness.keeping --only dropout gpipe --again", "11 cells: 11 passed"),
         ("benchmarks.sleeping_stages.run --unit 0.005 --steps 1", "m D (F + B)"),
         ("benchmarks.workers.run --unit 0.005 --steps 8", "max n t"),
         ("benchmarks.workers.real --rounds 1 --tile 64 --tiles 6", "times equal shares"),

@@ -133,18 +133,18 @@ def _step_s(setting: Setting, work: Work) -> float:
 
 def _moved(setting: Setting, work: Work) -> Row:
     """Bytes of a step's copies and their bandwidth."""
-    copies = work.saved_tensors.copies
-    copies.clock.times.clear()
-    copies.clock.on = True
+    clock = work.clock
+    clock.times.clear()
+    clock.on = True
     work.step()
     setting.settle()
     found: Row = {}
     for way in ("out", "back"):
-        own = [one for one in copies.clock.times if one.direction == way]
+        own = [one for one in clock.times if one.direction == way]
         seconds = sum(one.seconds for one in own)
         found[f"{way}_bytes"] = sum(one.bytes for one in own)
         found[f"{way}_bytes_per_s"] = found[f"{way}_bytes"] / seconds if seconds else None
-    copies.clock.on = False
+    clock.on = False
     return found
 
 

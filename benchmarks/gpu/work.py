@@ -19,6 +19,7 @@ from parallel.engine.step import Microbatch
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.copies import CopyClock
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 
@@ -66,7 +67,7 @@ class Work:
         meter: counts the bytes that are kept, which takes time.
 
     Attributes:
-        keeper: knows the copies.
+        clock: of copies to the host and back.
         losses: of all steps.
     """
 
@@ -94,7 +95,8 @@ class Work:
             autocast=autocast,
             meter=meter,
         )
-        self.saved_tensors = program.stages[0]._saved_tensors
+        saved_tensors = program.stages[0]._saved_tensors
+        self.clock = saved_tensors.copies.clock if saved_tensors else CopyClock()
         self._engine = Engine(program, LocalCommunicator())
 
     def step(self) -> None:

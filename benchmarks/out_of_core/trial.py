@@ -129,7 +129,7 @@ def _constant(engine: Any) -> list[Tensor]:
 def _on_host(engine: Any) -> int:
     """Bytes of the host's pool at most."""
     stages = [] if isinstance(engine, FullyShardedEngine) else engine._work.stages.values()
-    pools = {stage._saved_tensors.pool for stage in stages}
+    pools = {stage._saved_tensors.pool for stage in stages if stage._saved_tensors}
     return sum(pool.peak_bytes for pool in pools if pool is not None)
 
 
