@@ -21,7 +21,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.activation_bytes.run --model resnet11_v2 --px 32 --depths 2", "max(A_k, A_{D-1-k})"),
         ("benchmarks.memory.run --models resnet11_v2 --px 64 --ranks 2 --strategies 1f1b", "Error of the prediction"),
         ("benchmarks.links.run --models unet_w2 --px 32", "only supports adjacent-stage"),
-        ("benchmarks.teams.run --only hidden messages --rounds 1 --models unet_w2:64", "by themselves and apart"),
+        ("benchmarks.teams.run --only hidden messages --rounds 1 --models unet_w2:64", "taken apart: a step, s"),
         ("benchmarks.balances.run --quick", "resnet101, 64 px"),
         ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
         ("benchmarks.checkpoint_stall.run --quick", "(asked: 3.5%)"),

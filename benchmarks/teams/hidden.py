@@ -27,7 +27,7 @@ class Noting(TeamComm):
         super().__init__(slow)  # type: ignore[arg-type]
         self._slow = slow
 
-    def _swap(self, sends: Any, recvs: Any, counted: bool) -> list[Recv]:
+    def _swap(self, sends: Any, recvs: Any, counted: bool = True) -> list[Recv]:
         self._slow.noted = counted
         return super()._swap(sends, recvs, counted)
 
