@@ -41,24 +41,24 @@ FAULTS = (
     Fault(
         "the gradients of a microbatch are lost",
         "parallel/engine/engine.py",
-        "gradients, weight=feed.shape(i)[0] / work.batch)",
-        "gradients, weight=(i != 1) * feed.shape(i)[0] / work.batch)",
+        "gradients, weight=shape[0] / work.batch)",
+        "gradients, weight=(i != 1) * shape[0] / work.batch)",
         ("tests/parallel/engine/test_engine.py",),
     ),
     Fault(
         "all microbatches weigh the same, whatever their tiles",
         "parallel/engine/engine.py",
-        "gradients, weight=feed.shape(i)[0] / work.batch)",
+        "gradients, weight=shape[0] / work.batch)",
         "gradients, weight=1 / work.m)",
         ("tests/parallel/engine/test_data_parallel.py",),
     ),
     Fault(
         "all microbatches drop the same values",
-        "parallel/schedule/microbatch.py",
+        "parallel/schedule/shares.py",
         '"{seed}/{step}/{i}"',
         '"{seed}/{step}/0"',
         (
-            "tests/parallel/schedule/test_microbatch.py",
+            "tests/parallel/schedule/test_shares.py",
             "tests/parallel/stage/test_rng.py",
             "tests/parallel/engine/test_engine.py",
         ),
@@ -94,8 +94,8 @@ FAULTS = (
     Fault(
         "batch norm counts recomputed passes",
         "parallel/stage/stage.py",
-        "with self.statistics.frozen(), self._updated.as_of(microbatch.buffers):",
-        "with self._updated.as_of(microbatch.buffers):",
+        "with self.statistics.frozen(), self._pass(random, shape, log), weights:",
+        "with self._pass(random, shape, log), weights:",
         ("tests/parallel/engine/test_engine.py",),
     ),
     Fault(

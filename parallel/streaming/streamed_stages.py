@@ -24,7 +24,7 @@ from parallel.streaming.streamed_module import StreamedRun, StreamedStage, parte
 from parallel.trace.cut import cut_stage
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
-from parallel.trace.without_data import empty_like, replacements, swapped, without_data
+from parallel.trace.without_data import replacements, swapped, without_data
 
 
 def streamed_stages(
@@ -106,10 +106,9 @@ def _values(traced: Traced, partition: Partition, shape: tuple[int, ...]) -> dic
     images = torch.zeros((), dtype=parameter.dtype.to_real(), device=device).expand(shape)
     if partition.depth == 1:
         return dict.fromkeys(partition.inputs_of(0), images)
-    with without_data() as fake:
-        state = replacements(traced.model, lambda tensor: empty_like(tensor, tensor.device))
-        with swapped(traced.model, state):
-            _follow(traced, reading, fake.from_tensor(images))
+    state = replacements(traced.model, torch.zeros_like)  # a model may look at a flag of its own
+    with without_data() as fake, swapped(traced.model, {key: fake.from_tensor(t) for key, t in state.items()}):
+        _follow(traced, reading, fake.from_tensor(images))
     for name, value in reading.values.items():
         if name in backward or name in partition.inputs_of(0):
             made[name] = tree_map(lambda leaf, name=name: example(name, leaf), value)
