@@ -29,7 +29,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_memory import HostMemory
 from parallel.profile.gpu import is_device_fault
 from parallel.strategy import Strategy
-from parallel.trace.images import Boxes
+from parallel.trace.stage_module import Boxes
 from pipelines.slides.slide import SlideError
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.stain_steps import StainSteps

@@ -29,8 +29,8 @@ from parallel.engine.step import Microbatch, TrainingEngine, Wants
 from parallel.schedule.shares import Shares, microbatch_seed
 from parallel.space.grid import Span
 from parallel.stage.stage import Loss
-from parallel.trace.images import whole
 from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.stage_module import whole
 from parallel.trace.strided_convolution import mend_strided_convolutions
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -27,7 +27,7 @@ from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.offload.copies import read_later
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import SummedLoss
-from parallel.trace.images import whole
+from parallel.trace.stage_module import whole
 
 
 @dataclass(frozen=True)

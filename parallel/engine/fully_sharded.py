@@ -26,8 +26,8 @@ from parallel.schedule.shares import Shares, microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums
-from parallel.trace.images import whole
 from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.stage_module import whole
 from parallel.trace.strided_convolution import mend_strided_convolutions
 
 

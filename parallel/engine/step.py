@@ -20,7 +20,7 @@ from parallel.schedule.action import Schedule
 from parallel.schedule.shares import Shares
 from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
-from parallel.trace.images import Boxes, whole
+from parallel.trace.stage_module import Boxes, whole
 
 
 class NonFiniteLoss(ArithmeticError):

@@ -26,8 +26,7 @@ from parallel.stage.running_buffers import RunningStatistics
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.team_comm import ReplayLog
-from parallel.trace.images import Boxes
-from parallel.trace.stage_module import Run, SegmentRun, StageModule
+from parallel.trace.stage_module import Boxes, Run, SegmentRun, StageModule
 
 LOSS = "#loss"
 """Name of the last stage's only value."""

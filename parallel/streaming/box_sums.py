@@ -17,7 +17,7 @@ from parallel.space.rule import Step
 from parallel.streaming.operation import DIMS, Operation
 from parallel.streaming.patch import Box, Patch
 from parallel.streaming.region import Region
-from parallel.trace.images import Boxes
+from parallel.trace.stage_module import Boxes
 
 STEP, BESIDE = "~sums", "~beside"
 KEEPS = 6.0

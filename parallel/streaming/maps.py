@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel.offload.host_memory import HostMemory
 from parallel.streaming.patch import Box
-from parallel.trace.images import Boxes
+from parallel.trace.stage_module import Boxes
 
 Dims = Mapping[str, tuple[int, int]]
 

@@ -24,7 +24,7 @@ from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, a
 from parallel.streaming.read_node import changes_in_place, has_tensors, in_same_memory, module_of, read_node
 from parallel.streaming.read_norm import ADVICE
 from parallel.streaming.region import Forms, Region
-from parallel.trace.images import Boxes
+from parallel.trace.stage_module import Boxes
 from parallel.trace.without_data import without_data
 
 MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")

@@ -21,9 +21,7 @@ from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.region_run import Kept, RegionRun
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.cut import cut_stage
-from parallel.trace.images import Boxes, whole
-from parallel.trace.stage_code import compiled
-from parallel.trace.stage_module import Run, StageModule
+from parallel.trace.stage_module import Boxes, Run, StageModule, compiled, whole
 from parallel.trace.trace_alone import trace_alone
 from parallel.trace.without_data import ONE_AT_A_TIME
 

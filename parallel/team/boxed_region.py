@@ -28,7 +28,7 @@ from parallel.streaming.region import Region
 from parallel.streaming.region_run import Gradients, Kept, Phase, RegionRun
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_context import ForwardContext
-from parallel.trace.images import Boxes
+from parallel.trace.stage_module import Boxes
 
 
 class BoxedRegion(RegionRun):

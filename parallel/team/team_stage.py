@@ -26,8 +26,7 @@ from parallel.team.team_comm import ReplayLog, TeamComm, cut
 from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan, TeamPlans
 from parallel.trace.cut import cut_stage
-from parallel.trace.images import Boxes, whole
-from parallel.trace.stage_module import SegmentRun, StageModule
+from parallel.trace.stage_module import Boxes, SegmentRun, StageModule, whole
 from parallel.trace.trace import Traced
 
 Plans = Callable[[tuple[int, ...], bool], TeamPlan]

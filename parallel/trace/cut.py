@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment
-from parallel.trace.stage_code import MakeRun, compiled, paths_of, segment_runs
-from parallel.trace.stage_module import StageModule
+from parallel.trace.stage_module import MakeRun, StageModule, compiled, paths_of, segment_runs
 from parallel.trace.trace import Traced
 from parallel.trace.without_data import state_of
 
@@ -56,7 +55,7 @@ def cut_stage(
     ends = module.inputs, module.outputs
     module._run_training = make_run(training, *ends, {}, f"stage {stage} in training")
     module._run_evaluation = make_run(evaluation, *ends, slots, f"stage {stage} in evaluation")
-    module.segments = tuple(segment_runs(module, traced, training, partition, segments, make_run))
+    module.segments = tuple(segment_runs(module, traced.model, training, partition, segments, make_run))
     held = {id(submodule) for submodule in module.modules()}
     for path, modes in traced.modes.items():
         submodule = traced.model.get_submodule(path)

@@ -1,23 +1,61 @@
 """A stage of a model as a module: maps the values the stage receives to those it sends, whole or segment by segment.
 
-Made by ``cut_stage``. It runs the user's modules themselves, at their paths in the whole model.
+``cut_stage`` makes it. It runs the user's modules themselves, at their paths in the whole model, by code that
+``compiled`` makes of the nodes of a traced model. A tile of 16,384 px would be 3.2 GB of floats, so that images and
+targets may be ``Boxes``, which are read box by box.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import linecache
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
+from parallel.graph.partition import Partition
+from parallel.memory.policy import Segment
+from parallel.space.grid import Span
 from parallel.space.team import Box
-from parallel.trace.images import Boxes, whole
 
 Run = Callable[..., tuple[Any, ...]]
 """(stage module, values) -> values."""
+
+
+@runtime_checkable
+class Boxes(Protocol):
+    """Images (n, c, h, w) or targets (n, h, w) whose boxes are made when they are asked for, each time anew."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole; rows and columns last."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the boxes."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """On which the boxes lie."""
+        ...
+
+    def box(self, rows: Span, columns: Span) -> Tensor:
+        """Return these rows and columns of all, in memory of their own: the same numbers as a crop of the whole."""
+        ...
+
+
+def whole(value: Tensor | Boxes) -> Tensor:
+    """Return all of it as a tensor."""
+    if isinstance(value, Tensor):
+        return value
+    rows, columns = value.shape[-2:]
+    return value.box(Span(0, rows), Span(0, columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,3 +177,84 @@ class StageModule(nn.Module):
         for module, training, evaluation in self._modes:
             module.training = training if mode else evaluation
         return self
+
+
+MakeRun = Callable[[Sequence[fx.Node], tuple[str, ...], tuple[str, ...], dict[str, str], str], Run]
+"""As ``compiled``."""
+
+
+def segment_runs(
+    module: StageModule,
+    model: nn.Module,
+    nodes: Sequence[fx.Node],
+    partition: Partition,
+    segments: Sequence[Segment],
+    make_run: MakeRun,
+) -> Iterator[SegmentRun]:
+    """Yield the segments of a stage, ready to run by what ``make_run`` gives; none where no segment is computed
+    again."""
+    if not any(segment.recompute for segment in segments):
+        return
+    position = partition.graph.position
+    nodes_of = [[node for node in nodes if s.start <= position[node.name] < s.stop] for s in segments]
+    used = [{argument.name for node in inside for argument in node.all_input_nodes} for inside in nodes_of]
+    made = [{node.name for node in inside if node.op != "placeholder"} for inside in nodes_of]
+    for k, (segment, inside) in enumerate(zip(segments, nodes_of, strict=True)):
+        later = set(module.outputs).union(*used[k + 1 :])
+        entering = tuple(sorted(used[k] - made[k], key=lambda name: position[name]))
+        leaving = tuple(node.name for node in inside if node.name in made[k] & later)
+        before = set(module.inputs).union(*made[:k])
+        layers = partition.graph.layers[segment.start : segment.stop]
+        yield SegmentRun(
+            make_run(inside, entering, leaving, {}, f"layers {segment.start} to {segment.stop}"),
+            entering,
+            leaving,
+            tuple(sorted(name for name in before & used[k] if name not in later)),
+            segment.recompute,
+            any(layer.random for layer in layers),
+            frozenset(
+                submodule
+                for path in paths_of(inside, "call_module")
+                for submodule in model.get_submodule(path).modules()
+            ),
+        )
+
+
+def compiled(
+    nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], name: str
+) -> Run:
+    """Return a function (stage module, values) -> values that runs ``nodes``; it lets go of values after their last
+    use.
+
+    Args:
+        inputs, outputs: names of the values it takes and gives.
+        slots: value of evaluation -> value in whose place it travels.
+        name: of the code in tracebacks.
+    """
+    graph = fx.Graph()
+    copies: dict[str, fx.Node] = {}
+    for value in inputs:
+        copies[value] = graph.placeholder(value)
+    for value, slot in slots.items():
+        if slot in copies:
+            copies[value] = copies[slot]
+    results: dict[str, Any] = {}
+    for node in nodes:
+        if node.op == "output":
+            results[node.name] = fx.map_arg(node.args[0], lambda argument: copies[argument.name])
+        elif node.op != "placeholder":
+            copies[node.name] = graph.node_copy(node, lambda argument: copies[argument.name])
+    results |= {slot: copies[value] for value, slot in slots.items() if slot in outputs}
+    graph.output(tuple(results.get(value, copies.get(value)) for value in outputs))
+    code = graph.python_code("self")
+    file = f"<{name}>"
+    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+    space = dict(code.globals)
+    exec(compile(code.src, file, "exec"), space)
+    run: Run = space["forward"]
+    return run
+
+
+def paths_of(nodes: Iterable[fx.Node], op: str) -> set[str]:
+    """Return the targets of the ``nodes`` of kind ``op``."""
+    return {str(node.target) for node in nodes if node.op == op}

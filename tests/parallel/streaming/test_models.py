@@ -17,7 +17,7 @@ from parallel.offload.host_memory import HostMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.grid import Span
 from parallel.streaming.streamed_module import StreamedRun, streamed
-from parallel.trace.images import Boxes
+from parallel.trace.stage_module import Boxes
 from tests.helpers.streaming import in_boxes, planned
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
