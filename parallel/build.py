@@ -19,7 +19,6 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
 from parallel.cost.stage_cost import nominal_costs
 from parallel.engine.engine import Engine
-from parallel.engine.inference import Inference
 from parallel.engine.messages import Messenger
 from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep, ParamBroadcast
 from parallel.engine.rank_program import RankProgram, StageGroups
@@ -169,10 +168,9 @@ def put_to_work(
     names = [name for name, _ in traced.model.named_parameters()]
     offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
     update = _update(make_optimizer, names, stages, reducers, holders, mesh, rank, offload, resident=policy.parameters)
-    messenger, routes, inputs = Messenger(communicator, device), _routes(partition), partition.inputs_of(0)[0]
+    messenger, routes = Messenger(communicator, device), _routes(partition)
     plan_of = None if plans is None or strategy.grid is None else functools.partial(plans.plan, strategy.grid)
     transfers = StageTransfers(routes, partition.links, mesh, messenger, rank, plan_of)
-    predicted = _prediction(mesh, routes, mesh.team_of(rank))
     return RankProgram(
         schedule=schedule,
         scheduled=scheduled,
@@ -182,9 +180,9 @@ def put_to_work(
         reducers=reducers,
         update=update,
         messenger=messenger,
-        prediction=Inference(predicted, mesh.stages - 1, stages, transfers, messenger, inputs),
+        prediction=_prediction(mesh, routes, team),
         full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, mesh, communicator),
-        inputs=inputs,
+        inputs=partition.inputs_of(0)[0],
         share=strategy.share_of(mesh.group_of(rank)),
         batch=batch,
         m=strategy.m,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Mark = Any
 """A moment: seconds of ``time.perf_counter`` on a CPU, a ``torch.cuda.Event`` on a GPU."""
@@ -30,6 +31,15 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def begin_read(self, value: Tensor) -> Tensor:
+        """Return ``value`` in host memory, where it is complete once a later mark was waited for."""
+        return value.to("cpu", non_blocking=True) if self._device.type == "cuda" else value
+
+    def wait(self, mark: Mark) -> None:
+        """Wait until the device has come to ``mark``."""
+        if self._device.type == "cuda":
+            mark.synchronize()
+
     def host_seconds(self, marks: Sequence[Mark]) -> list[float]:
         """Return ``marks`` in seconds of ``time.perf_counter``; waits for a GPU.
 
@@ -46,5 +56,5 @@ class DeviceClock:
         """Return the seconds between the marks of each pair; waits for a GPU to come to the last mark."""
         if self._device.type != "cuda" or not pairs:
             return [end - start for start, end in pairs]
-        pairs[-1][1].synchronize()
+        self.wait(pairs[-1][1])
         return [start.elapsed_time(end) / 1000 for start, end in pairs]

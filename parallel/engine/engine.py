@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.device_clock import DeviceClock, Mark
+from parallel.engine.inference import predict
 from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
 from parallel.engine.step import (
     Microbatch,
@@ -65,14 +66,15 @@ class Engine:
         self._learning_rate, self._sent_in_step, self._shapes = 0.0, 0, ""
         self._clock = DeviceClock(work.messenger.device)
         self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._losses: dict[int, tuple[Tensor, int]] = {}
         self._follow(work)
 
     def _follow(self, work: RankProgram) -> None:
         """Walk the actions of ``work`` from the next step on."""
         self._work, self.schedule, self.share = work, work.schedule, work.share
         self._actions = tuple(self.actions_of_ranks[self._communicator.rank])
-        forwards = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.FORWARD}
-        self._wants = {i: Wants((0, i) in forwards, (self._last, i) in forwards) for i in work.share}
+        forwards = [a for a in self._actions if a.kind is Kind.FORWARD]
+        self._wants = {i: self._needed({a.stage for a in forwards if a.microbatch == i}) for i in work.share}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
         # Sums in a backward pass hold a GPU until the other rank of a pair begins them, which may need that pass first.
         completing = completing_backwards(self._actions) if work.mesh.replicas == 1 else ()
@@ -100,7 +102,11 @@ class Engine:
 
     @property
     def predict_wants(self) -> Wants:
-        return self._work.prediction.wants
+        return self._needed({action.stage for action in self._work.prediction if action.kind is Kind.FORWARD})
+
+    def _needed(self, stages: Collection[int]) -> Wants:
+        """Return what forward passes through ``stages`` need: the first one images, the last one targets."""
+        return Wants(0 in stages, self._last in stages)
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         work = self._work
@@ -116,7 +122,8 @@ class Engine:
         self._marks = []
         sent = self._sent_so_far
         begun_s = time.perf_counter()
-        losses = self._walk(StepBatches(microbatches, self.share), step)
+        self._feed, self._step, self._losses = StepBatches(microbatches, self.share), step, {}
+        losses = self._walk()
         walked_s = time.perf_counter() - begun_s
         tiles = int(losses[1].sum())
         work.messenger.finish()
@@ -131,6 +138,8 @@ class Engine:
             loss = mean_loss(self._communicator, losses)
         except NonFiniteLoss:
             work.update.rollback()
+            for stage in work.stages.values():
+                stage.statistics.rollback()
             raise
         for number in sorted(work.stages):
             work.stages[number].statistics.end_step()
@@ -154,7 +163,7 @@ class Engine:
         return contextlib.nullcontext()
 
     def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
-        return self._work.prediction.run(microbatch, sums)
+        return predict(self._work, microbatch, sums)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -216,37 +225,37 @@ class Engine:
             stage.reset()
         self._work.transfers.clear()
 
-    def _walk(self, feed: StepBatches, step: int) -> Tensor:
-        """All actions of this rank; mean losses and sizes (2, m) of the microbatches whose loss it computed."""
-        found: dict[int, tuple[Tensor, int]] = {}
+    def _walk(self) -> Tensor:
+        """Do all actions of this rank; return the mean losses and sizes (2, m) of the microbatches whose loss it
+        computed. Reading them waits for the last forward pass, not for what the device has to do after it."""
         for position, action in enumerate(self._actions):
             self._shapes = ""
             try:
-                self._perform(position, action, feed, step, found)
+                self._perform(position, action)
             except CommunicationError:
                 raise
             except Exception as fault:
                 if self._whole:
                     raise
-                raise self._fault(position, step, fault) from fault
+                raise self._fault(position, fault) from fault
         if self._observer:
             self._observer.at(-1)
-        return read_losses(found if self.counted else {}, self._work.m)
+        if not self.counted or not self._losses:
+            return read_losses({}, self._work.m)
+        self._clock.wait(self._last_loss)
+        return read_losses(self._losses, self._work.m)
 
-    def _perform(
-        self, position: int, action: Action, feed: StepBatches, step: int, losses: dict[int, tuple[Tensor, int]]
-    ) -> None:
-        work, i = self._work, action.microbatch
+    def _perform(self, position: int, action: Action) -> None:
+        work, feed = self._work, self._feed
         if action.kind is Kind.REDUCE:
             work.reducers[action.stage].begin()
             return
-        assert i is not None
-        stage = work.stages[action.stage]
+        i, stage = action.i, work.stages[action.stage]
         match action.kind:
             case Kind.FORWARD:
-                self._forward(position, action, i, feed, step, losses)
+                self._forward(position, action, i)
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
-                self._backward(position, action, i, feed.shape(i))
+                self._backward(position, action, i)
             case Kind.BACKWARD_WEIGHT:
                 with self._computing(position, action):
                     stage.backward_weight(i)
@@ -266,43 +275,37 @@ class Engine:
             case Kind.RECEIVE_BACKWARD:
                 work.transfers.recv_backward(action)
 
-    def _forward(
-        self,
-        position: int,
-        action: Action,
-        i: int,
-        feed: StepBatches,
-        step: int,
-        losses: dict[int, tuple[Tensor, int]],
-    ) -> None:
-        work, shape = self._work, feed.shape(i)
-        stage, is_last = work.stages[action.stage], action.stage == self._last
+    def _forward(self, position: int, action: Action, i: int) -> None:
+        work, feed = self._work, self._feed
+        shape, stage, is_last = feed.shape(i), work.stages[action.stage], action.stage == self._last
         self._tell_waiting(position, shape)
         values = work.transfers.wait_forward(action)
         if action.stage == 0:
             values[work.inputs] = stage.module.tiles(feed.images(i), shape)
         random = values.pop(RANDOM_STATE, None)
-        self._shapes = self._described(position, shape, "inputs", values)
+        self._describe(position, shape, "inputs", values)
         with self._computing(position, action):
             outputs = stage.forward(
                 i,
                 shape[0],
                 values,
-                microbatch_seed(self._seed, step, i) if random is None else random,
+                microbatch_seed(self._seed, self._step, i) if random is None else random,
                 targets=feed.targets(i) if is_last else None,
                 recomputed=(action.stage, i) in self._recomputed,
                 shape=shape,
             )
+            if is_last:
+                self._losses[i] = self._clock.begin_read(outputs[LOSS].detach()), shape[0]
         if is_last:
-            losses[i] = outputs[LOSS].detach(), shape[0]  # read after the last action: reading waits for a GPU
+            self._last_loss = self._marks[-1][2]
         work.transfers.stash_output(action, outputs)
 
-    def _backward(self, position: int, action: Action, i: int, shape: tuple[int, ...]) -> None:
-        work, stage = self._work, self._work.stages[action.stage]
+    def _backward(self, position: int, action: Action, i: int) -> None:
+        work, stage, shape = self._work, self._work.stages[action.stage], self._feed.shape(i)
         self._tell_waiting(position, shape)
         gradients = work.transfers.wait_backward(action)
         if gradients:
-            self._shapes = self._described(position, shape, "gradients", gradients)
+            self._describe(position, shape, "gradients", gradients)
         if position in self._completing:
             work.reducers[action.stage].expect_final_grads()
         if position in self._finishing:
@@ -334,15 +337,13 @@ class Engine:
         assert self._observer is not None
         self._observer.at(position, what is not None, f"waiting for {what}; {self._shapes}" if what else self._shapes)
 
-    def _described(self, position: int, shape: tuple[int, ...], what: str, values: Mapping[str, Any]) -> str:
-        """Names and shapes of ``values``; they follow from those of the tiles, so they are put into words once."""
-        text = self._texts.get((position, shape))
-        if text is None:
-            text = self._texts[position, shape] = f"{what} {describe(values)}"
-        return text
+    def _describe(self, position: int, shape: tuple[int, ...], what: str, values: Mapping[str, Any]) -> None:
+        """Note names and shapes of ``values``; they follow from those of the tiles, so they are put into words once."""
+        if (position, shape) not in self._texts:
+            self._texts[position, shape] = f"{what} {describe(values)}"
+        self._shapes = self._texts[position, shape]
 
-    def _fault(self, position: int, step: int, fault: Exception) -> EngineFault:
+    def _fault(self, position: int, fault: Exception) -> EngineFault:
+        rank = self._communicator.rank
         reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"
-        return EngineFault(
-            describe_fault(self.actions_of_ranks, self._communicator.rank, position, step, self._shapes, reason)
-        )
+        return EngineFault(describe_fault(self.actions_of_ranks, rank, position, self._step, self._shapes, reason))

@@ -1,4 +1,4 @@
-"""What one rank computes, and with what: the parts that ``assemble`` hands to the engine."""
+"""Program of one rank: its actions, its stages, and everything else that ``assemble`` hands to the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.local import LocalCommunicator
-from parallel.engine.inference import Inference
 from parallel.engine.messages import Messenger
 from parallel.engine.optimizer_step import OptimizerStep
 from parallel.engine.state_dict import FullStateDict
@@ -22,7 +21,7 @@ from parallel.team.team_comm import TeamComm
 
 @dataclass(frozen=True)
 class RankProgram:
-    """All of it.
+    """Everything that one rank needs to run a step.
 
     Attributes:
         schedule: lowered, of all teams; that of this rank's is walked, the others are shown when something fails.
@@ -30,7 +29,8 @@ class RankProgram:
         mesh: of these teams.
         link: to the others of this rank's team.
         stages: those this rank holds, by number; two replicas of one stage share it.
-        exchanges: of the stages that other ranks hold too.
+        reducers: of the stages that other ranks hold too.
+        prediction: what this rank does in a prediction: forward passes of one microbatch by replica 0, and messages.
         inputs: name of the model's input.
         share: microbatches of this rank's group.
         batch: tiles of a usual step over all ranks; where a step has another number it is made good afterwards.
@@ -45,7 +45,7 @@ class RankProgram:
     reducers: Mapping[int, GradReducer]
     update: OptimizerStep
     messenger: Messenger
-    prediction: Inference
+    prediction: Sequence[Action]
     full_state: FullStateDict
     inputs: str
     share: Sequence[int]

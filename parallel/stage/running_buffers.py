@@ -132,6 +132,8 @@ class RunningStatistics(abc.ABC):
         self._active = [layer for layer in self._layers if layer.training]
         if self._flat is None or self._flat.layers != self._active:
             self._flat = FlatBuffers(self._active) if self._active else None
+        # Where no sum of several ranks comes before the update, layers update themselves within the step.
+        self._before = self._flat.read() if self._flat and self._communicator.world == 1 else None
         self._m = m
         self._records: dict[int, Tensor] = {}
 
@@ -147,6 +149,11 @@ class RunningStatistics(abc.ABC):
             within: modules of which some are computed; None: all.
         """
         return untouched([layer for layer in self._active if within is None or layer in within])
+
+    def rollback(self) -> None:
+        """Give the step up before ``end_step``: statistics are as they were before it."""
+        if self._flat and self._before:
+            self._flat.write(*self._before)
 
     @abc.abstractmethod
     def end_step(self) -> None:
