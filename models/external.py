@@ -1,7 +1,8 @@
 """Models that are not ours: torchvision, timm, segmentation-models-pytorch, and a user's own factory.
 
 Takes a name and the number of classes; gives a module whose forward returns one tensor: logits (n, classes), or
-(n, classes, h, w) for segmentation. Nothing is downloaded: weights are random until ``weights.load_weights``.
+(n, classes, h, w) for segmentation. Weights are random until ``weights.load_weights``; of models named ``hf-hub:`` the
+configuration is read from the hub, or from its cache.
 """
 
 from __future__ import annotations
@@ -94,14 +95,41 @@ def _sized(build: Callable[..., nn.Module], sizes: Mapping[str, Any]) -> nn.Modu
     return build()
 
 
-def create_timm(name: str, side: int | None, **options: Any) -> nn.Module:
+def create_timm(name: str, side: int | None, *, pretrained: bool = False, **options: Any) -> nn.Module:
     """Return a model of timm, for tiles of ``side`` px where it is made for one size and can be made for another."""
     import timm
 
-    known = timm.get_pretrained_cfg(name)
-    fixed = known is not None and known.fixed_input_size and tuple(known.input_size[1:]) != (side, side)
-    build = functools.partial(timm.create_model, name, pretrained=False, **options)
-    return _sized(build, {"img_size": side} if side and fixed else {})
+    known = None if is_on_hub(name) else timm.get_pretrained_cfg(name)
+    fixed = is_on_hub(name) or (known is not None and known.fixed_input_size)
+    sized = known is not None and tuple(known.input_size[1:]) == (side, side)
+    build = functools.partial(timm.create_model, name, pretrained=pretrained, **options)
+    return _sized(build, {"img_size": side} if side and fixed and not sized else {})
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether timm takes the configuration of this model from the Hugging Face hub, or from a folder."""
+    return name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
+
+
+def check_timm(model: str, name: str) -> None:
+    """Refuse a name that timm does not know.
+
+    Args:
+        model: as the user wrote it.
+
+    Raises:
+        ValueError: there is no such model, or no such tag of it.
+    """
+    import timm
+
+    if is_on_hub(name):
+        return
+    if not timm.is_model(name):
+        raise ValueError(f"model {model}: {name} is not in timm; {close_matches(name, timm.list_models())}")
+    base, _, tag = name.partition(".")
+    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{base}.*")]
+    if tag and tag not in tags:
+        raise ValueError(f"model {model}: timm has no weights {tag!r} of {base}; known are {', '.join(tags) or 'none'}")
 
 
 def build_timm(name: str, *, classes: int, in_channels: int, side: int | None = None) -> nn.Module:
@@ -111,16 +139,22 @@ def build_timm(name: str, *, classes: int, in_channels: int, side: int | None = 
         side: of the tiles, px, for models that are made for one size.
 
     Raises:
-        ValueError: timm has no such model.
+        ValueError: timm has no such model, or the hub does not give its configuration.
     """
-    import timm
+    check_timm(f"timm:{name}", name)
+    try:
+        return create_timm(name, side, num_classes=classes, in_chans=in_channels)
+    except Exception as fault:
+        if not is_on_hub(name):
+            raise
+        reason = (str(fault).strip().splitlines() or [""])[0][:200]
+        raise ValueError(
+            f"model timm:{name}: its configuration cannot be read: {type(fault).__name__}: {reason}. Without network, "
+            "copy $HF_HOME of a machine that has it and set HF_HUB_OFFLINE=1; a gated model needs $HF_TOKEN"
+        ) from fault
 
-    if not timm.is_model(name):
-        raise ValueError(f"model timm:{name} is not in timm; {close_matches(name, timm.list_models())}")
-    return create_timm(name, side, num_classes=classes, in_chans=in_channels)
 
-
-def build_smp(name: str, *, classes: int, in_channels: int) -> nn.Module:
+def build_smp(name: str, *, classes: int, in_channels: int, pretrained: bool = False) -> nn.Module:
     """Return a segmentation network of segmentation-models-pytorch: ``DECODER(ENCODER)``, by their names there.
 
     Raises:
@@ -147,8 +181,9 @@ def build_smp(name: str, *, classes: int, in_channels: int) -> nn.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of names that the package keeps beside newer ones
+            weights = smp_weights(encoder) if pretrained else None
             built: nn.Module = decoders[decoder](
-                encoder, encoder_weights=None, in_channels=in_channels, classes=classes
+                encoder, encoder_weights=weights, in_channels=in_channels, classes=classes
             )
     except Exception as fault:  # each decoder says in its own way which encoders it cannot take
         if torch.get_default_device().type == "meta" and isinstance(fault, RuntimeError):
@@ -163,16 +198,21 @@ def build_smp(name: str, *, classes: int, in_channels: int) -> nn.Module:
 
 def _check_smp_encoder(name: str, encoder: str, known: Iterable[str]) -> None:
     """Refuse an encoder that neither segmentation-models-pytorch nor timm has."""
-    import timm
-
     if encoder.startswith(FROM_TIMM):
-        of_timm = encoder.removeprefix(FROM_TIMM)
-        if not timm.is_model(of_timm):
-            hint = close_matches(of_timm, timm.list_models())
-            raise ValueError(f"model smp:{name}: encoder {encoder}: {of_timm} is not in timm; {hint}")
+        check_timm(f"smp:{name}: encoder {encoder}", encoder.removeprefix(FROM_TIMM))
     elif encoder not in known:
         hint = f"{close_matches(encoder, known)} Encoders of timm are written {FROM_TIMM}NAME"
         raise ValueError(f"model smp:{name}: segmentation-models-pytorch has no encoder {encoder!r}; {hint}")
+
+
+def smp_weights(encoder: str) -> str | bool:
+    """Return the name of the pretrained weights of an encoder: those on ImageNet, where there are several."""
+    from segmentation_models_pytorch.encoders import encoders
+
+    if encoder.startswith(FROM_TIMM):
+        return True
+    known = list(encoders[encoder]["pretrained_settings"])
+    return "imagenet" if "imagenet" in known else known[0]
 
 
 def build_from_factory(path: str, *, classes: int) -> nn.Module:

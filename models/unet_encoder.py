@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import Norm, conv_norm_relu, init_convolutions
-from models.external import close_matches, create_timm
+from models.external import check_timm, create_timm
 
 WIDTHS = (256, 128, 64, 32, 16)
 """Channels of the decoder, deepest step first."""
@@ -100,12 +100,10 @@ def build_encoder_unet(
     Raises:
         ValueError: timm has no such model, or it does not give features at several sizes, or only through hooks.
     """
-    import timm
     from timm.layers import Format
     from timm.models import FeatureHookNet
 
-    if not timm.is_model(name):
-        raise ValueError(f"model unet:{name}: {name} is not in timm; {close_matches(name, timm.list_models())}")
+    check_timm(f"unet:{name}", name)
     encoder: Any = create_timm(name, side, features_only=True, in_chans=in_channels)
     reductions = encoder.feature_info.reduction()
     fault = ""

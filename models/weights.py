@@ -1,4 +1,4 @@
-"""Weights from a file into a model: what ``--weights FILE`` does.
+"""Weights from a file, or of a library, into a model: what ``--weights`` does.
 
 Takes .pt, .pth or .safetensors with a state dict, bare or under ``teacher``, ``model`` or ``state_dict``, with or
 without words before its names such as ``module.`` or ``backbone.``; gives what matched, block by block. A checkpoint of
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,21 +31,38 @@ LEAST = 0.5
 
 SHOWN_FAULTS = 20
 
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of R, G and B, 0 to 1, that torchvision and most of timm train with."""
 
-def load_weights(model: nn.Module, path: Path) -> LoadedWeights:
-    """Load what fits from ``path`` into ``model``, in place; return what did and what did not.
 
-    The file's names may have words of ``WORDS`` before them, and be those of a part of the model that is called so: the
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Weights to start from.
+
+    Attributes:
+        tensors: state dict, with the names of the model's parameters or of those of a part of it.
+        source: file or library, for messages.
+        normalisation: mean and standard deviation, of R, G and B from 0 to 1, of the images they were trained on.
+    """
+
+    tensors: Mapping[str, Tensor]
+    source: str
+    normalisation: tuple[Sequence[float], Sequence[float]] = IMAGENET
+
+
+def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
+    """Load what fits of ``weights`` into ``model``, in place; return what did and what did not.
+
+    Their names may have words of ``WORDS`` before them, and be those of a part of the model that is called so: the
     encoder of a U-Net. A block (a module at the top, or of that part) is loaded as a whole, or not at all where the
     file, or the model, has none of that name. A head with another number of classes keeps its random weights, and so
     does the pooling of another ``--head``.
 
     Raises:
-        ValueError: the file is not there, cannot be read, holds no tensors, or fits another model (the keys are
-            named, all at once).
+        ValueError: they fit another model (the keys are named, all at once).
     """
     wanted = {key: tensor for key, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    in_file = read_tensors(path)
+    in_file, source = weights.tensors, weights.source
     prefix, part = best_fit(in_file, wanted)
     tensors = {part + key.removeprefix(prefix): value for key, value in in_file.items() if key.startswith(prefix)}
     outside = [key for key in in_file if not key.startswith(prefix)]
@@ -69,16 +88,16 @@ def load_weights(model: nn.Module, path: Path) -> LoadedWeights:
     faults += [f"{key}: not in the model" for key in extra if key not in unused]
     if faults:
         raise ValueError(
-            f"the weights in {path} are of another model ({len(faults)} of {len(wanted)} tensors differ); "
+            f"the weights in {source} are of another model ({len(faults)} of {len(wanted)} tensors differ); "
             f"choose the --model they were trained with:\n  " + "\n  ".join(_first(faults))
         )
-    _refuse_another_model(path, tensors, wanted, fitting)
+    _refuse_another_model(source, tensors, wanted, fitting)
     model.load_state_dict({key: tensors[key] for key in fitting}, strict=False)
     reasons = [f"{key} ({reason})" for key, reason in (fresh | unused).items()]
     reasons += [f"{key} (other number of classes: {text})" for key, text in kept.items()]
     counted = {"loaded": fitting, "fresh": fresh, "other shape": kept, "unused": [*unused, *outside]}
     blocks = {kind: [block_of(key, part) for key in keys] for kind, keys in counted.items()}
-    return report(path, prefix, part, [block_of(key, part) for key in wanted], blocks, reasons)
+    return report(source, prefix, part, [block_of(key, part) for key in wanted], blocks, reasons)
 
 
 def best_fit(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[str, str]:
@@ -109,7 +128,7 @@ def only_classes_differ(pairs: list[tuple[Tensor, Tensor]]) -> bool:
     return len(counts) == 1 and all(file.shape[1:] == wanted.shape[1:] for file, wanted in pairs)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> Weights:
     """Return the state dict in ``path``, on the CPU, wrappers removed. No code of the file is run.
 
     Raises:
@@ -133,7 +152,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"--weights {path}: cannot be read as PyTorch or safetensors weights: {type(fault).__name__}: {fault}"
         ) from fault
-    averages = content.get("average") if isinstance(content, Mapping) else None
+    saved: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
+    averages = saved.get("average")
+    mean, std = saved.get("normalisation", IMAGENET)
     for wrapper in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
@@ -144,7 +165,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"--weights {path}: {what}; expected a state dict, bare or under {' or '.join(WRAPPERS)}")
     if isinstance(averages, Mapping) and averages.keys() <= tensors.keys():  # a checkpoint of ours
         tensors.update(averages)
-    return tensors
+    return Weights(tensors, str(path), (tuple(mean), tuple(std)))
 
 
 def _leading_words(keys: Iterable[str]) -> list[str]:
@@ -157,7 +178,7 @@ def _leading_words(keys: Iterable[str]) -> list[str]:
 
 
 def _refuse_another_model(
-    path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], fitting: list[str]
+    source: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], fitting: list[str]
 ) -> None:
     """Raise ValueError where hardly anything in the file is of the model."""
     matched, own, given = (
@@ -169,8 +190,8 @@ def _refuse_another_model(
     names = [f"{key} {tuple(tensor.shape)}" for key, tensor in tensors.items()]
     own_names = [f"{key} {tuple(tensor.shape)}" for key, tensor in wanted.items()]
     raise ValueError(
-        f"--weights {path}: {len(fitting) or 'none'} of its {len(tensors)} tensors match the model, by name and shape: "
-        f"they are of another model. The file has {', '.join(names[:3])}; the model {', '.join(own_names[:3])}"
+        f"--weights {source}: {len(fitting) or 'none'} of its {len(tensors)} tensors match the model, by name and "
+        f"shape: they are of another model. The file has {', '.join(names[:3])}; the model {', '.join(own_names[:3])}"
     )
 
 

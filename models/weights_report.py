@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 KINDS = ("loaded", "fresh", "other shape", "unused")
@@ -27,7 +26,7 @@ class LoadedWeights:
         left: a line for each tensor that was not loaded.
     """
 
-    path: Path
+    source: str
     prefix: str
     part: str
     tensors: int
@@ -48,13 +47,13 @@ class LoadedWeights:
             for row in rows
         )
         table = (f"  {'  '.join(row)}" for row in cells)
-        return f"--weights {self.path}: {loaded} of {self.tensors} tensors loaded{where}", *table
+        return f"--weights {self.source}: {loaded} of {self.tensors} tensors loaded{where}", *table
 
     @property
     def summary(self) -> dict[str, Any]:
         """Return the same as plain values."""
         return {
-            "file": str(self.path),
+            "file": self.source,
             "prefix": self.prefix,
             "part": self.part,
             "tensors": self.tensors,
@@ -64,7 +63,7 @@ class LoadedWeights:
 
 
 def report(
-    path: Path, prefix: str, part: str, own: Sequence[str], kinds: Mapping[str, Sequence[str]], left: Sequence[str]
+    source: str, prefix: str, part: str, own: Sequence[str], kinds: Mapping[str, Sequence[str]], left: Sequence[str]
 ) -> LoadedWeights:
     """Return the report of a file.
 
@@ -75,4 +74,4 @@ def report(
     counts = {kind: Counter(kinds[kind]) for kind in KINDS}
     names = dict.fromkeys((*own, *(name for kind in KINDS for name in kinds[kind])))
     blocks = {name: {kind: counts[kind][name] for kind in KINDS} for name in names}
-    return LoadedWeights(path, prefix, part, len(own), blocks, tuple(left))
+    return LoadedWeights(source, prefix, part, len(own), blocks, tuple(left))

@@ -35,7 +35,7 @@ from pipelines.catalog.slide_state import SlideState
 from pipelines.labels.class_names import positive_class
 from pipelines.labels.patients import patient_in
 from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker
 from pipelines.stream.stain_steps import StainSteps
 from pipelines.tiles.stain_fit import StainFit
 
@@ -229,8 +229,10 @@ def load_model(
     channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
         module.to(memory_format=torch.channels_last)
+    normalisation = state.get("normalisation", IMAGENET)  # earlier runs do not record it
+    augment = AugmentSettings(augment="none")
     pixels = functools.lru_cache(maxsize=1)(  # one for all windows of a slide
-        functools.partial(PixelMaker, device, AugmentSettings(augment="none"), 0, channels_last=channels_last)
+        functools.partial(PixelMaker, device, augment, 0, normalisation, channels_last=channels_last)
     )
     lacks_tf32 = settings["precision"] == "tf32" and not has_bf16(device)
     precision = precision_of("fp32" if lacks_tf32 else settings["precision"], device)

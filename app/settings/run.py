@@ -202,8 +202,9 @@ class ModelSettings:
     head: Literal["average", "gem", "attention"] = "average"
     """What pools the last map of a classifier. attention: weighs positions by gated attention; gem: generalised mean,
     whose exponent is trained."""
-    weights: Path | None = None
-    """Start from the parameters in this file; a head for other classes, or of another kind, is left fresh."""
+    weights: str | None = None
+    """Start from the parameters in this file, or, with pretrained, from those of the model's library. A head for other
+    classes is left fresh. A model name with a tag, such as timm:resnet50.a1_in1k, implies pretrained."""
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,7 @@ class TrainingLoop:
                 "settings": self._session.settings,
                 "numbers": self._numbers,
                 "stain_target": self._session.stain_target,
+                "normalisation": [list(values) for values in self._session.normalisation],
                 "slides": self._session.slides,
             }
             if averages := averages_of(state):

@@ -6,8 +6,9 @@ know about how it was made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from app.checkpoint.file import check_weights
 from app.settings.optimization import OptimizerSettings
-from app.settings.run import RunConfig
+from app.settings.run import ModelSettings, RunConfig
 from app.training.dataset import Dataset, class_counts
 from app.training.memory_layout import LEFT_OUT, takes_channels_last
 from app.training.random_draws import refuse_draws
@@ -24,8 +25,9 @@ from app.training.share import share
 from models.frozen import freeze
 from models.layer_depth import layer_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
+from models.pretrained import PRETRAINED, names_weights, pretrained_weights
 from models.registry import build_model
-from models.weights import load_weights
+from models.weights import IMAGENET, Weights, load_weights, read_weights
 from models.weights_report import LoadedWeights
 from parallel.comm.communicator import Communicator
 from parallel.trace.tile_size import refuse_tile_size
@@ -40,6 +42,7 @@ class RunModel:
         scales: of the learning rate, by name of the parameter; those that are missing have 1.
         channels_last: it is to be given images in that layout.
         loaded: the weights that it starts from; None: as they were drawn.
+        normalisation: mean and standard deviation, of R, G and B from 0 to 1, that it is given images with.
         notes: what the user should know about how it was made.
     """
 
@@ -48,6 +51,7 @@ class RunModel:
     scales: Mapping[str, float]
     channels_last: bool
     loaded: LoadedWeights | None
+    normalisation: tuple[Sequence[float], Sequence[float]]
     notes: tuple[str, ...]
 
 
@@ -66,15 +70,24 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
     side = None if config.index.tile == "slide" else shape[2]
     module = build_model(net.model, classes=classes, norm=net.norm, head=net.head, side=side)
     refuse_tile_size(module, net.model, shape)
-    if net.weights:
-        check_weights(net.weights)
-        loaded = load_weights(module, net.weights)
+    weights = _weights_of(net, side)
+    if weights is not None:
+        loaded = load_weights(module, weights)
         notes += loaded.lines
+    elif net.norm == "frozen":
+        notes.append(
+            "--norm frozen without --weights: the running statistics were never measured (mean 0, variance 1), so the "
+            "first losses may be large; give --weights pretrained or --weights FILE"
+        )
+    normalisation = IMAGENET if weights is None else weights.normalisation
+    if normalisation != IMAGENET:
+        mean, std = (", ".join(f"{value:g}" for value in values) for values in normalisation)
+        notes.append(f"images are normalised as the weights expect: mean {mean}; standard deviation {std}")
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if settings.freeze:
         freeze(module, settings.freeze)
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        random = "" if net.weights else "; without --weights the rest stays as the model is built"
+        random = "" if loaded else "; without --weights the rest stays as the model is built"
         notes.append(f"--freeze {' '.join(settings.freeze)}: {trained:,} of {parameters:,} numbers are trained{random}")
     scales = {} if settings.layer_decay == 1 else layer_scales(module, settings.layer_decay)
     if scales:
@@ -87,7 +100,17 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
         module.to(memory_format=torch.channels_last)
     elif config.strategy.channels_last:
         notes.append(LEFT_OUT)
-    return RunModel(module, parameters, scales, channels_last, loaded, tuple(notes))
+    return RunModel(module, parameters, scales, channels_last, loaded, normalisation, tuple(notes))
+
+
+def _weights_of(net: ModelSettings, side: int | None) -> Weights | None:
+    """Return the weights that a model starts from; None: it stays as it is built."""
+    if net.weights == PRETRAINED or (net.weights is None and names_weights(net.model)):
+        return pretrained_weights(net.model, side)
+    if net.weights is None:
+        return None
+    check_weights(Path(net.weights))
+    return read_weights(Path(net.weights))
 
 
 def build_loss(

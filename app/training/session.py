@@ -68,6 +68,7 @@ class Session:
         watchdog: is told where this rank is.
         train_rows, validation_rows: rows of the dataset's tiles.
         loaded: the weights that the model started from; None: as they were drawn.
+        normalisation: mean and standard deviation of R, G and B, 0 to 1, that images are normalised with.
         notes: what the user should know about how the model was made.
         failed: where tiles are written down that cannot be read.
         host: where tiles and maps lie that are computed box by box; None: tiles are not.
@@ -92,6 +93,7 @@ class Session:
     parameters: int
     watchdog: Watchdog
     loaded: LoadedWeights | None
+    normalisation: tuple[Sequence[float], Sequence[float]]
     notes: tuple[str, ...]
     failed: FailedSlides
     host: HostMemory | None
@@ -221,7 +223,8 @@ def build_session(
     def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
         """What turns tiles of ``rows`` into the model's input, whole or by the boxes that it asks for."""
         stains = dataset.stain_steps(rows)
-        made = PixelMaker(placement.device, augment, config.seed, channels_last=model.channels_last, stains=stains)
+        device, layout = placement.device, model.channels_last
+        made = PixelMaker(device, augment, config.seed, model.normalisation, channels_last=layout, stains=stains)
         return made if strategy.policy.stream is None else BoxMaker(made)
 
     cache = _tile_cache(config, dataset)
@@ -257,6 +260,7 @@ def build_session(
         model.parameters,
         watchdog,
         model.loaded,
+        model.normalisation,
         (*model.notes, *_share_notes(strategy)),
         failed,
         host,

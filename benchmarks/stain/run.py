@@ -26,7 +26,7 @@ from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
 from pipelines.stream import stain
 from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.device_pixels import NORMALISATION, PixelMaker
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker
 from pipelines.stream.stain_steps import StainSteps
 from pipelines.tiles.stain_fit import PUBLISHED, Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tissue import read_overview
@@ -151,7 +151,7 @@ def blank_tiles() -> str:
 
 
 def _levels(images: torch.Tensor) -> Pixels:
-    mean, std = (np.array(values) for values in NORMALISATION["imagenet"])
+    mean, std = (np.array(values) for values in IMAGENET)
     values = 255 * (images.numpy().transpose(0, 2, 3, 1) * std + mean)
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
 

@@ -7,8 +7,7 @@ rank, thread or stream. Stain normalisation as ``stain_steps.py``, jitter as ``s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,12 +18,8 @@ from pipelines.stream.stain_steps import StainSteps
 from pipelines.stream.tile_bytes import MadePart, TileBytes, orientation
 from pipelines.tiles.stain_fit import LEAST_DENSITY, LMS_FROM_RGB
 
-NORMALISATION = {
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "he": ((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517)),
-}
-"""Mean and standard deviation of R, G, B, 0 to 1. imagenet: torchvision's, for weights trained with them; he: of H&E
-tiles, as the model card of H-optimus-0 (Bioptimus, 2024) gives them."""
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of R, G, B, 0 to 1: torchvision's."""
 
 GLASS_DENSITY = 0.01
 """Mean optical density below which a px is white and stays so under ``--stain reinhard``, whose shift would colour it;
@@ -43,7 +38,7 @@ class PixelMaker:
         device: where tiles are, and what is made of them.
         augment: applied when it says "device".
         seed: of the run.
-        normalisation: which mean and standard deviation, a key of ``NORMALISATION``.
+        normalisation: mean and standard deviation of R, G and B, 0 to 1, that the model expects.
         channels_last: memory format of the images, what convolutions are usually fastest with.
         stains: how the tiles of each row are normalised; None: they are not.
     """
@@ -53,7 +48,7 @@ class PixelMaker:
         device: torch.device,
         augment: AugmentSettings,
         seed: int,
-        normalisation: Literal["imagenet", "he"] = "imagenet",
+        normalisation: tuple[Sequence[float], Sequence[float]] = IMAGENET,
         channels_last: bool = True,
         stains: StainSteps | None = None,
     ) -> None:
@@ -66,7 +61,7 @@ class PixelMaker:
             torch.from_numpy(np.ascontiguousarray(matrix.T, np.float32)).to(device)
             for matrix in (LMS_FROM_RGB, np.linalg.inv(LMS_FROM_RGB))
         )
-        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in NORMALISATION[normalisation])
+        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in normalisation)
         self._scale, self._offset = 1 / (255 * std), -mean / std
 
     def make(

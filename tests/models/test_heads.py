@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models.heads import HIDDEN, LARGEST_BOUND, AttentionPool, GeneralisedMean
 from models.registry import build_model
-from models.weights import load_weights
+from models.weights import load_weights, read_weights
 from parallel.comm.local import LocalCommunicator
 from parallel.streaming.streamed_module import streamed
 
@@ -99,12 +99,14 @@ def test_weights_of_another_head_load_but_for_the_pooling(tmp_path: Path) -> Non
     average, attention = (build_model("resnet18", classes=2, head=head) for head in ("average", "attention"))  # type: ignore[arg-type]
     torch.save(average.state_dict(), tmp_path / "average.pt")
     torch.save(attention.state_dict(), tmp_path / "attention.pt")
-    fresh = load_weights(build_model("resnet18", classes=2, head="attention"), tmp_path / "average.pt").left
+    fresh = load_weights(
+        build_model("resnet18", classes=2, head="attention"), read_weights(tmp_path / "average.pt")
+    ).left
     assert fresh == tuple(f"{key} (--head, not in the file)" for key in POOLED)
     loaded = build_model("resnet18", classes=2)
-    assert load_weights(loaded, tmp_path / "attention.pt").left == tuple(
+    assert load_weights(loaded, read_weights(tmp_path / "attention.pt")).left == tuple(
         f"{key} (another --head, not in the model)" for key in POOLED
     )
     assert torch.equal(loaded.conv1.weight, attention.conv1.weight)
-    gem = load_weights(build_model("resnet18", classes=2, head="gem"), tmp_path / "attention.pt").left
+    gem = load_weights(build_model("resnet18", classes=2, head="gem"), read_weights(tmp_path / "attention.pt")).left
     assert [line.split()[0] for line in gem] == ["avgpool.pool.power", *POOLED]

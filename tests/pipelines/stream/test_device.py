@@ -20,7 +20,7 @@ from pipelines.stream.augment import AugmentSettings, draw
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed, allocate_pinned
 from pipelines.stream.device_batch import DeviceBatch, DeviceLane, feed_stream
-from pipelines.stream.device_pixels import NORMALISATION, PixelMaker
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import pool_of, tile_table
 
@@ -59,15 +59,15 @@ def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("name", ["imagenet", "he"])
-def test_pixels_are_normalised(name: str, channels_last: bool) -> None:
+@pytest.mark.parametrize("normalisation", [IMAGENET, ((0.5, 0.5, 0.5), (0.2, 0.3, 0.4))])
+def test_pixels_are_normalised(normalisation: tuple[tuple[float, ...], tuple[float, ...]], channels_last: bool) -> None:
     batch = batch_of(3)
-    pixels = PixelMaker(CPU, NONE, 0, name, channels_last)  # type: ignore[arg-type]
+    pixels = PixelMaker(CPU, NONE, 0, normalisation, channels_last)
     feed = DeviceFeed(iter(()), lambda: False, pixels)
     images, targets = next(feed.microbatches(batch, [3]))
     assert images is not None
     assert targets is not None
-    mean, std = (np.array(v) for v in NORMALISATION[name])
+    mean, std = (np.array(v) for v in normalisation)
     expected = ((batch.images / 255 - mean) / std).transpose(0, 3, 1, 2)
     assert images.dtype == torch.float32
     assert np.abs(images.numpy() - expected).max() < 1e-5
@@ -106,7 +106,7 @@ def test_tile_and_mask_turn_together() -> None:
     feed = feed_of(AugmentSettings(stain_jitter=0, brightness=0), 2)
     batch = batch_of(16, masks=True)
     images, masks = made(feed, batch, [16])
-    mean, std = NORMALISATION["imagenet"]
+    mean, std = IMAGENET["imagenet"]
     red = torch.round((images[:, 0] * std[0] + mean[0]) * 255)
     assert torch.equal(red // 64, masks.float())
     assert masks.dtype == torch.uint8
@@ -136,7 +136,7 @@ def test_stains_change_as_the_numpy_version_changes_them() -> None:
     drawn = draw(settings, 9, batch.samples)
     assert drawn.matrix is not None
     assert drawn.shift is not None
-    mean, std = (np.array(v)[:, None, None] for v in NORMALISATION["imagenet"])
+    mean, std = (np.array(v)[:, None, None] for v in IMAGENET["imagenet"])
     for k in range(4):
         expected = batch.images[k].copy()
         stain.apply(expected, drawn.matrix[k], drawn.shift[k])

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pipelines.stream.augment import AugmentSettings, draw
-from pipelines.stream.device_pixels import NORMALISATION, PixelMaker
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker
 from pipelines.stream.stain_steps import StainSteps
 from pipelines.tiles.stain_fit import LAB_FROM_LOG_LMS, LMS_FROM_RGB, PUBLISHED, StainFit, fit_pixels
 
 CPU = torch.device("cpu")
 NONE = AugmentSettings(augment="none")
-MEAN, STD = (np.array(values) for values in NORMALISATION["imagenet"])
+MEAN, STD = (np.array(values) for values in IMAGENET)
 SLIDES = {
     "macenko": StainFit("macenko", (0.662, 0.648, 0.377, 0.176, 0.851, 0.495, 2.844, 1.741)),
     "reinhard": StainFit("reinhard", (-1.479, -0.145, 0.06, 0.73, 0.126, 0.033)),
