@@ -27,8 +27,7 @@ from parallel.engine.step import Observer
 from parallel.engine.transfers import Routes, StageTransfers
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
-from parallel.memory.policy import ActivationPolicy
-from parallel.memory.segments import segments_of
+from parallel.memory.policy import ActivationPolicy, segments_of
 from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory

@@ -1,9 +1,18 @@
-"""Policy for saved activations, as a user or a planner chooses it: keep, recompute or offload. No torch here."""
+"""Policy for saved activations, as a user or a planner chooses it: keep, recompute or offload. No torch here.
+
+Takes a partition; gives ``Segment``s that cover the stage's layers without gaps. A segment begins where a stage could.
+What is computed last in the last stage is kept: its backward pass follows immediately.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
+
+from parallel.graph.blocks import block_cuts
+from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition
 
 Offload = Literal["none", "overlap"]
 Recompute = Literal["none", "stage", "block", "optimal"]
@@ -13,8 +22,6 @@ SMALLEST = MIB
 """Bytes below which a tensor is left on the device: moving it takes longer than it is worth."""
 WINDOW = 2
 """Largest storages that the window of offloading holds on a GPU: one is copied while the next is computed."""
-
-
 STEPS = 8
 """Sizes of host buffers between one power of two and the next; a ninth is wasted at most."""
 LEAST = 4096
@@ -32,7 +39,7 @@ class Segment:
     """Layers at positions ``start`` to ``stop``, not included, of the model's graph.
 
     Attributes:
-        recompute: nothing is kept of them but what enters; they are computed again before their backward pass.
+        recompute: only what enters them is kept; they are recomputed before their backward pass.
     """
 
     start: int
@@ -47,14 +54,14 @@ class ActivationPolicy:
     Attributes:
         recompute: "none"; "stage": nothing is kept but what enters a stage; "block": what enters a block of the model
             (``blocks``); "optimal": what enters the runs of ``chosen``, which a planner finds.
-        chosen: names of the first and last layer of each run of layers that is computed again.
+        chosen: names of the first and last layer of each run of layers that is recomputed.
         offload: what is kept is moved to the host.
         ahead: bytes of activations that offloading leaves on the device, or brings back ahead of their use; of all
             stages of a rank together. None: ``WINDOW`` times the largest storage that the rank has saved.
         smallest: bytes of a tensor that is worth moving.
         optimizer: its state and its step are on the host.
         parameters: they are, too, and come to the device layer by layer; implies ``optimizer``.
-        stream: side in px of the boxes that a tile is computed in, one after the other; None: at once.
+        stream: side in px of the boxes that a tile is computed in, one after the other; None: the whole tile.
         host_bytes: that a rank may take on the host; what does not fit there stays on the device. None: no limit.
     """
 
@@ -73,29 +80,70 @@ class ActivationPolicy:
 
     @property
     def stagewise(self) -> bool:
-        """Stages are computed again as a whole, which their schedule shows."""
+        """Return whether whole stages are recomputed, which their schedule shows."""
         return self.recompute == "stage"
 
     @property
     def segmented(self) -> bool:
-        """Parts of a stage are computed again within its backward pass."""
+        """Return whether parts of a stage are recomputed within its backward pass."""
         return bool(self.chosen) if self.recompute == "optimal" else self.recompute not in ("none", "stage")
 
     @property
     def moves(self) -> bool:
-        """Saved activations are offloaded to the host."""
+        """Return whether saved activations are offloaded to the host."""
         return self.offload != "none"
 
     @property
     def saves(self) -> bool:
-        """Takes time to need less memory for what is kept."""
+        """Return whether time is spent to save fewer bytes."""
         return self.recompute != "none" or self.moves
 
     @property
     def state(self) -> Literal["none", "optimizer", "parameters"]:
-        """What is on the host besides activations, as ``--offload-state`` names it."""
+        """Return the model state that is on the host, as ``--offload-state`` names it."""
         return "parameters" if self.parameters else "optimizer" if self.optimizer else "none"
 
 
 KEEP_ALL = ActivationPolicy()
 """On the device, all of it."""
+
+
+def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> tuple[Segment, ...]:
+    """Return the segments of a stage, in order; a single one that is kept where nothing is recomputed.
+
+    Raises:
+        ValueError: a chosen run of layers that is not in the model, or begins or ends where no cut may fall.
+    """
+    graph, start = partition.graph, partition.starts[stage]
+    stop = (*partition.starts, len(graph.layers))[stage + 1]
+    if not policy.segmented:
+        return (Segment(start, stop, False),)
+    if policy.recompute == "block":
+        bounds = list(pairwise([start, *(place for place in block_cuts(graph) if start < place < stop), stop]))
+        last = stage == partition.depth - 1
+        return tuple(Segment(*bound, recompute=not (last and bound == bounds[-1])) for bound in bounds)
+    segments, at = [], start
+    for run in (*_runs(graph, policy.chosen), (stop, stop)):
+        first, after = (min(max(at, place), stop) for place in run)
+        segments += [Segment(at, first, False)] * (at < first) + [Segment(first, after, True)] * (first < after)
+        at = after
+    return tuple(segments)
+
+
+def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[int, int]]:
+    """Return (first position, position after the last) of each, in order."""
+    known, runs = graph.remembered.get("runs", (None, []))
+    if known is chosen:
+        return list(runs)
+    count, runs = len(graph.layers), []
+    for first, last in chosen:
+        for name in (first, last):
+            if name not in graph.position:
+                raise ValueError(f"{name!r} is to be recomputed and is no layer of the model: plan anew")
+        run = (graph.position[first], graph.position[last] + 1)
+        if run[0] >= run[1] or not all(at in (0, count) or (2 <= at < count - 1 and graph.can_cut(at)) for at in run):
+            raise ValueError(f"{first!r} to {last!r} cannot be recomputed alone: no cut may fall there; plan anew")
+        runs.append(run)
+    runs.sort()
+    graph.remembered["runs"] = chosen, runs  # the stages of a partition ask one after the other
+    return runs

@@ -12,8 +12,7 @@ from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.lifetimes import HostBytes, Lifetimes, passes_of
 from parallel.memory.liveness import Piece, pieces
-from parallel.memory.policy import KEEP_ALL, ActivationPolicy, Segment
-from parallel.memory.segments import segments_of
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy, Segment, segments_of
 from parallel.memory.stage_bytes import StageArrays, StageBytes
 
 Bound = tuple[int, int]

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from parallel.cost.stage_cost import Costs
 from parallel.graph.partition import Partition
 from parallel.memory.liveness import Piece
-from parallel.memory.policy import ActivationPolicy, Segment
-from parallel.memory.segments import segments_of
+from parallel.memory.policy import ActivationPolicy, Segment, segments_of
 from parallel.memory.stage_memory import StageMemory
 from parallel.schedule.timeline import StageCost
 

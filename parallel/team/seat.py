@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from parallel.graph.partition import Partition
-from parallel.memory.segments import segments_of
+from parallel.memory.policy import segments_of
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import NothingInBoxes
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts, region_of_stage

@@ -19,8 +19,7 @@ from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.lifetimes import Lifetimes, passes_of
 from parallel.memory.liveness import LiveRange, gradient_spans, pieces, running_bytes
-from parallel.memory.policy import ActivationPolicy
-from parallel.memory.segments import segments_of
+from parallel.memory.policy import ActivationPolicy, segments_of
 from parallel.trace.trace import trace
 from parallel.units import bytes_text
 

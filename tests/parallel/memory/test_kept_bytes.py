@@ -14,9 +14,8 @@ from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, partition_equal
 from parallel.memory.lifetimes import HostBytes, Lifetimes, passes_of
 from parallel.memory.liveness import pieces
-from parallel.memory.policy import LEAST, ActivationPolicy, Segment
+from parallel.memory.policy import LEAST, ActivationPolicy, Segment, segments_of
 from parallel.memory.rank_bytes import host_bytes, whole_bytes
-from parallel.memory.segments import segments_of
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.offload.live_bytes import LiveBytes

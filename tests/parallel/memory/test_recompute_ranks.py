@@ -6,10 +6,9 @@ import pytest
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, partition_equal
-from parallel.memory.policy import ActivationPolicy
+from parallel.memory.policy import ActivationPolicy, segments_of
 from parallel.memory.rank_bytes import rank_bytes, whole_bytes
 from parallel.memory.recompute_ranks import chosen_runs, chosen_runs_of_whole
-from parallel.memory.segments import segments_of
 from parallel.memory.stage_memory import StageMemory
 from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.trace.trace import trace

@@ -1,4 +1,4 @@
-"""Segments cover a stage, begin where stages could, and keep what is needed again at once."""
+"""Segments cover a stage, begin where stages could, and keep what is needed again immediately."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from parallel.graph.blocks import block_cuts
 from parallel.graph.partition import Partition, cut_positions, partition_equal
-from parallel.memory.policy import ActivationPolicy, Segment
-from parallel.memory.segments import segments_of
+from parallel.memory.policy import ActivationPolicy, Segment, segments_of
 from parallel.trace.trace import trace
 from tests.parallel.memory.test_rank_bytes import net
 
@@ -61,8 +60,8 @@ def test_runs_that_are_not_in_the_model() -> None:
     partition = unet(1)
     last, first = partition.graph.layers[6].name, partition.graph.layers[2].name
     for run, message in [
-        (("nowhere", last), "'nowhere' is to be computed again and is no layer of the model: plan anew"),
-        ((last, first), f"'{last}' to '{first}' cannot be computed again alone: no cut may fall there; plan anew"),
+        (("nowhere", last), "'nowhere' is to be recomputed and is no layer of the model: plan anew"),
+        ((last, first), f"'{last}' to '{first}' cannot be recomputed alone: no cut may fall there; plan anew"),
     ]:
         with pytest.raises(ValueError, match=message):
             segments_of(partition, 0, ActivationPolicy("optimal", (run,)))

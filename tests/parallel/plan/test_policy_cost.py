@@ -10,8 +10,7 @@ from parallel.cost.stage_cost import Costs, LayerCost, stage_costs
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.liveness import pieces
-from parallel.memory.policy import MIB, ActivationPolicy
-from parallel.memory.segments import segments_of
+from parallel.memory.policy import MIB, ActivationPolicy, segments_of
 from parallel.plan.policy_cost import MovedBytes, moved_bytes, policy_costs
 from parallel.schedule.timeline import StageCost
 
