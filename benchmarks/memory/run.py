@@ -78,7 +78,7 @@ def predict(case: dict[str, Any]) -> list[RankBytes]:
     graph = trace(WithLoss(model, targets_of(case["model"], case["px"])), shape).graph
     name, ranks, m = case["strategy"], case["ranks"], case["m"]
     if name in WHOLE:
-        return [whole_bytes(name, ranks, m, StageMemory(graph).plain((0, len(graph.layers))), SLOTS)] * ranks
+        return [whole_bytes(name, ranks, m, StageMemory(graph).of_layers((0, len(graph.layers))), SLOTS)] * ranks
     strategy = Strategy(name, ranks, ranks, m)
     cut = strategy.partition(trace(model, shape).graph)
     partition = Partition(graph, cut.starts)  # the loss comes after everything else

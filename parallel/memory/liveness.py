@@ -8,7 +8,7 @@ one is added in place where torch's autograd does so. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -181,18 +181,3 @@ def _hands_on(layer: Layer, size: int) -> bool:
     if any(op.name == "cat" for op in layer.ops):
         return all(op.name == "cat" for op in layer.ops)
     return layer.output_bytes == size
-
-
-def running_bytes(spans: Sequence[LiveRange], start: int, stop: int) -> list[int]:
-    """Return the bytes that live at each position from ``start`` to ``stop``, not included."""
-    change = [0] * (stop - start + 1)
-    for span in spans:
-        first, last = max(span.first, start), min(span.last, stop - 1)
-        if first <= last:
-            change[first - start] += span.bytes
-            change[last - start + 1] -= span.bytes
-    total, running = 0, []
-    for each in change[:-1]:
-        total += each
-        running.append(total)
-    return running

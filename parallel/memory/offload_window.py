@@ -1,28 +1,61 @@
-"""Moments at which offloaded storages are on the device: the rules of ``overlap``, without the time of copies.
+"""Moments at which offloaded pieces of memory are on the device: the rules of ``overlap``, without the time of copies.
 
-Takes ``OffloadInterval``s: when a storage is kept, and when the backward pass asks for it; gives the spans of moments
-over which it is on the device. No torch here.
+Takes the pieces of one microbatch that move, by their uses in each segment; gives the spans of moments over which each
+is on the device, and bytes on the host. A piece that is recomputed is another storage than the one made at first.
+After the forward pass everything leaves; on a GPU what is being copied is counted by the window. No torch here.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallel.memory.liveness import LiveRange
-from parallel.memory.policy import WINDOW
+from parallel.memory.policy import WINDOW, buffer_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OffloadInterval:
+@dataclass(frozen=True)
+class HostBytes:
+    """Bytes of a stage on the host for one microbatch of the traced size.
+
+    Attributes:
+        kept: between its forward and its backward pass.
+        inputs: when the whole stage is to be recomputed.
+        again: besides, at most, in a backward pass in which segments are recomputed.
+    """
+
+    kept: int
+    inputs: int
+    again: int
+
+
+class Use(NamedTuple):
+    """A piece in one segment, by moments of the forward pass.
+
+    Attributes:
+        begin, last: when it is first and last needed while the segment runs forward.
+        saved: when layers of the segment keep it, in ascending order.
+        enters: it is there before the segment.
+        segment: number of the segment if that is recomputed, else None.
+    """
+
+    begin: int
+    last: int
+    saved: Sequence[int]
+    enters: bool
+    segment: int | None
+
+
+class OffloadInterval(NamedTuple):
     """One storage.
 
     Attributes:
         begin, free: first and last moment at which the pass that keeps it needs it anyway.
         packed: when it is kept.
         asked: first and last moment of each time the backward pass uses it, in ascending order. Between them it stays
-            on the device if the window allows that; after the last it is let go of.
+            on the device if the window allows that; after the last it is freed.
     """
 
     bytes: int
@@ -32,18 +65,72 @@ class OffloadInterval:
     asked: tuple[tuple[int, int], ...]
 
 
-def on_device(intervals: Sequence[OffloadInterval], ahead: int | None, backward_start: int) -> Iterator[LiveRange]:
-    """Spans of moments, one or two of each interval.
+class OffloadedPieces:
+    """Pieces of memory that one stage moves to the host.
 
     Args:
-        intervals: of one microbatch through one stage.
-        ahead: bytes that may wait on the device, before they leave or before they are asked for; None: as
-            ``ActivationPolicy.ahead``.
-        backward_start: the first moment of the backward pass; before it everything leaves.
+        recompute_at, backward_at: forward moment of a layer -> moments of its recomputation and its backward pass.
     """
-    if ahead is None:
-        ahead = WINDOW * max((interval.bytes for interval in intervals), default=0)
-    return _OffloadSimulation(intervals, ahead, backward_start).spans()
+
+    def __init__(self, recompute_at: Sequence[int], backward_at: Sequence[int]) -> None:
+        self._again, self._back = recompute_at, backward_at
+        self._spans: list[LiveRange] = []
+        self._intervals: list[OffloadInterval] = []
+        self._kept = self._inputs = 0
+        self._host_again: Counter[int | None] = Counter()
+
+    def add(self, size: int, begin: int, last: int, uses: Sequence[Use], *, entered: bool) -> None:
+        """Count a piece that the forward pass needs from ``begin`` to ``last``; ``entered``: it enters the stage."""
+        self._inputs += buffer_bytes(size) * entered
+        kept = [place for use in uses if use.segment is None for place in use.saved]
+        entering = [use for use in uses if use.segment is not None and use.enters]
+        recomputed = [use for use in uses if use.segment is not None and not use.enters]
+        asked = [(self._back[place],) * 2 for place in kept]
+        latest = max([now for now, _ in asked] + [self._again[use.begin] for use in entering], default=-1)
+        for use in entering:
+            begin_again = self._again[use.begin]
+            if begin_again == latest:  # nothing else holds it by then: the segment keeps it anew
+                asked.append((begin_again, begin_again))
+                recomputed.insert(0, use)
+            else:
+                asked.append((begin_again, self._again[use.last]))
+                asked += [(self._back[place],) * 2 for place in use.saved]
+        if asked:
+            packed = min([*kept, *(use.begin for use in entering)])
+            self._kept += self._leave(size, begin, last, packed, asked)
+        else:
+            self._spans.append(LiveRange(begin, last, size))
+        for use in recomputed:
+            begin, free = (
+                self._again[use.begin] + use.enters,
+                self._again[use.last],
+            )  # what enters has just been brought
+            if use.saved:
+                asked = [(self._back[place],) * 2 for place in use.saved]
+                self._host_again[use.segment] += self._leave(size, begin, free, self._again[use.saved[0]], asked)
+            else:
+                self._spans.append(LiveRange(begin, free, size))
+
+    def _leave(self, size: int, begin: int, free: int, packed: int, asked: Iterable[tuple[int, int]]) -> int:
+        """To the host at moment ``packed``, and back. Gives its bytes there."""
+        self._intervals.append(OffloadInterval(size, begin, free, packed, tuple(sorted({*asked}))))
+        return buffer_bytes(size)
+
+    @property
+    def host(self) -> HostBytes:
+        """Return the bytes on the host."""
+        return HostBytes(self._kept, self._inputs, max(self._host_again.values(), default=0))
+
+    def spans(self, ahead: int | None, backward_start: int) -> list[LiveRange]:
+        """Return the spans on the device, one or two of each storage.
+
+        Args:
+            ahead: as ``ActivationPolicy.ahead``.
+            backward_start: the first moment of the backward pass; before it everything leaves.
+        """
+        if ahead is None:
+            ahead = WINDOW * max((interval.bytes for interval in self._intervals), default=0)
+        return [*self._spans, *_OffloadSimulation(self._intervals, ahead, backward_start).spans()]
 
 
 class _OffloadSimulation:
@@ -71,10 +158,12 @@ class _OffloadSimulation:
                 yield from self._evict_to(self._backward_start - 1, 0)
                 self._look_ahead(now, len(self._packed))
             for number in packs[now]:
+                begin = self._intervals[number].begin
                 self._packed.append(number)
-                self._since[number] = self._intervals[number].begin
+                self._since[number] = begin
                 self._wait(number)
-                yield from self._evict_to(now, self._ahead)
+                # A layer saves its inputs before it computes, its output afterwards.
+                yield from self._evict_to(now - (begin < now), self._ahead)
             for number, last, finally_ in sorted(asks[now], reverse=True):
                 size = self._intervals[number].bytes
                 self._since.setdefault(number, now)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel.memory.lifetimes import HostBytes
+from parallel.memory.offload_window import HostBytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.schedule.action import BEGINS_BACKWARD, Action, Held, Kind, Schedule, held
 from parallel.schedule.mesh import Mesh

@@ -1,9 +1,9 @@
 """Bytes that a stage takes for one microbatch: held between its passes, and live at most while one runs.
 
 Takes a graph that was traced with its loss, the bounds of a stage and the pieces of memory that it touches
-(``liveness``); gives ``StageBytes`` for any segments that are recomputed, by arithmetic over all pieces at once. What
-moves to the host is counted piece by piece (``lifetimes``); tests hold both against each other. Buffers of modules, a
-few numbers per channel, are not counted. No torch here.
+(``liveness``); gives ``StageBytes`` for any segments and policy, by arithmetic over all pieces together. What moves to
+the host is followed piece by piece (``offload_window``). Buffers of modules, a few numbers per channel, are not
+counted. No torch here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from parallel.graph.layers import LayerGraph
 from parallel.memory.liveness import Piece, gradient_spans
-from parallel.memory.policy import Segment
+from parallel.memory.offload_window import HostBytes, OffloadedPieces, Use
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy, Segment
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,41 @@ NEVER = 1 << 40
 
 
 @dataclass(frozen=True)
-class _Moments:
-    """Moments of ``lifetimes.Passes``, by position behind the stage's first; ``again`` is unused where nothing runs
-    again."""
+class Moments:
+    """Moments of a stage's layers in the two passes of a microbatch, by position behind the stage's first.
 
-    turn: int
+    First every layer runs forward, at the moment of its position; then segment by segment, the last first, forward
+    again where it is recomputed, and backward.
+
+    Attributes:
+        backward_start: the first moment of the backward pass.
+        end: after the last moment.
+        recompute_at, backward_at: of each layer; the first is unused where nothing is recomputed.
+    """
+
+    backward_start: int
     end: int
-    again: Ints
-    back: Ints
+    recompute_at: Ints
+    backward_at: Ints
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes of a stage on the device, moment by moment.
+
+    Attributes:
+        live: at each moment, gradients of parameters left out.
+        forward_only: at most in a forward pass that keeps nothing, as before a recomputation of the whole stage.
+        held: between the two passes; ``inputs``: of those, what entered the stage.
+        host: bytes on the host.
+    """
+
+    moments: Moments
+    live: Ints
+    forward_only: int
+    held: int
+    inputs: int
+    host: HostBytes
 
 
 class StageArrays:
@@ -118,69 +146,96 @@ class StageArrays:
             "largest_parameter": max(layer.largest_param_bytes for layer in graph.layers[start:stop]),
         }
 
-    @property
-    def plain(self) -> StageBytes:
-        """Bytes of the stage when all is kept."""
-        return self.stage_bytes((Segment(self._start, self._stop, False),))
+    def stage_bytes(
+        self, segments: Sequence[Segment], policy: ActivationPolicy = KEEP_ALL
+    ) -> tuple[StageBytes, HostBytes]:
+        """Return the bytes of the stage, whose layers ``segments`` cover, on the device and on the host."""
+        timeline = self.timeline(segments, policy)
+        turn, back, live = timeline.moments.backward_start, timeline.moments.backward_at, timeline.live
+        own, made = np.zeros((2, len(live) - turn), dtype=np.int64)
+        own[back - turn] = self._params
+        made[back - turn] = self._params[::-1].cumsum()[::-1]
+        stage = StageBytes(
+            parameters=int(self._params.sum()),
+            inputs=timeline.inputs,
+            activations=timeline.held,
+            forward=int(live[:turn].max()),
+            forward_only=timeline.forward_only,
+            backward=int((live[turn:] + own).max()),
+            first_backward=int((live[turn:] + np.maximum.accumulate(made)).max()),
+            **self._messages,
+        )
+        return stage, timeline.host
 
-    def stage_bytes(self, segments: Sequence[Segment]) -> StageBytes:
-        """Return the bytes of the stage, whose layers ``segments`` cover."""
+    def timeline(self, segments: Sequence[Segment], policy: ActivationPolicy) -> Timeline:
+        """Return the bytes on the device over both passes."""
         starts, stops, again = self._parts(segments)
         moments = _moments(starts, stops, again)
         # Runs of entries of one piece in one segment: a use.
         number = np.searchsorted(starts, self._at, side="right") - 1
         new = np.ones(len(self._at), dtype=bool)
         new[1:] = (self._piece[1:] != self._piece[:-1]) | (number[1:] != number[:-1])
-        heads = np.flatnonzero(new)
-        piece, segment = self._piece[heads], number[heads]
-        first, stop, runs_again = starts[segment], stops[segment], again[segment]
-        enters = np.logical_or.reduceat(self._first_maker < starts[number], heads)
-        begin = np.where(enters, first, np.minimum.reduceat(self._here, heads))
+        entry = np.flatnonzero(new)
+        piece, segment = self._piece[entry], number[entry]
+        runs_again, stop = again[segment], stops[segment]
+        enters = np.logical_or.reduceat(self._first_maker < starts[number], entry)
+        begin = np.where(enters, starts[segment], np.minimum.reduceat(self._here, entry)) - self._start
         handed = enters & (runs_again | (len(starts) > 1))
         used = np.maximum(self._at, np.minimum(self._last_user, stops[number] - 1))
-        last = np.where(handed, stop - 1, np.maximum.reduceat(used, heads))
-        saved = np.minimum.reduceat(self._saved, heads)
-        keeps = saved < NEVER
-        zero = self._start
-        done = np.where(keeps, moments.back[np.where(keeps, saved, zero) - zero], moments.again[last - zero])
+        last = np.where(handed, stop - 1, np.maximum.reduceat(used, entry)) - self._start
+        saved = np.minimum.reduceat(self._saved, entry) - self._start
+        keeps = saved < NEVER - self._start
+        done = np.where(keeps, moments.backward_at[np.where(keeps, saved, 0)], moments.recompute_at[last])
         needed = np.where(np.where(runs_again, enters, keeps), done, -1)
         # Pieces, of one use or more.
         heads = np.flatnonzero(np.concatenate([[True], piece[1:] != piece[:-1]]))
-        begins = np.where(self._entered, zero, begin[heads])
-        lasts = np.where(self._entered | self._sent, self._stop - 1, np.maximum.reduceat(last, heads))
+        begins = np.where(self._entered, 0, begin[heads])
+        lasts = np.maximum.reduceat(last, heads)
+        lasts = np.where(self._entered | self._sent, self._stop - 1 - self._start, lasts)
+        # Without offload, the stage holds what it is given.
+        given = self._entered & (not policy.moves)
+        moves = (self._bytes >= policy.smallest) & policy.moves
+        stays = np.where(moves, 0, self._bytes)
         held = np.maximum.reduceat(needed, heads)
-        ends = np.where(self._entered, moments.end - 1, np.where(held >= 0, held, lasts - zero))
-        kept = self._entered | (held >= 0)
+        kept = given | (held >= 0)
         anew = runs_again & ~enters
-        messages = (self._gradients[0] == zero) & (self._gradients[1] == self._stop - 1)
+        offloaded = OffloadedPieces(moments.recompute_at.tolist(), moments.backward_at.tolist())
+        for k in np.flatnonzero(moves).tolist():
+            uses = []
+            for u in range(heads[k], (*heads, len(piece))[k + 1]):
+                at = self._saved[entry[u] : (*entry, len(number))[u + 1]] - self._start
+                saved_at = at[at < NEVER - self._start].tolist()
+                again_in = int(segment[u]) if runs_again[u] else None
+                uses.append(Use(int(begin[u]), int(last[u]), saved_at, bool(enters[u]), again_in))
+            size, entered = int(self._bytes[k]), bool(self._entered[k])
+            offloaded.add(size, int(begins[k]), int(lasts[k]), uses, entered=entered)
+        spans = offloaded.spans(policy.ahead, moments.backward_start) if moves.any() else []
+        first, final, size_of_gradient = self._gradients[0] - self._start, self._gradients[1], self._gradients[2]
+        messages = (first == 0) & (final == self._stop - 1)
+        back = moments.backward_at
         live = _running(
             moments.end,
-            (begins - zero, ends, self._bytes),
-            (moments.again[begin[anew] - zero], done[anew], self._bytes[piece[anew]]),
-            (
-                np.where(messages, moments.turn, moments.back[self._gradients[1] - zero]),
-                moments.back[self._gradients[0] - zero],
-                self._gradients[2],
-            ),
+            (begins, np.where(given, moments.end - 1, np.where(held >= 0, held, lasts)), stays),
+            (moments.recompute_at[begin[anew]], done[anew], stays[piece[anew]]),
+            (np.where(messages, moments.backward_start, back[final - self._start]), back[first], size_of_gradient),
+            tuple(np.array(spans, dtype=np.int64).reshape(-1, 3).T),
         )
         counted = self._counted
-        alone = _running(moments.turn, (begins[counted] - zero, lasts[counted] - zero, self._bytes[counted]))
-        own, made = np.zeros((2, moments.end - moments.turn), dtype=np.int64)
-        own[moments.back - moments.turn] = self._params
-        made[moments.back - moments.turn] = self._params[::-1].cumsum()[::-1]
-        return StageBytes(
-            parameters=int(self._params.sum()),
-            inputs=int(self._bytes[self._entered].sum()),
-            activations=int(self._bytes[kept].sum()),
-            forward=int(live[: moments.turn].max()),
-            forward_only=int(alone.max()),
-            backward=int((live[moments.turn :] + own).max()),
-            first_backward=int((live[moments.turn :] + np.maximum.accumulate(made)).max()),
-            **self._messages,
+        alone = _running(moments.backward_start, (begins[counted], lasts[counted], self._bytes[counted]))
+        return Timeline(
+            moments,
+            live,
+            int(alone.max()),
+            int(stays[kept].sum()),
+            int(stays[kept & self._entered].sum()),
+            offloaded.host,
         )
 
     def _parts(self, segments: Sequence[Segment]) -> tuple[Ints, Ints, Flags]:
-        """Return first position, position after the last, and whether it runs again, as ``lifetimes.passes_of``."""
+        """Return first position, position after the last, and whether it is recomputed, of each part.
+
+        A segment that keeps nothing is not recomputed, as nothing asks for it; nor is the loss, which is computed with
+        the model's output, but in no segment."""
         parts: list[tuple[int, int, bool]] = []
         for each in segments:
             if each.recompute and each.start < self._last_layer < each.stop:
@@ -192,17 +247,17 @@ class StageArrays:
         return starts, stops, np.array([part[2] for part in parts], dtype=bool) & keeps
 
 
-def _moments(starts: Ints, stops: Ints, again: Flags) -> _Moments:
+def _moments(starts: Ints, stops: Ints, again: Flags) -> Moments:
     lengths = stops - starts
     turn = int(lengths.sum())
     takes = lengths * (1 + again)
     begins = turn + takes[::-1].cumsum()[::-1] - takes  # the last segment comes first
     at = np.arange(starts[0], stops[-1])
     back = np.repeat(begins + lengths * again + stops - 1, lengths) - at
-    return _Moments(turn, turn + int(takes.sum()), np.repeat(begins - starts, lengths) + at, back)
+    return Moments(turn, turn + int(takes.sum()), np.repeat(begins - starts, lengths) + at, back)
 
 
-def _running(count: int, *spans: tuple[Any, Any, Any]) -> Ints:
+def _running(count: int, *spans: Sequence[Any]) -> Ints:
     """Bytes that live at each of ``count`` moments; of spans: first, last, bytes."""
     change = np.zeros(count + 1, dtype=np.int64)
     for first, last, size in spans:

@@ -141,7 +141,7 @@ class StreamedStages:
         parameters, box, start = sum(graph.owned_bytes), self._box_bytes(boxes), self._end(strategy, graph)
         of_rest = after = forward = 0
         if start < len(graph.layers):
-            rest = memory.plain((start, len(graph.layers)))
+            rest = memory.of_layers((start, len(graph.layers)))
             of_rest, after, forward = max(rest.first_backward, rest.forward), rest.parameters, rest.forward
         # What leaves the region as a map waits on the device for its gradient while boxes go back.
         leaving = sum(2 * boxes.own_bytes(name) for name in boxes.model.leaving if name in boxes.model.sides)

@@ -17,9 +17,8 @@ from models.registry import build_model
 from parallel.draw.svg_style import style, svg_text
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
-from parallel.memory.lifetimes import Lifetimes, passes_of
-from parallel.memory.liveness import LiveRange, gradient_spans, pieces, running_bytes
 from parallel.memory.policy import ActivationPolicy, segments_of
+from parallel.memory.stage_memory import StageMemory
 from parallel.trace.trace import trace
 from parallel.units import bytes_text
 
@@ -48,14 +47,9 @@ def graph() -> LayerGraph:
 
 def bytes_over_a_step(graph: LayerGraph, rule: ActivationPolicy) -> tuple[list[int], int]:
     """Bytes while each layer is computed, forward, again and backward; and how many of these are forward."""
-    found = pieces(graph)
-    passes = passes_of(graph, segments_of(Partition(graph, (0,)), 0, rule), found)
-    lives = Lifetimes(found, passes, rule)
-    gradients = [
-        LiveRange(passes.backward_at[span.last], passes.backward_at[span.first], span.bytes)
-        for span in gradient_spans(graph, passes.start, passes.stop)
-    ]
-    return running_bytes([*lives.spans, *gradients], 0, passes.end), passes.backward_start
+    segments = segments_of(Partition(graph, (0,)), 0, rule)
+    timeline = StageMemory(graph).arrays((0, len(graph.layers))).timeline(segments, rule)
+    return timeline.live.tolist(), timeline.moments.backward_start
 
 
 def picture() -> str:

@@ -1,4 +1,4 @@
-"""Bytes of stages under a rule: against what really lives, against sums by hand, against the plain ones."""
+"""Bytes of stages under a policy: against measured live bytes, against sums by hand, against those that keep all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from parallel.comm.local import LocalCommunicator
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.graph.partition import Partition, partition_equal
-from parallel.memory.lifetimes import HostBytes, Lifetimes, passes_of
-from parallel.memory.liveness import pieces
+from parallel.graph.partition import Partition, cut_positions, partition_equal
+from parallel.memory.offload_window import HostBytes
 from parallel.memory.policy import LEAST, ActivationPolicy, Segment, segments_of
 from parallel.memory.rank_bytes import host_bytes, whole_bytes
 from parallel.memory.stage_bytes import StageBytes
@@ -62,12 +61,6 @@ def only(graph: LayerGraph, policy: ActivationPolicy) -> StageBytes:
     return StageMemory(graph).of_stage(Partition(graph, (0,)), 0, policy)
 
 
-def in_segments(graph: LayerGraph, segments: list[Segment], policy: ActivationPolicy) -> StageBytes:
-    found = pieces(graph)
-    lives = Lifetimes(found, passes_of(graph, segments, found), policy)
-    return lives.stage_bytes(graph, only(graph, ActivationPolicy()))
-
-
 def test_offload_by_hand() -> None:
     at_once = only(chain(), ActivationPolicy(offload="overlap", smallest=10))
     assert (at_once.activations, at_once.inputs) == (8, 0)  # c's mask is too small to move
@@ -75,7 +68,7 @@ def test_offload_by_hand() -> None:
     assert at_once.backward == (60 + 8) + (20 + 60) + 10  # c's: what it saved, gradients, those of its parameters
     window = only(chain(), ActivationPolicy(offload="overlap", smallest=10, ahead=50))
     assert window.activations == 8
-    assert window.forward == 100 + 40 + 60 + 20 + 8  # a leaves when b is kept, too
+    assert window.forward == at_once.forward  # a leaves when c keeps b, before c computes
     assert window.backward == at_once.backward + 40  # a is back ahead
 
 
@@ -89,38 +82,32 @@ def test_what_two_layers_keep_moves_once() -> None:
 
 def test_segments_by_hand() -> None:
     segments = [Segment(0, 3, True), Segment(3, 5, False)]
-    stage = in_segments(chain(), segments, ActivationPolicy("block"))
+    arrays = StageMemory(chain()).arrays((0, 5))
+    stage, _ = arrays.stage_bytes(segments)
     assert (stage.activations, stage.inputs) == (100 + 60 + 8, 100)
     assert stage.forward == 100 + 40 + 60
-    assert stage.backward == 100 + (40 + 60) + 60  # b computed again, with its gradient waiting
+    assert stage.backward == 100 + (40 + 60) + 60  # b recomputed, with its gradient waiting
     assert stage.first_backward == stage.backward + 10
-    both = in_segments(chain(), segments, ActivationPolicy("block", offload="overlap", smallest=0))
+    both, there = arrays.stage_bytes(segments, ActivationPolicy("block", offload="overlap", smallest=0))
     assert (both.activations, both.forward, both.backward) == (0, 200, stage.backward)
-    graph = chain()
-    found = pieces(graph)
-    lives = Lifetimes(
-        found, passes_of(graph, segments, found), ActivationPolicy("block", offload="overlap", smallest=0)
-    )
-    assert lives.on_host == HostBytes(3 * LEAST, LEAST, 2 * LEAST)
+    assert there == HostBytes(3 * LEAST, LEAST, 2 * LEAST)
 
 
-def test_a_segment_that_keeps_nothing_is_not_computed_again() -> None:
-    graph = chain()
-    kept = in_segments(graph, [Segment(0, 4, False), Segment(4, 5, True)], ActivationPolicy("block"))
-    assert kept == in_segments(graph, [Segment(0, 4, False), Segment(4, 5, False)], ActivationPolicy("block"))
+def test_a_segment_that_keeps_nothing_is_not_recomputed() -> None:
+    arrays = StageMemory(chain()).arrays((0, 5))
+    kept, plain = (arrays.stage_bytes([Segment(0, 4, False), Segment(4, 5, again)]) for again in (True, False))
+    assert kept == plain
 
 
-def test_without_a_rule_all_is_as_plainly_counted() -> None:
-    for seed in range(150):
-        graph = random_graph(seed, most=12)
-        inner = range(2, len(graph.layers) - 1)
-        partition = Partition(graph, (0, *sorted(random.Random(seed).sample(inner, min(2, len(inner))))))
-        memory, found = StageMemory(graph), pieces(graph)
-        plain = memory.kept(partition)
-        assert plain == memory.kept(partition, ActivationPolicy("stage"))
-        for k, stage in enumerate(plain):
-            passes = passes_of(graph, segments_of(partition, k, ActivationPolicy()), found)
-            assert Lifetimes(found, passes, ActivationPolicy()).stage_bytes(graph, stage) == stage, (seed, k)
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_that_are_remembered_are_those_worked_out_anew(seed: int) -> None:
+    draw, graph = random.Random(seed), random_graph(seed, 24)
+    memory, inner = StageMemory(graph), cut_positions(graph)
+    for rule in list(RULES.values()) * 2:
+        partition = Partition(graph, (0, *sorted(draw.sample(inner, draw.randint(0, len(inner))))))
+        assert memory.kept(partition, rule) == StageMemory(graph).kept(partition, rule)
+        assert memory.host(partition, rule) == StageMemory(graph).host(partition, rule)
+    assert memory.kept(partition) == memory.kept(partition, ActivationPolicy("stage"))
 
 
 def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
@@ -139,7 +126,7 @@ def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
                 assert sizes[2] <= sizes[3], (seed, of, sizes)
 
 
-def test_whole_models_under_a_rule() -> None:
+def test_whole_models_under_a_policy() -> None:
     graph = chain()
     plain, moved = (
         whole_bytes("single", 1, 1, only(graph, rule), 2)
@@ -176,7 +163,7 @@ RULES = {
     "offload": ActivationPolicy(offload="overlap", smallest=64 * KIB),
     "offload, ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=512 * KIB),
     "block and offload": ActivationPolicy("block", offload="overlap", smallest=0),
-    "block and offload, ahead": ActivationPolicy("block", offload="overlap", smallest=0, ahead=128 * KIB),
+    "block and offload, ahead": ActivationPolicy("block", offload="overlap", smallest=0, ahead=512 * KIB),
 }
 
 
@@ -212,9 +199,9 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         with watch:
             stage.backward(0, {key: [torch.ones(size)] for key, size in sizes.items()})
         # 5 KiB: the state of the random generator, of segments that draw.
-        assert told.forward == pytest.approx(forward, rel=0.08, abs=8 * KIB), number
+        assert told.forward == pytest.approx(forward, rel=0.01, abs=8 * KIB), number
         assert told.activations == pytest.approx(kept, rel=0.01, abs=8 * KIB), number
-        assert told.first_backward == pytest.approx(watch.peak_bytes, rel=0.08), number
+        assert told.first_backward == pytest.approx(watch.peak_bytes, rel=0.06), number
         if saved_tensors.pool is not None:  # whose smallest buffers are of 4 KiB
             assert there[number].kept <= saved_tensors.pool.peak_bytes
             assert there[number].kept + there[number].again >= 0.9 * saved_tensors.pool.peak_bytes

@@ -96,7 +96,7 @@ def test_windows_agree_with_stages(name: str) -> None:
     deviations = []
     for _ in range(60):
         i, j = sorted(draw.sample(range(len(windows)), 2))
-        stage = StageMemory(graph).plain((windows.positions[i], windows.positions[j]))
+        stage = StageMemory(graph).of_layers((windows.positions[i], windows.positions[j]))
         assert stage.activations == windows.kept_bytes[i, j]
         assert stage.inputs == windows.entered_bytes[i, j]
         assert stage.parameters == windows.param_bytes[i, j]
@@ -167,11 +167,11 @@ def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
 
 def test_whole_models() -> None:
     graph = resnet50()
-    size = StageMemory(graph).plain((0, len(graph.layers))).parameters
+    size = StageMemory(graph).of_layers((0, len(graph.layers))).parameters
 
     def taken(name: str, ranks: int, m: int, slots: int = 0) -> RankBytes:
         """Of an optimizer whose update takes nothing, unless ``slots`` asks for more: passes are fullest."""
-        return whole_bytes(name, ranks, m, StageMemory(graph).plain((0, len(graph.layers))), slots)
+        return whole_bytes(name, ranks, m, StageMemory(graph).of_layers((0, len(graph.layers))), slots)
 
     assert taken("single", 1, 2).total >= taken("single", 1, 1).total
     # Buckets hold all gradients; those of microbatches before the last are beside them.
