@@ -235,7 +235,7 @@ class Workload:
             try:
                 region = self._region(traced)
                 known = self._recorded[0] if self._recorded else None
-                if known is None or not all(step.plain or step.name in known.records for step in region.steps):
+                if known is None or not all(step.global_op or step.name in known.records for step in region.steps):
                     known = Recorded(record(model, region), self.tile)
                     self._recorded[:] = [known]
             except (ValueError, RuntimeError, NotImplementedError) as fault:

@@ -122,7 +122,7 @@ class _Made:
 class _Parts:
     def __init__(self, graph: LayerGraph, side: SideBySide) -> None:
         self._graph, self._side = graph, side
-        self._members = side.territory.grid.members
+        self._members = side.mesh.grid.members
         self._shares: dict[int, float] = {}
         for layer in graph.layers:
             for number, _ in layer.output_storages:
@@ -152,7 +152,7 @@ class _Parts:
         if layer.kind != OUTPUT or len(layer.inputs) != 1:
             return None
         (source,) = layer.inputs
-        parted = source in self._side.in_parts and self._side.sides[source] == self._side.territory.side
+        parted = source in self._side.in_parts and self._side.sides[source] == self._side.mesh.side
         return source if parted else None
 
     def _exchanges(self, layer: Layer) -> _Made:
@@ -211,8 +211,8 @@ class _Parts:
         own = round(source.output_bytes * self._share(source))
         if plain and overlap_pays(own, layer.param_bytes):
             parts = self._side.borders(step, fetch)
-        apart = plain and all(parts)
-        halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back, apart)
+        overlapped = plain and all(parts)
+        halo = Halo(fetch.arriving_px * each, fetch.exchange.px * each, fetch.messages, back, overlapped)
         made.halos.append(halo)
         box, padded = fetch.boxes_px * each, fetch.padded_px * each
         wide = padded or box
@@ -220,7 +220,7 @@ class _Parts:
         if plain:
             made.kept.append((self._number(), halo.bytes))
             self._taken_apart(layer, [borders for borders in parts if borders], each, back, made)
-            if apart:
+            if overlapped:
                 return
         made.copied[0] += 2 * (box + padded)
         made.copied[1] += 2 * own * back

@@ -25,7 +25,7 @@ from parallel.plan.plan import Limit
 from parallel.plan.side_by_side import sum_in_team_s
 from parallel.schedule.timeline import StageCost
 from parallel.space.boxes import Boxes, StreamedModel, given_by, plan_boxes
-from parallel.space.phases import most_stored, phases_of
+from parallel.space.phases import peak_stored_bytes, phases_of
 from parallel.space.rule import Step
 from parallel.space.team import Grid
 from parallel.space.team_boxes import TeamBoxes, plan_team_boxes, side_by_side
@@ -167,7 +167,7 @@ class StreamedStages:
         key = tiles, strategy.grid
         if key not in self._crossing:
             model = self._model(*key)
-            of_all = most_stored(phases_of(model.steps, model.leaving), model.sizes, model.images)
+            of_all = peak_stored_bytes(phases_of(model.steps, model.leaving), model.sizes, model.images)
             self._crossing[key] = of_all // strategy.members  # the largest member has as much at least
         return self._crossing[key] + self.tile_bytes(tiles) <= limit and self.host_bytes(strategy, tiles) <= limit
 
@@ -222,7 +222,7 @@ class StreamedStages:
 
     def _told_s(self, boxes: TeamBoxes) -> float:
         """Seconds of what members tell each other in one pass: what they look at of others' maps, and sums."""
-        members = boxes.territory.grid.members
+        members = boxes.mesh.grid.members
         link = self._cluster.link(0, members - 1)
         assert link is not None
         fetched = [size for size in boxes.fetched_of_others.values() if size]

@@ -119,7 +119,7 @@ class BoxBytes:
         what it sums, that the box computes."""
         if not rows.size or not columns.size:
             return 0.0
-        copies = step.copies_pads and (rows.lopsided or columns.lopsided)
+        copies = step.pads_by_copy and (rows.lopsided or columns.lopsided)
         share = rows.size * columns.size / (step.sides[0] * step.sides[1])
         taken: dict[str, float] = {}
         for name, high, wide in zip(step.maps, rows.of_maps, columns.of_maps, strict=True):
@@ -148,8 +148,8 @@ class BoxBytes:
         """Return the bytes of the step's value that are kept for backward passes of the part."""
         name = step.name
         self._saved.update(saved for saved in step.saves if saved == name or not copies)
-        if name in self._saved and step.lies_in:
-            self._saved.add(step.lies_in)
+        if name in self._saved and step.aliases:
+            self._saved.add(step.aliases)
         elif name in self._saved:
             return size
         elif name in self._given:
@@ -166,8 +166,8 @@ class BoxBytes:
         self._all_waiting -= waited
         crossing, makes = self._all_waiting, 0.0
         for k, source in enumerate(source for source in step.maps if source not in self._images):
-            new = taken[source] if not step.hands_on else (arrives or size) * (k == 0)
-            makes += 0.0 if step.hands_on else new
+            new = taken[source] if not step.passes_grad_through else (arrives or size) * (k == 0)
+            makes += 0.0 if step.passes_grad_through else new
             before = self._waiting.get(source, 0.0)
             self._waiting[source] = max(new, before)  # sums are as large as what adds up
             self._all_waiting += self._waiting[source] - before

@@ -15,8 +15,8 @@ from itertools import pairwise
 
 from parallel.space.box_bytes import AxisNeeds, Cuts, PartNeeds
 from parallel.space.grid import tile_cuts
-from parallel.space.parts import Part, Tile, divide, telling_boxes, wanted_from
-from parallel.space.phases import made_again, most_stored, phases_of
+from parallel.space.parts import Part, Tile, divide, wanted_from, worst_case_boxes
+from parallel.space.phases import maps_to_recompute, peak_stored_bytes, phases_of
 from parallel.space.rule import Step
 
 STORED_PER_PX = 32
@@ -71,7 +71,7 @@ class StreamedModel:
     def again(self, limit: int) -> frozenset[str]:
         """Return names of the maps to make again so that the others take no more than ``limit`` bytes on the host."""
         if limit not in self._again:
-            self._again[limit] = made_again(self.steps, self.leaving, self.sizes, self.images, limit)
+            self._again[limit] = maps_to_recompute(self.steps, self.leaving, self.sizes, self.images, limit)
         return self._again[limit]
 
     @functools.cached_property
@@ -88,11 +88,11 @@ class StreamedModel:
     @property
     def box_bytes(self) -> float:
         """Bytes that one box takes which is the whole tile: of smaller boxes without rims, their share of it."""
-        across = [step for step in self.steps if step.name in self.leaving and not step.plain]
+        across = [step for step in self.steps if step.name in self.leaving and not step.global_op]
         rows, columns = self.side
         counted = PartNeeds(across, self.sides, self.sizes, ((0, rows), (0, columns)), [(0, 0)], self.images)
         for step in reversed(self.steps):
-            if not step.plain:
+            if not step.global_op:
                 counted.begin_with(step)
         return counted.bytes
 
@@ -223,7 +223,7 @@ class Boxes:
         return box.fetched_bytes * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
 
     def _usual(self, part: Part) -> tuple[int, int]:
-        return telling_boxes(self.cuts(part))[0]
+        return worst_case_boxes(self.cuts(part))[0]
 
     def _needs(self, phase: PhaseParts, part: Part, boxes: Sequence[tuple[int, int]]) -> PartNeeds:
         """What some boxes of a part take."""
@@ -267,7 +267,7 @@ def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) 
     left = STORED_PER_PX * rows * columns * model.tiles
     if stored_bytes is not None:
         # Maps within a phase may all have their gradients beside them.
-        left = max(0, min(left, (stored_bytes - most_stored(phases, model.sizes, model.images)) // 2))
+        left = max(0, min(left, (stored_bytes - peak_stored_bytes(phases, model.sizes, model.images)) // 2))
     share = math.prod(min(1.0, box / side) for side in model.side)
     tile = Tile(model.side, box, share * model.box_bytes, left, model.inputs, model.images, model.square)
     # A map has one place on the host: what several phases make none may store.

@@ -24,9 +24,9 @@ FETCHED_FLOPS_PER_BYTE = 20.0
 """What a byte costs that a box fetches: read in both passes, and a gradient added."""
 PLACES = 24
 """Places to cut at that are looked at, at most."""
-HOPELESS = 4.0
+MAX_EXCESS = 4.0
 """Times the bytes that a box may take, beyond which no longer part is looked at."""
-PRESSURE = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e6)
+STORE_PENALTIES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e6)
 """Further costs of a stored byte, in what the steps compute for each byte they give, tried in turn until the maps that
 are stored fit."""
 
@@ -88,7 +88,7 @@ def divide(
     columns = {stop: _costs(steps, stop, ends, leaving, sides, tile, sizes) for stop in ends[1:]}
     parts: list[Part] = []
     each = sum(step.flops for step in steps) / max(1, sum(step.value_bytes for step in steps))
-    for pressure in PRESSURE:
+    for pressure in STORE_PENALTIES:
         best: dict[int, tuple[float, list[Part], float]] = {0: (0.0, [], 0.0)}
         for stop in ends[1:]:
             choices = []
@@ -152,7 +152,7 @@ def _costs(
             break
         cuts = (tile_cuts(tile.side[0], box), tile_cuts(tile.side[1], box))
         count = math.prod(len(axis) - 1 for axis in cuts)
-        boxes = PartNeeds(across, sides, sizes, cuts, telling_boxes(cuts), tile.images, tile.square)
+        boxes = PartNeeds(across, sides, sizes, cuts, worst_case_boxes(cuts), tile.images, tile.square)
         flops = stored = 0.0
         for position in range(stop - 1, -1, -1):
             step = steps[position]
@@ -167,13 +167,13 @@ def _costs(
                 cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * rims
                 if position not in best or cost < best[position][0]:
                     best[position] = cost, stored, box
-            if excess > HOPELESS:
+            if excess > MAX_EXCESS:
                 break
     return best
 
 
 @functools.cache
-def telling_boxes(cuts: Cuts) -> list[tuple[int, int]]:
+def worst_case_boxes(cuts: Cuts) -> list[tuple[int, int]]:
     """Return (row, column) of the boxes that take most: one in the middle, and one at an edge, where padding copies
     what it pads."""
     rows, columns = (max(range(len(axis) - 1), key=lambda k, axis=axis: _inner(axis, k)) for axis in cuts)  # type: ignore[misc]
@@ -189,7 +189,7 @@ def rule_faults(steps: Sequence[Step], sides: Mapping[str, tuple[int, int]]) -> 
     """Return the steps whose rules give other sides than they have, or whose maps differ in size."""
     found = []
     for step in steps:
-        if step.plain:
+        if step.global_op:
             continue
         for axis, word in ((0, "rows"), (1, "columns")):
             given = {step.rules[axis].out(sides[name][axis]) for name in step.maps}

@@ -79,11 +79,11 @@ def _phases(
 def _crossing(steps: Sequence[Step], base: Sequence[tuple[Sequence[Step], Sequence[Step]]]) -> set[str]:
     """Return names of the maps that a later phase uses than the one that makes them."""
     phase_of = {step.name: k for k, (_, local) in enumerate(base) for step in local}
-    maps = {step.name for step in steps if not step.sums and not step.plain}
+    maps = {step.name for step in steps if not step.sums and not step.global_op}
     return {name for step in steps for name in step.maps if name in maps and phase_of[name] < phase_of[step.name]}
 
 
-def most_stored(phases: Sequence[Phase], sizes: Mapping[str, int], images: Collection[str]) -> int:
+def peak_stored_bytes(phases: Sequence[Phase], sizes: Mapping[str, int], images: Collection[str]) -> int:
     """Return the bytes of maps between phases, and of their gradients, at the fullest moment, going back."""
     left = [frozenset(step.name for step in phase.steps if step.name in phase.leaving) for phase in phases]
     made = set().union(*left) & set().union(*(phase.fetched for phase in phases))
@@ -97,7 +97,7 @@ def most_stored(phases: Sequence[Phase], sizes: Mapping[str, int], images: Colle
     return most
 
 
-def made_again(
+def maps_to_recompute(
     steps: Sequence[Step],
     leaving: Collection[str],
     sizes: Mapping[str, int],
@@ -109,12 +109,12 @@ def made_again(
 
     base = in_phases(steps)
 
-    def told(again: Collection[str]) -> tuple[float, int]:
+    def cost_of(again: Collection[str]) -> tuple[float, int]:
         phases = _phases(steps, base, leaving, again)
-        return sum(step.flops for phase in phases for step in phase.steps), most_stored(phases, sizes, images)
+        return sum(step.flops for phase in phases for step in phase.steps), peak_stored_bytes(phases, sizes, images)
 
     again: frozenset[str] = frozenset()
-    flops, least = told(again)
+    flops, least = cost_of(again)
     if least <= limit:
         return again
     by_name = {step.name: step for step in steps}
@@ -122,14 +122,14 @@ def made_again(
     cheap = {
         name for name in across if by_name[name].rules == (SAME, SAME) and _each(by_name[name]) <= CHEAP_FLOPS_PER_BYTE
     }
-    again, (flops, least) = frozenset(cheap), told(cheap)
+    again, (flops, least) = frozenset(cheap), cost_of(cheap)
     gains = []
     for name in across - cheap if least > limit else ():
-        more, stored = told(again | {name})
+        more, stored = cost_of(again | {name})
         if stored < least:
             gains.append(((more - flops) / (least - stored), name))
     for _, name in sorted(gains):
-        stored = told(again | {name})[1]
+        stored = cost_of(again | {name})[1]
         if stored < least:
             again, least = again | {name}, stored
         if least <= limit:

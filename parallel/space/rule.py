@@ -193,18 +193,18 @@ class Step:
         rules: (rows, columns).
         sides: rows and columns of its value; of a sum, those of the map that is summed.
         sums: its value is a sum over all rows and columns.
-        plain: neither: no map takes part.
+        global_op: neither: no map takes part.
         flops: of its forward pass on the whole tile; bytes are of the whole tile, too.
         value_bytes: of its value.
         saves: maps that backward needs, of those it takes and its own value.
         kept_bytes: that backward needs besides, as the places of maxima.
         work_bytes: that live only while its backward pass runs, besides gradients of maps and parameters.
         param_bytes: of the parameters it uses.
-        lies_in: map in whose memory its value lies; "" where it has its own.
-        hands_on: its backward pass gives the gradient of its value on as it is.
+        aliases: map in whose memory its value lies; "" where it has its own.
+        passes_grad_through: its backward pass gives the gradient of its value on as it is.
         draws_whole: it draws a number for each px of the whole map, whatever of it is computed.
         normed: it normalises each channel of a map by the moments that are summed before it.
-        copies_pads: where a box is padded on one side alone, what it takes is copied, and the copy kept.
+        pads_by_copy: where a box is padded on one side alone, what it takes is copied, and the copy kept.
     """
 
     name: str
@@ -213,16 +213,16 @@ class Step:
     rules: tuple[Rule, Rule] = (SAME, SAME)
     sides: tuple[int, int] = (0, 0)
     sums: bool = False
-    plain: bool = False
+    global_op: bool = False
     flops: float = 0.0
     value_bytes: int = 0
     saves: tuple[str, ...] = ()
     kept_bytes: int = 0
     work_bytes: int = 0
     param_bytes: int = 0
-    lies_in: str = ""
-    hands_on: bool = False
-    copies_pads: bool = False
+    aliases: str = ""
+    passes_grad_through: bool = False
+    pads_by_copy: bool = False
     draws_whole: bool = False
     normed: bool = False
 
@@ -244,7 +244,7 @@ def in_phases(steps: Sequence[Step]) -> list[tuple[list[Step], list[Step]]]:
         known_from[step.name] = phase + step.sums
         while len(phases) <= phase:
             phases.append(([], []))
-        phases[phase][0 if step.plain else 1].append(step)
+        phases[phase][0 if step.global_op else 1].append(step)
     return phases
 
 

@@ -16,7 +16,7 @@ from parallel.space.borders import Borders, borders
 from parallel.space.boxes import StreamedModel
 from parallel.space.grid import Span
 from parallel.space.rule import PRIOR, Step
-from parallel.space.team import Box, Exchange, Grid, Territory
+from parallel.space.team import Box, Exchange, Grid, SpatialMesh
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SideBySide:
         ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
     """
 
-    territory: Territory
+    mesh: SpatialMesh
     steps: tuple[Step, ...]
     sides: Mapping[str, tuple[int, int]]
     ends_at: tuple[str, str] | None
@@ -72,13 +72,13 @@ class SideBySide:
     @functools.cached_property
     def in_parts(self) -> frozenset[str]:
         """Names of the values that lie in parts with the members, what enters included."""
-        made = {step.name for step in self.steps if not step.plain and not step.sums}
+        made = {step.name for step in self.steps if not step.global_op and not step.sums}
         taken = {name for step in self.steps for name in step.maps}
         return frozenset(name for name in made | taken if name in self.sides)
 
     def own(self, name: str) -> tuple[int, int]:
         """Return the most rows, and the most columns, that a member has of a map."""
-        held = self.territory.all_owned(self.sides[name])
+        held = self.mesh.all_owned(self.sides[name])
         return max(rows.size for rows, _ in held), max(columns.size for _, columns in held)
 
     def share(self, name: str) -> float:
@@ -90,43 +90,43 @@ class SideBySide:
         for source in step.maps:
             if step.sums:
                 continue
-            fetch = _fetch(self.territory, source, step.rules, self.sides[step.name], self.sides[source])
+            fetch = _fetch(self.mesh, source, step.rules, self.sides[step.name], self.sides[source])
             if not fetch.exchange.is_local:
                 yield fetch
 
     def borders(self, step: Step, fetch: Fetch) -> list[Borders | None]:
         """Return, by member, how a convolution is taken apart into own part and halos; None where it is not."""
         exchange, whole = fetch.exchange, self.sides[fetch.source]
-        boxes = zip(self.territory.all_owned(self.sides[step.name]), exchange.boxes, exchange.owned, strict=True)
+        boxes = zip(self.mesh.all_owned(self.sides[step.name]), exchange.boxes, exchange.owned, strict=True)
         return [borders(step.rules, made, have, own, whole) for made, have, own in boxes]
 
     def gathered(self, name: str) -> Fetch:
         """Return what member 0 fetches to have all of a map."""
         sides = self.sides[name]
-        return Fetch(name, self.territory.gathered(sides), math.prod(sides), 0)
+        return Fetch(name, self.mesh.gathered(sides), math.prod(sides), 0)
 
 
 def divide_among(model: StreamedModel, grid: Grid) -> SideBySide:
     """Return the region of ``model`` that a team of ``grid`` computes side by side; one without steps where nothing can
     be divided so."""
-    territory = Territory(grid, (model.side[0], model.side[1]))
+    mesh = SpatialMesh(grid, (model.side[0], model.side[1]))
     steps, ends_at = list(model.steps), model.ends_at
-    if reason := territory.fault(territory.side):
-        return SideBySide(territory, (), model.sides, ("the tile", reason))
+    if reason := mesh.fault(mesh.side):
+        return SideBySide(mesh, (), model.sides, ("the tile", reason))
     for number, step in enumerate(steps):
-        if not step.plain and not step.sums and (reason := territory.fault(step.sides)):
+        if not step.global_op and not step.sums and (reason := mesh.fault(step.sides)):
             ends_at = (step.name, reason)
             node = step.name + PRIOR
             steps = [each for each in steps[:number] if not each.name.startswith(node)]
             break
-    while steps and steps[-1].plain:  # what is made of the last sums belongs to what follows
+    while steps and steps[-1].global_op:  # what is made of the last sums belongs to what follows
         steps.pop()
-    return SideBySide(territory, tuple(steps), model.sides, ends_at)
+    return SideBySide(mesh, tuple(steps), model.sides, ends_at)
 
 
 @functools.lru_cache(4096)
-def _fetch(territory: Territory, source: str, rules: tuple, made: tuple[int, int], taken: tuple[int, int]) -> Fetch:  # type: ignore[type-arg]
-    exchange = territory.exchange(rules, made, taken)
+def _fetch(mesh: SpatialMesh, source: str, rules: tuple, made: tuple[int, int], taken: tuple[int, int]) -> Fetch:  # type: ignore[type-arg]
+    exchange = mesh.exchange(rules, made, taken)
     padded, lopsided = 0, False
     for need, box in zip(exchange.needs, exchange.boxes, strict=True):
         pads = [(has.start - wants.start, wants.stop - has.stop) for wants, has in zip(need, box, strict=True)]

@@ -116,7 +116,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Territory:
+class SpatialMesh:
     """A tile of ``side`` px (rows, columns), divided among a team."""
 
     grid: Grid
@@ -150,7 +150,7 @@ class Territory:
             return None
         return f"gives maps of {sides[0]} x {sides[1]} px, of which not every member of a {self.grid} team has a part"
 
-    @functools.lru_cache(4096)  # noqa: B019  one entry for all equal territories
+    @functools.lru_cache(4096)  # noqa: B019  one entry for all equal meshes
     def exchange(self, rules: tuple[Rule, Rule], made: Sides, taken: Sides) -> Exchange:
         """Return what an operation exchanges, of the map of sides ``taken`` for one of sides ``made``."""
         return self._of(needs_of(rules, self.all_owned(made), taken), taken)

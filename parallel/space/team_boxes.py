@@ -16,7 +16,7 @@ from parallel.space.box_bytes import AxisNeeds, Cuts
 from parallel.space.boxes import Boxes, PhaseParts, StreamedModel, given_by, plan_boxes
 from parallel.space.parts import Part
 from parallel.space.side_by_side import divide_among
-from parallel.space.team import Grid, Territory
+from parallel.space.team import Grid, SpatialMesh
 
 EXCHANGE_COPIES = 2
 """Of what a member fetches of others: the room it arrives in, and what it sends meanwhile, which is about as much."""
@@ -27,25 +27,25 @@ class TeamBoxes(Boxes):
     """A region in boxes of the parts of members.
 
     Attributes:
-        territory: the members' parts of the tile.
+        mesh: the members' parts of the tile.
     """
 
-    territory: Territory
+    mesh: SpatialMesh
 
     def cuts(self, part: Part) -> Cuts:
-        return self.territory.boxed(part.box)
+        return self.mesh.boxed(part.box)
 
     def places(self, member: int, part: Part) -> tuple[range, range]:
         """Return the numbers of the rows and columns of boxes that ``member`` computes."""
-        return self.territory.boxes_of(member, self.cuts(part))
+        return self.mesh.boxes_of(member, self.cuts(part))
 
     @property
     def square(self) -> bool:
-        return super().square and self.territory.cuts[0] == self.territory.cuts[1]
+        return super().square and self.mesh.cuts[0] == self.mesh.cuts[1]
 
     def counts(self, part: Part, axis: int) -> dict[int, int]:
         """Of the member with most boxes along the axis: first and last, and the largest between them."""
-        members = range(self.territory.grid.members)
+        members = range(self.mesh.grid.members)
         numbers = max((self.places(member, part)[axis] for member in members), key=len)
         cuts, counts = self.cuts(part)[axis], {numbers[0]: 1, numbers[-1]: 1}
         if inner := numbers[1:-1]:
@@ -56,11 +56,11 @@ class TeamBoxes(Boxes):
     def held(self) -> dict[str, tuple[int, int]]:
         """By name of a map between parts, or that enters: the most rows, and the most columns, that a member holds."""
         spans: dict[str, list[list[tuple[int, int]]]] = {}
-        grid = self.territory.grid
+        grid = self.mesh.grid
         for name in {*self.model.inputs, *(name for phase, part in self.parts() for name in _maps(phase, part))}:
             sides = self.model.sides[name]
-            rows = [self.territory.owned(row * grid.columns, sides)[0] for row in range(grid.rows)]
-            columns = [self.territory.owned(column, sides)[1] for column in range(grid.columns)]
+            rows = [self.mesh.owned(row * grid.columns, sides)[0] for row in range(grid.rows)]
+            columns = [self.mesh.owned(column, sides)[1] for column in range(grid.columns)]
             spans[name] = [[(span.start, span.stop) for span in axis] for axis in (rows, columns)]
         for phase, part in self.parts():
             self._look(phase, part, spans)
@@ -69,7 +69,7 @@ class TeamBoxes(Boxes):
 
     def _look(self, phase: PhaseParts, part: Part, spans: dict[str, list[list[tuple[int, int]]]]) -> None:
         """Widen what members hold to where the first and the last of their boxes of a part look."""
-        steps, across, grid = phase.steps[part.start : part.stop], given_by(phase, part), self.territory.grid
+        steps, across, grid = phase.steps[part.start : part.stop], given_by(phase, part), self.mesh.grid
         for axis, count in enumerate((grid.rows, grid.columns)):
             for number in range(count):
                 boxes = self.places(number * grid.columns if axis == 0 else number, part)[axis]
@@ -93,7 +93,7 @@ class TeamBoxes(Boxes):
         return round(self.model.sizes[name] * math.prod(self._own(name)) / math.prod(self.model.sides[name]))
 
     def _own(self, name: str) -> tuple[int, int]:
-        owned = self.territory.all_owned(self.model.sides[name])
+        owned = self.mesh.all_owned(self.model.sides[name])
         return max(rows.size for rows, _ in owned), max(columns.size for _, columns in owned)
 
     @functools.cached_property
@@ -131,9 +131,9 @@ def plan_team_boxes(model: StreamedModel, box: int, grid: Grid, stored_bytes: in
     Raises:
         ValueError: as ``plan_boxes``.
     """
-    territory = Territory(grid, model.side)
+    mesh = SpatialMesh(grid, model.side)
     of_all = None if stored_bytes is None else stored_bytes * grid.members
-    return TeamBoxes(model, plan_boxes(model, box, of_all).phases, territory)
+    return TeamBoxes(model, plan_boxes(model, box, of_all).phases, mesh)
 
 
 def side_by_side(model: StreamedModel, grid: Grid) -> StreamedModel | None:

@@ -174,7 +174,7 @@ class Reading:
     Attributes:
         dims: of rows and columns, by name of each map.
         sides: rows and columns of each map.
-        lies_in: name of a map -> the map whose memory it may share.
+        aliases: name of a map -> the map whose memory it may share.
         values: of nodes, run on tensors without data.
     """
 
@@ -182,7 +182,7 @@ class Reading:
         self.model, self.once = model, once
         self.dims: dict[str, tuple[int, int]] = {}
         self.sides: dict[str, tuple[int, int]] = {}
-        self.lies_in: dict[str, fx.Node] = {}
+        self.aliases: dict[str, fx.Node] = {}
         self.values: dict[str, Any] = {}
 
     def maps(self, node: fx.Node) -> list[fx.Node]:

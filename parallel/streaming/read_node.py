@@ -93,14 +93,14 @@ def in_same_memory(reading: Reading, node: fx.Node, source: fx.Node) -> list[fx.
     """Return the maps made before ``node`` that may lie in the memory of ``source``, itself among them."""
 
     root = source
-    while root.name in reading.lies_in:
-        root = reading.lies_in[root.name]
+    while root.name in reading.aliases:
+        root = reading.aliases[root.name]
     found, looked_at = [], [root]
     while looked_at:  # a map lies in the memory of one that it is made of, so that its owner's users lead to it
         other = looked_at.pop()
         if other < node and other.name in reading.dims:
             found.append(other)
-        looked_at += [user for user in other.users if reading.lies_in.get(user.name) is other]
+        looked_at += [user for user in other.users if reading.aliases.get(user.name) is other]
     return found
 
 

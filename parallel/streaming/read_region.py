@@ -211,7 +211,7 @@ def _plain(node: fx.Node, reading: Reading, found: _Found) -> None:
             if part.training and (counts or draws):  # computed again in the backward pass
                 raise SpansImage("counts or draws what has no rows any more, which boxes would do twice")
     found.plain.add(node.name)
-    found.steps.append(Step(node.name, others=others, plain=True))
+    found.steps.append(Step(node.name, others=others, global_op=True))
 
 
 def _read_by(model: nn.Module, node: fx.Node) -> list[Any]:
@@ -235,7 +235,7 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
         name, takes = node.name + prior.suffix, tuple(source.name for source in maps)
         if prior.once:
             found.fixed.add(name)
-            found.steps.append(Step(name, others=before, plain=True))
+            found.steps.append(Step(name, others=before, global_op=True))
         else:
             found.steps.append(Step(name, takes, before, sides=sides, sums=True, flops=10.0 * numbers))
         found.plain.add(name)
@@ -245,7 +245,7 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
     if operation.of_sums:
         found.plain.add(node.name)
         found.operations[node.name] = operation
-        found.steps.append(Step(node.name, others=others, plain=True))
+        found.steps.append(Step(node.name, others=others, global_op=True))
         return
     if operation.sums:
         found.plain.add(node.name)
@@ -258,7 +258,7 @@ def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found)
         reading.dims[node.name], reading.sides[node.name] = operation.dims, (wanted[0], wanted[1])
         sides = (wanted[0], wanted[1])
         if operation.shares:
-            reading.lies_in[node.name] = maps[0]
+            reading.aliases[node.name] = maps[0]
     found.operations[node.name] = operation
     found.steps.append(
         Step(
@@ -281,7 +281,7 @@ def _asked_for(steps: Sequence[Step]) -> list[Step]:
     kept: list[Step] = []
     asked: set[str] = set()
     for step in reversed(steps):
-        if not step.plain or step.name in asked:
+        if not step.global_op or step.name in asked:
             kept.append(step)
             asked.update(step.others)
     return kept[::-1]
@@ -296,7 +296,7 @@ def _finished(
     found: _Found,
 ) -> Region:
     """Without what is made of the last sums, which what follows computes."""
-    last = max((k for k, step in enumerate(found.steps) if not step.plain), default=-1)
+    last = max((k for k, step in enumerate(found.steps) if not step.global_op), default=-1)
     if found.ends_at is not None and found.ends_at[1] == ADVICE and not reading.once:
         raise ValueError(f"--stream computes a tile box by box, and cannot pass {found.ends_at[0]}: {ADVICE}")
     steps = found.steps[: last + 1]

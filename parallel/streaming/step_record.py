@@ -44,9 +44,9 @@ class StepRecord:
     kept: float
     work: float
     param_bytes: int
-    lies_in: str
-    hands_on: bool
-    copies_pads: bool
+    aliases: str
+    passes_grad_through: bool
+    pads_by_copy: bool
     ops: tuple[Op, ...]
 
 
@@ -79,9 +79,9 @@ def _recorded(step: Step, known: StepRecord, tiles: int) -> Step:
         kept_bytes=round(known.kept * px),
         work_bytes=round(known.work * px),
         param_bytes=known.param_bytes,
-        lies_in=known.lies_in,
-        hands_on=known.hands_on,
-        copies_pads=known.copies_pads,
+        aliases=known.aliases,
+        passes_grad_through=known.passes_grad_through,
+        pads_by_copy=known.pads_by_copy,
     )
 
 
@@ -95,7 +95,7 @@ class _Recording:
         self._values: dict[str, Any] = {
             name: torch.empty(meta[name][0], dtype=meta[name][1], device="meta") for name in region.inputs
         }
-        self.plain_steps = {step.name: step for step in region.steps if step.plain}
+        self.plain_steps = {step.name: step for step in region.steps if step.global_op}
         self._known = _Known(self)
         for name in region.given:
             self._known[name] = torch.empty(meta[name][0], dtype=meta[name][1], device="meta")
@@ -105,7 +105,7 @@ class _Recording:
     def run(self) -> None:
         state = {storage_of(tensor) for tensor in state_of(self.module).values()}
         for step in self._region.steps:
-            if step.plain:
+            if step.global_op:
                 continue
             key = self._key(step)
             if key is not None and (same := self._alike.get(key)) is not None:
@@ -159,7 +159,7 @@ class _Recording:
             dict(zip((*same.maps, same.name), (*step.maps, step.name), strict=True)),
         )
         saves = tuple(names[name] for name in record.saves)
-        self.records[step.name] = replace(record, saves=saves, lies_in=names.get(record.lies_in, ""))
+        self.records[step.name] = replace(record, saves=saves, aliases=names.get(record.aliases, ""))
         values = self._known if step.sums else self._values
         values[step.name] = values[same.name]
 
@@ -192,14 +192,14 @@ class _Recording:
         names = {**takes, **gives}
         px = math.prod(step.sides) * region.forms[region.inputs[0]][0][0]
         params = self._trained(step)
-        work, hands_on = backward_work(value, list(leaves.values()), [*others.values(), *params])
+        work, passes_grad_through = backward_work(value, list(leaves.values()), [*others.values(), *params])
         self.records[step.name] = StepRecord(
             tuple(dict.fromkeys(names[storage] for storage in kept if storage in names)),
             sum(size for storage, size in kept.items() if storage not in names) / px,
             work / px,
             sum(map(bytes_of, params)),
             next((takes[storage] for storage in gives if storage in takes), ""),
-            hands_on,
+            passes_grad_through,
             any(isinstance(rule, Window) and rule.reach > 1 for rule in step.rules),
             ops,
         )

@@ -93,7 +93,7 @@ class BoxedNodes(NodeRun):
         if region is None:
             return None
         region = replace(region, forms={name: (*form[:2], self._device) for name, form in region.forms.items()})
-        self._boxes.tile = plan.territory.side
+        self._boxes.tile = plan.mesh.side
         return self._boxes.of_region(stage, region, targets) or self.planned(stage, plan)
 
 

@@ -52,7 +52,7 @@ class BoxedRegion(RegionRun):
     ) -> None:
         self._link, self._grid, self._random = link, grid, random
         super().__init__(region, box, **options)
-        self._territory = self.boxes.territory
+        self._mesh = self.boxes.mesh
         self._exchanges = self._find_exchanges()
         self._held = {name: exchange.boxes[link.member] for name, exchange in self._exchanges.items()}
 
@@ -126,7 +126,7 @@ class BoxedRegion(RegionRun):
         self._give_back(back.maps, name)
 
     def _own(self, name: str) -> Box:
-        return self._territory.owned(self._link.member, self.region.sides[name])
+        return self._mesh.owned(self._link.member, self.region.sides[name])
 
     def _fetch(self, maps: Maps, name: str) -> None:
         """Fetch of others what is held here of a map, and send what others hold."""
@@ -148,15 +148,15 @@ class BoxedRegion(RegionRun):
 
     def _find_exchanges(self) -> dict[str, Exchange]:
         """By name of a map between parts, or that enters or leaves: who holds what of it."""
-        region, territory, members = self.region, self._territory, range(self._grid.members)
+        region, mesh, members = self.region, self._mesh, range(self._grid.members)
         looked_at: dict[str, list[list[Box]]] = {}
         for name in region.inputs:
-            looked_at[name] = [[territory.owned(member, region.sides[name])] for member in members]
+            looked_at[name] = [[mesh.owned(member, region.sides[name])] for member in members]
         for phase, planned in zip(self.phases, self.boxes.phases, strict=True):
             for part, paper in zip(phase.parts, planned.parts, strict=True):
                 given = [step.name for step in part.given if not step.sums]
                 for name in given:
-                    looked_at[name] = [[territory.owned(member, region.sides[name])] for member in members]
+                    looked_at[name] = [[mesh.owned(member, region.sides[name])] for member in members]
                 # In its backward pass a part finds what it gave, with rims, where its own steps look at it.
                 names = (*part.entering, *(name for name in given if name in part.users))
                 for member in members:
@@ -166,7 +166,7 @@ class BoxedRegion(RegionRun):
                             if name in rows and name in columns:
                                 looked_at[name][member].append((rows[name], columns[name]))
         return {
-            name: territory.needed([_hull(boxes) for boxes in by_member], region.sides[name])
+            name: mesh.needed([_hull(boxes) for boxes in by_member], region.sides[name])
             for name, by_member in looked_at.items()
         }
 

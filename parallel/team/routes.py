@@ -23,7 +23,7 @@ class Parcel(NamedTuple):
 
 def parcels(names: Iterable[str], plan: TeamPlan) -> list[Parcel]:
     """Return all that goes between two teams of ``plan``, in the order that every member sends and receives it in."""
-    members, found = range(plan.territory.grid.members), []
+    members, found = range(plan.mesh.grid.members), []
     for name in names:
         place = plan.placement(name)
         if place == "shard":

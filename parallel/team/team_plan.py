@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from parallel.space.rule import SAME
-from parallel.space.team import Box, Exchange, Grid, Territory
+from parallel.space.team import Box, Exchange, Grid, SpatialMesh
 from parallel.streaming.operation import Operation
 from parallel.streaming.read_region import NothingInBoxes, read_region
 from parallel.streaming.region import Region
@@ -38,7 +38,7 @@ class TeamPlan:
         compiled: programs of this plan, by what runs them; they go with the plan.
     """
 
-    territory: Territory
+    mesh: SpatialMesh
     region: Region | None
     ends_at: tuple[str, str] | None
     compiled: dict[Any, Any] = field(default_factory=dict)
@@ -68,18 +68,18 @@ class TeamPlan:
 
     def owned(self, name: str, member: int) -> Box:
         """Return the box of a map that ``member`` has."""
-        return self.territory.owned(member, self.sides(name))
+        return self.mesh.owned(member, self.sides(name))
 
     def exchange(self, node: str, operation: Operation, source: str) -> Exchange:
         """Return what the step of ``node`` exchanges of the map ``source``."""
         taken = self.sides(source)
         made = taken if operation.sums or operation.of_sums else self.sides(node)
         rules = (SAME, SAME) if operation.sums else operation.rules
-        return self.territory.exchange(rules, made, taken)
+        return self.mesh.exchange(rules, made, taken)
 
     def gathered(self, name: str) -> Exchange:
         """Return the exchange that gives member 0 all of a map."""
-        return self.territory.gathered(self.sides(name))
+        return self.mesh.gathered(self.sides(name))
 
 
 def plan_team(
@@ -90,18 +90,18 @@ def plan_team(
     Args:
         once: each member computes its part at once; False: in boxes, and again in the backward pass.
     """
-    territory = Territory(grid, (shape[2], shape[3]))
+    mesh = SpatialMesh(grid, (shape[2], shape[3]))
     parameter = next(model.parameters())
     images = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(tuple(shape))
     (entering,) = (node.name for node in nodes if node.op == "placeholder")
 
-    if fault := territory.fault(territory.side):
-        return TeamPlan(territory, None, ("the tile", fault))
+    if fault := mesh.fault(mesh.side):
+        return TeamPlan(mesh, None, ("the tile", fault))
     try:
-        region = read_region(model, nodes, {entering: images}, refuse=territory.fault, once=once)
+        region = read_region(model, nodes, {entering: images}, refuse=mesh.fault, once=once)
     except NothingInBoxes as reason:
-        return TeamPlan(territory, None, reason.ends_at)
-    return TeamPlan(territory, region, region.ends_at)
+        return TeamPlan(mesh, None, reason.ends_at)
+    return TeamPlan(mesh, region, region.ends_at)
 
 
 def _put_on_one_device(model: nn.Module) -> None:

@@ -114,7 +114,7 @@ class TeamStage(StageModule):
         plans = [self.plans(shape, training) for training in (True, False)]
         if any(plan.region is None for plan in plans):
             return None
-        return plans[0].territory.owned(self.link.member, plans[0].territory.side)
+        return plans[0].mesh.owned(self.link.member, plans[0].mesh.side)
 
     def part_of_masks(self, shape: tuple[int, ...]) -> Box | None:
         """Return the rows and columns whose targets this member holds against the model's output; None: it may want
@@ -130,9 +130,9 @@ class TeamStage(StageModule):
         plan = self.plans(shape, self.training)
         if plan.region is None:
             return whole(images)
-        box = plan.territory.owned(self.link.member, plan.territory.side)
+        box = plan.mesh.owned(self.link.member, plan.mesh.side)
         if isinstance(images, Tensor):
-            return own_part(images, plan.territory.side, box)
+            return own_part(images, plan.mesh.side, box)
         return images.box(*box)
 
     def _in_segments(self, context: ForwardContext, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import pytest
 from parallel.space.borders import borders
 from parallel.space.grid import Span
 from parallel.space.rule import Window
-from parallel.space.team import Box, Grid, Territory
+from parallel.space.team import Box, Grid, SpatialMesh
 
 
 def cells(box: Box) -> set[tuple[int, int]]:
@@ -38,12 +38,12 @@ def test_every_number_is_made_of_its_part_or_in_a_rim(seed: int) -> None:
     for _ in range(60):
         rules, taken = (window(draw), window(draw)), (draw.randrange(20, 50), draw.randrange(20, 50))
         made = rules[0].out(taken[0]), rules[1].out(taken[1])
-        territory = Territory(draw.choice([Grid(2, 1), Grid(1, 2), Grid(2, 2)]), taken)
-        if min(made) < 2 or not territory.fits(made):
+        mesh = SpatialMesh(draw.choice([Grid(2, 1), Grid(1, 2), Grid(2, 2)]), taken)
+        if min(made) < 2 or not mesh.fits(made):
             continue
-        exchange = territory.exchange(rules, made, taken)
+        exchange = mesh.exchange(rules, made, taken)
         for member, have in enumerate(exchange.boxes):
-            output = territory.owned(member, made)
+            output = mesh.owned(member, made)
             split = borders(rules, output, have, exchange.owned[member], taken)
             if split is None:
                 whole += 1

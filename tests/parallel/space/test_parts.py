@@ -61,7 +61,7 @@ def test_deep_maps_are_computed_in_larger_boxes() -> None:
 def test_what_is_made_of_a_sum_waits_for_it() -> None:
     conv = Step("conv", ("image",), sides=(8, 8))
     pooled = Step("pooled", ("conv",), sides=(8, 8), sums=True)
-    gate = Step("gate", others=("pooled",), plain=True)
+    gate = Step("gate", others=("pooled",), global_op=True)
     scaled = Step("scaled", ("conv",), ("gate",), (SAME, SAME), (8, 8))
     beside = Step("beside", ("conv",), sides=(8, 8))
     phases = in_phases([conv, pooled, gate, beside, scaled])

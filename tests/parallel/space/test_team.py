@@ -9,7 +9,7 @@ import pytest
 
 from parallel.space.grid import Span
 from parallel.space.rule import SAME, Cells, Mirrored, Resample, Rule, Transposed, Window
-from parallel.space.team import Exchange, Grid, Territory, overlap, team_cuts
+from parallel.space.team import Exchange, Grid, SpatialMesh, overlap, team_cuts
 
 Px = tuple[int, int]
 
@@ -29,15 +29,15 @@ def random_rule(draw: random.Random, side: int) -> Rule:
     return draw.choice([window if window.out(side) > 0 else SAME, *others])
 
 
-def random_territory(draw: random.Random) -> Territory:
+def random_mesh(draw: random.Random) -> SpatialMesh:
     """A grid with parts of any size, some of which have no rows."""
-    territory = Territory(Grid(draw.randint(1, 4), draw.randint(1, 3)), (draw.randint(5, 40), draw.randint(5, 40)))
+    mesh = SpatialMesh(Grid(draw.randint(1, 4), draw.randint(1, 3)), (draw.randint(5, 40), draw.randint(5, 40)))
     cuts = [
         (0, *sorted(draw.randint(0, side) for _ in range(parts - 1)), side)
-        for side, parts in zip(territory.side, (territory.grid.rows, territory.grid.columns), strict=True)
+        for side, parts in zip(mesh.side, (mesh.grid.rows, mesh.grid.columns), strict=True)
     ]
-    territory.__dict__["cuts"] = (cuts[0], cuts[1])
-    return territory
+    mesh.__dict__["cuts"] = (cuts[0], cuts[1])
+    return mesh
 
 
 def px_of(box: tuple[Span, Span]) -> set[Px]:
@@ -71,24 +71,24 @@ def test_pieces_partition_what_each_member_needs() -> None:
     draw = random.Random(17)
     beyond_neighbours = 0
     for _ in range(120):
-        territory = random_territory(draw)
+        mesh = random_mesh(draw)
         taken = draw.randint(4, 18), draw.randint(4, 12)
         rules = random_rule(draw, taken[0]), random_rule(draw, taken[1])
-        exchange = territory.exchange(rules, (rules[0].out(taken[0]), rules[1].out(taken[1])), taken)
-        assert not faults(exchange, taken), (territory, rules, taken)
+        exchange = mesh.exchange(rules, (rules[0].out(taken[0]), rules[1].out(taken[1])), taken)
+        assert not faults(exchange, taken), (mesh, rules, taken)
         assert exchange.is_local == (exchange.px == 0)
-        columns = territory.grid.columns
+        columns = mesh.grid.columns
         beyond_neighbours += any(
             abs(piece.owner // columns - member // columns) > 1
             for member, pieces in enumerate(exchange.pieces)
             for piece in pieces
         )
-        assert not faults(territory.gathered(taken), taken)
+        assert not faults(mesh.gathered(taken), taken)
     assert beyond_neighbours > 10
 
 
 def test_what_a_member_needs_comes_from_corners_too() -> None:
-    exchange = Territory(Grid(3, 3), (30, 30)).exchange((Window(3, 1, 1, 1, 1),) * 2, (30, 30), (30, 30))
+    exchange = SpatialMesh(Grid(3, 3), (30, 30)).exchange((Window(3, 1, 1, 1, 1),) * 2, (30, 30), (30, 30))
     sizes = {piece.owner: len(px_of(piece.box)) for piece in exchange.recvs[4]}
     assert sizes == {0: 1, 1: 10, 2: 1, 3: 10, 5: 10, 6: 1, 7: 10, 8: 1}
     assert [piece.owner for piece in exchange.recvs[0]] == [1, 3, 4]
@@ -97,7 +97,7 @@ def test_what_a_member_needs_comes_from_corners_too() -> None:
 def test_a_halo_wider_than_a_part_comes_from_several_members() -> None:
     """Dilation 12 in parts of 8 rows: the second of five needs rows of the first, and of the two behind it."""
     rule = Window(3, 1, 12, 12, 12)
-    exchange = Territory(Grid(5, 1), (40, 6)).exchange((rule, SAME), (40, 6), (40, 6))
+    exchange = SpatialMesh(Grid(5, 1), (40, 6)).exchange((rule, SAME), (40, 6), (40, 6))
     assert exchange.needs[1][0] == Span(-4, 28)
     assert [(piece.owner, piece.box[0]) for piece in exchange.pieces[1]] == [
         (0, Span(0, 8)), (1, Span(8, 16)), (2, Span(16, 24)), (3, Span(24, 28)),
@@ -106,15 +106,15 @@ def test_a_halo_wider_than_a_part_comes_from_several_members() -> None:
 
 def test_the_first_needed_row_follows_the_stride() -> None:
     """The study's example: 61 rows, 7 x 7 with stride 2 and 3 rows of pad; not the part's begin less a halo."""
-    territory = Territory(Grid(2, 1), (61, 61))
-    exchange = territory.exchange((Window(7, 2, 1, 3, 3), SAME), (31, 61), (61, 61))
-    assert territory.owned(0, (31, 61))[0] == Span(0, 15)
+    mesh = SpatialMesh(Grid(2, 1), (61, 61))
+    exchange = mesh.exchange((Window(7, 2, 1, 3, 3), SAME), (31, 61), (61, 61))
+    assert mesh.owned(0, (31, 61))[0] == Span(0, 15)
     assert [need[0] for need in exchange.needs] == [Span(-3, 32), Span(27, 64)]
     assert [piece.box[0] for piece in exchange.recvs[1]] == [Span(27, 30)]
 
 
 def test_gathered_gives_all_to_member_0_and_nothing_to_the_others() -> None:
-    exchange = Territory(Grid(2, 2), (11, 9)).gathered((7, 5))
+    exchange = SpatialMesh(Grid(2, 2), (11, 9)).gathered((7, 5))
     assert len(px_of(exchange.boxes[0])) == 35
     assert not any(exchange.recvs[member] for member in (1, 2, 3))
     assert exchange.sends[0] == ()
@@ -123,9 +123,9 @@ def test_gathered_gives_all_to_member_0_and_nothing_to_the_others() -> None:
 def test_cuts_fall_where_strides_do_and_every_member_has_a_part() -> None:
     assert team_cuts(2048, 3) == (0, 672, 1376, 2048)
     assert team_cuts(61, 2) == (0, 30, 61)
-    territory = Territory(Grid(4, 1), (64, 64))
-    assert territory.fits((4, 1))
-    assert not territory.fits((3, 64))
+    mesh = SpatialMesh(Grid(4, 1), (64, 64))
+    assert mesh.fits((4, 1))
+    assert not mesh.fits((3, 64))
 
 
 def test_boxes_that_only_touch_have_nothing_in_common() -> None:

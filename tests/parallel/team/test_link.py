@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.comm.communicator import Communicator, Work
 from parallel.comm.thread_comm import run_on_threads
 from parallel.space.rule import Window
-from parallel.space.team import Box, Grid, Territory
+from parallel.space.team import Box, Grid, SpatialMesh
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, patch_of
 from parallel.team.team_comm import TeamComm, cut
@@ -68,7 +68,7 @@ def left_waiting(orders: list[list[tuple[int, int]]]) -> int:
 @pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2), Grid(3, 2)], ids=str)
 def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: Grid) -> None:
     rule = Window(5, 1, 1, 2, 2)
-    exchange = Territory(grid, SIDES).exchange((rule, rule), SIDES, SIDES)
+    exchange = SpatialMesh(grid, SIDES).exchange((rule, rule), SIDES, SIDES)
 
     def rank(communicator: Communicator, _: Any) -> list[tuple[int, int]]:
         order: list[Any] = []
@@ -94,7 +94,7 @@ def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: Grid) 
 
 def test_halos_travel_while_a_member_computes() -> None:
     rule, sides = Window(3, 1, 1, 1, 1), (24, 16)
-    exchange = Territory(Grid(2, 1), sides).exchange((rule, rule), sides, sides)
+    exchange = SpatialMesh(Grid(2, 1), sides).exchange((rule, rule), sides, sides)
     torch.manual_seed(0)
     whole, weight = torch.randn(1, 4, *sides), torch.randn(4, 4, 3, 3)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.exactness.spatial_ops import OPERATIONS, Network
 from benchmarks.exactness.team_error import team_error
-from parallel.space.team import Grid, Territory
+from parallel.space.team import Grid, SpatialMesh
 
 EXACT = 1e-12
 SHAPE = (2, 2, 37, 29)
@@ -28,7 +28,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
         monkeypatch.setattr("parallel.space.team.team_cuts", cuts)
 
-    caches = Territory.exchange, Territory.gathered
+    caches = SpatialMesh.exchange, SpatialMesh.gathered
     for cache in caches:
         cache.cache_clear()
     yield cuts_from

@@ -18,7 +18,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.offload.rng import DRAWING
 from parallel.space.grid import Span
 from parallel.space.rule import SAME, Window
-from parallel.space.team import Exchange, Grid, Territory
+from parallel.space.team import Exchange, Grid, SpatialMesh
 from parallel.streaming import local_ops, read_norm, read_window
 from parallel.streaming.patch import Patch
 from parallel.team import convolution, node_compiler, norm, program, team_plan
@@ -47,7 +47,7 @@ class Around(nn.Module):
 def _plans_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges are kept for the process."""
     for name in ("exchange", "gathered"):
-        monkeypatch.setattr(Territory, name, getattr(Territory, name).__wrapped__)
+        monkeypatch.setattr(SpatialMesh, name, getattr(SpatialMesh, name).__wrapped__)
 
 
 def error(network: nn.Module, grid: Grid = GRID) -> float:
@@ -69,13 +69,13 @@ def half_merged(before: Tensor, box: Tensor) -> Tensor:
     return torch.stack([before[0] + box[0], (before[1] + box[1]) / 2, before[2] + box[2]])
 
 
-def without_far_owners(self: Territory, needs: Any, sides: Any, whole: Any = Territory._of) -> Exchange:
+def without_far_owners(self: SpatialMesh, needs: Any, sides: Any, whole: Any = SpatialMesh._of) -> Exchange:
     exchange = whole(self, needs, sides)
     near = (tuple(p for p in ps if abs(p.owner - m) <= 1) for m, ps in enumerate(exchange.pieces))
     return Exchange(exchange.needs, exchange.boxes, tuple(near), exchange.owned)
 
 
-def without_corners(self: Territory, needs: Any, sides: Any, whole: Any = Territory._of) -> Exchange:
+def without_corners(self: SpatialMesh, needs: Any, sides: Any, whole: Any = SpatialMesh._of) -> Exchange:
     exchange = whole(self, needs, sides)
     columns = self.grid.columns
 
@@ -146,10 +146,10 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         replaced(read_window, "same_pads", lambda k, d: ((d * (k - 1) + 1) // 2, d * (k - 1) // 2)), GRID),
     # XLA's halos ended at the neighbour.
     "halos reach beyond the neighbour": (
-        OPERATIONS["convolution, dilation 12"].make, replaced(Territory, "_of", without_far_owners), Grid(4, 1)),
+        OPERATIONS["convolution, dilation 12"].make, replaced(SpatialMesh, "_of", without_far_owners), Grid(4, 1)),
     # DistConv loses them where backward overlaps.
     "corners are fetched": (
-        OPERATIONS["convolution 3x3"].make, replaced(Territory, "_of", without_corners), Grid(2, 2)),
+        OPERATIONS["convolution 3x3"].make, replaced(SpatialMesh, "_of", without_corners), Grid(2, 2)),
 }  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def test_draws_under_way_do_not_wait_for_halos(held: bool, monkeypatch: pytest.M
 
 def test_members_are_numbered_in_their_team() -> None:
     """TensorRT-LLM spoke to the rank of the group as if it were one of the world."""
-    exchange = Territory(Grid(2, 1), (6, 2)).exchange((Window(3, 1, 1, 1, 1), SAME), (6, 2), (6, 2))
+    exchange = SpatialMesh(Grid(2, 1), (6, 2)).exchange((Window(3, 1, 1, 1, 1), SAME), (6, 2), (6, 2))
 
     def rank(communicator: Communicator, _: None) -> list[float]:
         team = communicator.subgroup([3, 1])
@@ -215,7 +215,7 @@ def test_members_are_numbered_in_their_team() -> None:
 
 def test_what_is_sent_may_be_overwritten_at_once() -> None:
     """A ReLU in place, while its input is still on the way."""
-    exchange = Territory(Grid(2, 1), (6, 2)).exchange((Window(3, 1, 1, 1, 1), SAME), (6, 2), (6, 2))
+    exchange = SpatialMesh(Grid(2, 1), (6, 2)).exchange((Window(3, 1, 1, 1, 1), SAME), (6, 2), (6, 2))
 
     def rank(communicator: Communicator, _: None) -> float:
         own, member = torch.full((1, 1, 3, 2), 1.0 + communicator.rank), TeamComm(communicator)
@@ -233,7 +233,7 @@ def test_what_is_sent_may_be_overwritten_at_once() -> None:
 def test_no_padded_copy_is_kept() -> None:
     """The backward pass of a convolution keeps this member's part and what it fetched: a padded copy doubled maps."""
     window = Window(3, 1, 1, 1, 1)
-    exchange = Territory(Grid(2, 1), (16, 8)).exchange((window, window), (16, 8), (16, 8))
+    exchange = SpatialMesh(Grid(2, 1), (16, 8)).exchange((window, window), (16, 8), (16, 8))
 
     def rank(communicator: Communicator, _: None) -> int:
         member = TeamComm(communicator)
