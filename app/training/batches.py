@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from parallel.comm.communicator import Communicator, agree
-from parallel.engine.step import Microbatch, Wants
+from parallel.engine.step import Microbatch, NeededInputs
 from pipelines.slides.tile_box import TileBox
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
@@ -40,7 +40,7 @@ class RankReading:
     communicator: Communicator
     batch: int
     ranges: tuple[range, ...]
-    wants: tuple[Wants, ...]
+    wants: tuple[NeededInputs, ...]
     apart: bool
     part: tuple[TileBox, TileBox] | None = None
 
@@ -50,7 +50,7 @@ class RankReading:
         communicator: Communicator,
         batch: int,
         ranges: Sequence[range],
-        wants: Sequence[Wants],
+        wants: Sequence[NeededInputs],
         part: tuple[TileBox, TileBox] | None = None,
     ) -> RankReading:
         """Collective: finds out whether any rank has targets without pixels.
@@ -62,7 +62,7 @@ class RankReading:
         apart = part is not None or any(want.targets and not want.images for want in wants)
         return cls(communicator, batch, tuple(ranges), tuple(wants), agree(communicator, apart), part)
 
-    def of_ranges(self, ranges: Sequence[range], wants: Sequence[Wants]) -> RankReading:
+    def of_ranges(self, ranges: Sequence[range], wants: Sequence[NeededInputs]) -> RankReading:
         """Return the reading of other microbatches, of which the rank needs the same parts."""
         return replace(self, ranges=tuple(ranges), wants=tuple(wants))
 

@@ -7,7 +7,7 @@ sharded is never on the device as a whole: each rank moves its own stages or par
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from app.settings.optimization import OptimizerSettings
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
-from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.weight_average import keep_average
 from parallel.offload.host_memory import HostMemory
@@ -27,6 +26,9 @@ from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
 from parallel.trace.trace_alone import updated_alone
 from parallel.trace.updated_faults import refuse_copies
+
+if TYPE_CHECKING:
+    from parallel.engine.fully_sharded import FullyShardedEngine
 
 
 def build_engine(
@@ -60,6 +62,8 @@ def build_engine(
     """
     shape = (-(-batch // strategy.m), 3, *((tile, tile) if isinstance(tile, int) else tile))
     if strategy.name == "fsdp":
+        from parallel.engine.fully_sharded import FullyShardedEngine  # half a second that other strategies do not need
+
         refuse_copies(updated_alone(model, shape, communicator), communicator.world, strategy.name)
         return FullyShardedEngine(
             model,

@@ -25,7 +25,7 @@ from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.engine.step import Microbatch, TrainingEngine, Wants
+from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine
 from parallel.schedule.shares import Shares, microbatch_seed
 from parallel.space.grid import Span
 from parallel.stage.stage import Loss
@@ -96,7 +96,7 @@ class ExactnessTrial:
         computed = {id(t): t.detach().clone() for t in attributes if isinstance(t, Tensor) and not t.is_leaf}
         return in_precision(copy.deepcopy(self.module, computed), self.dtype).to(memory_format=layout)
 
-    def microbatch(self, step: int, i: int, wants: Wants) -> Microbatch:
+    def microbatch(self, step: int, i: int, wants: NeededInputs) -> Microbatch:
         """Microbatch ``i`` of ``step``: images (n, 3, tile, tile), targets (n, tile, tile)."""
         generator = torch.Generator().manual_seed(microbatch_seed(self.seed, step, i) >> 1)
         shape = (self.sizes[i], 3, self.tile, self.tile)
@@ -219,7 +219,7 @@ class PlainTraining:
         self.optimizer.zero_grad()
         total = 0.0
         for i, size in enumerate(trial.sizes):
-            images, targets, _ = trial.microbatch(step, i, Wants(images=True, targets=True))
+            images, targets, _ = trial.microbatch(step, i, NeededInputs(images=True, targets=True))
             assert targets is not None
             torch.manual_seed(microbatch_seed(trial.seed, step, i))
             loss = trial.minimised(self.module(images), whole(targets)) * (size / sum(trial.sizes))

@@ -27,7 +27,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.fully_sharded import FullyShardedEngine
-from parallel.engine.step import Microbatch, TrainingEngine, Wants
+from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine
 from parallel.offload.live_bytes import LiveBytes
 from parallel.schedule.shares import microbatch_seed
 
@@ -49,7 +49,7 @@ def microbatches(engine: Any, case: dict[str, Any]) -> Iterator[Microbatch]:
     return (_microbatch(i, engine.wants(i), case) for i in engine.share)
 
 
-def _microbatch(i: int, wants: Wants, case: dict[str, Any]) -> Microbatch:
+def _microbatch(i: int, wants: NeededInputs, case: dict[str, Any]) -> Microbatch:
     shape, images = (1, 3, case["px"], case["px"]), None
     if wants.images:
         generator = torch.Generator().manual_seed(microbatch_seed(0, 0, i) >> 1)

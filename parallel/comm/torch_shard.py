@@ -1,4 +1,4 @@
-"""A module whose parameters, gradients and optimizer state lie in parts on the ranks: torch's own FSDP2.
+"""Module whose parameters, gradients and optimizer state lie in parts on the ranks: torch's own FSDP2.
 
 Takes a module, the units it is gathered in, and the ranks; the module's parameters become DTensors, each rank
 with its rows of the first dim. After Zhao et al. 2023, PyTorch FSDP, and Rajbhandari et al. 2020, ZeRO, stage 3.
@@ -19,81 +19,65 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.torch_comm import TorchCommunicator
 
 
-class TorchShards:
-    """The parts of ``module`` on this rank. Its forward and backward passes are collective.
+def shard_module(
+    module: nn.Module, units: Sequence[Sequence[nn.Module]], communicator: Communicator, device: torch.device
+) -> Any:
+    """Divide ``module`` among the ranks, in place, and return it as ``FSDPModule``. All ranks run its passes.
 
     Args:
-        module: on the CPU or the device, the same on every rank; changed in place.
+        module: on the CPU or the device, the same on every rank.
         units: runs of submodules, inner ones first; each is gathered at its forward and again at its backward pass.
-        communicator: the ranks.
         device: where parts and gathered units live.
 
     Raises:
         ValueError: the ranks do not talk over torch.distributed, or share a GPU.
     """
+    if not isinstance(communicator, TorchCommunicator):
+        raise ValueError(
+            "--parallel fsdp is torch's own and talks over torch.distributed between 2 processes or more; got "
+            f"{communicator.world} ranks of a {type(communicator).__name__}: start them with --ranks or torchrun "
+            "(app.verify: --communicator gloo), or use --parallel ddp"
+        )
+    if device.type == "cuda" and not communicator.nccl:
+        raise ValueError(
+            "--parallel fsdp sums parts of gradients over NCCL, which refuses ranks that share a GPU; a model in "
+            "parts on one GPU saves nothing: use one rank per GPU, or --device cpu"
+        )
+    mesh = DeviceMesh.from_group(communicator.group, device.type)
+    for unit in (*units, [module]):
+        fully_shard(list(unit) if len(unit) > 1 else unit[0], mesh=mesh)
+    for each in module.modules():
+        if isinstance(each, FSDPModule):  # sums, not means: the caller weighs its loss, and Gloo has no mean
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+    return module
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[Sequence[nn.Module]],
-        communicator: Communicator,
-        device: torch.device,
-    ) -> None:
-        if not isinstance(communicator, TorchCommunicator):
-            raise ValueError(
-                "--parallel fsdp is torch's own and talks over torch.distributed between 2 processes or more; got "
-                f"{communicator.world} ranks of a {type(communicator).__name__}: start them with --ranks or torchrun "
-                "(app.verify: --communicator gloo), or use --parallel ddp"
-            )
-        if device.type == "cuda" and not communicator.nccl:
-            raise ValueError(
-                "--parallel fsdp sums parts of gradients over NCCL, which refuses ranks that share a GPU; a model in "
-                "parts on one GPU saves nothing: use one rank per GPU, or --device cpu"
-            )
-        mesh = DeviceMesh.from_group(communicator.group, device.type)
-        for unit in units:
-            fully_shard(list(unit) if len(unit) > 1 else unit[0], mesh=mesh)
-        fully_shard(module, mesh=mesh)
-        assert isinstance(module, FSDPModule)
-        self._module = module
-        # Sums, not means: whoever computes a loss knows its weight. Gloo has no mean, either.
-        for each in module.modules():
-            if isinstance(each, FSDPModule):
-                each.set_gradient_divide_factor(1.0)
-                each.set_force_sum_reduction_for_comms(True)
 
-    def forward(self, *inputs: Any) -> Any:
-        """Return what the module does, gathered unit by unit.
+def run_sharded(module: nn.Module, inputs: Tensor) -> Any:
+    """Return what a divided ``module`` does, gathered unit by unit.
 
-        Raises:
-            ValueError: the module uses parameters of a submodule that it does not call.
-        """
-        try:
-            return self._module(*inputs)
-        except RuntimeError as fault:
-            if "mixed torch.Tensor and DTensor" not in str(fault):
-                raise
-            raise ValueError(
-                "--parallel fsdp gathers the parameters of a module when it is called; this model uses those of one "
-                f"that it does not call ({str(fault).split(':')[0]}): have it call the module, or use --parallel ddp"
-            ) from fault
+    Raises:
+        ValueError: the module uses parameters of a submodule that it does not call.
+    """
+    try:
+        return module(inputs)
+    except RuntimeError as fault:
+        if "mixed torch.Tensor and DTensor" not in str(fault):
+            raise
+        raise ValueError(
+            "--parallel fsdp gathers the parameters of a module when it is called; this model uses those of one "
+            f"that it does not call ({str(fault).split(':')[0]}): have it call the module, or use --parallel ddp"
+        ) from fault
 
-    def reduce_gradients(self, wanted: bool) -> None:
-        """Set whether the backward passes that follow sum gradients over the ranks, or add them up whole here."""
-        self._module.set_requires_gradient_sync(wanted)
 
-    def release(self) -> None:
-        """Free what the last forward pass left gathered."""
-        self._module.reshard()
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return all of a parameter, gradient or state; every rank takes part. Plain tensors are returned as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Return all of a parameter, gradient or state; every rank takes part. Other tensors are returned as they
-        are."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def part_like(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Return this rank's part of ``whole``, divided as ``parameter``; nothing is sent."""
-        if not isinstance(parameter, DTensor):
-            return whole
-        mesh = parameter.device_mesh
-        return distribute_tensor(whole.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of ``whole``, divided as ``parameter``; nothing is sent."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    return distribute_tensor(whole.to(parameter.device), mesh, parameter.placements, src_data_rank=None)

@@ -21,11 +21,12 @@ from parallel.engine.inference import predict
 from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
 from parallel.engine.step import (
     Microbatch,
+    NeededInputs,
     NonFiniteLoss,
     Observer,
     StepBatches,
     StepResult,
-    Wants,
+    TrainingEngine,
     mean_loss,
     read_losses,
 )
@@ -44,8 +45,8 @@ class EngineFault(RuntimeError):
     """An action that failed. Says rank, action, stage and shapes, and shows the schedule with the action marked."""
 
 
-class Engine:
-    """Optimiser steps of a model whose stages are spread over ranks; satisfies ``step.TrainingEngine``.
+class Engine(TrainingEngine):
+    """Optimiser steps of a model whose stages are spread over ranks.
 
     Args:
         work: of this rank.
@@ -92,7 +93,7 @@ class Engine:
         """What each rank does in a step: the members of a team the same."""
         return {rank: self.schedule[self.mesh.team_of(rank)] for rank in range(self.mesh.world)}
 
-    def wants(self, i: int) -> Wants:
+    def wants(self, i: int) -> NeededInputs:
         return self._wants[i]
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
@@ -101,12 +102,12 @@ class Engine:
         return images, stages[last].module.part_of_masks(shape) if last in stages else None
 
     @property
-    def predict_wants(self) -> Wants:
+    def predict_wants(self) -> NeededInputs:
         return self._needed({action.stage for action in self._work.prediction if action.kind is Kind.FORWARD})
 
-    def _needed(self, stages: Collection[int]) -> Wants:
+    def _needed(self, stages: Collection[int]) -> NeededInputs:
         """Return what forward passes through ``stages`` need: the first one images, the last one targets."""
-        return Wants(0 in stages, self._last in stages)
+        return NeededInputs(0 in stages, self._last in stages)
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         work = self._work
@@ -158,9 +159,6 @@ class Engine:
         ended = {action.i: mark for action, _, mark in self._marks}
         seconds = self._clock.durations([(begun[i], ended[i]) for i in self.share])
         return tuple(zip(self.share, seconds, strict=True))
-
-    def predicting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
         return predict(self._work, microbatch, sums)
@@ -250,7 +248,8 @@ class Engine:
         if action.kind is Kind.REDUCE:
             work.reducers[action.stage].begin()
             return
-        i, stage = action.i, work.stages[action.stage]
+        i, stage = action.microbatch, work.stages[action.stage]
+        assert i is not None
         match action.kind:
             case Kind.FORWARD:
                 self._forward(position, action, i)
@@ -278,7 +277,9 @@ class Engine:
     def _forward(self, position: int, action: Action, i: int) -> None:
         work, feed = self._work, self._feed
         shape, stage, is_last = feed.shape(i), work.stages[action.stage], action.stage == self._last
-        self._tell_waiting(position, shape)
+        self._shapes = f"tiles {shape}"
+        if self._observer:
+            self._observer.at(position, True, self._shapes)
         values = work.transfers.wait_forward(action)
         if action.stage == 0:
             values[work.inputs] = stage.module.tiles(feed.images(i), shape)
@@ -302,7 +303,9 @@ class Engine:
 
     def _backward(self, position: int, action: Action, i: int) -> None:
         work, stage, shape = self._work, self._work.stages[action.stage], self._feed.shape(i)
-        self._tell_waiting(position, shape)
+        self._shapes = f"tiles {shape}"
+        if self._observer:
+            self._observer.at(position, True, self._shapes)
         gradients = work.transfers.wait_backward(action)
         if gradients:
             self._describe(position, shape, "gradients", gradients)
@@ -313,11 +316,6 @@ class Engine:
         with self._computing(position, action):
             incoming = stage.backward(i, gradients, weight=shape[0] / work.batch)
         work.transfers.stash_gradients(action, incoming)
-
-    def _tell_waiting(self, position: int, shape: tuple[int, ...]) -> None:
-        self._shapes = f"tiles {shape}"
-        if self._observer:
-            self._observer.at(position, True, self._shapes)
 
     @contextlib.contextmanager
     def _computing(self, position: int, action: Action) -> Iterator[None]:

@@ -8,21 +8,22 @@ Rajbhandari et al. 2020, ZeRO, stage 3, and Zhao et al. 2023, PyTorch FSDP; the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, part_bytes
+from parallel.comm.torch_shard import part_like, run_sharded, shard_module, whole_tensor
 from parallel.engine.optimizer_step import MakeOptimizer, parameters_and_gradients, state_of
 from parallel.engine.sharding_units import sharding_units
-from parallel.engine.state_dict import own_state, whole_state
-from parallel.engine.step import Microbatch, StepResult, Wants, mean_loss, measured, read_losses
+from parallel.engine.state_dict import options_by_name, own_state, states_by_name, whole_state
+from parallel.engine.step import Microbatch, NeededInputs, StepResult, TrainingEngine, mean_loss, measured, read_losses
 from parallel.engine.weight_average import swap_average
 from parallel.offload.host_optimizer import nothing, set_learning_rate
 from parallel.offload.rng import drawing
-from parallel.schedule.shares import Shares, microbatch_seed, share_of
+from parallel.schedule.shares import microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums
@@ -31,8 +32,8 @@ from parallel.trace.stage_module import whole
 from parallel.trace.strided_convolution import mend_strided_convolutions
 
 
-class FullyShardedEngine:
-    """One step on a global batch, by ranks that hold the model together; satisfies ``step.TrainingEngine``.
+class FullyShardedEngine(TrainingEngine):
+    """One step on a global batch, by ranks that hold the model together; by torch's FSDP2.
 
     A forward or backward pass gathers what the other ranks hold, so all ranks make as many passes, of the same
     submodules in the same order. Where one has fewer microbatches than another, it meanwhile computes one of its own
@@ -77,10 +78,7 @@ class FullyShardedEngine:
             # FSDP2 refuses other layouts; convolutions take images in any of them all the same.
             parameter.data = parameter.data.contiguous()
             communicator.broadcast(parameter.data)  # parts of different models would make a model of none
-        from parallel.comm.torch_shard import TorchShards  # half a second that other strategies need not wait
-
-        self.module, self.counted = module, True
-        self._shards = TorchShards(module, sharding_units(module), communicator, device)
+        self.module, self.counted = shard_module(module, sharding_units(module), communicator, device), True
         self.optimizer = make_optimizer(module.named_parameters())
         self.share: Sequence[int] = share_of(communicator.rank, communicator.world, m)
         self._loss, self._communicator, self._device = loss, communicator, device
@@ -90,19 +88,12 @@ class FullyShardedEngine:
         self._dtype = next(module.parameters()).dtype.to_real()
         self._idle = len(self.share) < len(share_of(0, communicator.world, m))
 
-    def reshare(self, shares: Shares) -> None:
-        """Refuse: ranks make as many passes as each other, in the same order."""
-        raise AssertionError("the shares of fsdp are fixed")
-
-    def wants(self, i: int) -> Wants:
+    def wants(self, i: int) -> NeededInputs:
         return self.predict_wants
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[None, None]:
-        return None, None
-
     @property
-    def predict_wants(self) -> Wants:
-        return Wants(images=True, targets=True)
+    def predict_wants(self) -> NeededInputs:
+        return NeededInputs(images=True, targets=True)
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         self.module.train()
@@ -121,11 +112,11 @@ class FullyShardedEngine:
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
         """Run forward and backward of microbatch ``i``; return its own mean loss and its tiles."""
         last = i == self.share[-1]
-        self._shards.reduce_gradients(False)
+        self.module.set_requires_gradient_sync(False)
         if last and self._idle:
             # Weighs nothing; the running statistics it leaves are those of the pass that follows, which replace them.
             (self._forward(i, microbatch, step) * 0).backward()  # type: ignore[no-untyped-call]
-        self._shards.reduce_gradients(last)
+        self.module.set_requires_gradient_sync(last)
         loss = self._forward(i, microbatch, step)
         (loss * (microbatch.shape[0] / self._batch)).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), microbatch.shape[0]
@@ -139,7 +130,7 @@ class FullyShardedEngine:
             self._statistics.microbatch(i, microbatch.shape[0]),
             self._precision(),
         ):
-            return self._loss(self._shards.forward(whole(microbatch.images)), whole(microbatch.targets))
+            return self._loss(run_sharded(self.module, whole(microbatch.images)), whole(microbatch.targets))
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
@@ -162,8 +153,8 @@ class FullyShardedEngine:
     def _predict(self, images: Tensor) -> Tensor:
         self.module.eval()
         with self._precision():
-            output: Tensor = self._shards.forward(images)
-        self._shards.release()
+            output: Tensor = run_sharded(self.module, images)
+        self.module.reshard()  # frees what the forward pass left gathered
         return output.float()
 
     def _agreed_shape(self, mine: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -174,7 +165,7 @@ class FullyShardedEngine:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, whole, by name of the parameter; after a step. Every
         rank takes part."""
-        return {n: self._shards.whole(p.grad) for n, p in self.module.named_parameters() if p.grad is not None}
+        return {n: whole_tensor(p.grad) for n, p in self.module.named_parameters() if p.grad is not None}
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -202,9 +193,6 @@ class FullyShardedEngine:
     def _names(self) -> list[str]:
         return [name for name, _ in self.module.named_parameters()]
 
-    def close(self) -> None:
-        """Hold nothing of the communicator: torch's parts do, until the module is gone."""
-
     @property
     def sent_in_step(self) -> int:
         """Parameters are gathered by every forward and every backward pass, gradients summed once."""
@@ -214,40 +202,25 @@ class FullyShardedEngine:
         return (2 * passes + 1) * part_bytes(model, world)
 
     def state_dict(self) -> dict[str, Any]:
-        model = {key: self._kept(value) for key, value in self.module.state_dict().items()}
-        optimizer = whole_state(self.optimizer, self._names)
-        optimizer["state"] = {
-            number: {key: self._kept(value) for key, value in values.items()}
-            for number, values in optimizer["state"].items()
-        }
+        model = self._kept(self.module.state_dict())
+        states = {name: self._kept(state) for name, state in states_by_name(self.optimizer).items()}
+        optimizer = whole_state(self._names, states, options_by_name(self.optimizer))
         return {} if self._communicator.rank > 0 else {"model": model, "optimizer": optimizer}
 
-    def _kept(self, value: Any) -> Any:
-        """``value`` whole, on the CPU of rank 0: a device may not have the room that all ranks have together."""
-        if not isinstance(value, Tensor):
-            return value
-        whole = self._shards.whole(value)
-        return whole.cpu() if self._communicator.rank == 0 else None
+    def _kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``values`` whole, on the CPU of rank 0: a device may not have the room that all ranks have."""
+        tensors = ((key, whole_tensor(value) if isinstance(value, Tensor) else value) for key, value in values.items())
+        first = self._communicator.rank == 0
+        return {key: (value.cpu() if isinstance(value, Tensor) else value) if first else None for key, value in tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = self.module.state_dict()
-        self.module.load_state_dict(
-            {
-                key: self._shards.part_like(value, own[key]) if key in own else value
-                for key, value in state["model"].items()
-            }
-        )
+        model = {key: part_like(value, own[key]) if key in own else value for key, value in state["model"].items()}
+        self.module.load_state_dict(model)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         saved = own_state(self.optimizer, state["optimizer"], self._names)
-        self.optimizer.load_state_dict(
-            {**saved, "state": {n: self._parts(values, parameters[n]) for n, values in saved["state"].items()}}
-        )
-
-    def _parts(self, values: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of ``parameter``: what has its shape is divided as it is, counters are not."""
-        return {
-            key: self._shards.part_like(value, parameter)
-            if isinstance(value, Tensor) and value.shape == parameter.shape
-            else value
-            for key, value in values.items()
-        }
+        for number, values in saved["state"].items():
+            parameter = parameters[number]  # what has its shape is divided as it is, counters are not
+            alike = (key for key, value in values.items() if getattr(value, "shape", None) == parameter.shape)
+            saved["state"][number] = {**values, **{key: part_like(values[key], parameter) for key in alike}}
+        self.optimizer.load_state_dict(saved)

@@ -6,9 +6,10 @@ loaded under any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -53,23 +54,15 @@ class FullStateDict:
             if rank == (givers[number] if key in stage.parameters else self.mesh.rank_at(number))
         }
         names = {name for number, stage in self.stages.items() if givers[number] == rank for name in stage.parameters}
-        parts = gather_objects(self.communicator, {"model": model, "optimizer": self._optimizer_part(names)})
+        optimizer = self.update.optimizer
+        states, options = (states_by_name(optimizer), options_by_name(optimizer)) if optimizer else ({}, {})
+        parts = gather_objects(self.communicator, (model, {n: s for n, s in states.items() if n in names}, options))
         if parts is None:
             return {}
-        values: dict[str, Tensor] = {}
-        states: dict[str, Any] = {}
-        options: dict[str, Options] = {}
-        for part in parts:
-            values |= part["model"]
-            states |= part["optimizer"]["state"]
-            options |= part["optimizer"]["options"]
-        numbers = range(len(self.parameters))
+        model, states, options = (dict(ChainMap(*each)) for each in zip(*parts, strict=True))
         return {
-            "model": {key: values[key] for key in self.keys},
-            "optimizer": {
-                "state": {n: states[self.parameters[n]] for n in numbers if self.parameters[n] in states},
-                "param_groups": grouped(self.parameters, [options[name] for name in self.parameters]),
-            },
+            "model": {key: model[key] for key in self.keys},
+            "optimizer": whole_state(self.parameters, states, options),
         }
 
     def scatter(self, state: dict[str, Any]) -> None:
@@ -98,20 +91,6 @@ class FullStateDict:
         updates_all = all(name in self.update.owned for stage in self.stages.values() for name in stage.parameters)
         return 0 if updates_all and 0 in self.mesh.ranks_with(number) else self.mesh.rank_at(number)
 
-    def _optimizer_part(self, names: set[str]) -> dict[str, Any]:
-        """State and options of the optimizer by name of parameter."""
-        optimizer = self.update.optimizer
-        if optimizer is None:
-            return {"state": {}, "options": {}}
-        return {
-            "state": {
-                name: optimizer.state[parameter]
-                for name, parameter in self.update.owned.items()
-                if name in names and parameter in optimizer.state
-            },
-            "options": options_by_name(optimizer),
-        }
-
 
 Options = dict[str, Any]
 """Of a group: learning rate, weight decay and the like."""
@@ -121,17 +100,10 @@ DIVIDING = ("weight_decay", LR_SCALE)
 """Options by which parameters are grouped."""
 
 
-def whole_state(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
-    """Return the state dict of ``optimizer``, which holds all parameters, numbered in the order of ``names``."""
-    own, options = optimizer.state_dict(), options_by_name(optimizer)
-    own_numbers = {
-        name: number
-        for group in own["param_groups"]
-        for number, name in zip(group["params"], group["param_names"], strict=True)
-    }
-    states = {number: own["state"].get(own_numbers[name]) for number, name in enumerate(names)}
+def whole_state(names: Sequence[str], states: Mapping[str, Any], options: Mapping[str, Options]) -> dict[str, Any]:
+    """Return the state dict of a plain optimizer over the parameters ``names``, of state and options by name."""
     return {
-        "state": {number: state for number, state in states.items() if state is not None},
+        "state": {number: states[name] for number, name in enumerate(names) if name in states},
         "param_groups": grouped(names, [options[name] for name in names]),
     }
 
@@ -165,6 +137,13 @@ def own_state(optimizer: Optimizer, whole: Mapping[str, Any], names: Sequence[st
     return {"state": states, "param_groups": groups}
 
 
+def states_by_name(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of each parameter of ``optimizer`` that has one."""
+    groups = optimizer.param_groups
+    parameters = (pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True))
+    return {name: optimizer.state[parameter] for name, parameter in parameters if parameter in optimizer.state}
+
+
 def options_by_name(optimizer: Optimizer) -> dict[str, Options]:
     """Return the options of each parameter of ``optimizer``."""
     return {name: _options(group) for group in optimizer.param_groups for name in group["param_names"]}
@@ -183,19 +162,10 @@ def grouped(names: Sequence[str], options: Sequence[Options]) -> list[dict[str, 
         options: of each.
     """
     groups = []
-    for _, run in groupby(range(len(names)), key=_run_of(options)):
+    for own, run in groupby(range(len(names)), key=options.__getitem__):
         numbers = list(run)
-        group_names = [names[number] for number in numbers]
-        groups.append({**options[numbers[0]], "params": numbers, "param_names": group_names})
+        groups.append({**own, "params": numbers, "param_names": [names[number] for number in numbers]})
     return groups
-
-
-def _run_of(options: Sequence[Options]) -> Callable[[int], int]:
-    """Number of the run of equal options that each position is in."""
-    runs = [0]
-    for before, after in pairwise(options):
-        runs.append(runs[-1] + (before != after))
-    return runs.__getitem__
 
 
 def _options(group: Mapping[str, Any]) -> Options:

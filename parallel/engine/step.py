@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +37,7 @@ class NonFiniteLoss(ArithmeticError):
         self.losses = losses
 
 
-class Wants(NamedTuple):
+class NeededInputs(NamedTuple):
     """What a rank needs of a microbatch; the rest is not read for it."""
 
     images: bool
@@ -139,20 +139,20 @@ class TrainingEngine(Protocol):
     """What this rank reads counts; of a team, whose members read parts of the same tiles, that is one rank."""
 
     def reshare(self, shares: Shares) -> None:
-        """Have groups of ranks compute these microbatches from the next step on; every rank does at the same time."""
-        ...
+        """Let groups of ranks compute these microbatches from the next step on; all ranks call it together."""
+        raise AssertionError(f"the shares of {type(self).__name__} are fixed")
 
-    def wants(self, i: int) -> Wants:
+    def wants(self, i: int) -> NeededInputs:
         """What this rank needs of microbatch ``i`` of its share when training."""
         ...
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
         """What this rank needs of the px of a tile of ``shape`` (n, 3, h, w), and of its mask: rows and columns, where
         the rest need not be read; None: all."""
-        ...
+        return None, None
 
     @property
-    def predict_wants(self) -> Wants:
+    def predict_wants(self) -> NeededInputs:
         """What this rank needs of every microbatch when predicting: images to feed, targets to hold against outputs."""
         ...
 
@@ -172,7 +172,7 @@ class TrainingEngine(Protocol):
 
     def predicting(self) -> AbstractContextManager[None]:
         """Around the predictions of every rank: all enter and leave it together, each with its own number of them."""
-        ...
+        return nullcontext()
 
     def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
         """Output of the model in evaluation mode, float32, without gradients; every rank of the group takes part.
@@ -224,8 +224,8 @@ class TrainingEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the communicator. No step can follow."""
-        ...
+        """Release what a step that was given up left. No step can follow."""
+        return
 
 
 class StepBatches:
@@ -236,8 +236,7 @@ class StepBatches:
     """
 
     def __init__(self, microbatches: Iterable[Microbatch], share: Iterable[int]) -> None:
-        self._source = iter(microbatches)
-        self._numbers = iter(share)
+        self._numbers, self._source = iter(share), iter(microbatches)
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._images: dict[int, Tensor | Boxes | None] = {}
         self._targets: dict[int, Tensor | Boxes | None] = {}
@@ -245,27 +244,24 @@ class StepBatches:
     def shape(self, i: int) -> tuple[int, ...]:
         """(n, 3, h, w) of microbatch ``i``."""
         while i not in self._shapes:
-            number, microbatch = next(self._numbers), next(self._source)
-            self._shapes[number] = microbatch.shape
-            self._images[number], self._targets[number] = microbatch.images, microbatch.targets
+            number = next(self._numbers)
+            self._images[number], self._targets[number], self._shapes[number] = next(self._source)
         return self._shapes[i]
 
     def images(self, i: int) -> Tensor | Boxes:
-        """Return the images of microbatch ``i``.
+        """Return the images of microbatch ``i``, whose shape was asked for before.
 
         Raises:
             ValueError: they have another shape than was announced to the other ranks.
         """
-        shape = self.shape(i)
-        images = self._images.pop(i)
+        images, shape = self._images.pop(i), self._shapes[i]
         assert images is not None, "this rank wants the images"
         if tuple(images.shape) != shape:
             raise ValueError(f"microbatch {i} was announced as {shape} and holds images {tuple(images.shape)}")
         return images
 
     def targets(self, i: int) -> Tensor | Boxes:
-        """Return the targets of microbatch ``i``."""
-        self.shape(i)
+        """Return the targets of microbatch ``i``, whose shape was asked for before."""
         targets = self._targets.pop(i)
         assert targets is not None, "this rank wants the targets"
         return targets

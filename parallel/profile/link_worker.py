@@ -29,7 +29,7 @@ from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.objects import gather_objects
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_launch import launch_ranks
-from parallel.comm.torch_shard import TorchShards
+from parallel.comm.torch_shard import shard_module
 from parallel.graph.partition import Partition
 from parallel.profile.malloc import keep_freed_memory
 from parallel.space.team import Grid
@@ -69,7 +69,7 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     plain, shared, sharded = _net(), _net(), _net()
     net_bytes = sum(parameter.nbytes for parameter in plain.parameters())
     reducer = GradReducer(shared.parameters(), communicator, overlap=True)
-    shards = TorchShards(sharded, [[layer] for layer in sharded], communicator, CPU)
+    shard_module(sharded, [[layer] for layer in sharded], communicator, CPU)
     member = MemberPass(_pair(communicator))
     exchanges: list[int] = []
     timed: dict[str, Callable[[], None]] = {
@@ -81,7 +81,7 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
         "sum": lambda: communicator.all_reduce(summed),
         "alone": lambda: _step(plain, plain, images),
         "replicated": lambda: _summed_step(shared, reducer, images),
-        "sharded": lambda: _step(shards.forward, sharded, images),
+        "sharded": lambda: _step(sharded, sharded, images),
     }
     seconds: dict[str, list[float]] = defaultdict(list)
     for number in range(-WARM_UP, rounds):

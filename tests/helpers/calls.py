@@ -70,10 +70,12 @@ def calls_of_a_step(strategy: Strategy) -> list[Calls]:
 
 
 def strategy_of(text: str) -> Strategy:
-    """Return the strategy of two ranks that ``1f1b``, ``spatial@2x1`` or, in boxes of 16 px, ``spatial@2x1+16`` is."""
+    """Return the strategy that ``single``, ``ddp``, ``1f1b``, ``spatial@2x1`` or, in boxes of 16 px, ``spatial@2x1+16``
+    is; of two ranks, but for ``single``."""
     text, _, box = text.partition("+")
     name, _, grid = text.partition("@")
-    strategy = Strategy(name, 2, 1, 4, grid=Grid.parse(grid)) if grid else Strategy(name, 2, 2, 4)
+    ranks, depth = 1 if name == "single" else 2, 1 if grid or name in ("single", "ddp") else 2
+    strategy = Strategy(name, ranks, depth, 4, grid=Grid.parse(grid) if grid else None)
     return strategy.under(stream=int(box)) if box else strategy
 
 

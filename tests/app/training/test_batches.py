@@ -16,7 +16,7 @@ from app.training.batches import RankReading, microbatches_of, sizes_of_part
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.step import Wants
+from parallel.engine.step import NeededInputs
 from parallel.schedule.shares import split_batch
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.tile_box import TileBox
@@ -27,7 +27,8 @@ from pipelines.stream.iterator import TileIterator
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import TILE, memory_specs, tile_table
 
-NOTHING, IMAGES, TARGETS, BOTH = Wants(False, False), Wants(True, False), Wants(False, True), Wants(True, True)
+NOTHING, BOTH = NeededInputs(False, False), NeededInputs(True, True)
+IMAGES, TARGETS = NeededInputs(True, False), NeededInputs(False, True)
 TABLE = tile_table([5, 6])
 
 

@@ -13,7 +13,7 @@ from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.engine import Engine
-from parallel.engine.step import Microbatch, Wants
+from parallel.engine.step import Microbatch, NeededInputs
 from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import Strategy
 from tests.helpers.small_nets import NETS, drawn_once
@@ -67,10 +67,10 @@ def build(communicator: Communicator, name: str, strategy: Strategy) -> Engine:
     return assemble(net, mean, sgd, communicator, strategy, shape=SIZES[0], batch=2 * strategy.m, device=cpu)
 
 
-def predicted(name: str, strategy: Strategy) -> list[list[tuple[Wants, Any]]]:
+def predicted(name: str, strategy: Strategy) -> list[list[tuple[NeededInputs, Any]]]:
     """Of each rank, for each microbatch."""
 
-    def rank(communicator: Communicator, _: None) -> list[tuple[Wants, Any]]:
+    def rank(communicator: Communicator, _: None) -> list[tuple[NeededInputs, Any]]:
         engine = build(communicator, name, strategy)
         wants = engine.predict_wants
         return [
@@ -81,7 +81,7 @@ def predicted(name: str, strategy: Strategy) -> list[list[tuple[Wants, Any]]]:
     return run_on_threads(strategy.ranks, rank)
 
 
-def assert_plain(name: str, ranks: list[list[tuple[Wants, Any]]], groups: int) -> None:
+def assert_plain(name: str, ranks: list[list[tuple[NeededInputs, Any]]], groups: int) -> None:
     plain = model(name).eval()
     for k in range(len(SIZES)):
         with torch.no_grad():

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from parallel.engine.step import Microbatch, StepBatches
 
@@ -43,19 +42,21 @@ def test_draws_up_to_what_is_asked_for() -> None:
 
 def test_numbers_are_those_of_the_share() -> None:
     feed = StepBatches(Source(), range(3, 6))
+    assert feed.shape(5) == (3, 3, 4, 4)
     assert feed.images(4).unique().tolist() == [2.0]
     assert feed.targets(3).tolist() == [1]
-    assert feed.shape(5) == (3, 3, 4, 4)
 
 
 def test_images_and_targets_in_any_order() -> None:
     feed = StepBatches(Source(), range(3))
+    feed.shape(2)
     assert [feed.images(i).shape[0] for i in (2, 0, 1)] == [3, 1, 2]
     assert [feed.targets(i).item() for i in (1, 2, 0)] == [2, 3, 1]
 
 
 def test_images_that_were_handed_out_are_not_held() -> None:
     feed = StepBatches(Source(), range(2))
+    feed.shape(0)
     reference = weakref.ref(feed.images(0))
     gc.collect()
     assert reference() is None
@@ -64,6 +65,7 @@ def test_images_that_were_handed_out_are_not_held() -> None:
 
 def test_images_of_another_shape_than_announced_are_refused() -> None:
     feed = StepBatches([Microbatch(torch.zeros(2, 3, 4, 8), None, (2, 3, 8, 4))], range(1))
+    feed.shape(0)
     with pytest.raises(
         ValueError, match=r"microbatch 0 was announced as \(2, 3, 8, 4\) and holds images \(2, 3, 4, 8\)"
     ):
@@ -73,6 +75,6 @@ def test_images_of_another_shape_than_announced_are_refused() -> None:
 @pytest.mark.parametrize("missing", ["images", "targets"])
 def test_asking_for_what_this_rank_did_not_want_is_our_fault(missing: str) -> None:
     feed = StepBatches(Source(images=missing != "images", targets=missing != "targets"), range(1))
-    ask: dict[str, Tensor] = {}
+    feed.shape(0)
     with pytest.raises(AssertionError, match=f"this rank wants the {missing}"):
-        ask[missing] = getattr(feed, missing)(0)
+        getattr(feed, missing)(0)
