@@ -8,7 +8,7 @@ is no blocking send: a schedule that is free of deadlock with sends that return 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,30 @@ class Work(Protocol):
 
 Message = tuple[int, Tensor]
 """The rank at the other end, and what is sent, or where to put what is received."""
+
+
+SEND, RECEIVE = "isend of {} {} to rank {}, tag {}", "irecv of {} {} from rank {}, tag {}"
+
+
+class Operation(NamedTuple):
+    """An operation of one rank, put into words where it fails.
+
+    Attributes:
+        text: with places for ``values``, of which tensors are given by shape and dtype.
+    """
+
+    rank: int
+    world: int
+    text: str
+    values: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        values = (tuple(value) if isinstance(value, torch.Size) else value for value in self.values)
+        return f"rank {self.rank} of {self.world}: {self.text.format(*values).replace('torch.', '')}"
+
+    def lost(self, reason: str) -> CommunicationError:
+        """Return the error where the other ranks do not answer."""
+        return CommunicationError(f"{self} failed: {reason}; another rank has ended or hangs: its own message says why")
 
 
 class Communicator(Protocol):
@@ -88,19 +112,21 @@ class Communicator(Protocol):
         Args:
             tag: as of ``isend``; the same on all ranks.
         """
-        messages = [(self.rank, peer, number) for number, (peer, _) in enumerate(sends)]
-        messages += [(peer, self.rank, number) for number, (peer, _) in enumerate(receives)]
-        sending: dict[int, Work] = {}
-        receiving: dict[int, Work] = {}
+        order: list[tuple[int, int, int]] = []
+        for number, (peer, _) in enumerate(sends):
+            order.append((self.rank, peer, number))
+        for number, (peer, _) in enumerate(receives, len(sends)):
+            order.append((peer, self.rank, number))
+        works: dict[int, Work] = {}
         # All messages have one order that every rank keeps to: the first under way is one that both of its ranks have
         # come to, and nobody waits in a circle where messages wait for their receives (Gloo, and MPI beyond its eager
         # limit).
-        for sender, receiver, number in sorted(messages):
-            if sender == self.rank:
-                sending[number] = self.isend(sends[number][1], receiver, tag)
-            else:
-                receiving[number] = self.irecv(receives[number][1], sender, tag)
-        return [sending[n] for n in range(len(sends))], [receiving[n] for n in range(len(receives))]
+        messages = [*sends, *receives]
+        for _, _, number in sorted(order):
+            begin = self.isend if number < len(sends) else self.irecv
+            works[number] = begin(messages[number][1], messages[number][0], tag)
+        in_order = [*map(works.__getitem__, range(len(messages)))]
+        return in_order[: len(sends)], in_order[len(sends) :]
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         """Begin to sum ``tensor`` over all ranks, in place; the result has the same bits on every rank."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import CommunicationError, Communicator, Work, agree
+from parallel.comm.communicator import CommunicationError, Communicator, Operation, Work, agree
 from parallel.comm.device_thread import OrderedTasks
 from parallel.comm.kinds import RankKind, are_mixed, by_node
 from parallel.comm.local import LocalCommunicator
@@ -75,11 +75,11 @@ class MixedCommunicator(Communicator):
         flat = in_memory_order(tensor.detach())
         if flat.is_complex():
             flat = torch.view_as_real(flat).flatten()
-        form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        described = f"rank {self.rank} of {self.world}: all_reduce of {form} by way of the {self.way}"
+        values = (tensor.shape, tensor.dtype, self.way)
+        operation = Operation(self.rank, self.world, "all_reduce of {} {} by way of the {}", values)
         ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         self._tasks = self._tasks or OrderedTasks("mixed sums")
-        return self._tasks.add(lambda: self._sum(flat, ready, described))
+        return self._tasks.add(lambda: self._sum(flat, ready, operation))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._inner.all_gather(tensor.cpu()).to(tensor.device)
@@ -114,7 +114,7 @@ class MixedCommunicator(Communicator):
         self._sums.close()
         self._inner.close()
 
-    def _sum(self, flat: Tensor, ready: Any, described: str) -> None:
+    def _sum(self, flat: Tensor, ready: Any, operation: Operation) -> None:
         if self._fault is not None:  # after a sum that failed the ranks no longer meet
             raise self._fault
         step = self._part_bytes // flat.element_size()
@@ -126,7 +126,7 @@ class MixedCommunicator(Communicator):
                     self._sums.add(flat[begin : begin + step])
                 _await(flat)
         except CommunicationError as lost:
-            self._fault = CommunicationError(f"{described}: {lost}")
+            self._fault = CommunicationError(f"{operation}: {lost}")
             raise self._fault from lost
         except Exception as fault:
             self._fault = fault

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import atexit
 import collections
+import copy
 import ctypes
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import CommunicationError, Communicator, Work
+from parallel.comm.communicator import RECEIVE, SEND, CommunicationError, Communicator, Operation, Work
 from parallel.comm.device_thread import on_current_device
 from parallel.comm.objects import in_memory_order, pinned_like
 
@@ -82,26 +84,15 @@ class MpiCommunicator(Communicator):
         self.world = comm.Get_size()
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self._begin(
-            f"isend of {_form(tensor)} to rank {peer}, tag {tag}",
-            in_memory_order(tensor.detach()),
-            lambda place: self._comm.Isend([_memory(place), MPI.BYTE], peer, tag),
-            written=False,
-        )
+        return self._begin(SEND, tensor, lambda p: self._comm.Isend(_bytes(p), peer, tag), peer, tag, written=False)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self._begin(
-            f"irecv of {_form(tensor)} from rank {peer}, tag {tag}",
-            in_memory_order(tensor.detach()),
-            lambda place: self._comm.Irecv([_memory(place), MPI.BYTE], peer, tag),
-            read=False,
-        )
+        return self._begin(RECEIVE, tensor, lambda p: self._comm.Irecv(_bytes(p), peer, tag), peer, tag, read=False)
 
     def iall_reduce(self, tensor: Tensor) -> Work:
-        flat = in_memory_order(tensor.detach())
         return self._begin(
-            f"all_reduce of {_form(tensor)}",
-            torch.view_as_real(flat) if flat.is_complex() else flat,
+            "all_reduce of {} {}",
+            tensor,
             lambda place: self._comm.Iallreduce(MPI.IN_PLACE, [_memory(place), SUMMED[place.dtype]]),
             summed=True,
         )
@@ -109,32 +100,22 @@ class MpiCommunicator(Communicator):
     def all_gather(self, tensor: Tensor) -> Tensor:
         table = tensor.detach().new_empty((self.world, *tensor.shape))
         table[self.rank] = tensor.detach()
-        self._begin(
-            f"all_gather of {_form(tensor)}",
-            table,
-            lambda place: self._comm.Iallgather(MPI.IN_PLACE, [_memory(place), MPI.BYTE]),
-        ).wait()
+        self._begin("all_gather into {} {}", table, lambda p: self._comm.Iallgather(MPI.IN_PLACE, _bytes(p))).wait()
         return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self._begin(
-            f"broadcast of {_form(tensor)} from rank {source}",
-            in_memory_order(tensor.detach()),
-            lambda place: self._comm.Ibcast([_memory(place), MPI.BYTE], source),
-        ).wait()
+        text = "broadcast of {} {} from rank {}"
+        self._begin(text, tensor, lambda place: self._comm.Ibcast(_bytes(place), source), source).wait()
 
     def barrier(self) -> None:
         self._begin("barrier", torch.empty(0), lambda _: self._comm.Ibarrier()).wait()
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         # In the order given, which Split by keys would do in two steps.
-        chosen = self._comm.Get_group().Incl(list(ranks))
-        comm = self._comm.Create(chosen)
+        comm = self._comm.Create(self._comm.Get_group().Incl(list(ranks)))
         if comm == MPI.COMM_NULL:
             return None
-        part = object.__new__(MpiCommunicator)
-        part.timeout_s, part.progress, part.local_rank = self.timeout_s, self.progress, self.local_rank
-        part._device_memory, part._leaving = self._device_memory, self._leaving
+        part = copy.copy(self)
         part._take(comm)
         return part
 
@@ -150,20 +131,27 @@ class MpiCommunicator(Communicator):
 
     def _begin(
         self,
-        operation: str,
+        text: str,
         tensor: Tensor,
         call: Callable[[Tensor], Any],
-        *,
+        *values: int,
         read: bool = True,
         written: bool = True,
         summed: bool = False,
     ) -> MpiWork:
-        """Begin ``call``, which is given ``tensor``, or what stands for it in host memory or a type that MPI sums."""
-        known = tensor.float() if summed and tensor.dtype not in SUMMED else tensor
+        """Begin ``call``, which is given ``tensor``, or what stands for it in host memory or a type that MPI sums.
+
+        Args:
+            text, values: of ``Operation``, after the shape and dtype of ``tensor``.
+        """
+        operation = Operation(self.rank, self.world, text, (tensor.shape, tensor.dtype, *values))
+        flat = in_memory_order(tensor.detach())
+        if summed and flat.is_complex():
+            flat = torch.view_as_real(flat)
+        known = flat.float() if summed and flat.dtype not in SUMMED else flat
         place, ready = self._reachable(known, filled=read)
-        arrive = None if place is tensor or not written else lambda: tensor.copy_(place, non_blocking=True)
-        described = f"rank {self.rank} of {self.world}: {operation}"
-        work = MpiWork(self.progress, self.timeout_s, lambda: call(place), [place, tensor], described, arrive, ready)
+        arrive = None if place is flat or not written else lambda: flat.copy_(place, non_blocking=True)
+        work = MpiWork(self.progress, self.timeout_s, lambda: call(place), (place, flat), operation, arrive, ready)
         self.progress.begin(work)
         return work
 
@@ -240,94 +228,77 @@ class MpiProgress:
             time.sleep(PAUSE_S)
 
 
+@dataclass(eq=False)
 class MpiWork:
     """An operation under way; holds its buffers.
 
-    Args:
+    Attributes:
         timeout_s: how long ``wait`` waits for the other ranks.
-        call: hands it to MPI, and gives MPI's request.
-        described: rank and operation, for errors.
+        call: hands it to MPI, and returns MPI's request.
         arrive: what is left to do with the data once it is here.
         ready: event of the GPU after which MPI may read and write the buffers; None: it may at once.
     """
 
-    def __init__(
-        self,
-        progress: MpiProgress,
-        timeout_s: float,
-        call: Callable[[], Any],
-        tensors: Sequence[Tensor],
-        described: str,
-        arrive: Callable[[], object] | None = None,
-        ready: Any = None,
-    ) -> None:
-        self._progress = progress
-        self._timeout_s = timeout_s
-        self._call = call
-        self._ready = ready
-        self._request: Any = None
-        self._tensors = tensors
-        self._described = described
-        self._arrive = arrive
-        self._over = False
-        self._fault: Exception | None = None
+    progress: MpiProgress
+    timeout_s: float
+    call: Callable[[], Any]
+    tensors: Sequence[Tensor]
+    operation: Operation
+    arrive: Callable[[], object] | None
+    ready: Any
+    request: Any = None
+    over: bool = False
+    fault: Exception | None = None
 
     def begun(self) -> bool:
         """Hand it to MPI if its data are ready, and return whether they are. ``MpiProgress`` keeps the order."""
         try:
-            if self._ready is not None and not self._ready.query():
+            if self.ready is not None and not self.ready.query():
                 return False
-            self._request = self._call()
+            self.request = self.call()
         except Exception as fault:  # of MPI, or of the GPU: for whoever waits
-            self._fault = fault
+            self.fault = fault
         return True
 
     def tested(self) -> bool | None:
         """Whether MPI is done with it; None once it has failed."""
-        self._progress.begin_ready()
-        with self._progress.lock:
-            if self._request is None:
-                return None if self._fault else False
-            if not self._over and self._fault is None:
+        self.progress.begin_ready()
+        with self.progress.lock:
+            if self.request is None:
+                return None if self.fault else False
+            if not self.over and self.fault is None:
                 try:
-                    self._over = self._request.Test()
+                    self.over = self.request.Test()
                 except MPI.Exception as fault:
-                    self._fault = fault
-            return None if self._fault else self._over
+                    self.fault = fault
+            return None if self.fault else self.over
 
     def wait(self) -> None:
-        end = time.monotonic() + self._timeout_s
+        end = time.monotonic() + self.timeout_s
         pause = 0.0
         while not self.tested():
-            if isinstance(self._fault, MPI.Exception):
-                raise _lost(self._described, str(self._fault)) from self._fault
-            if self._fault is not None:
-                raise self._fault
+            if isinstance(self.fault, MPI.Exception):
+                raise self.operation.lost(str(self.fault)) from self.fault
+            if self.fault is not None:
+                raise self.fault
             if time.monotonic() > end:
-                raise _lost(self._described, f"no answer for {self._timeout_s:g} s")
+                raise self.operation.lost(f"no answer for {self.timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause + 1e-5, PAUSE_S)
-        arrive, self._arrive = self._arrive, None
+        arrive, self.arrive = self.arrive, None
         if arrive:
             arrive()
 
     def done(self) -> bool:
-        return self._arrive is None and self.tested() is True
-
-
-def _lost(described: str, reason: str) -> CommunicationError:
-    """The error of an operation that the other ranks left."""
-    return CommunicationError(
-        f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
-    )
+        return self.arrive is None and self.tested() is True
 
 
 def _memory(tensor: Tensor) -> Any:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _bytes(tensor: Tensor) -> Any:
+    return [_memory(tensor), MPI.BYTE]
 
 
 def _takes_device_memory() -> bool:

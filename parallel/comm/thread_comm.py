@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import CommunicationError, Communicator, Work
+from parallel.comm.communicator import RECEIVE, SEND, CommunicationError, Communicator, Message, Operation, Work
 from parallel.comm.objects import in_memory_order
 
 Result = TypeVar("Result")
@@ -34,9 +36,10 @@ class ThreadGroup:
         self.changed = threading.Condition()
         self.broken: str | None = None
         """Why no rank can go on."""
-        self._waiting: dict[tuple[Hashable, bool], collections.deque[ThreadWork]] = {}
-        """Sends (True) and receives that the other rank has not come to."""
-        self._meetings: dict[Hashable, dict[int, ThreadWork]] = collections.defaultdict(dict)
+        self.waiting: dict[Hashable, collections.deque[ThreadWork]] = {}
+        """Sends and receives that the other rank has not come to."""
+        self.meetings: dict[Hashable, dict[int, ThreadWork]] = collections.defaultdict(dict)
+        """Collective operations that not all ranks have come to."""
 
     def communicator(self, rank: int) -> ThreadCommunicator:
         """Return the communicator of ``rank``."""
@@ -48,59 +51,24 @@ class ThreadGroup:
             self.broken = self.broken or reason
             self.changed.notify_all()
 
-    def post(self, key: Hashable, work: ThreadWork, *, sends: bool) -> None:
-        """Begin to send or to receive the message ``key``; whichever comes second copies."""
-        with self.changed:
-            waiting = self._waiting.get((key, not sends))
-            if not waiting:
-                self._waiting.setdefault((key, sends), collections.deque()).append(work)
-                return
-            other = waiting.popleft()
-            if not waiting:
-                del self._waiting[key, not sends]  # tags are many
-        send, receive = (work, other) if sends else (other, work)
-        _copy(send, receive)
-        self._finish([work, other])
 
-    def meet(
-        self, key: Hashable, rank: int, world: int, work: ThreadWork, last: Callable[[list[Tensor]], None]
-    ) -> None:
-        """Join the collective operation ``key``; the last of ``world`` ranks to come calls ``last`` with the tensors of
-        all in order of rank."""
-        with self.changed:
-            joined = self._meetings[key]
-            joined[rank] = work
-            if len(joined) < world:
-                return
-            del self._meetings[key]
-        works = [joined[number] for number in range(world)]
-        last([each.tensor for each in works])
-        self._finish(works)
-
-    def _finish(self, works: Sequence[ThreadWork]) -> None:
-        with self.changed:
-            for work in works:
-                work.finished = True
-            self.changed.notify_all()
-
-
+@dataclass(eq=False, slots=True)
 class ThreadWork:
     """An operation under way on one rank; holds its tensor."""
 
-    def __init__(self, group: ThreadGroup, tensor: Tensor, what: str) -> None:
-        self._group = group
-        self._what = what
-        self.tensor = tensor
-        self.finished = False
+    group: ThreadGroup
+    tensor: Tensor
+    operation: Operation
+    finished: bool = False
 
     def wait(self) -> None:
-        group = self._group
+        group, end_s = self.group, time.monotonic() + self.group.timeout_s
         with group.changed:
-            met = group.changed.wait_for(lambda: self.finished or group.broken, group.timeout_s)
-        if self.finished:
-            return
-        reason = group.broken if met else f"no answer for {group.timeout_s:g} s"
-        raise CommunicationError(f"{self._what} failed: {reason}")
+            while not self.finished and not group.broken:
+                if not group.changed.wait(end_s - time.monotonic()):
+                    raise self.operation.lost(f"no answer for {group.timeout_s:g} s")
+        if not self.finished:
+            raise self.operation.lost(str(group.broken))
 
     def done(self) -> bool:
         return self.finished
@@ -124,17 +92,38 @@ class ThreadCommunicator(Communicator):
         self._subgroups = 0
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work = self._work(tensor, f"isend of {_described(tensor)} to rank {peer}, tag {tag}")
-        self._group.post((self._path, self.rank, peer, tag), work, sends=True)
-        return work
+        return self.exchange([(peer, tensor)], [], tag)[0][0]
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work = self._work(tensor, f"irecv of {_described(tensor)} from rank {peer}, tag {tag}")
-        self._group.post((self._path, peer, self.rank, tag), work, sends=False)
-        return work
+        return self.exchange([], [(peer, tensor)], tag)[1][0]
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> tuple[list[Work], list[Work]]:
+        leaving: list[Work] = []
+        arriving: list[Work] = []
+        group, messages = self._group, ((True, sends, leaving), (False, receives, arriving))
+        with group.changed:
+            for sending, chosen, works in messages:
+                text = SEND if sending else RECEIVE
+                for peer, tensor in chosen:
+                    operation = Operation(self.rank, self.world, text, (tensor.shape, tensor.dtype, peer, tag))
+                    work = ThreadWork(group, tensor.detach(), operation)
+                    key = (self._path, self.rank, peer, tag) if sending else (self._path, peer, self.rank, tag)
+                    other = group.waiting.get((key, not sending))
+                    if other is None:
+                        group.waiting.setdefault((key, sending), collections.deque()).append(work)
+                    else:
+                        _copy(*((work, other[0]) if sending else (other[0], work)))
+                        work.finished = other.popleft().finished = True
+                        if not other:
+                            del group.waiting[key, not sending]  # tags are many
+                    works.append(work)
+            group.changed.notify_all()
+        return leaving, arriving
 
     def iall_reduce(self, tensor: Tensor) -> Work:
-        return self._collective(tensor, f"all_reduce of {_described(tensor)}", _sum)
+        return self._collective(tensor, "all_reduce of {} {}", _sum)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         table = tensor.detach().new_empty((self.world, *tensor.shape))
@@ -146,7 +135,7 @@ class ThreadCommunicator(Communicator):
                 for each in tables:
                     each[number] = source[number]
 
-        self._collective(table, f"all_gather of {_described(tensor)}", gather).wait()
+        self._collective(table, "all_gather into {} {}", gather).wait()
         return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -155,7 +144,7 @@ class ThreadCommunicator(Communicator):
                 if number != source:
                     each.copy_(tensors[source])
 
-        self._collective(tensor, f"broadcast of {_described(tensor)} from rank {source}", spread).wait()
+        self._collective(tensor, "broadcast of {} {} from rank {}", spread, source).wait()
 
     def barrier(self) -> None:
         self._collective(torch.empty(0), "barrier", lambda _: None).wait()
@@ -170,14 +159,21 @@ class ThreadCommunicator(Communicator):
     def abort(self) -> None:
         self._group.fail(f"rank {self.local_rank} asked all to stop")
 
-    def _work(self, tensor: Tensor, what: str) -> ThreadWork:
-        name = f"rank {self.rank} of {self.world}"
-        return ThreadWork(self._group, in_memory_order(tensor.detach()), f"{name}: {what}")
-
-    def _collective(self, tensor: Tensor, what: str, last: Callable[[list[Tensor]], None]) -> ThreadWork:
+    def _collective(self, tensor: Tensor, text: str, last: Callable[[list[Tensor]], None], *values: int) -> ThreadWork:
+        """Join a collective operation; the last rank to come calls ``last`` with the tensors of all in their order."""
         self._collectives += 1
-        work = self._work(tensor, what)
-        self._group.meet((self._path, self._collectives), self.rank, self.world, work, last)
+        group, key = self._group, (self._path, self._collectives)
+        operation = Operation(self.rank, self.world, text, (tensor.shape, tensor.dtype, *values))
+        work = ThreadWork(group, in_memory_order(tensor.detach()), operation)
+        with group.changed:
+            joined = group.meetings[key]
+            joined[self.rank] = work
+            if len(joined) == self.world:
+                del group.meetings[key]
+                last([joined[rank].tensor for rank in range(self.world)])
+                for each in joined.values():
+                    each.finished = True
+                group.changed.notify_all()
         return work
 
 
@@ -225,9 +221,10 @@ def run_on_threads(
 
 
 def _copy(send: ThreadWork, receive: ThreadWork) -> None:
-    assert send.tensor.dtype == receive.tensor.dtype, f"{send.tensor.dtype} is sent, {receive.tensor.dtype} expected"
-    assert len(send.tensor) == len(receive.tensor), f"{len(send.tensor)} numbers sent, {len(receive.tensor)} expected"
-    receive.tensor.copy_(send.tensor)
+    source, target = in_memory_order(send.tensor), in_memory_order(receive.tensor)
+    assert source.dtype == target.dtype, f"{source.dtype} is sent, {target.dtype} expected"
+    assert len(source) == len(target), f"{len(source)} numbers sent, {len(target)} expected"
+    target.copy_(source)
 
 
 def _sum(tensors: list[Tensor]) -> None:
@@ -237,7 +234,3 @@ def _sum(tensors: list[Tensor]) -> None:
         total.add_(tensor)
     for tensor in tensors[1:]:
         tensor.copy_(total)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

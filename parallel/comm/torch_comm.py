@@ -11,6 +11,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.communicator import CommunicationError, Communicator, Message, Work
+from parallel.comm.communicator import RECEIVE, SEND, Communicator, Message, Operation, Work
 from parallel.comm.device_thread import OrderedTasks
 from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
 from parallel.comm.objects import in_memory_order, pinned_like
@@ -32,34 +33,32 @@ LINK_CTAS = 4
 sender holds its thread blocks, by default up to 32, and what is computed meanwhile has to do without them."""
 
 
+@dataclass(eq=False)
 class TorchWork:
-    """An operation under way; holds its tensors. ``done`` of a receive over Gloo may stay False until ``wait``.
+    """An operation under way. ``done`` of a receive over Gloo may stay False until ``wait``.
 
-    Args:
-        described: the rank and what it does, for errors.
+    Attributes:
+        tensors: held until it is done.
         arrive: what is left to do with the data once it is here.
     """
 
-    def __init__(
-        self, work: Any, tensors: Sequence[Tensor], described: str, arrive: Callable[[], object] | None = None
-    ) -> None:
-        self._work = work
-        self._tensors = tensors
-        self._described = described
-        self._arrive = arrive
-        self._waited = False
+    work: Any
+    tensors: Sequence[Tensor]
+    operation: Operation
+    arrive: Callable[[], object] | None = None
+    waited: bool = False
 
     def wait(self) -> None:
-        if self._waited:
+        if self.waited:
             return
-        with _named(self._described):
-            self._work.wait()
-        self._waited = True
-        if self._arrive:
-            self._arrive()
+        with _named(self.operation):
+            self.work.wait()
+        self.waited = True
+        if self.arrive:
+            self.arrive()
 
     def done(self) -> bool:
-        return self._waited or (self._arrive is None and bool(self._work.is_completed()))
+        return self.waited or (self.arrive is None and bool(self.work.is_completed()))
 
 
 class TorchCommunicator(Communicator):
@@ -113,32 +112,28 @@ class TorchCommunicator(Communicator):
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
         if not self.nccl:
             return  # Gloo has connected all ranks
-        with _named(f"rank {self.rank} of {self.world}: connecting to the ranks of its pipeline"):
+        with _named(Operation(self.rank, self.world, "connecting to the ranks of its pipeline")):
             links = ((self._ranks[source], self._ranks[target]) for source, target in pairs)
             self._links.make(links, by_all=self._group is None)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        flat = in_memory_order(tensor.detach())
-        described = self._described("isend", tensor, f" to rank {peer}, tag {tag}")
-        to = self._ranks[peer]
-        with _named(described):
+        flat, target = in_memory_order(tensor.detach()), self._ranks[peer]
+        with _named(operation := self._operation(SEND, tensor, peer, tag)):
             if flat.is_cuda and self.nccl:
-                return TorchWork(self._links.isend(flat, to), [flat], described)
+                return TorchWork(self._links.isend(flat, target), [flat], operation)
             host = pinned_like(flat).copy_(flat) if flat.is_cuda else flat
-            return self._departures.add(TorchWork(dist.isend(host, to, self._group, tag), [host], described).wait)
+            return self._departures.add(TorchWork(dist.isend(host, target, self._group, tag), [host], operation).wait)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        flat = in_memory_order(tensor.detach())
-        described = self._described("irecv", tensor, f" from rank {peer}, tag {tag}")
-        source = self._ranks[peer]
-        with _named(described):
+        flat, source = in_memory_order(tensor.detach()), self._ranks[peer]
+        with _named(operation := self._operation(RECEIVE, tensor, peer, tag)):
             if not flat.is_cuda:
-                return TorchWork(dist.irecv(flat, source, self._group, tag), [flat], described)
+                return TorchWork(dist.irecv(flat, source, self._group, tag), [flat], operation)
             if self.nccl:
-                return TorchWork(self._links.irecv(flat, source), [flat], described)
+                return TorchWork(self._links.irecv(flat, source), [flat], operation)
             host = pinned_like(flat)
             work = dist.irecv(host, source, self._group, tag)
-            return TorchWork(work, [host, flat], described, arrive=lambda: flat.copy_(host, non_blocking=True))
+            return TorchWork(work, [host, flat], operation, arrive=lambda: flat.copy_(host, non_blocking=True))
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -147,44 +142,43 @@ class TorchCommunicator(Communicator):
         if not (self.nccl and messages and all(tensor.is_cuda for _, _, tensor in messages)):
             return super().exchange(sends, receives, tag)
         peers = ", ".join(str(peer) for peer in dict.fromkeys(peer for _, peer, _ in messages))
-        described = f"rank {self.rank} of {self.world}: exchange with ranks {peers}, tag {tag}"
+        operation = Operation(self.rank, self.world, "exchange with ranks {}, tag {}", (peers, tag))
         flat = [bytes_of(in_memory_order(tensor.detach())) for _, _, tensor in messages]
-        with _named(described):
+        with _named(operation):
             (work,) = dist.batch_isend_irecv(
                 [
                     dist.P2POp(call, tensor, self._ranks[peer], self._group)
                     for (call, peer, _), tensor in zip(messages, flat, strict=True)
                 ]
             )
-        together = TorchWork(work, flat, described)
+        together = TorchWork(work, flat, operation)
         return [together] * len(sends), [together] * len(receives)
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         flat = in_memory_order(tensor.detach())
-        described = self._described("all_reduce", tensor)
-        with _named(described):
-            return TorchWork(dist.all_reduce(flat, group=self._group, async_op=True), [flat], described)
+        with _named(operation := self._operation("all_reduce of {} {}", tensor)):
+            return TorchWork(dist.all_reduce(flat, group=self._group, async_op=True), [flat], operation)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         own = tensor.detach().contiguous()
         table = own.new_empty((self.world, *own.shape))
-        with _named(self._described("all_gather", tensor)):
+        with _named(self._operation("all_gather into {} {}", table)):
             # As bytes, since libraries lack some types; torch numbers the ranks of a group in ascending order.
             parts = [table[self._ranks.index(rank)].view(-1).view(torch.uint8) for rank in sorted(self._ranks)]
             dist.all_gather(parts, own.view(-1).view(torch.uint8), self._group)
         return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        with _named(self._described("broadcast", tensor, f" from rank {source}")):
+        with _named(self._operation("broadcast of {} {} from rank {}", tensor, source)):
             dist.broadcast(in_memory_order(tensor.detach()), self._ranks[source], self._group)
 
     def barrier(self) -> None:
-        with _named(f"rank {self.rank} of {self.world}: barrier"):
+        with _named(Operation(self.rank, self.world, "barrier")):
             dist.barrier(self._group)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         chosen = tuple(self._ranks[rank] for rank in ranks)
-        with _named(f"rank {self.rank} of {self.world}: making a group of ranks {list(ranks)}"):
+        with _named(Operation(self.rank, self.world, "making a group of ranks {}", (list(ranks),))):
             # Ranks outside a subgroup know nothing of its subgroups: then the members make it among themselves.
             group = dist.new_group(
                 chosen,
@@ -213,9 +207,8 @@ class TorchCommunicator(Communicator):
         self._departures.close()
         dist.destroy_process_group()
 
-    def _described(self, operation: str, tensor: Tensor, rest: str = "") -> str:
-        form = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        return f"rank {self.rank} of {self.world}: {operation} of {form}{rest}"
+    def _operation(self, text: str, tensor: Tensor, *values: int) -> Operation:
+        return Operation(self.rank, self.world, text, (tensor.shape, tensor.dtype, *values))
 
 
 class Links:
@@ -290,18 +283,15 @@ def backend_of(kinds: Sequence[RankKind]) -> str:
 
 
 @contextlib.contextmanager
-def _named(described: str) -> Iterator[None]:
+def _named(operation: Operation) -> Iterator[None]:
     try:
         yield
     except RuntimeError as fault:  # what torch.distributed raises on time-outs and lost peers alike
         if isinstance(fault, torch.OutOfMemoryError | torch.AcceleratorError):
             raise  # of this rank's own device
         if _is_out_of_memory(fault):
-            raise torch.OutOfMemoryError(f"{described}: NCCL is out of GPU memory: {fault}") from fault
-        reason = str(fault).splitlines()[0]
-        raise CommunicationError(
-            f"{described} failed: {reason}; another rank has ended or hangs: its own message says why"
-        ) from fault
+            raise torch.OutOfMemoryError(f"{operation}: NCCL is out of GPU memory: {fault}") from fault
+        raise operation.lost(str(fault).splitlines()[0]) from fault
 
 
 def is_lost_peer(fault: BaseException) -> bool:

@@ -81,6 +81,6 @@ def test_nothing_is_left_of_messages_that_have_arrived() -> None:
             begin(torch.ones(2), other, tag).wait()
         communicator.barrier()
         assert isinstance(communicator, ThreadCommunicator)
-        return len(communicator._group._waiting)
+        return len(communicator._group.waiting)
 
     assert run_on_threads(2, chat) == [0, 0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.comm.communicator import CommunicationError
+from parallel.comm.communicator import CommunicationError, Operation
 from parallel.comm.torch_comm import TorchWork, is_lost_peer
 
 NCCL_MEMORY = dist.DistBackendError(
@@ -45,5 +45,5 @@ def test_faults_keep_their_kind(fault: RuntimeError, expected: type[RuntimeError
         raise fault
 
     with pytest.raises(expected, match=r"(?i)memory|rank|peer"):
-        TorchWork(SimpleNamespace(wait=wait), [], "rank 0 of 2: irecv").wait()
+        TorchWork(SimpleNamespace(wait=wait), [], Operation(0, 2, "irecv")).wait()
     assert is_lost_peer(fault) == is_lost

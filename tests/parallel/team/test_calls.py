@@ -10,7 +10,7 @@ TRANSPORT = ("comm/thread_comm.py", "comm/objects.py")
 
 def test_calls_of_a_step() -> None:
     for calls in calls_of_a_step(strategy_of("spatial@2x1")):
-        assert sum(count for (file, _), count in calls.items() if file not in TRANSPORT) <= 1500
+        assert sum(count for (file, _), count in calls.items() if file not in TRANSPORT) <= 1250
         assert not [name for (file, name) in calls if file.startswith("space/") and "exchange" in name.lower()]
 
 
