@@ -1,9 +1,9 @@
 """Calibration: a model of what layers cost on a device, from some seconds of timed operations; kept for the next time.
 
-Takes a device and how ranks will use it; gives a ``CostModel``. Ranks that share a machine share its memory and its
-caches, so as many processes as will run together are timed together. Readings are the fastest of several runs. Models
-are kept as JSON in ``$XDG_CACHE_HOME/megatile``, else ``~/.cache/megatile`` (``cache``), one for each device, number of
-cores, version of torch, threads, processes, type and memory layout; none is shipped.
+Ranks that share a machine share its memory and its caches, so as many processes as will run together are timed
+together: each is this module as a program, which prints a JSON line for every reading, so that what it has read is kept
+whatever ends it early. Models are kept (``cache``) by device, number of cores, version of torch, threads, processes,
+type and memory layout; none is shipped.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -26,11 +29,13 @@ import torch
 
 from parallel.cost.calibrated import PASSES, CostModel, Curve, OpWork, PassModel, work_of_shape
 from parallel.cost.regression import fit
-from parallel.cost.shapes import Product
+from parallel.cost.roofline import backward_bytes, forward_bytes
+from parallel.cost.shapes import ROUND, Product, products
 from parallel.graph.layers import Convolution
 from parallel.profile.cache import CoreUse, load_or_measure
-from parallel.profile.calibrate_worker import readings_of
-from parallel.profile.gpu import gpu_at, last_error
+from parallel.profile.gpu import gpu_at, last_error, set_tf32
+from parallel.profile.malloc import keep_freed_memory
+from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product
 
 QUICK_S, LONG_S = 45.0, 90.0
 """Budgets: where a plan waits for it, and for the smallest error."""
@@ -43,6 +48,16 @@ BEST = 0.1
 
 LEAST_S = 1e-9
 ROOT = Path(__file__).parents[2]
+
+MIB = 2**20
+FRESH_BYTES = (4 * MIB, 24 * MIB, 40 * MIB, 160 * MIB)
+"""glibc asks the kernel for blocks of 32 MiB and more, at the latest."""
+LARGEST_OF_HEAP = 32 * MIB - 8192
+MOVED_BYTES = (16 * 1024, MIB, 6 * MIB, 32 * MIB)
+"""Of the images that operations other than products are timed on."""
+CHANNELS = 64
+SHARE_OF_MOVING = 0.35
+"""Of the budget, at most; the rest is for products."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ def calibrate(use: DeviceUse, seconds: float = QUICK_S) -> CostModel:
 
 
 def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
-    """Return the model that explains ``readings``, as ``calibrate_worker`` gives them; ``key`` as
+    """Return the model that explains ``readings``, as ``readings_of`` gives them; ``key`` as
     ``DeviceUse.key``."""
     products: dict[str, list[tuple[OpWork, dict[str, float]]]] = defaultdict(list)
     curves: dict[str, dict[str, list[list[float]]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
@@ -156,23 +171,22 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
 
 
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return the readings of one worker for each of ``settings``, all at work at the same time.
+    """Return the readings of one process for each of ``settings``, all at work at the same time.
 
     A process that has a CUDA context makes them itself: its GPU may admit no other (``gpu``).
     """
     device = torch.device(settings[0]["device"])
     if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with torch.random.fork_rng([device]):
-            readings = [reading for own in settings for reading in readings_of(own)]
+            found = [reading for own in settings for reading in readings_of(own)]
         torch.cuda.empty_cache()
-        return readings
+        return found
+    found = []
     with contextlib.ExitStack() as open_processes:
         workers = []
         for own in settings:
-            command = [sys.executable, "-m", "parallel.profile.calibrate_worker", json.dumps(own)]
-            worker = subprocess.Popen(
-                command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
+            command = [sys.executable, "-m", "parallel.profile.calibrate", json.dumps(own)]
+            worker = subprocess.Popen(command, cwd=ROOT, text=True, stdin=PIPE, stdout=PIPE, stderr=PIPE)
             open_processes.callback(worker.kill)
             workers.append(worker)
         for worker in workers:
@@ -183,18 +197,55 @@ def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, A
             with contextlib.suppress(BrokenPipeError):  # it has ended already; what it says comes below
                 worker.stdin.write("go\n")
                 worker.stdin.flush()
-        readings = []
         for worker in workers:
             out, err = worker.communicate(timeout=4 * seconds + 300)
-            own_readings = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
-            if not any(reading["what"] == "convolution" for reading in own_readings):
+            of_worker = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
+            if not any(reading["what"] == "convolution" for reading in of_worker):
                 last = last_error(err) or f"nothing; exit code {worker.returncode}"
                 raise RuntimeError(
-                    f"a calibration has to time operations on {settings[0]['device']}, and its process said: "
-                    f"{last}. Plan with --device-spec and the name of a device instead"
+                    f"a calibration has to time operations on {device}, and its process said: {last}. Plan with "
+                    "--device-spec and the name of a device instead"
                 )
-            readings += own_readings
-    return readings
+            found += of_worker
+    return found
+
+
+def readings_of(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield everything a model is fitted to, one reading at a time; at least one of every kind of product.
+
+    Args:
+        settings: as ``calibrate`` makes them.
+    """
+    set_tf32(settings["tf32"])
+    setting = Setting(torch.device(settings["device"]), getattr(torch, settings["dtype"]), settings["channels_last"])
+    yield from _readings(setting, settings["seconds"], settings["seed"], settings["heap_kept"])
+
+
+def _readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> Iterator[dict[str, Any]]:
+    begin = time.perf_counter()
+    left: Callable[[float], bool] = lambda share: time.perf_counter() - begin < share * seconds  # noqa: E731
+    if heap_kept:
+        keep_freed_memory()
+    torch.empty(LARGEST_OF_HEAP, dtype=torch.uint8).fill_(1)  # glibc learns from it, as from any training step
+    for size in FRESH_BYTES:
+        yield {"what": "fresh", "bytes": size, "seconds": time_fresh(size, setting)}
+    keep_freed_memory()  # what new memory costs is known, and may not blur what follows
+    for number, size in enumerate(MOVED_BYTES):
+        side = math.isqrt(size // 4 // CHANNELS)
+        images = setting.tensor(1, CHANNELS, side, side)
+        for name in MOVING:
+            if number > 1 and not left(SHARE_OF_MOVING):
+                break
+            op, reading = time_moving(name, images, setting)
+            entry = {"what": "moving", "name": name, "forward": [forward_bytes(op), reading.forward_s]}
+            yield entry | {"backward": [backward_bytes(op), reading.input_s]}
+    for number, (_, shape) in enumerate(products(seed)):
+        if number >= sum(ROUND.values()) and not left(1.0):
+            return
+        if isinstance(shape, Product):
+            yield {"what": "product", "shape": asdict(shape), "reading": asdict(time_product(shape, setting))}
+        else:
+            yield {"what": "convolution", "shape": asdict(shape), "reading": asdict(time_convolution(shape, setting))}
 
 
 def _pass_model(works: Sequence[OpWork], seconds: Sequence[float]) -> tuple[PassModel, list[float]]:
@@ -227,3 +278,18 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Print readings for the settings on the command line, once a line on stdin says so."""
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(settings["threads"])
+    torch.zeros(1, device=settings["device"])  # starts the accelerator
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for reading in readings_of(settings):
+        print(json.dumps(reading), flush=True)
+
+
+if __name__ == "__main__":
+    main()

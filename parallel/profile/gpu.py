@@ -48,25 +48,38 @@ def in_cuda_process(function: Callable[..., Any], *arguments: object) -> Any:
     """Return ``function(*arguments)``, called in a process that ends with it; in this one if it has a context already.
 
     Args:
-        function: of a module's top level; returns what JSON can hold.
-        arguments: numbers and strings.
+        function, arguments: as for ``in_process``.
 
     Raises:
         OSError: the process failed; says why.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return function(*arguments)
-    module, name = function.__module__, function.__qualname__
-    code = f"import json; from {module} import {name}; print(json.dumps({name}(*{arguments!r})))"
+    try:
+        return in_process(function.__module__, function.__qualname__, *arguments)
+    except RuntimeError as fault:
+        raise OSError(f"a process that asked for this machine's GPUs said: {fault}; {ADVICE}") from None
+
+
+def in_process(module: str, function: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> Any:
+    """Return ``function(*arguments)``, called in a process that ends with it.
+
+    Args:
+        function: of the top level of ``module``; returns what JSON can hold.
+        arguments: values that ``repr`` writes as Python.
+
+    Raises:
+        RuntimeError: the process failed, or did not end in time; what it said last.
+    """
+    code = f"import json; from {module} import {function}; print(json.dumps({function}(*{arguments!r})))"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=True
         )
     except subprocess.CalledProcessError as fault:
-        reason = last_error(fault.stderr) or f"nothing; exit code {fault.returncode}"
-        raise OSError(f"a process that asked for this machine's GPUs said: {reason}; {ADVICE}") from None
+        raise RuntimeError(last_error(fault.stderr) or f"nothing; exit code {fault.returncode}") from None
     except subprocess.TimeoutExpired:
-        raise OSError(f"this machine's GPUs did not answer within {TIMEOUT_S:g} s; {ADVICE}") from None
+        raise RuntimeError(f"nothing for {timeout_s:g} s") from None
     return json.loads(done.stdout.splitlines()[-1])
 
 

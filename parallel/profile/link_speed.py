@@ -12,9 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +22,7 @@ import torch
 from parallel.cost.devices import LinkSpec
 from parallel.profile.cache import CoreUse, kept_at, load_or_measure
 from parallel.profile.calibrate import DeviceUse
-from parallel.profile.gpu import last_error
+from parallel.profile.gpu import in_process
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +32,6 @@ ROUNDS = 7
 TAKES_S = 25
 """About, with the start of the ranks."""
 TIMEOUT_S = 300.0
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -110,21 +106,14 @@ def measure_links(ranks: int, *, threads: int = 1, device: str = "cpu", rounds: 
         RuntimeError: the ranks did not come to an end; says what they printed last.
     """
     use = CoreUse()
-    with tempfile.TemporaryDirectory(prefix="megatile-links-") as name:
-        path = Path(name) / "seconds.json"
-        settings = {"ranks": ranks, "threads": threads, "device": device, "rounds": rounds, "path": str(path)}
-        command = [sys.executable, "-m", "parallel.profile.link_worker", "start", json.dumps(settings)]
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-            last = last_error(done.stderr) or f"nothing; exit code {done.returncode}"
-        except subprocess.TimeoutExpired:
-            last = f"nothing for {TIMEOUT_S:g} s"
-        if not path.exists():
-            raise RuntimeError(
-                f"a plan has to know how fast {ranks} ranks of this machine talk to each other, and those that were "
-                f"started to measure it said: {last}. Plan with --device-spec and the name of a device instead"
-            )
-        seconds = json.loads(path.read_text())
+    settings = {"ranks": ranks, "threads": threads, "device": device, "rounds": rounds}
+    try:
+        seconds = in_process("parallel.profile.link_worker", "measure_by_ranks", settings, timeout_s=TIMEOUT_S)
+    except RuntimeError as fault:
+        raise RuntimeError(
+            f"a plan has to know how fast {ranks} ranks of this machine talk to each other, and those that were "
+            f"started to measure it said: {fault}. Plan with --device-spec and the name of a device instead"
+        ) from None
     return dataclasses.replace(speed_of(seconds, ranks), others=use.others() if device == "cpu" else 0.0)
 
 

@@ -1,10 +1,7 @@
 """Ranks that measure how fast they talk to each other: messages and sums; on CPUs also messages between ranks that
 compute, and both ways of data parallelism; on GPUs also what NCCL allocates.
 
-Started by ``link_speed``, as ``start`` with its settings as JSON; starts the ranks, of which the first writes the
-medians, in seconds, to the path that the settings name.
-
-    python -m parallel.profile.link_worker start '{"ranks": 2, "threads": 1, "device": "cpu", "rounds": 7, ...}'
+``measure_by_ranks`` starts the ranks, each of which is this module as a program with its settings as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -261,12 +259,21 @@ def _member_net() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(MEMBER_CHANNELS, 2))
 
 
-def main() -> int:
-    """Start the ranks, or be one of them; return the exit code."""
-    what, text = sys.argv[1:3]
-    settings = json.loads(text)
-    if what == "start":
-        return launch_ranks(settings["ranks"], [sys.executable, "-m", "parallel.profile.link_worker", "rank", text])
+def measure_by_ranks(settings: dict[str, Any]) -> dict[str, float]:
+    """Start ``settings["ranks"]`` ranks, and return the medians of the first one."""
+    with tempfile.TemporaryDirectory(prefix="megatile-links-") as name:
+        path = Path(name) / "seconds.json"
+        text = json.dumps(settings | {"path": str(path)})
+        code = launch_ranks(settings["ranks"], [sys.executable, "-m", "parallel.profile.link_worker", text])
+        if not path.exists():
+            sys.exit(code or 1)
+        medians: dict[str, float] = json.loads(path.read_text())
+        return medians
+
+
+def main() -> None:
+    """Be one of the ranks."""
+    settings = json.loads(sys.argv[1])
     torch.set_num_threads(settings["threads"])
     keep_freed_memory()  # as ranks do when they are placed
     torch.manual_seed(0)
@@ -280,8 +287,7 @@ def main() -> int:
     if communicator.rank == 0:
         Path(settings["path"]).write_text(json.dumps(medians))
     communicator.close()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

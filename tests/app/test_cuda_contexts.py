@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from app.training.run_info import describe_gpus
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES
 from parallel.cost.devices import link_named
-from parallel.profile import calibrate, calibrate_worker, gpu
+from parallel.profile import calibrate, gpu
 from parallel.profile.copy_speed import load_or_measure_copies
 from tests.app.conftest import QUICK
 from tests.helpers.in_process import call
@@ -32,12 +33,6 @@ from tests.parallel.profile.test_calibrate import KEY, made_up_readings
 
 GIB = 1 << 30
 PROPERTIES = {"name": "NVIDIA Test", "memory_bytes": 16 * GIB, "capability": "8.0", "bf16": True, "missing_kernels": ""}
-ANSWERS: dict[str, Any] = {
-    "read_gpus": [PROPERTIES, PROPERTIES],
-    "read_gpu": PROPERTIES | {"free_bytes": 15 * GIB},
-    "gpu_copies": [1e10, 2e10],
-}
-"""Function -> what the process that calls it prints."""
 MESSAGES = {"empty_message": 1e-5, "message": 1e-5 + 1e-3, "message_bytes": 1e8}
 LINKS = MESSAGES | {
     "empty_sum": 4e-5,
@@ -47,6 +42,13 @@ LINKS = MESSAGES | {
     "communicator_bytes": 3e8,
 }
 """What ranks on GPUs measure of their links."""
+ANSWERS: dict[str, Any] = {
+    "read_gpus": [PROPERTIES, PROPERTIES],
+    "read_gpu": PROPERTIES | {"free_bytes": 15 * GIB},
+    "gpu_copies": [1e10, 2e10],
+    "measure_by_ranks": LINKS,
+}
+"""Function -> what the process that calls it prints."""
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +77,11 @@ def asked(opened: list[str], model: CostModel, monkeypatch: pytest.MonkeyPatch, 
     asked: list[str] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        if "parallel.profile.link_worker" in command:
-            settings = json.loads(command[-1])
-            asked.append(f"links of {settings['ranks']} on {settings['device']}")
-            Path(settings["path"]).write_text(json.dumps(LINKS))
-            return subprocess.CompletedProcess(command, 0, "", "")
         if command[:2] != [sys.executable, "-c"] or "parallel.profile" not in command[2]:
             raise FileNotFoundError  # what else a command asks, such as git, is not installed here
         name = next(name for name in ANSWERS if f"{name}(" in command[2])
-        asked.append(name)
+        links = re.search(r"'ranks': (\d+), .*'device': '(\w+)'", command[2])
+        asked.append(f"links of {links[1]} on {links[2]}" if links else name)
         return subprocess.CompletedProcess(command, 0, f"a line\n{json.dumps(ANSWERS[name])}\n", "")
 
     def calibrates(settings: list[dict[str, Any]], _: float) -> list[dict[str, Any]]:
@@ -215,7 +213,7 @@ def test_a_process_that_fails_is_quoted(
 def test_what_another_process_returns_comes_back() -> None:
     assert gpu.in_cuda_process(gpu.read_gpus) == gpu.read_gpus()
     settings = {"device": "cpu", "dtype": "float32", "channels_last": True, "seconds": 0.0, "seed": 0}
-    assert next(calibrate_worker.readings_of(settings | {"heap_kept": False, "tf32": False}))["what"] == "fresh"
+    assert next(calibrate.readings_of(settings | {"heap_kept": False, "tf32": False}))["what"] == "fresh"
 
 
 def test_no_module_opens_a_context_when_it_is_imported(opened: list[str]) -> None:

@@ -26,7 +26,7 @@ from parallel.cost.calibrated import CostModel, Curve, work_of, work_of_shape
 from parallel.cost.regression import Polynomial, fit
 from parallel.cost.shapes import ROUND, Product, products
 from parallel.graph.layers import Convolution, LayerGraph
-from parallel.profile import cache, calibrate_worker
+from parallel.profile import cache
 from parallel.profile import calibrate as calibration
 from parallel.profile.cache import CoreUse, keep, kept_at, kept_text, others_now
 from parallel.profile.calibrate import DeviceUse, calibrate, fit_model, load_or_calibrate
@@ -223,9 +223,9 @@ def test_the_process_of_a_calibration_computes_as_it_is_told(monkeypatch: pytest
     settings |= {"heap_kept": False, "tf32": True, "seconds": 0.0, "seed": 0}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(settings)])
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-    monkeypatch.setattr(calibrate_worker, "readings", lambda *_: iter(()))
-    monkeypatch.setattr(calibrate_worker, "set_tf32", switched.append)
-    calibrate_worker.main()
+    monkeypatch.setattr(calibration, "_readings", lambda *_: iter(()))
+    monkeypatch.setattr(calibration, "set_tf32", switched.append)
+    calibration.main()
     assert switched == [True]
 
 

@@ -164,8 +164,8 @@ def test_one_of_a_busy_machine_is_measured_again_on_a_calm_one(
 
 
 def test_ranks_that_fail_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failed(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess([], 1, "", "a trace\nno way to the other rank\n")
+    def failed(*_: Any, **__: Any) -> None:
+        raise subprocess.CalledProcessError(1, [], stderr="a trace\nno way to the other rank\n")
 
     monkeypatch.setattr(subprocess, "run", failed)
     with pytest.raises(RuntimeError, match=r"how fast 2 ranks of this machine talk .* said: no way to the other rank"):
