@@ -16,7 +16,7 @@ from app.settings.launcher import find_launch
 from parallel.comm.communicator import Communicator
 from parallel.draw.schedule_svg import schedule_svg
 from parallel.engine.engine import Engine
-from parallel.engine.recorded import free_links, gather_timeline, measured_costs
+from parallel.engine.recorded import gather_timeline, measured_costs
 from parallel.engine.step import TrainingEngine
 from parallel.schedule.action import COMPUTE, Kind
 from parallel.schedule.mesh import Mesh
@@ -60,10 +60,7 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     if measured is None or not any(measured.spans.values()):
         return None
     stages = engine.mesh.stages
-    simulated = of_ranks(
-        simulate(engine.schedule, engine.mesh, measured_costs(measured, stages), free_links(engine.schedule, stages)),
-        engine.mesh,
-    )
+    simulated = of_ranks(simulate(engine.schedule, engine.mesh, measured_costs(measured, stages)), engine.mesh)
     computed = {
         rank: [action for action in actions if action.kind in COMPUTE and action.kind is not Kind.RECOMPUTE]
         for rank, actions in engine.schedule.items()

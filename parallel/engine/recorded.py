@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
-from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.timeline import LinkCost, Span, StageCost, Timeline
+from parallel.schedule.action import Action, Kind
+from parallel.schedule.timeline import Span, StageCost, Timeline
 
 
 def gather_timeline(
@@ -63,17 +63,3 @@ def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
         )
         for stage in range(stages)
     ]
-
-
-def free_links(schedule: Schedule, stages: int) -> dict[tuple[int, int], LinkCost]:
-    """The links of a lowered schedule, at no cost: between neighbours, and those that messages go along."""
-    links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(stages - 1)}
-    for actions in schedule.values():
-        for action in actions:
-            if action.kind is Kind.SEND_FORWARD and action.peer is not None:
-                links.setdefault((action.stage, action.peer), LinkCost(0.0, None))
-    for actions in schedule.values():
-        for action in actions:
-            if action.kind is Kind.SEND_BACKWARD and action.peer is not None:
-                links[action.peer, action.stage] = LinkCost(0.0, 0.0)
-    return links

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel.schedule.action import Action, Schedule
-from parallel.schedule.dependencies import Dependencies, begin_times, users_or_makers
+from parallel.schedule.dependencies import Dependencies, begin_times, peer_rank, users_or_makers
 from parallel.schedule.mesh import Mesh
 
 Receives = dict[int, dict[int, list[Action]]]
@@ -45,8 +45,7 @@ def _messages(schedule: Schedule, mesh: Mesh, between: Dependencies) -> list[_Me
     for rank, actions in schedule.items():
         for action, following in zip(actions, [*actions[1:], None], strict=True):
             for send in between.sends_after(action, rank):
-                assert send.peer is not None
-                target = mesh.peer_team(rank, send.peer, send.replica)
+                target = peer_rank(send, mesh, rank)
                 channels[rank, target].append(_Message(action, following, target, send.other_end))
     for messages in channels.values():
         latest = len(positions)

@@ -8,7 +8,6 @@ pass and still not block anyone), so ownership, completeness and order are prove
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
 from parallel.schedule.check_order import Channels, stops
@@ -87,10 +86,8 @@ def _complete(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
         here = (rank // mesh.depth, action.replica)
         home = homes.setdefault(action.microbatch, here)
         if here != home:
-            text = (
-                f"microbatch {action.microbatch} is in group {home[0]}, replica {home[1]}, not in {here[0]}, {here[1]}"
-            )
-            yield ScheduleFault(text, rank, n, action)
+            text = f"is in group {home[0]}, replica {home[1]}, not in {here[0]}, {here[1]}"
+            yield ScheduleFault(f"microbatch {action.microbatch} {text}", rank, n, action)
     if not homes:
         yield ScheduleFault("no microbatch is computed")
     for i in sorted(set(range(max(homes, default=0))) - set(homes)):
@@ -98,17 +95,11 @@ def _complete(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
     for i, (group, replica) in sorted(homes.items()):
         for stage in range(mesh.stages):
             forward = Action(Kind.FORWARD, stage, i, replica)
-            whole, inputs, weights = (
-                replace(forward, kind=kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-            )
-            halves = {inputs, weights} & present
-            absent = [forward] if forward not in present else []
-            if halves:
-                absent += [half for half in (inputs, weights) if half not in present]
-            elif whole not in present:
-                absent.append(whole)
-            for action in absent:
-                yield ScheduleFault("is missing", _owner(action, mesh, group), None, action)
+            whole, *both = map(forward.as_kind, (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+            halves = present.intersection(both)
+            for action in (forward, *(both if halves else [whole])):
+                if action not in present:
+                    yield ScheduleFault("is missing", _owner(action, mesh, group), None, action)
             if halves and whole in present:
                 text = f"is there, and {' and '.join(sorted(map(str, halves)))} too: one backward pass a microbatch"
                 yield ScheduleFault(text, _owner(whole, mesh, group), None, whole)
@@ -120,7 +111,7 @@ def _order(schedule: Schedule) -> Iterator[ScheduleFault]:
         position = {action: n for n, action in enumerate(actions)}
         for n, action in enumerate(actions):
             for kind in EARLIER.get(action.kind, ()):
-                earlier = replace(action, kind=kind)
+                earlier = action.as_kind(kind)
                 if position.get(earlier, n) > n:
                     yield ScheduleFault(f"stands before {earlier}, position {position[earlier]}", rank, n, action)
 

@@ -7,10 +7,11 @@ too: ranks that hold copies of the same stages begin to sum them in the same ord
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
-from parallel.schedule.action import PER_PEER, SENDS, Action, Kind, Schedule
-from parallel.schedule.dependencies import Dependencies, Links, begin_times, users_or_makers
+from parallel.schedule.action import BEGINS_BACKWARD, PER_PEER, SENDS, Action, Kind, Schedule
+from parallel.schedule.dependencies import Dependencies, Links, begin_times, peer_rank, users_or_makers
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.text import ScheduleFault
 
@@ -60,27 +61,22 @@ class Channels:
         """All that is wrong with messages and sums; nothing is said about actions that another rank should have."""
         return [*self._pairs(), *self._times(), *self._order(), *self._sums(), *self._order_of_sums()]
 
-    def _peer_rank(self, rank: int, message: Action) -> int:
-        assert message.peer is not None
-        return self._mesh.peer_team(rank, message.peer, message.replica)
-
     def _pairs(self) -> Iterator[ScheduleFault]:
         """Every message follows a link and has its other end."""
-        for rank, n, message in self._messages():
+        for rank, n, message, other in self._messages():
             assert message.peer is not None
             ahead = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
             source, target = (message.stage, message.peer) if ahead else (message.peer, message.stage)
             forward = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-            peer_rank = self._peer_rank(rank, message)
             text = ""
             if (source, target) not in self._links:
                 text = f"nothing passes from stage {source} to stage {target}"
             elif not forward and not self._links[source, target]:
                 text = f"no gradient flows from stage {target} back to stage {source}"
-            elif peer_rank == rank:
+            elif other == rank:
                 text = f"stage {message.peer} is on this rank too: nothing to send"
-            elif (peer_rank, message.other_end) not in self._position:
-                text = f"{message.other_end} is missing on rank {peer_rank}"
+            elif (other, message.other_end) not in self._position:
+                text = f"{message.other_end} is missing on rank {other}"
             if text:
                 yield ScheduleFault(text, rank, n, message)
 
@@ -89,7 +85,7 @@ class Channels:
         for rank, actions in self._schedule.items():
             for n, action in enumerate(actions):
                 for receive in self._between.receives_before(action, rank):
-                    sender = self._peer_rank(rank, receive)
+                    sender = peer_rank(receive, self._mesh, rank)
                     stands = self._position.get((rank, receive))
                     if stands is None and (sender, receive.other_end) not in self._position:
                         yield ScheduleFault(f"{receive} is missing, and its send on rank {sender}", rank, n, action)
@@ -102,17 +98,14 @@ class Channels:
 
     def _order(self) -> Iterator[ScheduleFault]:
         """First in, first out, between each ordered pair of ranks."""
-        sent: dict[tuple[int, int], list[Action]] = {}
-        received: dict[tuple[int, int], list[tuple[int, Action]]] = {}
-        for rank, n, message in self._messages():
-            assert message.peer is not None
-            peer_rank = self._peer_rank(rank, message)
-            if (peer_rank, message.other_end) not in self._position:
-                continue
-            if message.kind in SENDS:
-                sent.setdefault((rank, peer_rank), []).append(message.other_end)
-            else:
-                received.setdefault((peer_rank, rank), []).append((n, message))
+        sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+        for rank, n, message, other in self._messages():
+            if (other, message.other_end) in self._position:
+                if message.kind in SENDS:
+                    sent[rank, other].append(message.other_end)
+                else:
+                    received[other, rank].append((n, message))
         for (source, target), receives in sorted(received.items()):
             for (n, message), expected in zip(receives, sent[source, target], strict=False):
                 if message != expected:
@@ -121,7 +114,7 @@ class Channels:
 
     def _sums(self) -> Iterator[ScheduleFault]:
         """A stage with copies on several ranks is summed once on each, after its last backward pass there."""
-        backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        backward = (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT)
         for rank, actions in self._schedule.items():
             # A rank with both replicas of a stage has one copy of its parameters.
             for stage, replica in dict(reversed(self._mesh.held_by(rank))).items():
@@ -154,11 +147,9 @@ class Channels:
                     text = f"rank {first_rank} sums stages {expected} in this order, this rank {stages}"
                     yield ScheduleFault(text, rank, n, action)
 
-    def _messages(self) -> Iterator[tuple[int, int, Action]]:
-        """(rank, position, message) of all."""
-        return (
-            (rank, n, action)
-            for rank, actions in self._schedule.items()
-            for n, action in enumerate(actions)
-            if action.kind in PER_PEER
-        )
+    def _messages(self) -> Iterator[tuple[int, int, Action, int]]:
+        """Yield (rank, position, message, rank at its other end) of all."""
+        for rank, actions in self._schedule.items():
+            for n, action in enumerate(actions):
+                if action.kind in PER_PEER:
+                    yield rank, n, action, peer_rank(action, self._mesh, rank)

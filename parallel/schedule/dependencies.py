@@ -30,6 +30,12 @@ def users_or_makers(message: Action) -> tuple[Action, ...]:
     return tuple(message.as_kind(kind) for kind in ((Kind.FORWARD,) if forward else BEGINS_BACKWARD))
 
 
+def peer_rank(message: Action, mesh: Mesh, rank: int) -> int:
+    """Return the rank at the other end of a send or receive of ``rank``."""
+    assert message.peer is not None
+    return mesh.peer_team(rank, message.peer, message.replica)
+
+
 def begin_times(
     schedule: Schedule,
     needed: Callable[[Action, int], Sequence[Action]],

@@ -106,7 +106,7 @@ def master(depth: int, m: int) -> Schedule:
     Microbatch i goes through replica i mod 2; on every rank its F follows the B of the one before, through the ranks on
     which that turned round. A rank keeps the activations of one microbatch at a time, as in mp-basic, and the
     parameters of two stages. Step time m (D B + F) + (D - 1) F for B >= F: batch size at constant activation memory, at
-    no more than 1.5 times mp-basic's speed.
+    no more than 1.5 times mp-basic's speed. With m = 2 it is MAST of the same paper.
     """
     return {
         k: [
@@ -116,17 +116,6 @@ def master(depth: int, m: int) -> Schedule:
         ]
         for k in range(depth)
     }
-
-
-def mast(depth: int, m: int) -> Schedule:
-    """One microbatch through each replica: MAST of GEMS (Jain et al., SC'20). Step time D (F + 2B) + F for B >= F.
-
-    Raises:
-        ValueError: ``m`` is not 2.
-    """
-    if m != 2:
-        raise ValueError(f"mast computes 2 microbatches a group, not {m}: use master, which is mast for any number")
-    return master(depth, m)
 
 
 def bidirectional(depth: int, m: int) -> Schedule:

@@ -140,12 +140,6 @@ def add_communication(
     }
 
 
-def peer_rank(action: Action, mesh: Mesh, rank: int) -> int:
-    """Return the rank at the other end of a send or receive of ``rank``."""
-    assert action.peer is not None
-    return mesh.peer_team(rank, action.peer, action.replica)
-
-
 def add_reduction(
     schedule: Schedule, mesh: Mesh, links: Links, place: Mapping[Action, int] | None = None, *, at_end: bool = False
 ) -> Schedule:

@@ -16,7 +16,6 @@ from parallel.schedule.generators import (
     bidirectional,
     gpipe,
     interleaved,
-    mast,
     master,
     mp_basic,
     one_f_one_b,
@@ -34,27 +33,31 @@ class ScheduleKind:
         build: (depth, microbatches) -> Schedule of one group; with ``chunks`` a third argument, the chunks a rank.
         replicas: copies of the model in a group; with 2 the second is inverted.
         chunks: a rank holds several stages of a replica, 2 or more.
+        microbatches: of one group when the user names none; None: 2D, which leaves gpipe and 1f1b a bubble of a third.
+        fixed: a group computes that many microbatches and no other number.
     """
 
     name: str
     build: Callable[..., Schedule]
     replicas: int = 1
     chunks: bool = False
+    microbatches: int | None = None
+    fixed: bool = False
 
 
 _KINDS = (
-    ScheduleKind("mp-basic", mp_basic),
+    ScheduleKind("mp-basic", mp_basic, microbatches=1),
     ScheduleKind("gpipe", gpipe),
     ScheduleKind("1f1b", one_f_one_b),
     ScheduleKind("interleaved", interleaved, chunks=True),
     ScheduleKind("zero-bubble", zero_bubble),
-    ScheduleKind("mast", mast, replicas=2),
+    ScheduleKind("mast", master, replicas=2, microbatches=2, fixed=True),
     ScheduleKind("master", master, replicas=2),
     ScheduleKind("bidirectional", bidirectional, replicas=2),
 )
 SCHEDULES: dict[str, ScheduleKind] = {kind.name: kind for kind in _KINDS}
 
-SPATIAL = ScheduleKind("spatial", mp_basic)
+SPATIAL = ScheduleKind("spatial", mp_basic, microbatches=1)
 """Each tile is divided among the ranks of a team (Dryden et al., IPDPS 2019): one stage, with nothing to pipeline."""
 
 ONE_STAGE = {name: ScheduleKind(name, mp_basic) for name in ("single", "ddp", "fsdp")} | {SPATIAL.name: SPATIAL}
@@ -62,13 +65,12 @@ ONE_STAGE = {name: ScheduleKind(name, mp_basic) for name in ("single", "ddp", "f
 
 
 def default_microbatches(name: str, depth: int) -> int:
-    """Return the microbatches of one group when the user names none: 1 for mp-basic, a pair for mast, 2D for all that
-    pipeline or repeat, which leaves gpipe and 1f1b a bubble of a third at most.
+    """Return the microbatches of one group when the user names none.
 
     Raises:
         ValueError: no schedule has this name.
     """
-    return {"mp-basic": 1, "spatial": 1, "mast": 2}.get(kind_of(name).name, 2 * depth)
+    return kind_of(name).microbatches or 2 * depth
 
 
 def mesh_for(name: str, *, groups: int, depth: int, chunks: int = 1, members: int = 1) -> Mesh:
@@ -105,15 +107,15 @@ def build_schedule(name: str, mesh: Mesh, m: int, shares: Shares = ()) -> Schedu
         faults.append(
             f"{m} microbatches cannot keep {groups} data-parallel groups busy: raise --microbatches to {groups} or more"
         )
-    elif name == "mast" and m != 2 * groups:
+    elif kind.fixed and m != (usual := groups * (kind.microbatches or 0)):
         faults.append(
-            f"mast computes 2 microbatches a group, {2 * groups} in {groups} groups, not {m}: set --microbatches "
-            f"{2 * groups}, or use master, which is mast for any number"
+            f"{name} computes {kind.microbatches} microbatches a group, {usual} in {groups} groups, not {m}: set "
+            f"--microbatches {usual}, or use master, which takes any number"
         )
     if shares and (len(shares) != groups or sorted(itertools.chain(*shares)) != list(range(m))):
         faults.append(f"shares {shares} do not give {m} microbatches to {groups} data-parallel groups, each to one")
-    elif shares and name == "mast" and {len(share) for share in shares} != {2}:
-        faults.append("mast computes 2 microbatches a group: use master for other shares")
+    elif shares and kind.fixed and {len(share) for share in shares} != {kind.microbatches}:
+        faults.append(f"{name} computes {kind.microbatches} microbatches a group: use master for other shares")
     _raise_all(faults)
     schedule: Schedule = {}
     for g in range(groups):

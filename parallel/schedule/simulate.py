@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.schedule.action import COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
-from parallel.schedule.dependencies import Dependencies
+from parallel.schedule.dependencies import Dependencies, peer_rank
 from parallel.schedule.mesh import Mesh
-from parallel.schedule.passes import peer_rank
 from parallel.schedule.timeline import LinkCost, Span, StageCost, Timeline, peak_bytes, seconds_by_kind
 
 
@@ -47,7 +46,8 @@ def simulate(
 
     Args:
         costs: by stage. Recomputing costs ``forward_s``; its activations count from then on, not from the forward pass.
-        links: (source stage, target stage) -> cost; with none, a chain of stages that costs nothing.
+        links: (source stage, target stage) -> cost; with none, a chain of stages that costs nothing, and the
+            messages of ``schedule``.
         reduce_s: stage -> time to sum its gradients once the last rank that holds it has come to its REDUCE; 0 for
             stages not named. A schedule without REDUCE sums nothing.
         overhead_s: that every compute action takes besides its cost.

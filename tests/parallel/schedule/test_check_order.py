@@ -29,28 +29,49 @@ def test_right_messages() -> None:
     check(from_csv(f"{FIRST}\n{SECOND}".replace(" ", ",")), TWO_RANKS, CHAIN)
 
 
-def test_send_without_receive() -> None:
-    assert faults(FIRST, SECOND.replace("1RECV_F1<0 ", "")) == [
-        "rank 0, position 3, 0SEND_F1>1: 1RECV_F1<0 is missing on rank 1"
-    ]
+WITHOUT_RECEIVE = SECOND.replace("1RECV_F1<0 ", "")
+NEEDED = "stands before the computation that makes what it sends"
+FAULTS = [
+    (FIRST, WITHOUT_RECEIVE, "rank 0, position 3, 0SEND_F1>1: 1RECV_F1<0 is missing on rank 1"),
+    (FIRST, SECOND.replace(" 1SEND_B0>0", ""), "rank 0, position 4, 0RECV_B0<1: 1SEND_B0>0 is missing on rank 1"),
+    (
+        FIRST.replace("0SEND_F1>1 ", ""),
+        WITHOUT_RECEIVE,
+        "rank 1, position 4, 1F1: 1RECV_F1<0 is missing, and its send on rank 0",
+    ),
+    (
+        FIRST.replace("0SEND_F1>1", "0SEND_F1>1 0SEND_F1>1"),
+        SECOND,
+        "rank 0, position 4, 0SEND_F1>1: stands on rank 0, position 3 already",
+    ),
+    (FIRST.replace("0F1 0SEND_F1>1", "0SEND_F1>1 0F1"), SECOND, f"rank 0, position 2, 0SEND_F1>1: {NEEDED}"),
+    (FIRST, SECOND.replace("1B0 1SEND_B0>0", "1SEND_B0>0 1B0"), f"rank 1, position 2, 1SEND_B0>0: {NEEDED}"),
+    (FIRST, SECOND.replace("1B0 1SEND_B0>0", "1SEND_B0>0 1I0 1W0"), f"rank 1, position 2, 1SEND_B0>0: {NEEDED}"),
+    (
+        FIRST,
+        SECOND.replace("1RECV_F1<0 1F1", "1F1 1RECV_F1<0"),
+        "rank 1, position 4, 1F1: stands before 1RECV_F1<0, which it needs",
+    ),
+    # With tags both would arrive; a channel without tags hands microbatch 0 to the receive of microbatch 1.
+    (
+        FIRST,
+        "1RECV_F1<0 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0",
+        "rank 1, position 0, 1RECV_F1<0: rank 0 sends 0SEND_F0>1 before that",
+    ),
+    # A value comes with its message, not with its computation.
+    (
+        "0F0 0F1 0RECV_B0<1 0RECV_B1<1 0B0 0B1 0SEND_F0>1 0SEND_F1>1",
+        SECOND,
+        "rank 1, position 1, 1F0: waits for ever for 0SEND_F0>1",
+        "rank 0, position 4, 0B0: waits for ever for 1SEND_B0>0",
+    ),
+]
 
 
-def test_receive_without_send() -> None:
-    assert faults(FIRST, SECOND.replace(" 1SEND_B0>0", "")) == [
-        "rank 0, position 4, 0RECV_B0<1: 1SEND_B0>0 is missing on rank 1"
-    ]
-
-
-def test_neither_send_nor_receive() -> None:
-    assert faults(FIRST.replace("0SEND_F1>1 ", ""), SECOND.replace("1RECV_F1<0 ", "")) == [
-        "rank 1, position 4, 1F1: 1RECV_F1<0 is missing, and its send on rank 0"
-    ]
-
-
-def test_message_twice() -> None:
-    assert faults(FIRST.replace("0SEND_F1>1", "0SEND_F1>1 0SEND_F1>1"), SECOND) == [
-        "rank 0, position 4, 0SEND_F1>1: stands on rank 0, position 3 already"
-    ]
+@pytest.mark.parametrize("texts", FAULTS)
+def test_faults(texts: tuple[str, ...]) -> None:
+    first, second, *expected = texts
+    assert faults(first, second) == expected
 
 
 def test_message_where_nothing_passes() -> None:
@@ -73,30 +94,6 @@ def test_message_to_a_stage_of_the_same_rank() -> None:
     ]
 
 
-def test_send_before_what_it_sends_is_made() -> None:
-    assert faults(FIRST.replace("0F1 0SEND_F1>1", "0SEND_F1>1 0F1"), SECOND) == [
-        "rank 0, position 2, 0SEND_F1>1: stands before the computation that makes what it sends"
-    ]
-    for backward in ("1B0", "1I0"):
-        second = SECOND.replace("1B0 1SEND_B0>0", f"1SEND_B0>0 {backward}").replace("1I0", "1I0 1W0")
-        assert faults(FIRST, second) == [
-            "rank 1, position 2, 1SEND_B0>0: stands before the computation that makes what it sends"
-        ]
-
-
-def test_receive_after_the_computation_that_needs_it() -> None:
-    assert faults(FIRST, SECOND.replace("1RECV_F1<0 1F1", "1F1 1RECV_F1<0")) == [
-        "rank 1, position 4, 1F1: stands before 1RECV_F1<0, which it needs"
-    ]
-
-
-def test_receives_in_another_order_than_the_sends() -> None:
-    """With tags both would arrive; a channel without tags hands microbatch 0 to the receive of microbatch 1."""
-    assert faults(FIRST, "1RECV_F1<0 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0") == [
-        "rank 1, position 0, 1RECV_F1<0: rank 0 sends 0SEND_F0>1 before that"
-    ]
-
-
 def test_replicas_share_the_channel_between_two_ranks() -> None:
     mesh = Mesh(1, (0, 1), replicas=2)
     first = "0F0 0SEND_F0>1 1:1RECV_F1<0 1:1F1 1:1B1 1:1SEND_B1>0 0RECV_B0<1 0B0 0REDUCE 1:1REDUCE"
@@ -110,18 +107,13 @@ def test_sum_missing_early_or_repeated() -> None:
     two_groups = Mesh(2, (0,))
     right = "0F0 0B0 0REDUCE"
     check(from_csv(f"{right}\n0F1 0B1 0REDUCE".replace(" ", ",")), two_groups, {})
-    assert faults(right, "0F1 0B1", mesh=two_groups, links={}) == [
-        "rank 1, 0REDUCE: is missing: other ranks hold copies of the stage"
-    ]
-    assert faults(right, "0F1 0REDUCE 0B1", mesh=two_groups, links={}) == [
-        "rank 1, position 1, 0REDUCE: stands before the last backward pass, 0B1"
-    ]
-    assert faults(right, "0F1 0I1 0REDUCE 0W1", mesh=two_groups, links={}) == [
-        "rank 1, position 2, 0REDUCE: stands before the last backward pass, 0W1"
-    ]
-    assert faults(right, "0F1 0B1 0REDUCE 0REDUCE", mesh=two_groups, links={}) == [
-        "rank 1, position 3, 0REDUCE: the stage's gradients are summed a second time"
-    ]
+    for second, fault in {
+        "0F1 0B1": ", 0REDUCE: is missing: other ranks hold copies of the stage",
+        "0F1 0REDUCE 0B1": ", position 1, 0REDUCE: stands before the last backward pass, 0B1",
+        "0F1 0I1 0REDUCE 0W1": ", position 2, 0REDUCE: stands before the last backward pass, 0W1",
+        "0F1 0B1 0REDUCE 0REDUCE": ", position 3, 0REDUCE: the stage's gradients are summed a second time",
+    }.items():
+        assert faults(right, second, mesh=two_groups, links={}) == [f"rank 1{fault}"]
 
 
 def test_sums_in_different_orders() -> None:
@@ -164,13 +156,6 @@ def test_two_ranks_that_wait_for_each_other() -> None:
     assert faults(*rows, mesh=mesh) == [
         "rank 0, position 1, 1:1F1: waits for ever for 1:0SEND_F1>1",
         "rank 1, position 1, 1F0: waits for ever for 0SEND_F0>1",
-    ]
-
-
-def test_value_comes_with_its_message_not_with_its_computation() -> None:
-    assert faults("0F0 0F1 0RECV_B0<1 0RECV_B1<1 0B0 0B1 0SEND_F0>1 0SEND_F1>1", SECOND) == [
-        "rank 1, position 1, 1F0: waits for ever for 0SEND_F0>1",
-        "rank 0, position 4, 0B0: waits for ever for 1SEND_B0>0",
     ]
 
 
