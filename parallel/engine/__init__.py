@@ -1,1 +1,1 @@
-"""Who computes a training step: the engine of schedules, data parallelism, sharding, torch's own pipelines."""
+"""Engines that compute a training step: of schedules, and fully sharded."""

@@ -1,8 +1,7 @@
 """The engine: walks its rank's actions, whatever schedule they come from.
 
-Takes the lowered schedule, this rank's stages and a communicator; gives optimiser steps. Every strategy is data to it:
-replicas, chunks, skips and groups appear only as actions, routes and holders. Letters: i microbatch, m microbatches of
-the global batch.
+Every strategy is data to it: replicas, chunks, skips and groups appear only as actions, routes and holders. Letters: i
+microbatch, m microbatches of the global batch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from parallel.streaming.box_sums import Sums
 
 
 class EngineFault(RuntimeError):
-    """An action that failed. Says rank, action, stage and shapes, and shows the schedule with the action marked."""
+    """An action that failed: rank, action, stage and shapes, and the schedule with the action marked."""
 
 
 class Engine(TrainingEngine):
@@ -52,7 +51,7 @@ class Engine(TrainingEngine):
         work: of this rank.
         communicator: all ranks.
         seed: of dropout and every other random number the model draws.
-        observer: is told of every action.
+        observer: is notified of every action.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Engine(TrainingEngine):
 
     @property
     def actions_of_ranks(self) -> Schedule:
-        """What each rank does in a step: the members of a team the same."""
+        """Rank -> actions of a step; members of a team have the same."""
         return {rank: self.schedule[self.mesh.team_of(rank)] for rank in range(self.mesh.world)}
 
     def wants(self, i: int) -> NeededInputs:
@@ -153,8 +152,8 @@ class Engine(TrainingEngine):
         return StepResult(loss, tiles, tuple((i, each_s) for i in self.share), waited_s)
 
     def _own_seconds(self) -> tuple[tuple[int, float], ...]:
-        """Return what each microbatch took from the begin of its forward to the end of its backward pass, where the
-        rank computes the whole model and waits for nobody in between."""
+        """Return the seconds of each microbatch, from the begin of its forward to the end of its backward pass. The
+        rank computes the whole model: it waits for no other in between."""
         begun = {action.i: mark for action, mark, _ in reversed(self._marks)}
         ended = {action.i: mark for action, _, mark in self._marks}
         seconds = self._clock.durations([(begun[i], ended[i]) for i in self.share])
@@ -185,7 +184,7 @@ class Engine(TrainingEngine):
         yield from self._work.update.on_device()
 
     def spans(self) -> tuple[Span, ...]:
-        """When this rank computed what in the last step, in ``time.perf_counter`` seconds; waits for a GPU."""
+        """Return the compute actions of the last step, in ``time.perf_counter`` seconds; waits for a GPU."""
         moments = self._clock.host_seconds([mark for _, *marks in self._marks for mark in marks])
         return tuple(
             Span(action, start_s, end_s)
@@ -331,7 +330,7 @@ class Engine(TrainingEngine):
             link.report = None
 
     def _tell_wait(self, position: int, what: str | None) -> None:
-        """Within an action: the rank waits for others of its team, or goes on."""
+        """Notify the observer that the rank waits, within an action, for others of its team, or no longer does."""
         assert self._observer is not None
         self._observer.at(position, what is not None, f"waiting for {what}; {self._shapes}" if what else self._shapes)
 

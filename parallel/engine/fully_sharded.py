@@ -1,8 +1,8 @@
-"""Fully sharded data parallelism: as data parallelism, with the model itself in parts on the ranks.
+"""Fully sharded data parallelism: each rank holds a part of every parameter, gradient and optimizer state.
 
-Each rank holds a share of every parameter, gradient and optimizer state, and computes its share of the microbatches;
-the parameters of one unit (``sharding_units``) after the other are gathered for as long as they are needed. After
-Rajbhandari et al. 2020, ZeRO, stage 3, and Zhao et al. 2023, PyTorch FSDP; the parts and messages are torch's.
+Ranks compute their shares of the microbatches; the parameters of one unit (``sharding_units``) after the other are
+gathered while they are needed. After Rajbhandari et al. 2020, ZeRO, stage 3, and Zhao et al. 2023, PyTorch FSDP; parts
+and messages are torch's (``comm.torch_shard``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from parallel.trace.strided_convolution import mend_strided_convolutions
 class FullyShardedEngine(TrainingEngine):
     """One step on a global batch, by ranks that hold the model together; by torch's FSDP2.
 
-    A forward or backward pass gathers what the other ranks hold, so all ranks make as many passes, of the same
-    submodules in the same order. Where one has fewer microbatches than another, it meanwhile computes one of its own
-    once more, and does not count it. With several microbatches a rank, gradients add up whole until the last one; under
-    autocast, the copies of weights in the smaller type are kept from the forward to the backward pass.
+    A forward or backward pass gathers what the other ranks hold, so all ranks make the same number of passes, of the
+    same submodules in the same order. A rank with fewer microbatches than others computes one twice, and counts it
+    once. With several microbatches a rank, gradients add up whole until the last one; under autocast, the copies of
+    weights in the smaller type are kept from the forward to the backward pass.
 
     Args:
         module: the whole model on the CPU, the same on every rank; changed in place.
@@ -137,7 +137,7 @@ class FullyShardedEngine(TrainingEngine):
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:
-        """A rank that has no more predictions to make helps the others to gather the model for theirs."""
+        """Let ranks that have no more predictions to make gather the model with the others."""
         yield
         while (shape := self._agreed_shape(None)) is not None:
             self._predict(torch.zeros(shape, dtype=self._dtype, device=self._device))

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TensorForm:
-    """How a tensor lies in memory: enough to allocate its like.
+    """Shape, dtype and memory layout of a tensor: all that allocating another one takes.
 
     Attributes:
         order: dims from the slowest to the fastest, so that channels_last stays channels_last.
@@ -143,40 +143,36 @@ class Messenger:
             self._begin(header, peer, tag)
         elif known != form:  # the order of dims may differ: the announced one is sent
             raise ValueError(f"{form} is to be sent where {known} was announced for tiles of this shape")
-        self._send_tensors(peer, tag, tensors, known.tensors)
+        self.send_tensors(peer, tensors, known.tensors, tag)
         return known
 
-    def send_tensors(self, peer: int, tensors: Sequence[Tensor], forms: Sequence[TensorForm]) -> None:
-        """Begin to send tensors whose forms the receiver knows."""
-        self._send_tensors(peer, _next(self._sent, peer), tensors, forms)
+    def send_tensors(
+        self, peer: int, tensors: Sequence[Tensor], forms: Sequence[TensorForm], tag: int | None = None
+    ) -> None:
+        """Begin to send tensors whose forms the receiver knows.
 
-    def _send_tensors(self, peer: int, tag: int, tensors: Sequence[Tensor], forms: Sequence[TensorForm]) -> None:
+        Args:
+            tag: of a message that was begun; None: of the next one.
+        """
+        tag = _next(self._sent, peer) if tag is None else tag
         for tensor, form in zip(tensors, forms, strict=True):
             self._begin(form.dense(tensor.detach()), peer, tag)
             self.bytes_sent[peer] += tensor.numel() * tensor.element_size()
 
-    def post(self, peer: int, kind: Hashable) -> PendingMessage:
-        """Begin to receive the next message from ``peer``, a value of ``kind``."""
-        self._recv_earlier_header(peer)
-        form = self._known.get(("received", kind))
-        if form is not None:
-            return self.post_tensors(peer, form)
-        self._unresolved[peer] = incoming = PendingMessage(self, peer, _next(self._posted, peer), kind)
-        return incoming
-
-    def post_tensors(self, peer: int, form: Form) -> PendingMessage:
-        """Begin to receive the next message from ``peer``, tensors of a known form."""
-        self._recv_earlier_header(peer)
-        return PendingMessage(self, peer, _next(self._posted, peer), form=form)
-
-    def _recv_earlier_header(self, peer: int) -> None:
-        """The tensors of an earlier message must be asked for before those of a later one."""
+    def post(self, peer: int, kind: Hashable = None, form: Form | None = None) -> PendingMessage:
+        """Begin to receive the next message from ``peer``: a value of ``kind``, or tensors of a known ``form``."""
+        # The tensors of an earlier message must be asked for before those of a later one.
         earlier = self._unresolved.pop(peer, None)
         if earlier is not None:
             earlier.recv_header()
+        form = form or self._known.get(("received", kind))
+        incoming = PendingMessage(self, peer, _next(self._posted, peer), kind, form)
+        if form is None:
+            self._unresolved[peer] = incoming
+        return incoming
 
     def remember_form(self, peer: int, kind: Hashable, form: Form) -> None:
-        """Remember the form that the header of an awaited message told."""
+        """Remember the form that the header of an awaited message held."""
         self._known["received", kind] = form
         self._unresolved.pop(peer, None)
 
@@ -195,9 +191,7 @@ class Messenger:
 class PendingMessage:
     """A message on its way to this rank."""
 
-    def __init__(
-        self, messenger: Messenger, peer: int, tag: int, kind: Hashable = None, form: Form | None = None
-    ) -> None:
+    def __init__(self, messenger: Messenger, peer: int, tag: int, kind: Hashable, form: Form | None) -> None:
         self._messenger, self._peer, self._tag, self._kind, self._form = messenger, peer, tag, kind, form
         self._works: list[Work] = []
         self._tensors: list[Tensor] = []

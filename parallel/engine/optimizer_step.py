@@ -102,7 +102,7 @@ class OptimizerStep:
             self._host.expect_final_grads(learning_rate, names)
 
     def rollback(self) -> None:
-        """Give the step up: parameters and optimizer are as they were before it."""
+        """Restore parameters and optimizer as they were before the step."""
         if self._host is not None:
             self._host.rollback()
 
@@ -141,7 +141,7 @@ class OptimizerStep:
 
 
 def parameters_and_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """``parameters``, and of those that have one the gradient."""
+    """Yield ``parameters`` and their gradients."""
     for parameter in parameters:
         yield parameter
         if parameter.grad is not None:
@@ -149,6 +149,6 @@ def parameters_and_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Ten
 
 
 def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What ``optimizer`` keeps for its parameters."""
+    """Yield the tensors of the state of ``optimizer``."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -12,7 +12,7 @@ from parallel.engine.messages import Messenger
 from parallel.engine.optimizer_step import OptimizerStep
 from parallel.engine.state_dict import FullStateDict
 from parallel.engine.transfers import StageTransfers
-from parallel.schedule.action import Action, Kind, Schedule
+from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.shares import Shares
 from parallel.stage.stage import Stage
@@ -63,23 +63,21 @@ class RankProgram:
 
 
 def completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
-    """Positions of the backward passes after which nothing but messages comes before the stage's REDUCE: its gradients
-    can be summed while it still runs, without overtaking the sum of another stage."""
+    """Yield the positions of backward passes that the stage's REDUCE follows, with nothing but messages in between:
+    gradients can be summed during such a pass, without overtaking the sum of another stage."""
     computing: int | None = None
     for position, action in enumerate(actions):
         if action.kind is Kind.REDUCE:
             if computing is not None and actions[computing].stage == action.stage:
                 yield computing
             computing = None
-        elif action.kind is Kind.BACKWARD:
-            computing = position
-        elif action.kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE):
-            computing = None
+        elif action.kind in COMPUTE:
+            computing = position if action.kind is Kind.BACKWARD else None
 
 
 def last_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
-    """Positions of the backward passes that are their stage's last: gradients that stay on this rank are final as soon
-    as one adds to them. None of a stage with gradients of parameters that come after backward passes."""
+    """Yield the positions of each stage's last backward pass, during which gradients that stay on this rank become
+    final; none of a stage whose backward pass is split."""
     split = {action.stage for action in actions if action.kind is Kind.BACKWARD_WEIGHT}
     whole = ((a.stage, position) for position, a in enumerate(actions) if a.kind is Kind.BACKWARD)
     yield from sorted({stage: position for stage, position in whole if stage not in split}.values())

@@ -1,6 +1,6 @@
-"""A step that really ran: its timeline, put together from what each rank wrote down, and what its stages cost.
+"""Timeline of a step that ran, from the spans of all ranks, and the costs of its stages.
 
-The costs go back into ``simulate``, which then says what the same schedule could do at best.
+With these costs, ``simulate`` returns the best that the same schedule could do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallel.schedule.timeline import Span, StageCost, Timeline
 def gather_timeline(
     communicator: Communicator, spans: Sequence[Span], peak_bytes: int | None = None
 ) -> Timeline | None:
-    """The step of all ranks on rank 0, from 0 s on; None on the others. Every rank takes part.
+    """Return the step of all ranks on rank 0, from 0 s on; None on the others. Every rank takes part.
 
     Args:
         spans: of this rank, in ``time.perf_counter`` seconds; ranks of several machines have clocks of their own, so
@@ -40,10 +40,7 @@ def gather_timeline(
 
 
 def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
-    """What the stages of a measured step cost: the median of each kind of action, 0 where a stage has none.
-
-    Bytes are not measured here and are 0.
-    """
+    """Return the costs of the stages of a measured step: medians of each kind of action, or 0 s; bytes are 0."""
     seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for spans in timeline.spans.values():
         for span in spans:

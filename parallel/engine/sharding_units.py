@@ -1,8 +1,7 @@
-"""Which parts of a model are gathered at once when its parameters lie in parts on the ranks.
+"""Units of a fully sharded model: runs of modules that are gathered for their passes and freed after them.
 
-Takes a module; gives runs of modules, inner ones first, that are each gathered before their forward pass and let go of
-after it. What is in none of them is gathered for the whole step. As in Zhao et al. 2023, PyTorch FSDP, section 4: units
-bound what is whole at a time, and too many of them are messages too small for the link.
+Parameters outside of units are gathered for the whole step. As in Zhao et al. 2023, PyTorch FSDP, section 4: units
+bound the bytes that are whole at a time, and too many of them are messages too small for the link.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class _Search:
         self._close(run)
 
     def _close(self, run: list[nn.Module]) -> None:
-        """Make ``run`` a unit if it is worth it and can be gathered by itself."""
+        """Make ``run`` a unit if it is large enough and shares no parameter with modules outside."""
         inside = {module for member in run for module in member.modules()}
         own = [parameter for parameter in _parameters(run) if parameter not in self._taken]
         if self._left_in(run) >= self._smallest and all(self._owners[parameter] <= inside for parameter in own):
@@ -102,7 +101,7 @@ class _Search:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """True of what only holds modules: nobody calls it."""
+    """Return whether ``module`` only holds modules and cannot be called."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 

@@ -1,7 +1,6 @@
-"""What the training loop asks of whoever computes a step: the seam between a strategy and everything else.
+"""Interface between the training loop and the engine that computes a step, whatever the strategy.
 
-Takes the microbatches of this rank's group; gives the loss of the whole global batch. The loop does not know how many
-ranks, stages or replicas stand behind it.
+An engine takes the microbatches of this rank's group and returns the loss of the whole global batch.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ class NonFiniteLoss(ArithmeticError):
 
 
 class NeededInputs(NamedTuple):
-    """What a rank needs of a microbatch; the rest is not read for it."""
+    """Parts of a microbatch that a rank needs; the others are not read for it."""
 
     images: bool
     targets: bool
 
 
 class Microbatch(NamedTuple):
-    """The tiles that go through a stage at once, as one rank holds them.
+    """Tiles that go through a stage together, as one rank holds them.
 
     Attributes:
-        images: (n, 3, h, w) on the device, whole or by boxes; None where this rank does not want them.
-        targets: what the loss takes, those of pixels whole or by boxes; None where this rank does not want them.
+        images: (n, 3, h, w) on the device, whole or by boxes; None where this rank does not need them.
+        targets: of the loss, those of pixels whole or by boxes; None where this rank does not need them.
         shape: (n, 3, h, w) of the images, on every rank alike.
     """
 
@@ -60,12 +59,12 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step leaves to report.
+    """Figures of a step.
 
     Attributes:
         loss: mean over the global batch, the same on every rank.
-        tiles: those this rank accounts for; summed over the ranks every tile trained on counts once.
-        seconds: microbatches of the rank's group, and what each took without waiting for other groups; none: not known.
+        tiles: that this rank counts; every tile trained on is counted by one rank.
+        seconds: (microbatch of the rank's group, seconds without the wait for other groups); empty: not known.
         waited_s: from the end of its own computing until it had the sums of all groups' gradients; None: not known.
     """
 
@@ -76,7 +75,7 @@ class StepResult:
 
 
 def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
-    """Return ``output``, or the ``sums`` of it and the targets."""
+    """Return ``output``, or the ``sums`` of ``output`` and the targets."""
     if sums is None or output is None:
         return output
     assert microbatch.targets is not None
@@ -116,7 +115,7 @@ def mean_loss(communicator: Communicator, table: Tensor) -> float:
 
 
 class Observer(Protocol):
-    """Is told where the engine stands, so that somebody can say so when the engine no longer can."""
+    """Watchdog that is notified of every action, and reports the last one when the engine hangs."""
 
     def follow(self, schedule: Schedule) -> None:
         """Positions are from now on those in ``schedule``, all ranks' actions of a step."""
@@ -136,24 +135,24 @@ class TrainingEngine(Protocol):
     """Microbatches of the global batch that this rank's group of ranks computes, rising."""
 
     counted: bool
-    """What this rank reads counts; of a team, whose members read parts of the same tiles, that is one rank."""
+    """Losses and tiles of this rank are counted; members of a team read parts of the same tiles, and one counts."""
 
     def reshare(self, shares: Shares) -> None:
         """Let groups of ranks compute these microbatches from the next step on; all ranks call it together."""
         raise AssertionError(f"the shares of {type(self).__name__} are fixed")
 
     def wants(self, i: int) -> NeededInputs:
-        """What this rank needs of microbatch ``i`` of its share when training."""
+        """Return the parts of microbatch ``i`` of its share that this rank needs when training."""
         ...
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
-        """What this rank needs of the px of a tile of ``shape`` (n, 3, h, w), and of its mask: rows and columns, where
-        the rest need not be read; None: all."""
+        """Return rows and columns that this rank needs of a tile of ``shape`` (n, 3, h, w), and of its mask; None:
+        all."""
         return None, None
 
     @property
     def predict_wants(self) -> NeededInputs:
-        """What this rank needs of every microbatch when predicting: images to feed, targets to hold against outputs."""
+        """Parts of a microbatch that this rank needs when predicting: images as inputs, targets to compare with."""
         ...
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
@@ -178,8 +177,8 @@ class TrainingEngine(Protocol):
         """Output of the model in evaluation mode, float32, without gradients; every rank of the group takes part.
 
         Args:
-            sums: (output, targets) -> (n, K), to which boxes of the tile add up: wanted in place of the output, which
-                then need not be held whole.
+            sums: (output, targets) -> (n, K), to which boxes of the tile add up: returned in place of the output,
+                which then is never held whole.
 
         Returns:
             The output on ranks whose ``predict_wants`` has targets, but for members of a team that are not
@@ -193,7 +192,7 @@ class TrainingEngine(Protocol):
         ...
 
     def on_device(self) -> Iterator[Tensor]:
-        """All that lies on this rank's device between two steps: parameters, buffers, gradients, optimizer state."""
+        """Yield all tensors on this rank's device between two steps: of parameters, buffers, gradients, optimizer."""
         ...
 
     @property
@@ -203,13 +202,13 @@ class TrainingEngine(Protocol):
         ...
 
     def before_update(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run in every step from now on before any parameter or optimizer state changes, on whatever
-        thread is about to change it; the step waits for it."""
+        """Run ``call`` in every step from now on before any parameter or optimizer state changes, on the thread that
+        changes it; the step waits for it."""
         ...
 
     @property
     def parameter_names(self) -> frozenset[str]:
-        """Names in ``state_dict()["model"]`` of what only updates change; forward passes may change the others."""
+        """Names in ``state_dict()["model"]`` of all that only updates change; forward passes may change the others."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +219,7 @@ class TrainingEngine(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` of any strategy gave; every rank is given the whole of it."""
+        """Load what ``state_dict`` of any strategy returned; every rank is given all of it."""
         ...
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ PlanOf = Callable[[tuple[int, ...], bool], TeamPlan]
 
 
 class StageTransfers:
-    """What lies between two actions of a rank.
+    """Values, gradients and messages that one rank holds between two actions.
 
     Args:
         links: routes that gradients come back along.
@@ -93,7 +93,7 @@ class StageTransfers:
 
     def send_forward(self, action: Action, shape: tuple[int, ...], training: bool = True) -> None:
         """Begin to send to ``action.peer`` what it uses of a microbatch of ``shape``."""
-        way, key, ranks = self._outward(action)
+        way, key, ranks = self._way(action, outward=True)
         values, sent = self._values.pop(key), []
         for q, names in self._names(way, shape, training, incoming=False).items():
             kind = (training, *way, action.replica, shape, self._member, q)
@@ -104,7 +104,7 @@ class StageTransfers:
 
     def recv_forward(self, action: Action, shape: tuple[int, ...], training: bool = True) -> None:
         """Begin to receive from ``action.peer``."""
-        way, key, ranks = self._inward(action)
+        way, key, ranks = self._way(action, outward=False)
         self._incoming[key] = [
             (p, names, self._messenger.post(ranks[p], (training, *way, action.replica, shape, p, self._member)))
             for p, names in self._names(way, shape, training, incoming=True).items()
@@ -140,7 +140,7 @@ class StageTransfers:
 
     def send_backward(self, action: Action) -> None:
         """Begin to send to ``action.peer`` the gradients of what it had sent."""
-        _, key, ranks = self._inward(action)
+        _, key, ranks = self._way(action, outward=False)
         gradients = self._gradients.pop(key)
         for p, names, form in self._received.pop(key):
             if form.tensors:
@@ -149,11 +149,9 @@ class StageTransfers:
 
     def recv_backward(self, action: Action) -> None:
         """Begin to receive, from ``action.peer``, the gradients of what was sent to it."""
-        _, key, ranks = self._outward(action)
+        _, key, ranks = self._way(action, outward=True)
         self._incoming_back[key] = [
-            (names, self._messenger.post_tensors(ranks[q], form))
-            for q, names, form in self._sent.pop(key)
-            if form.tensors
+            (names, self._messenger.post(ranks[q], form=form)) for q, names, form in self._sent.pop(key) if form.tensors
         ]
 
     def wait_backward(self, action: Action) -> Gradients:
@@ -176,16 +174,11 @@ class StageTransfers:
                 _add(sums, name, own.get(name) or [torch.zeros_like(each, device=on) for each, on in like])
         return sums
 
-    def _outward(self, action: Action) -> tuple[Way, Key, tuple[int, ...]]:
-        """Return the way of what ``action.stage`` gives to ``action.peer``, its key, and the ranks of the peer."""
+    def _way(self, action: Action, *, outward: bool) -> tuple[Way, Key, tuple[int, ...]]:
+        """Return the way of what ``action.stage`` gives to ``action.peer``, or receives from it; its key, and the ranks
+        of the peer."""
         assert action.peer is not None
-        way = (action.stage, action.peer)
-        return way, (*way, action.microbatch), self._ranks[action.peer, action.replica]
-
-    def _inward(self, action: Action) -> tuple[Way, Key, tuple[int, ...]]:
-        """Return the same of what ``action.peer`` gives to ``action.stage``."""
-        assert action.peer is not None
-        way = (action.peer, action.stage)
+        way = (action.stage, action.peer) if outward else (action.peer, action.stage)
         return way, (*way, action.microbatch), self._ranks[action.peer, action.replica]
 
     def _names(self, way: Way, shape: tuple[int, ...], training: bool, incoming: bool) -> Names:

@@ -1,8 +1,8 @@
-"""A running average of a model's weights, kept where the optimizer keeps its state.
+"""Running average of a model's weights, kept in the state of the optimizer.
 
-Takes an optimizer; lets it average each parameter after each of its updates. As a part of the optimizer's state the
-average is where the parameter's owner is, lies in checkpoints of every strategy, goes to the host with the rest, and is
-taken back with an update. After Polyak and Juditsky 1992; of exponential weights, as Tarvainen and Valpola 2017.
+So the average lies on the rank that updates the parameter and in the checkpoints of every strategy, goes to the host
+with the optimizer, and is rolled back with an update. After Polyak and Juditsky 1992; of exponential weights, as
+Tarvainen and Valpola 2017.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def swap_average(optimizer: Optimizer) -> bool:
 
 
 def averages_of(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the averages by name of the parameter, of what ``state_dict`` of an engine gave; none where none are
-    kept."""
+    """Return the averages in a state dict of an engine, by name of the parameter; empty where none are kept."""
     optimizer = checkpoint.get("optimizer", {"state": {}, "param_groups": []})
     states = optimizer["state"]
     return {

@@ -77,9 +77,8 @@ def in_order(schedule: Schedule, mesh: Mesh, between: Dependencies) -> dict[Acti
 def announce(schedule: Schedule, mesh: Mesh, between: Dependencies, place: Mapping[Action, int]) -> Receives:
     """Return the receives of each rank, by the position of the compute action before which they are posted.
 
-    A receive at position p of a rank is safe where its message is made before the rank does action p, and where the
-    rank has done action p - 1 before the sender's next action. Positions that are wanted are kept where the order of
-    all actions allows it.
+    A receive at position p of a rank is safe if its message is made before the rank does action p, and the rank has
+    done action p - 1 before the sender's next action. Wanted positions are kept where the order allows it.
 
     Args:
         schedule: compute-only, one that comes to its end.

@@ -17,7 +17,7 @@ from parallel.schedule.text import ScheduleFault
 
 
 def stops(schedule: Schedule, between: Dependencies, *, lowered: bool) -> Iterator[ScheduleFault]:
-    """Yield where ranks stop for ever if sends return at once and computations wait for the values that they need.
+    """Yield where ranks stop for ever if sends return immediately and computations wait for the values that they need.
 
     Args:
         schedule: nothing in it is missing, repeated or, within one rank, before what it needs.

@@ -50,8 +50,8 @@ def lower(
 
 
 def add_offload(schedule: Schedule, costs: Sequence[StageCost] | None = None) -> Schedule:
-    """An OFFLOAD after each F whose microbatch has time to go to the host and to come back before its backward pass,
-    and a PREFETCH as long before that as it takes to come back.
+    """Add an OFFLOAD after each F whose activations have time to go to the host and back before their backward pass,
+    and a PREFETCH as early as the way back takes.
 
     Args:
         costs: of the stages, with their copies. Without them, anything computed meanwhile is time enough, and a

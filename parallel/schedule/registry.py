@@ -95,7 +95,7 @@ def build_schedule(name: str, mesh: Mesh, m: int, shares: Shares = ()) -> Schedu
 
     Args:
         m: microbatches of the global batch.
-        shares: of the groups; empty: consecutive ones, as many for each.
+        shares: of the groups; empty: consecutive ones, the same number for each.
 
     Raises:
         ValueError: no schedule has this name, or it cannot run on this mesh or with ``m``.

@@ -1,9 +1,8 @@
 """Microbatches of a global batch, and the share of each data-parallel group, by speed where workers are unequal.
 
-Takes what a user asks for, or measured seconds; gives the microbatches of each group. A share is another assignment of
-the same microbatches: weights, random numbers and running statistics go by the number of a microbatch, whoever computes
-it. Letters: m microbatches, W groups (with ``ddp`` a rank each); group r computes n_r of t_r seconds each, after a
-fixed c_r.
+Any shares give the same step: weights, random numbers and running statistics go by the number of a microbatch, not by
+the rank that computes it. Letters: m microbatches, W groups (with ``ddp`` a rank each); group r computes n_r of t_r
+seconds each, after a fixed c_r.
 """
 
 from __future__ import annotations
@@ -103,8 +102,8 @@ def read_changes(text: str) -> Changes:
     these rows for each step from which others are in force.
 
     Raises:
-        ValueError: other columns, what is not a number, a microbatch missing or named twice, a group without one; not
-            as many microbatches and groups at each of the steps, or none at step 0.
+        ValueError: other columns, what is not a number, a microbatch missing or named twice, a group without one;
+            numbers of microbatches or groups that change with the step, or none at step 0.
     """
     head, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
     if head not in (COLUMNS, CHANGING):
@@ -149,8 +148,9 @@ def rows_of(step: int, shares: Shares) -> list[list[int]]:
 
 
 def coarseness(microbatches: int, groups: int) -> float:
-    """Return the largest part by which a step under the best shares may exceed one of finer and finer microbatches,
-    where every group is given more than the one microbatch that it has to take.
+    """Return the largest part by which the best shares may exceed the step of ever finer microbatches.
+
+    It holds where every group is given more than the one microbatch that it has to take.
 
     The last group to be done ends at T, and none of the others could have taken one more in less: (n + 1) t >= T of
     those, n t = T of it. So T sum(1 / t) <= m + W - 1, where the ideal is m / sum(1 / t).

@@ -3,7 +3,7 @@
 Takes a schedule, compute-only or lowered, and what its stages and the links between them cost; gives a timeline. A rank
 does its actions in order, each as soon as what it needs is there. Sends never block. The link from one rank to another
 carries one message at a time, in the order of the sends and not before its receive is announced; gradients are summed
-beside compute, one stage after the other. Ranks that compute at the same time on one device each get an equal part of
+during compute, one stage after the other. Ranks that compute at the same time on one device each get an equal part of
 it (processor sharing, Kleinrock, Queueing Systems II, 1976); a rank that waits for a message takes no part.
 """
 
@@ -24,7 +24,7 @@ class Device:
     """Device that several ranks share: cores with fewer than one for each rank, or one GPU.
 
     Attributes:
-        lanes: ranks that can compute at once without slowing each other: cores / threads of a rank; 1 of a GPU.
+        lanes: ranks that can compute together without slowing each other: cores / threads of a rank; 1 of a GPU.
     """
 
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ def simulate(
         devices: that ranks share; each rank is on one of them, or there are none and no rank slows another.
 
     Raises:
-        ValueError: the schedule cannot finish. Says where each rank stands and what it waits for.
+        ValueError: the schedule cannot finish.
     """
     assert len(costs) == mesh.stages, (len(costs), mesh)
     if not links:
@@ -272,18 +272,9 @@ class _Run:
                 self._sum(self._to_sum[rank][0][1].stage)
 
     def _raise_if_stuck(self) -> None:
-        faults = []
-        for rank, actions in self._actions.items():
-            if self._at[rank] < len(actions):
-                action = actions[self._at[rank]]
-                missing = ", ".join(str(need) for need in self._needs[action] if need not in self._done)
-                faults.append(f"rank {rank} stands at {action}, which waits for {missing}")
-        for (source, target), messages in self._under_way.items():
-            faults += [f"rank {source} has sent {send}, which rank {target} does not await" for _, send in messages]
-        for rank, sums in self._to_sum.items():
-            faults += [
-                f"rank {rank} has begun {action}, which not every rank that holds the stage does" for _, action in sums
-            ]
-        if faults:
-            rule = "put every action behind those it waits for, sends and REDUCEs in one order at all their ends"
-            raise ValueError("\n  ".join([f"the schedule cannot finish: {rule}", *faults]))
+        rows = self._actions.items()
+        stuck = [f"rank {rank} at {actions[self._at[rank]]}" for rank, actions in rows if self._at[rank] < len(actions)]
+        queues = [*self._under_way.values(), *self._to_sum.values()]
+        stuck += [f"{action}, which another rank does not wait for" for queue in queues for _, action in queue]
+        if stuck:
+            raise ValueError(f"the schedule cannot finish, as `check` says of it: {', '.join(stuck)}")

@@ -151,7 +151,7 @@ def test_a_tensor_on_the_host_is_received_on_the_host() -> None:
         for _repeat in range(2):
             if communicator.rank == 0:
                 gradient = messenger.send(1, "values", value).gradient()
-                _, (table,) = messenger.post_tensors(1, gradient).wait()
+                _, (table,) = messenger.post(1, form=gradient).wait()
             else:
                 form, (arrived, table) = messenger.post(0, "values").wait()
                 assert arrived.device.type == "meta"
