@@ -44,11 +44,11 @@ from parallel.stage.batchnorm import running_statistics
 from parallel.stage.split_backward import DeferredWeights
 from parallel.stage.stage import Compute, Loss, Stage
 from parallel.strategy import Strategy
-from parallel.streaming.streamed_stages import streamed_stages
 from parallel.team.boxed_nodes import BoxedParts
-from parallel.team.seat import modules_of_seat
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import TeamPlans
+from parallel.team.team_plan import MOST_PLANS, TeamPlans
+from parallel.team.team_stage import Plans
+from parallel.team.team_stages import plan_alone, stages_of_rank
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -145,18 +145,23 @@ def put_to_work(
     holders = StageGroups(communicator, mesh, pairs=strategy.shard_optimizer)
     communicator.connect(mesh.pairs(partition.links))
     numbers = sorted({stage for stage, _ in mesh.held_by(team)})
-    link, plans = None, None
+    link = plan_of = None
     if isinstance(traced, Untraced):
         cuts: Mapping[int, StageModule] = {0: UntracedModule(traced.model)}
-    elif mesh.members > 1:
-        holders.team.all_reduce(torch.zeros(1, device=device))  # connects its GPUs
-        link = TeamComm(holders.team, mesh.ranks_of(team))
-        plans = TeamPlans(traced, once=policy.stream is None)
+    elif mesh.members > 1 or policy.stream is not None:
+        if policy.stream is not None and splits:
+            raise ValueError(
+                "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
+            )
+        comm, plans = TeamComm(holders.team, mesh.ranks_of(team)), _plans(traced, strategy)
+        if mesh.members > 1:
+            holders.team.all_reduce(torch.zeros(1, device=device))  # connects its GPUs
+            link, plan_of = comm, plans
         stored = _stored_bytes(policy, schedule[team])
         boxed = None if policy.stream is None else BoxedParts(policy.stream, stored, host)
-        cuts = modules_of_seat(traced, partition, numbers, strategy, link, plans, shape, device, boxed)
+        cuts = stages_of_rank(traced, partition, numbers, strategy, comm, plans, shape, device, boxed)
     else:
-        cuts = _stage_modules(traced, partition, numbers, policy, shape, schedule[team], host)
+        cuts = {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
     compute = Compute(device, autocast, strategy.compile)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
@@ -168,7 +173,6 @@ def put_to_work(
     offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
     update = _update(make_optimizer, names, stages, reducers, holders, mesh, rank, offload, resident=policy.parameters)
     messenger, routes = Messenger(communicator, device), _routes(partition)
-    plan_of = None if plans is None or strategy.grid is None else functools.partial(plans.plan, strategy.grid)
     transfers = StageTransfers(routes, partition.links, mesh, messenger, rank, plan_of)
     return RankProgram(
         schedule=schedule,
@@ -230,27 +234,11 @@ def _reducers(
         }
 
 
-def _stage_modules(
-    traced: Traced,
-    partition: Partition,
-    numbers: Sequence[int],
-    policy: ActivationPolicy,
-    shape: tuple[int, ...],
-    actions: Sequence[Action],
-    host: HostMemory | None,
-) -> Mapping[int, StageModule]:
-    """Return the stages ``numbers``, whole, in segments or in boxes of the tile.
-
-    Args:
-        actions: of this rank.
-    """
-    if policy.stream is None:
-        return {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
-    if any(action.kind is Kind.BACKWARD_INPUT for action in actions):
-        raise ValueError(
-            "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
-        )
-    return streamed_stages(traced, partition, numbers, policy.stream, shape, _stored_bytes(policy, actions), host)
+def _plans(traced: Traced, strategy: Strategy) -> Plans:
+    """Return what gives the plan of a team for tiles of a shape; each is made when it is first asked for."""
+    if strategy.mesh.members == 1 or strategy.grid is None:
+        return functools.lru_cache(MOST_PLANS)(plan_alone)
+    return functools.partial(TeamPlans(traced, once=strategy.policy.stream is None).plan, strategy.grid)
 
 
 def _stored_bytes(policy: ActivationPolicy, actions: Sequence[Action]) -> int | None:

@@ -8,6 +8,7 @@ the tensor it is in.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from parallel.space.team import Grid
 from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
-from parallel.team.team_stage import team_stages
+from parallel.team.team_stages import team_stages
 from parallel.trace.trace_alone import trace_as_it_runs
 
 SEED, PATIENCE_S = 5, 60
@@ -89,9 +90,8 @@ def team_error(
 
     def member(communicator: Communicator, _: None) -> dict[str, Any]:
         link, own = TeamComm(communicator), copy.deepcopy(traced)
-        plans, whole = TeamPlans(own, once=boxed is None), Partition(own.graph, (0,))
-        stages = team_stages(own, whole, {0: grid}, link, plans, CPU, boxed=boxed)
-        stage = stages[0].train(training)
+        plans, whole = functools.partial(TeamPlans(own, once=boxed is None).plan, grid), Partition(own.graph, (0,))
+        stage = team_stages(own, whole, [0], grid, link, plans, CPU, boxed=boxed)[0].train(training)
         image = images.clone().requires_grad_(boxed is None)
         with stage.context(shape, SEED) as passing:
             (value,) = stage(stage.tiles(image, shape))

@@ -23,20 +23,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from app.training.exactness import Errors, StepOutcome, compare
 from app.training.projected_error import ProjectedError
+from benchmarks.in_boxes import BoxedModel, planned_regions, streamed
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.blocks import Norm
 from models.registry import build_model
-from parallel.comm.local import LocalCommunicator
 from parallel.streaming.box_sums import BoxSums
-from parallel.streaming.streamed_module import StreamedModule, StreamedRun, streamed
+from parallel.team.boxed_nodes import PlannedRegion
 from parallel.trace.norm_gradients import mend_norm_gradients
 
 OUT = Path(__file__).with_name("results")
@@ -139,7 +138,7 @@ def step(module: nn.Module, images: Tensor) -> StepOutcome:
     generator, error = torch.Generator().manual_seed(SEED), ProjectedError()
     targets = torch.randn((TILES, *images.shape[2:]), generator=generator, dtype=torch.float64).to(images.dtype)
     torch.manual_seed(SEED)
-    if isinstance(module, StreamedModule):
+    if isinstance(module, BoxedModel):
         sums = BoxSums(error.sums, targets)
         loss = error.value(module(images, sums=sums), sums.pixels)
     else:
@@ -161,17 +160,17 @@ def measure(subject: Subject, norm: Norm, dtype: str, wanted: Callable[[int], bo
         start = time.perf_counter()
         key = subject.model, norm, dtype, box
         try:
-            ours = streamed(copy.deepcopy(fresh), box, tuple(images.shape), LocalCommunicator())
+            ours = streamed(copy.deepcopy(fresh), box, tuple(images.shape))
         except ValueError as fault:
             yield Row(*key, "refused", time.perf_counter() - start, note=str(fault))
             continue
         errors = _compared(plain, step(ours, images), fresh)
-        status, note = "passed", _ends(ours)
+        status, note = "passed", _ends(ours, tuple(images.shape))
         if not errors.passed:
             status, note = "inexact", " ".join(errors.excesses[0]) if errors.excesses else "loss"
         if status == "inexact" and dtype == "float32":
             wide, wide_images, expected = _plain(subject, norm, "float64")
-            found = step(streamed(wide, box, tuple(images.shape), LocalCommunicator()), wide_images)
+            found = step(streamed(wide, box, tuple(images.shape)), wide_images)
             in_float64 = _compared(expected, found, fresh)
             if in_float64.passed:
                 status, note = "rounding", f"{in_float64.largest:.0e} in float64"
@@ -191,11 +190,10 @@ def _compared(plain: StepOutcome, found: StepOutcome, module: nn.Module) -> Erro
     return compare(plain, [found], [name for name, _ in module.named_parameters()])
 
 
-def _ends(module: Any) -> str:
+def _ends(module: BoxedModel, shape: tuple[int, ...]) -> str:
     """Return the layer before the pooling that boxes end at, "" where they get there."""
-    run = module._run_training
-    assert isinstance(run, StreamedRun)
-    plan = list(run._plans.values())[-1]
+    plan = planned_regions(module, shape)[-1]
+    assert isinstance(plan, PlannedRegion)
     region = plan.run.region
     whole = [name for name in region.leaving if name in region.dims]
     return f"boxes end at {': '.join(region.ends_at)}" if whole and region.ends_at else ""

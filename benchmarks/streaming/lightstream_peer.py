@@ -33,12 +33,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from benchmarks.in_boxes import streamed
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.external import freeze_norms
-from parallel.comm.local import LocalCommunicator
 from parallel.offload.live_bytes import LiveBytes
-from parallel.streaming.streamed_module import streamed
 
 README = Path(__file__).with_name("README.md")
 OUT = Path(__file__).with_name("results")
@@ -143,7 +142,7 @@ def cell(asked: argparse.Namespace) -> dict[str, Any]:
         compute, ours = lambda: lightstream_step(network, images), network.stream_module
     else:
         whole = Pooled(trunk)
-        run = streamed(whole, size, tuple(images.shape), LocalCommunicator()) if way == "boxes" else whole
+        run = streamed(whole, size, tuple(images.shape)) if way == "boxes" else whole
         compute, ours = lambda: objective(run(images)).backward(), trunk.layers  # type: ignore[no-untyped-call]
     live = LiveBytes()
     start = time.process_time()

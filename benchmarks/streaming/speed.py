@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.in_boxes import streamed
 from benchmarks.machine import measured_on
 from benchmarks.results import markdown_table, results, write_results
 from models.registry import build_model
-from parallel.comm.local import LocalCommunicator
-from parallel.streaming.streamed_module import streamed
 
 OUT = Path(__file__).with_name("results")
 README = Path(__file__).with_name("README.md")
@@ -49,9 +48,7 @@ def measure(model: str, tile: int, boxes: list[int], rounds: int) -> list[dict[s
     torch.manual_seed(0)
     plain = build_model(model, classes=2, norm="frozen").train()
     images = torch.randn(1, 3, tile, tile)
-    ways = {0: plain} | {
-        box: streamed(copy.deepcopy(plain), box, (1, 3, tile, tile), LocalCommunicator()) for box in boxes
-    }
+    ways = {0: plain} | {box: streamed(copy.deepcopy(plain), box, (1, 3, tile, tile)) for box in boxes}
     took: dict[int, list[float]] = {box: [] for box in ways}
     for k in range(rounds + 1):
         for box in sorted(ways, reverse=bool(k % 2)):

@@ -7,6 +7,7 @@ Takes the name of a model and the side of a tile; both ways have the same weight
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
-from parallel.team.team_stage import TeamStage, team_stages
+from parallel.team.team_stage import TeamStage
+from parallel.team.team_stages import team_stages
 from parallel.trace.trace_alone import trace_alone
 
 CLASSES = 3
@@ -56,8 +58,8 @@ class Problem:
         model = copy.deepcopy(self.model)
         traced = trace_alone(model, self.shape, communicator)
         link = link or TeamComm(communicator)
-        partition, plans = Partition(traced.graph, (0,)), TeamPlans(traced)
-        stage = team_stages(traced, partition, {0: grid}, link, plans, torch.device("cpu"))[0]
+        partition, plans = Partition(traced.graph, (0,)), functools.partial(TeamPlans(traced).plan, grid)
+        stage = team_stages(traced, partition, [0], grid, link, plans, torch.device("cpu"))[0]
         return Member(self, stage.train(), link)
 
 

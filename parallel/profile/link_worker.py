@@ -33,7 +33,7 @@ from parallel.profile.malloc import keep_freed_memory
 from parallel.space.team import Grid
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
-from parallel.team.team_stage import TeamStage, team_stages
+from parallel.team.team_stages import team_stages
 from parallel.trace.trace_alone import trace_alone
 
 WAITS_S = 60.0
@@ -222,11 +222,10 @@ class MemberPass:
         self._net = _member_net().to(memory_format=torch.channels_last).train()
         self._link = TeamComm(team)
         traced = trace_alone(copy.deepcopy(self._net), shape, team)
-        partition, plans = Partition(traced.graph, (0,)), TeamPlans(traced)
-        stage: Any = team_stages(traced, partition, {0: Grid(team.world, 1)}, self._link, plans, CPU)[0]
-        assert isinstance(stage, TeamStage)
-        self._stage: TeamStage = stage
-        stage.train()
+        grid, partition = Grid(team.world, 1), Partition(traced.graph, (0,))
+        plans = functools.partial(TeamPlans(traced).plan, grid)
+        self._stage = team_stages(traced, partition, [0], grid, self._link, plans, CPU)[0]
+        self._stage.train()
         self._part = torch.randn((1, 3, *PART)).to(memory_format=torch.channels_last)
 
     def alone(self) -> None:

@@ -1,47 +1,145 @@
-"""Runs the nodes of a model on one member of a team, whose part of the tile is computed box by box."""
+"""Run the nodes of a stage box by box as far as possible, and whole from there on: on one member of a team.
+
+A rank alone is a team of one. Its region is read from the values that enter the stage, so that a stage can be computed
+in boxes after one that cannot; the members of a team share the region that was read for the whole model.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from parallel.offload.host_memory import HostMemory
 from parallel.space.rule import Step
 from parallel.space.team import Grid
-from parallel.streaming.box_sums import BoxSums, beside
+from parallel.streaming.box_sums import BoxSums, beside, with_sums
+from parallel.streaming.operation import attribute
+from parallel.streaming.read_region import NothingInBoxes, read_region
 from parallel.streaming.region import Region
-from parallel.streaming.region_run import RegionRun
-from parallel.streaming.streamed_module import PlannedRegion, StreamedRun
-from parallel.team.boxed_region import BoxedRegion
+from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.team.program import NodeRun
+from parallel.team.region_run import Kept, RegionRun
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan
-
-Targets = tuple[int, ...]
+from parallel.trace.stage_module import Boxes, whole
+from parallel.trace.without_data import ONE_AT_A_TIME
 
 
 @dataclass(frozen=True)
 class BoxedParts:
-    """How members' parts of a tile are computed box by box: as for ``RegionRun``."""
+    """How a tile, or members' parts of it, is computed box by box: as for ``RegionRun``."""
 
     box: int
     stored_bytes: int | None = None
     host: HostMemory | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedRegion:
+    """A region in boxes for values of one form, and what follows it.
+
+    Attributes:
+        rest: runs what follows, of the values that ``rest_inputs`` names.
+        filled: names of the values of which what follows takes more than their shape.
+        sums: what leaves the region are sums of what the model gives.
+        paths, read: modules and attributes of the stage that the region computes with.
+    """
+
+    run: RegionRun
+    rest: NodeRun
+    rest_inputs: tuple[str, ...]
+    filled: frozenset[str]
+    sums: bool
+    paths: tuple[str, ...]
+    read: tuple[fx.Node, ...]
+
+    def leaving(
+        self, stage: nn.Module, context: ForwardContext, known: Mapping[str, Any], beside: Mapping[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """Compute the region, of the values that are ``known`` by name."""
+        region, wants = self.run.region, torch.is_grad_enabled()
+        self.run.context = context
+        entering = [known[name] for name in (*region.inputs, *region.given)]
+        values: tuple[Tensor, ...] = _InBoxes.apply(
+            self.run, stage, beside, len(entering), wants, *entering, *self.parameters(stage)
+        )
+        return values
+
+    def for_rest(self, name: str, value: Any) -> Any:
+        """Return a value as what follows takes it: images by boxes are made whole where more than their shape is."""
+        if isinstance(value, Tensor) or not isinstance(value, Boxes):
+            return value
+        return whole(value) if name in self.filled else torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    def parameters(self, stage: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of the region that are trained, each once."""
+        found = [p for path in self.paths for p in stage.get_submodule(path).parameters()]
+        found += [value for node in self.read if isinstance(value := attribute(stage, node), nn.Parameter)]
+        return list({id(p): p for p in found if p.requires_grad}.values())
+
+
+class _InBoxes(torch.autograd.Function):
+    """The region as one operation: each parameter has one gradient, given once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: RegionRun,
+        stage: nn.Module,
+        beside: Mapping[str, Any],
+        count: int,
+        wants: bool,
+        *tensors: Any,
+    ) -> Any:
+        device = tensors[0].device.type
+        ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        ctx.run, ctx.stage, ctx.parameters = run, stage, tensors[count:]
+        ctx.save_for_backward(*ctx.parameters)  # so that autograd refuses those that have changed
+        ctx.set_materialize_grads(False)
+        region = run.region
+        entering = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
+        maps = entering[: len(region.inputs)]
+        beside = {**beside, **dict(zip(region.given, entering[len(maps) :], strict=True))}
+        with _precision(ctx):
+            leaving, kept = run.forward(stage, maps, wants, beside)
+        ctx.kept = kept if wants else None
+        silent = [value for name, value in zip(region.leaving, leaving, strict=True) if name not in region.flows]
+        ctx.mark_non_differentiable(*silent)
+        return leaving
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        kept: Kept | None = ctx.kept
+        if kept is None:
+            raise RuntimeError("a tile computed box by box goes back once")
+        _, ctx.kept = ctx.saved_tensors, None
+        run: RegionRun = ctx.run
+        names = (*run.region.inputs, *run.region.given)
+        asked = frozenset(name for k, name in enumerate(names) if ctx.needs_input_grad[5 + k])
+        with _precision(ctx):
+            entering, parameters = run.backward(ctx.stage, kept, gradients, ctx.parameters, asked)
+        return (None, None, None, None, None, *(entering.get(name) for name in names), *parameters)
+
+
+def _precision(ctx: Any) -> torch.autocast:
+    """That of the forward pass. Casts are not remembered, or those made without gradients would be used with them."""
+    device, dtype, enabled = ctx.precision
+    return torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)
+
+
 class BoxedNodes(NodeRun):
     """As ``NodeRun``, with what the nodes have of the model's region in boxes, where they have any.
 
     Args:
-        grid, link: of the team.
-        device: of the stage; the region was read before it was moved there.
+        grid, comm: of the team.
+        device: of the stage; a team's region was read before the model was moved there.
+        updated: paths of the buffers that forward passes of training update.
     """
 
     def __init__(
@@ -52,63 +150,99 @@ class BoxedNodes(NodeRun):
         random: Collection[str],
         boxed: BoxedParts,
         grid: Grid,
-        link: TeamComm,
+        comm: TeamComm,
         device: torch.device,
+        updated: Collection[str] = (),
     ) -> None:
         super().__init__(nodes, inputs, outputs, random)
-        self._boxes = _Planned(nodes, inputs, outputs, boxed.box, boxed.stored_bytes, host=boxed.host)
-        self._boxes.grid, self._boxes.link, self._boxes.random = grid, link, self._random
-        self._device = device
-        self._planned: weakref.WeakKeyDictionary[TeamPlan, dict[Targets, PlannedRegion | None]]
-        self._planned = weakref.WeakKeyDictionary()
+        self._boxed, self._grid, self._comm, self._device, self._updated = boxed, grid, comm, device, updated
+        self._records: dict[str, StepRecord] = {}
 
     def run(
         self, stage: nn.Module, context: ForwardContext, values: Sequence[Any], asked: BoxSums | None = None
     ) -> tuple[Any, ...]:
-        plan = self.planned(stage, context.plan, () if asked is None else tuple(asked.targets.shape))
-        if plan is None:
-            return super().run(stage, context, values, asked)
-        sums = {} if asked is None or not plan.sums else beside(plan.run.region, asked)
-        assert isinstance(plan.run, BoxedRegion)
-        plan.run.context = context
-        leaving = plan.leaving(stage, values, sums)
-        if plan.sums:
-            return tuple(leaving)
-        made = dict(zip(plan.run.region.leaving, leaving, strict=True))
-        return self._rest(stage, context, values, made, asked)
+        planned = self.planned(stage, context.plan, values, () if asked is None else tuple(asked.targets.shape))
+        if isinstance(planned, NothingInBoxes):
+            return super().run(stage, context, [whole(v) if _is_boxes(v) else v for v in values], asked)
+        known = dict(zip(self._inputs, values, strict=True))
+        region = planned.run.region
+        sums = beside(region, asked) if asked is not None and planned.sums else {}
+        leaving = planned.leaving(stage, context, known, sums)
+        if planned.sums:
+            return leaving
+        known.update(zip(region.leaving, leaving, strict=True))
+        rest = [planned.for_rest(name, known[name]) for name in planned.rest_inputs]
+        return planned.rest.run(stage, context, rest, asked)
 
-    def planned(self, stage: nn.Module, plan: TeamPlan, targets: Targets = ()) -> PlannedRegion | None:
-        """Return what is computed box by box, planned for tiles as ``plan`` is; None where nothing is.
+    def planned(
+        self, stage: nn.Module, plan: TeamPlan, values: Sequence[Any], targets: tuple[int, ...] = ()
+    ) -> PlannedRegion | NothingInBoxes:
+        """Return what is computed box by box, planned for tiles as ``plan`` is, or why nothing is.
 
         Args:
+            values: that enter; of a rank alone the plan depends on their forms.
             targets: shape of those that sums are asked with.
         """
-        made = self._planned.setdefault(plan, {})
-        if targets not in made:
-            made[targets] = self._plan(stage, plan, targets)
-        return made[targets]
+        key = (self, targets, *map(_form, values)) if self._comm.members == 1 else (self, targets)
+        if key not in plan.compiled:
+            plan.compiled[key] = self._plan(stage, plan, values, targets)
+        planned: PlannedRegion | NothingInBoxes = plan.compiled[key]
+        return planned
 
-    def _plan(self, stage: nn.Module, plan: TeamPlan, targets: Targets) -> PlannedRegion | None:
+    def _plan(
+        self, stage: nn.Module, plan: TeamPlan, values: Sequence[Any], targets: tuple[int, ...]
+    ) -> PlannedRegion | NothingInBoxes:
+        try:
+            region = self._region(stage, plan, values)
+        except NothingInBoxes as reason:
+            return reason.with_traceback(None)
+        with ONE_AT_A_TIME:
+            self._records = self._records or record(stage, region)
+        tiles = region.forms[region.inputs[0]][0][0]
+        region = replace(region, steps=with_record(region.steps, self._records, tiles))
+        if targets:
+            summed = with_sums(region, self._nodes, targets)
+            if summed is None:
+                return self.planned(stage, plan, values)
+            region = summed
+        run = RegionRun(
+            region,
+            self._boxed.box,
+            self._grid,
+            self._comm,
+            stored_bytes=self._boxed.stored_bytes,
+            scale=scale_of(region, plan.mesh.side),
+            host=self._boxed.host,
+            random=self._random,
+        )
+        made = {step.name for step in region.steps}.union(region.constants)
+        rest = [node for node in self._nodes if node.name not in made and not targets]
+        used = {argument.name for node in rest for argument in node.all_input_nodes}.union(self._outputs)
+        inputs = tuple(name for name in dict.fromkeys((*self._inputs, *region.leaving)) if name in used)
+        filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
+        nodes = [region.nodes[step.name] for step in region.steps if step.name in region.nodes]
+        paths = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
+        read = dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a.op == "get_attr")
+        return PlannedRegion(
+            run,
+            NodeRun(rest, inputs, self._outputs, self._random, region.constants),
+            inputs,
+            frozenset(filled.union(self._outputs)),
+            bool(targets),
+            tuple(paths),
+            tuple(read),
+        )
+
+    def _region(self, stage: nn.Module, plan: TeamPlan, values: Sequence[Any]) -> Region:
+        """Return the region of the nodes, on the device of the stage."""
+        if self._comm.members == 1:
+            maps, others = parted(dict(zip(self._inputs, values, strict=True)))
+            updated = self._updated if stage.training else ()
+            return read_region(stage, self._nodes, maps, others, updated=updated)
         region = None if plan.region is None else region_of_stage(plan.region, self._nodes, self._inputs)
         if region is None:
-            return None
-        region = replace(region, forms={name: (*form[:2], self._device) for name, form in region.forms.items()})
-        self._boxes.tile = plan.mesh.side
-        return self._boxes.of_region(stage, region, targets) or self.planned(stage, plan)
-
-
-class _Planned(StreamedRun):
-    """Plans of a member's region for tiles of any shape."""
-
-    grid: Grid
-    link: TeamComm
-    random: Collection[str]
-    tile: tuple[int, int]
-
-    def planned_boxes(self, stage: nn.Module, region: Region) -> RegionRun:
-        scale = scale_of(region, self.tile)
-        options = {"stored_bytes": self._stored_bytes, "scale": scale, "host": self._host}
-        return BoxedRegion(region, self._box, self.grid, self.link, self.random, **options)
+            raise NothingInBoxes(*(plan.ends_at or ("the model", "has no layer that takes maps")))
+        return replace(region, forms={name: (*form[:2], self._device) for name, form in region.forms.items()})
 
 
 def region_of_stage(region: Region, nodes: Iterable[fx.Node], inputs: Sequence[str]) -> Region | None:
@@ -157,3 +291,34 @@ def scale_of(region: Region, side: tuple[int, int]) -> tuple[Fraction, Fraction]
     """Return px of tiles of ``side`` for each of the largest map that enters."""
     rows, columns = max(region.sides[name] for name in region.inputs)
     return Fraction(side[0], rows), Fraction(side[1], columns)
+
+
+def _is_boxes(value: Any) -> bool:
+    return not isinstance(value, Tensor) and isinstance(value, Boxes)
+
+
+def _form(value: Any) -> Any:
+    """Return what a plan depends on."""
+    if isinstance(value, Tensor | Boxes):
+        return tuple(value.shape), value.dtype, value.device, isinstance(value, Tensor) and value.requires_grad
+    return value if isinstance(value, (int, float, str, type(None))) else None
+
+
+def parted(values: Mapping[Any, Any]) -> tuple[dict[Any, Tensor | Boxes], dict[Any, Any]]:
+    """Return the maps among what enters, and all else: what an earlier stage pooled has no rows."""
+    maps = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor | Boxes)
+        and len(value.shape) == 4
+        and value.dtype.is_floating_point
+        and tuple(value.shape[2:]) != (1, 1)
+    }
+    return maps, {name: value for name, value in values.items() if name not in maps}
+
+
+def _takes_shape(node: fx.Node) -> bool:
+    """A node takes nothing but the shape of its tensor."""
+    if node.op == "call_method":
+        return node.target == "size"
+    return bool(node.target is getattr and node.args[1] == "shape")

@@ -29,6 +29,7 @@ from parallel.team.team_context import (
     empty_with_zero_grad,
     identity_fwd_all_reduce_bwd,
 )
+from parallel.trace.stage_module import compiled
 
 Values = dict[str, Any]
 """Values of a pass by name; of maps that are sharded, this member's part."""
@@ -82,13 +83,14 @@ class NodeCompiler:
                 return empty_with_zero_grad(tensors, context.device)
 
             return stand_in
-        if node.op == "output":
-            return lambda known, _: fx.map_arg(node.args[0], lambda source: loads[source.name](known))
-        make, random = functools.partial(Arguments, self._stage, node, {}), node.name in self._random
+        sources, random = list(loads.values()), node.name in self._random
+        stage, run = self._stage, compiled([node], tuple(loads), (node.name,), {}, node.name)
 
         def compute(known: Values, context: ForwardContext) -> Any:
-            given = make(lambda source: loads[source.name](known))
-            return context.run_with_rng(given.run) if random else given.run()
+            values = []
+            for load in sources:
+                values.append(load(known))
+            return context.run_with_rng(lambda: run(stage, *values)[0]) if random else run(stage, *values)[0]
 
         return compute
 

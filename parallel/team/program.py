@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -15,10 +16,7 @@ from torch import Tensor, fx, nn
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.operation import DIMS
 from parallel.team.node_compiler import GATHERED, Compute, NodeCompiler, Values
-from parallel.team.team_context import (
-    ForwardContext,
-    all_reduce_sum,
-)
+from parallel.team.team_context import ForwardContext, all_reduce_sum
 from parallel.team.team_plan import TeamPlan
 
 
@@ -29,12 +27,12 @@ class Program:
     Attributes:
         constants: values by name that are known without computing.
         attributes: (name, module, its attribute) of parameters, buffers and constants that nodes take.
-        nodes: (name, in the region that is sharded, what computes its value, names that nobody uses after it).
+        nodes: (name, what computes its value, names that nobody uses after it).
     """
 
     constants: Mapping[str, Any]
     attributes: tuple[tuple[str, nn.Module, str], ...]
-    nodes: tuple[tuple[str, bool, Compute, tuple[str, ...]], ...]
+    nodes: tuple[tuple[str, Compute, tuple[str, ...]], ...]
 
 
 class NodeRun:
@@ -43,6 +41,7 @@ class NodeRun:
     Args:
         inputs, outputs: names of the values it takes and gives.
         random: names of nodes that may draw.
+        constants: values by name that are known without computing.
     """
 
     def __init__(
@@ -51,7 +50,9 @@ class NodeRun:
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
         random: Collection[str],
+        constants: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self._constants = constants
         self._inputs, self._outputs = inputs, outputs
         self._nodes = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
         self._random = frozenset(random)
@@ -65,35 +66,24 @@ class NodeRun:
         Args:
             asked: sums that the model's output is wanted as, a sharded map (``gives_parts``).
         """
-        return self._rest(stage, context, values, {}, asked)
-
-    def _rest(
-        self,
-        stage: nn.Module,
-        context: ForwardContext,
-        values: Sequence[Any],
-        made: Mapping[str, Any],
-        asked: BoxSums | None,
-    ) -> tuple[Any, ...]:
-        """Run the nodes; where there is what they ``made`` in boxes, those that follow."""
         program = self.program(stage, context)
-        known = {**program.constants, **dict(zip(self._inputs, values, strict=True)), **made}
+        known = {**program.constants, **dict(zip(self._inputs, values, strict=True))}
         for name, module, attribute in program.attributes:
             known[name] = getattr(module, attribute)
-        for name, in_region, compute, finished in program.nodes:
-            if made and in_region:
-                continue
+        for name, compute, finished in program.nodes:
             if asked is not None and self._output is not None and name == self._output.name:
-                known[name] = self._sums(context, known, asked)
+                known[name] = self._sums(context, known, asked, compute)
             else:
                 known[name] = compute(known, context)
             for used in finished:
                 known.pop(used, None)
         return tuple(map(known.get, self._outputs))
 
-    def _sums(self, context: ForwardContext, known: Values, asked: BoxSums) -> Tensor:
-        """Sums that all members' parts of the model's output add up to."""
+    def _sums(self, context: ForwardContext, known: Values, asked: BoxSums, compute: Compute) -> Tensor:
+        """Sums of the model's output; those of all members' parts of it, where it is sharded."""
         assert self._output is not None
+        if context.plan.region is None:
+            return asked.of_whole(compute(known, context))
         (source,) = self._output.all_input_nodes
         box = context.plan.owned(source.name, context.comm.member)
         return all_reduce_sum(context.comm, asked.of_part(known[source.name], box))
@@ -117,8 +107,8 @@ class NodeRun:
         return program
 
     def _compile(self, stage: nn.Module, context: ForwardContext) -> Program:
-        plan, region = context.plan, context.plan.region
-        constants = {} if region is None else region.constants
+        region = context.plan.region
+        constants = {**self._constants, **({} if region is None else region.constants)}
         nodes = [node for node in self._nodes if node.name not in constants]
         last = {source: node.name for node in nodes for source in node.all_input_nodes}
         finished: dict[str, list[str]] = {}
@@ -131,8 +121,5 @@ class NodeRun:
                 owner, _, name = str(source.target).rpartition(".")
                 attributes.append((source.name, stage.get_submodule(owner), name))
         compiler = NodeCompiler(stage, context, self._random, frozenset(self._inputs))
-        compiled = (
-            (node.name, node.name in plan.steps, compiler.compile(node), tuple(finished.get(node.name, ())))
-            for node in nodes
-        )
+        compiled = ((node.name, compiler.compile(node), tuple(finished.get(node.name, ()))) for node in nodes)
         return Program(constants, tuple(attributes), tuple(compiled))

@@ -7,27 +7,20 @@ both passes; what follows the region that has rows is computed by member 0, and 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from parallel.graph.partition import Partition
-from parallel.memory.policy import Segment
 from parallel.space.grid import Span
-from parallel.space.team import Box, Grid
+from parallel.space.team import Box
 from parallel.streaming.box_sums import BoxSums, SummedLoss
-from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import ReplayLog, TeamComm, cut
 from parallel.team.team_context import ForwardContext
-from parallel.team.team_plan import TeamPlan, TeamPlans
-from parallel.trace.cut import cut_stage
+from parallel.team.team_plan import TeamPlan
 from parallel.trace.stage_module import Boxes, SegmentRun, StageModule, whole
-from parallel.trace.trace import Traced
 
 Plans = Callable[[tuple[int, ...], bool], TeamPlan]
 """(shape of the tiles, in training) -> plan."""
@@ -91,7 +84,7 @@ class TeamStage(StageModule):
         with member 0 alone."""
         run = self._run_training if self.training else self._run_evaluation
         assert isinstance(run, TeamRun)
-        if not run.nodes.gives_parts(self._context.plan, asked.targets.shape):
+        if self.link.members > 1 and not run.nodes.gives_parts(self._context.plan, asked.targets.shape):
             return None
         self._asked = asked
         try:
@@ -125,8 +118,10 @@ class TeamStage(StageModule):
                 return None
         return self.part_of_tiles(shape)
 
-    def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor:
+    def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor | Boxes:
         """Return this member's part of tiles of ``shape``, which come whole or box by box."""
+        if self.link.members == 1:
+            return images
         plan = self.plans(shape, self.training)
         if plan.region is None:
             return whole(images)
@@ -183,53 +178,3 @@ class TeamRun:
     def __call__(self, stage: Any, *values: Any) -> tuple[Any, ...]:
         assert isinstance(stage, TeamStage)
         return self.nodes.run(stage, stage._context, values)
-
-
-def team_stages(
-    traced: Traced,
-    partition: Partition,
-    grids: Mapping[int, Grid],
-    link: TeamComm,
-    plans: TeamPlans,
-    device: torch.device,
-    segments: Mapping[int, Sequence[Segment]] = MappingProxyType({}),
-    boxed: BoxedParts | None = None,
-) -> dict[int, TeamStage]:
-    """Return this member's modules of the stages that ``grids`` has.
-
-    Args:
-        grids: of the team, by number of the stage.
-        segments: that a stage is run in, where any are computed again.
-        boxed: how members' parts are computed box by box; None: at once.
-
-    Raises:
-        ValueError: evaluation sends values between stages in the place of others.
-    """
-    random = {layer.name for layer in traced.graph.layers if layer.random}
-
-    def run(
-        grid: Grid,
-        nodes: Sequence[fx.Node],
-        inputs: tuple[str, ...],
-        outputs: tuple[str, ...],
-        slots: dict[str, str],
-        _: str,
-    ) -> TeamRun:
-        if slots:
-            raise ValueError(
-                f"evaluation sends {next(iter(slots))} where training sends {next(iter(slots.values()))}, and a team "
-                "could not tell which rows of it are whose: cut the model elsewhere (--developer cuts)"
-            )
-        if boxed is not None:
-            return TeamRun(BoxedNodes(nodes, inputs, outputs, random, boxed, grid, link, device))
-        return TeamRun(NodeRun(nodes, inputs, outputs, random))
-
-    made: dict[int, TeamStage] = {}
-    for number, grid in grids.items():
-        made_run = functools.partial(run, grid)
-        stage = cut_stage(traced, partition, number, segments.get(number, ()), TeamStage, made_run)
-        assert isinstance(stage, TeamStage)
-        stage.link, stage.device = link, device
-        stage.plans = functools.partial(plans.plan, grid)
-        made[number] = stage
-    return made

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
+from benchmarks.in_boxes import planned_regions, streamed
 from models.registry import build_model
-from parallel.comm.local import LocalCommunicator
 from parallel.draw.svg_style import style, svg_text
 from parallel.streaming.part_plan import PartPlan
-from parallel.streaming.region_run import Phase, RegionRun
-from parallel.streaming.streamed_module import StreamedRun, streamed
+from parallel.team.boxed_nodes import PlannedRegion
+from parallel.team.region_run import Phase, RegionRun
 from parallel.units import bytes_text
 
 FILE = Path(__file__).parents[2] / "docs" / "pictures" / "boxes.svg"
@@ -31,9 +29,10 @@ SUMS = {"moments": "mean and squared differences"}
 def plan(model: str, norm: str) -> RegionRun:
     """Return how ``model`` is computed in boxes."""
     module = build_model(model, classes=2, norm=norm)  # type: ignore[arg-type]
-    run = streamed(module, BOX, (1, 3, TILE, TILE), LocalCommunicator())._run_training
-    assert isinstance(run, StreamedRun)
-    return run.planned(module, (torch.zeros(()).expand(1, 3, TILE, TILE),)).run
+    shape = (1, 3, TILE, TILE)
+    (region,) = planned_regions(streamed(module, BOX, shape), shape)
+    assert isinstance(region, PlannedRegion)
+    return region.run
 
 
 def picture() -> str:

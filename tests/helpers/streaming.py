@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from parallel.streaming.region_run import RegionRun
-from parallel.streaming.streamed_module import StreamedRun
+from parallel.comm.local import LocalCommunicator
+from parallel.space.team import Grid
+from parallel.team.boxed_nodes import BoxedNodes, BoxedParts, PlannedRegion
+from parallel.team.region_run import RegionRun
+from parallel.team.team_comm import TeamComm
+from parallel.team.team_context import ForwardContext
+from parallel.team.team_stages import plan_alone
 
 
 class _Tracer(fx.Tracer):
@@ -16,17 +23,31 @@ class _Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name) or isinstance(m, (nn.BatchNorm2d, nn.Conv2d))
 
 
-def in_boxes(module: nn.Module, box: int) -> StreamedRun:
-    """``module``, in the mode it is in, traced by torch alone."""
+class InBoxes:
+    """Runs ``nodes`` in the values of the module that it is called with."""
+
+    def __init__(self, nodes: BoxedNodes) -> None:
+        self.nodes, self.plan = nodes, functools.lru_cache(plan_alone)
+        self.comm = TeamComm(LocalCommunicator())
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Any:
+        self.shape = tuple(x.shape), module.training
+        return self.nodes.run(module, ForwardContext(self.plan(*self.shape), self.comm, x.device), (x,))
+
+    @property
+    def planned(self) -> RegionRun:
+        """Return what was planned for the shape that was run."""
+        (region,) = (value for value in self.plan(*self.shape).compiled.values() if isinstance(value, PlannedRegion))
+        return region.run
+
+
+def in_boxes(module: nn.Module, box: int) -> InBoxes:
+    """Return ``module``, in the mode it is in, traced by torch alone."""
     graph = _Tracer().trace(module)
     (name,) = (node.name for node in graph.nodes if node.op == "placeholder")
-    return StreamedRun(list(graph.nodes), (name,), ("output",), box)
-
-
-def planned(run: StreamedRun) -> RegionRun:
-    """What was planned for the only shape that was run."""
-    (plan,) = run._plans.values()
-    return plan.run
+    comm, device = TeamComm(LocalCommunicator()), torch.device("cpu")
+    nodes = BoxedNodes(list(graph.nodes), (name,), ("output",), (), BoxedParts(box), Grid(), comm, device)
+    return InBoxes(nodes)
 
 
 def streaming_error(module: nn.Module, shape: tuple[int, ...], box: int, dtype: torch.dtype = torch.float64) -> float:

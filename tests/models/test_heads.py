@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.in_boxes import planned_regions, streamed
 from models.heads import HIDDEN, LARGEST_BOUND, AttentionPool, GeneralisedMean
 from models.registry import build_model
 from models.weights import load_weights, read_weights
-from parallel.comm.local import LocalCommunicator
-from parallel.streaming.streamed_module import streamed
+from parallel.team.boxed_nodes import PlannedRegion
 
 POOLED = ("avgpool.pool.value.weight", "avgpool.pool.gate.weight", "avgpool.pool.score.weight")
 
@@ -65,8 +65,9 @@ def test_heads_in_boxes_are_exact(name: str, head: Any, boxes: tuple[int, ...]) 
     expected, gradients = _step(plain, images)
     assert all(bool(gradient.any()) for key, gradient in gradients.items() if "pool" in key)
     for box in boxes:
-        ours = streamed(copy.deepcopy(plain), box, tuple(images.shape), LocalCommunicator())
-        (plan,) = ours._run_training._plans.values()  # type: ignore[attr-defined]
+        ours = streamed(copy.deepcopy(plain), box, tuple(images.shape))
+        (plan,) = planned_regions(ours, tuple(images.shape))
+        assert isinstance(plan, PlannedRegion)
         assert plan.run.region.ends_at is None  # the head is within the region
         found, ours_gradients = _step(ours, images)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)

@@ -6,8 +6,8 @@ import copy
 
 import torch
 
-from parallel.comm.local import LocalCommunicator
-from parallel.streaming.streamed_module import StreamedRun, streamed
+from benchmarks.in_boxes import planned_regions, streamed
+from parallel.team.boxed_nodes import PlannedRegion
 from tests.parallel.streaming.test_models import model_of, step
 
 
@@ -18,10 +18,10 @@ def test_maps_made_again_give_the_gradients_of_the_plain_step() -> None:
     usual = None
     for share in (1.0, 0.6):
         own = copy.deepcopy(model)
-        run = streamed(own, 20, tuple(images.shape), LocalCommunicator(), usual and int(usual * share))
-        training = run._run_training
-        assert isinstance(training, StreamedRun)
-        boxes = training.planned(run, (images,)).run.boxes
+        run = streamed(own, 20, tuple(images.shape), usual and int(usual * share))
+        (plan,) = planned_regions(run, tuple(images.shape))
+        assert isinstance(plan, PlannedRegion)
+        boxes = plan.run.boxes
         usual = usual or boxes.host_bytes
         assert boxes.host_bytes <= share * usual
         output, given = step(run, images)

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from app.training.exactness import CroppedImages
+from benchmarks.in_boxes import planned_regions, streamed
 from models.registry import build_model
-from parallel.comm.local import LocalCommunicator
+from parallel.build import _plans
+from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.grid import Span
-from parallel.streaming.streamed_module import StreamedRun, streamed
+from parallel.strategy import Strategy
+from parallel.team.boxed_nodes import PlannedRegion
 from parallel.trace.stage_module import Boxes
-from tests.helpers.streaming import in_boxes, planned
+from parallel.trace.trace import trace
+from tests.helpers.streaming import in_boxes
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -67,7 +71,7 @@ def error(name: str, norm: str, tile: int, box: int, dtype: torch.dtype) -> floa
     """Largest error, relative to the largest value of the tensor it is in."""
     plain = model_of(name, norm).to(dtype)
     images = torch.randn(2, 3, tile, tile + (32 if "unet" in name else 5), dtype=torch.float64).to(dtype)
-    ours = streamed(copy.deepcopy(plain), box, tuple(images.shape), LocalCommunicator())
+    ours = streamed(copy.deepcopy(plain), box, tuple(images.shape))
     expected, gradients = step(plain, images)
     found, ours_gradients = step(ours, images)
     assert gradients.keys() == ours_gradients.keys()
@@ -90,7 +94,7 @@ def test_norms_over_the_image_at_three_box_sizes(name: str, norm: str) -> None:
 
 def test_running_statistics_are_those_of_the_plain_step() -> None:
     plain = model_of("unet_w4", "batch").double()
-    ours = streamed(copy.deepcopy(plain), 24, (2, 3, 48, 64), LocalCommunicator())
+    ours = streamed(copy.deepcopy(plain), 24, (2, 3, 48, 64))
     for seed in (1, 2):
         images = torch.randn(2, 3, 48, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         step(plain, images)
@@ -125,11 +129,10 @@ def test_layer_norm_in_boxes_in_float32(name: str) -> None:
 def test_prediction_goes_box_by_box_too() -> None:
     plain = model_of("resnet18").double().eval()
     images = torch.randn(1, 3, 70, 90, dtype=torch.float64)
-    ours = streamed(copy.deepcopy(plain), 32, tuple(images.shape), LocalCommunicator()).eval()
+    ours = streamed(copy.deepcopy(plain), 32, tuple(images.shape)).eval()
     with torch.no_grad():
         torch.testing.assert_close(ours(images), plain(images), rtol=1e-12, atol=1e-12)
-    assert isinstance(ours._run_evaluation, StreamedRun)
-    assert ours._run_evaluation._plans
+    assert isinstance(planned_regions(ours, tuple(images.shape), training=False)[0], PlannedRegion)
 
 
 class _SkipsToTheImage(nn.Module):
@@ -162,7 +165,7 @@ def test_images_by_boxes_give_what_whole_ones_give(name: str) -> None:
     net = _SkipsToTheImage(name == "image") if name in ("image", "shape") else model_of(name)
     plain = net.double().to(memory_format=torch.channels_last)
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-    ours = streamed(copy.deepcopy(plain), 32, tuple(images.shape), LocalCommunicator())
+    ours = streamed(copy.deepcopy(plain), 32, tuple(images.shape))
     boxes = _Watched(images)
     assert isinstance(boxes, Boxes)
     torch.testing.assert_close(step(ours, boxes), step(plain, images), rtol=1e-10, atol=1e-12)
@@ -175,28 +178,26 @@ def test_images_by_boxes_give_what_whole_ones_give(name: str) -> None:
 
 def test_tile_shapes_change_between_steps() -> None:
     plain = model_of("unet_w4").double()
-    ours = streamed(copy.deepcopy(plain), 24, (1, 3, 48, 48), LocalCommunicator())
+    ours = streamed(copy.deepcopy(plain), 24, (1, 3, 48, 48))
     for shape in ((1, 3, 48, 48), (2, 3, 32, 64), (1, 3, 48, 48)):
         images = torch.randn(shape, dtype=torch.float64)
         torch.testing.assert_close(ours(images), plain(images), rtol=1e-11, atol=1e-11)
 
 
 def test_plans_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.streaming.streamed_module.MOST_PLANS", 2)
+    monkeypatch.setattr("parallel.build.MOST_PLANS", 2)
     net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    ours = streamed(net, 16, (1, 3, 24, 24), LocalCommunicator())
-    assert isinstance(ours._run_training, StreamedRun)
-    first = ours._run_training.planned(ours, (torch.empty(1, 3, 24, 24),))
-    for width in (32, 24, 40):
-        ours(torch.randn(1, 3, 24, width)).sum().backward()
-    kept = ours._run_training._plans
-    assert [form[0][0][3] for form, _ in kept] == [24, 40]
-    assert next(iter(kept.values())) is first
+    plans = _plans(trace(net, (1, 3, 24, 24)), Strategy("single", 1, 1, 1, policy=ActivationPolicy(stream=16)))
+    first, second = (plans((1, 3, 24, width), True) for width in (24, 32))
+    assert plans((1, 3, 24, 24), True) is first
+    plans((1, 3, 24, 40), True)
+    assert plans((1, 3, 24, 24), True) is first
+    assert plans((1, 3, 24, 32), True) is not second
 
 
 def test_hooks_fire_once_per_parameter_and_step() -> None:
     model = model_of("resnet18").double()
-    ours = streamed(model, 32, (1, 3, 64, 64), LocalCommunicator())
+    ours = streamed(model, 32, (1, 3, 64, 64))
     fired: dict[str, int] = {}
     for name, parameter in ours.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update({name: fired.get(name, 0) + 1}))
@@ -208,7 +209,7 @@ def test_channels_last_stays() -> None:
     """Maps that are joined or padded in another layout are copied at every convolution."""
     model = model_of("resnet18").to(memory_format=torch.channels_last)
     images = torch.randn(1, 3, 64, 64).contiguous(memory_format=torch.channels_last)
-    ours = streamed(model, 32, (1, 3, 64, 64), LocalCommunicator())
+    ours = streamed(model, 32, (1, 3, 64, 64))
     seen = []
     for part in model.modules():
         if isinstance(part, nn.BatchNorm2d):
@@ -239,7 +240,7 @@ def test_memory_is_that_of_boxes() -> None:
     )
     peaks = []
     for tile in (256, 512):
-        ours = streamed(net, 64, (1, 3, tile, tile), LocalCommunicator())
+        ours = streamed(net, 64, (1, 3, tile, tile))
         with LiveBytes() as live:
             ours(_Zeros(1, 3, tile, tile)).mean().backward()
         peaks.append(live.peak_bytes)
@@ -253,7 +254,7 @@ class _Doubled(nn.BatchNorm2d):
 
 def test_norms_of_unknown_kinds_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"cannot pass _1 .* use --norm frozen"):
-        streamed(nn.Sequential(nn.Conv2d(3, 4, 3), _Doubled(4)), 32, (1, 3, 64, 64), LocalCommunicator())
+        streamed(nn.Sequential(nn.Conv2d(3, 4, 3), _Doubled(4)), 32, (1, 3, 64, 64))
 
 
 def test_layers_that_compute_other_than_their_kind_end_the_region() -> None:
@@ -270,7 +271,7 @@ def test_layers_that_compute_other_than_their_kind_end_the_region() -> None:
         net = nn.Sequential(nn.Conv2d(3, 4, 3), layer)
         run = in_boxes(net, 8)
         run(net, torch.randn(1, 3, 16, 16))
-        ends = planned(run).region.ends_at
+        ends = run.planned.region.ends_at
         assert ends is not None
         assert reason in ends[1]
 
@@ -290,10 +291,10 @@ def test_maps_beyond_the_budget_of_the_host_lie_in_files(tmp_path: Path) -> None
     results = []
     for budget in (None, 1 << 18):
         host = HostMemory(None, budget, tmp_path)
-        ours = streamed(copy.deepcopy(model), 32, tuple(images.shape), LocalCommunicator(), None, host)
+        ours = streamed(copy.deepcopy(model), 32, tuple(images.shape), None, host)
         results.append(step(ours, images))
-        assert isinstance(ours._run_training, StreamedRun)
-        (plan,) = ours._run_training._plans.values()
+        (plan,) = planned_regions(ours, tuple(images.shape))
+        assert isinstance(plan, PlannedRegion)
         if budget is None:
             assert (host.peak_bytes, host.peak_file_bytes) == (plan.run.boxes.host_bytes, 0)
         else:
@@ -319,9 +320,9 @@ class _Attends(nn.Module):
 
 def test_what_spans_the_image_ends_the_region_and_is_computed_whole() -> None:
     plain = _Attends().double().train()
-    ours = streamed(copy.deepcopy(plain), 8, (2, 3, 20, 20), LocalCommunicator())
-    assert isinstance(ours._run_training, StreamedRun)
-    (plan,) = ours._run_training._plans.values()
+    ours = streamed(copy.deepcopy(plain), 8, (2, 3, 20, 20))
+    (plan,) = planned_regions(ours, (2, 3, 20, 20))
+    assert isinstance(plan, PlannedRegion)
     assert plan.run.region.ends_at == ("flatten", "makes other dims of rows and columns")
     images = torch.randn(2, 3, 20, 20, dtype=torch.float64)
     expected, gradients = step(plain, images)
@@ -332,9 +333,8 @@ def test_what_spans_the_image_ends_the_region_and_is_computed_whole() -> None:
 
 def test_dropout_of_single_px_ends_the_region() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Conv2d(4, 4, 3))
-    ours = streamed(net, 8, (1, 3, 20, 20), LocalCommunicator())
-    assert isinstance(ours._run_training, StreamedRun)
-    (plan,) = ours._run_training._plans.values()
+    (plan,) = planned_regions(streamed(net, 8, (1, 3, 20, 20)), (1, 3, 20, 20))
+    assert isinstance(plan, PlannedRegion)
     assert plan.run.region.ends_at is not None
     assert "draws a number for each px" in plan.run.region.ends_at[1]
 
@@ -343,5 +343,5 @@ def test_planning_draws_no_random_numbers() -> None:
     state = torch.get_rng_state()
     model = build_model("torchvision:mobilenet_v3_small", classes=2, norm="frozen").train()
     torch.set_rng_state(state)
-    streamed(model, 64, (1, 3, 64, 64), LocalCommunicator())
+    streamed(model, 64, (1, 3, 64, 64))
     assert torch.equal(torch.get_rng_state(), state)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.in_boxes import planned_regions, streamed
 from models.registry import build_model
-from parallel.comm.local import LocalCommunicator
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.boxes import Boxes
-from parallel.streaming.streamed_module import StreamedRun, streamed
+from parallel.team.boxed_nodes import PlannedRegion
 
 
 def living(name: str, norm: str, tile: int, box: int) -> tuple[Boxes, int]:
@@ -18,15 +18,15 @@ def living(name: str, norm: str, tile: int, box: int) -> tuple[Boxes, int]:
     model = build_model(name, classes=2, norm=norm)  # type: ignore[arg-type]
     for parameter in model.parameters():  # as many as count little
         parameter.requires_grad_(parameter.numel() < 100_000)
-    run = streamed(model, box, (1, 3, tile, tile), LocalCommunicator())
+    run = streamed(model, box, (1, 3, tile, tile))
     image = torch.rand(1, 3, tile, tile)
     live = LiveBytes()
     with live:
         loss = run(image).square().mean()
         loss.backward()
-    training = run._run_training
-    assert isinstance(training, StreamedRun)
-    return training.planned(run, (image,)).run.boxes, live.peak_bytes
+    (plan,) = planned_regions(run, tuple(image.shape))
+    assert isinstance(plan, PlannedRegion)
+    return plan.run.boxes, live.peak_bytes
 
 
 @pytest.mark.parametrize(

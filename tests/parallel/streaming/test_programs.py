@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parallel.streaming import part_plan
-from tests.helpers.streaming import in_boxes, planned, streaming_error
+from tests.helpers.streaming import in_boxes, streaming_error
 
 
 def net() -> nn.Module:
@@ -19,7 +19,7 @@ def test_boxes_of_one_shape_share_a_program() -> None:
     model = net()
     run = in_boxes(model, 8)
     run(model, torch.randn(1, 3, 48, 48))
-    part = planned(run).phases[0].parts[0]
+    part = run.planned.phases[0].parts[0]
     assert len(part.places) == 36
     assert len({id(part.program(*place)) for place in part.places}) == 9, "corners, edges and the inside"
 

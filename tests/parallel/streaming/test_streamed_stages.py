@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from app.training.exactness import CroppedImages
+from benchmarks.in_boxes import planned_regions
 from benchmarks.whole_engine import whole_engine
 from models.losses import PixelClassLoss
 from parallel.build import assemble
@@ -21,7 +22,8 @@ from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import NothingInBoxes
-from parallel.streaming.streamed_module import StreamedRun
+from parallel.team.boxed_nodes import PlannedRegion
+from parallel.trace.stage_module import StageModule
 from tests.helpers.tiny_models import classifier
 
 SHAPE, M = (1, 3, 40, 56), 4
@@ -97,8 +99,7 @@ def rank_steps(communicator: Communicator, given: tuple[Strategy, dict[str, Tens
     result = steps(engine, CroppedImages)
     last = engine._work.stages.get(engine.mesh.stages - 1)
     if last is not None:
-        assert isinstance(last.module._run_training, StreamedRun)
-        assert any(getattr(plan, "sums", False) for plan in last.module._run_training._plans.values())
+        assert any(getattr(plan, "sums", False) for plan in planned_regions(last.module, SHAPE))
     return result
 
 
@@ -149,17 +150,14 @@ def alone(*cuts: str) -> Strategy:
     return Strategy("interleaved", 1, 1, M, 2, cuts, policy=ActivationPolicy(stream=16))
 
 
-def stages_of(module: nn.Module, strategy: Strategy) -> list[StreamedRun]:
+def stages_of(module: nn.Module, strategy: Strategy) -> list[StageModule]:
     engine = engine_of(module, LocalCommunicator(), strategy)
-    runs = [stage.module._run_training for _, stage in sorted(engine._work.stages.items())]
-    assert all(isinstance(run, StreamedRun) for run in runs)
-    return runs  # type: ignore[return-value]
+    return [stage.module for _, stage in sorted(engine._work.stages.items())]
 
 
 def test_a_stage_without_anything_for_boxes_is_computed_whole() -> None:
-    runs = stages_of(classifier(3).double(), alone("7"))
-    first, last = ([*run._plans.values()] for run in runs)
-    assert not isinstance(first[0], NothingInBoxes)
+    first, last = (planned_regions(stage, SHAPE) for stage in stages_of(classifier(3).double(), alone("7")))
+    assert isinstance(first[0], PlannedRegion)
     assert isinstance(last[0], NothingInBoxes)
 
 
@@ -176,13 +174,13 @@ def test_split_backward_passes_are_refused() -> None:
 
 def test_boxes_are_those_of_the_tile_in_stages_of_smaller_maps() -> None:
     """A box of 16 px of the tile is one of 8 px of maps half as large."""
-    whole, later = stages_of(gated(), alone("middle"))
-    (plan,) = later._plans.values()
-    assert not isinstance(plan, NothingInBoxes)
-    assert len(plan.run.phases[0].parts[0].places) == 3 * 4
-    assert whole._scale == (1, 1)
+    plans = [planned_regions(stage, SHAPE)[0] for stage in stages_of(gated(), alone("middle"))]
+    for plan in plans:
+        assert isinstance(plan, PlannedRegion)
+        assert plan.run.boxes.model.side == SHAPE[2:]
+        assert len(plan.run.phases[0].parts[0].places) == 3 * 4
 
 
 def test_maps_of_all_microbatches_in_flight_share_the_budget_of_the_host() -> None:
-    (run,) = stages_of(gated(), Strategy("gpipe", 1, 1, M, policy=ActivationPolicy(stream=16, host_bytes=1000 * M)))
-    assert run._stored_bytes == 1000
+    (stage,) = stages_of(gated(), Strategy("gpipe", 1, 1, M, policy=ActivationPolicy(stream=16, host_bytes=1000 * M)))
+    assert stage._run_training.nodes._boxed.stored_bytes == 1000  # type: ignore[union-attr]

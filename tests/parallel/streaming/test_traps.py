@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.in_boxes import streamed
 from models.blocks import FrozenBatchNorm2d
-from parallel.comm.local import LocalCommunicator
 from parallel.space.grid import Span
 from parallel.space.rule import Resample
 from parallel.streaming.local_ops import resample
 from parallel.streaming.patch import Patch
-from parallel.streaming.streamed_module import streamed
-from tests.helpers.streaming import in_boxes, planned, streaming_error
+from tests.helpers.streaming import in_boxes, streaming_error
 
 EXACT = 1e-12
 
@@ -107,7 +106,7 @@ def test_values_changed_in_place_are_refused_where_their_name_is_used_again() ->
     images = torch.randn(1, 3, 12, 12)
     run = in_boxes(net, 5)
     run(net, images)
-    ends = planned(run).region.ends_at
+    ends = run.planned.region.ends_at
     assert ends is not None
     assert "in place, which is used again by that name" in ends[1]
     torch.testing.assert_close(run(net, images)[0], net(images))
@@ -179,7 +178,7 @@ def test_a_maximum_over_the_image_is_refused_by_name() -> None:
     run = in_boxes(net, 8)
     run(net, torch.randn(1, 3, 18, 18))
     reason = "takes the largest of the whole image, which boxes do not add up: use an average pool"
-    assert planned(run).region.ends_at == ("_1 (1)", reason)
+    assert run.planned.region.ends_at == ("_1 (1)", reason)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_reductions_of_other_kinds_are_refused_by_name(function: Callable[[Tenso
     net = Call(function)
     run = in_boxes(net, 8)
     run(net, torch.randn(1, 3, 18, 18))
-    ends = planned(run).region.ends_at
+    ends = run.planned.region.ends_at
     assert ends is not None
     assert ends[1] == reason
 
@@ -233,7 +232,7 @@ def test_what_counts_or_draws_in_a_gate_does_so_once() -> None:
     gradients were a quarter off."""
     torch.manual_seed(0)
     net = Counted().double()
-    ours = streamed(copy.deepcopy(net), 8, (4, 3, 20, 20), LocalCommunicator())
+    ours = streamed(copy.deepcopy(net), 8, (4, 3, 20, 20))
     images = torch.randn(4, 3, 20, 20, dtype=torch.float64)
     for module in (net, ours):
         torch.manual_seed(1)

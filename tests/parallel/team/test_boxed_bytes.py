@@ -17,7 +17,7 @@ from parallel.plan.candidates import BOXES
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import read_region
-from parallel.team.boxed_region import BoxedRegion
+from parallel.team.region_run import RegionRun
 from parallel.team.team_comm import TeamComm
 from parallel.trace.trace_alone import trace_as_it_runs
 from tests.helpers.team_engine import segments, team_engine
@@ -76,10 +76,11 @@ def test_members_hold_as_much_of_each_map_as_on_paper(grid: Grid) -> None:
     region = read_region(traced.model, nodes, {nodes[0].name: torch.zeros(1, 3, 96, 96)})
 
     def held(communicator: Communicator, _: None) -> dict[str, tuple[int, int]]:
-        run = BoxedRegion(region, 16, grid, TeamComm(communicator), ())
-        assert run._held.keys() == run.boxes.held.keys()
+        run = RegionRun(region, 16, grid, TeamComm(communicator))
+        held = run._exchange.held
+        assert held.keys() == run.boxes.held.keys()
         paper.update(run.boxes.held)
-        return {name: (rows.size, columns.size) for name, (rows, columns) in run._held.items()}
+        return {name: (rows.size, columns.size) for name, (rows, columns) in held.items()}
 
     paper: dict[str, tuple[int, int]] = {}
     members = run_on_threads(grid.members, held, [None] * grid.members)

@@ -4,6 +4,7 @@ updates and predictions of the plain step."""
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from app.training.exactness import CroppedImages
+from benchmarks.in_boxes import planned_regions
 from benchmarks.whole_engine import whole_engine
 from models.losses import PixelClassLoss
 from parallel.comm.communicator import Communicator
@@ -23,11 +25,10 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import NothingInBoxes
-from parallel.streaming.streamed_module import PlannedRegion
-from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
+from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
-from parallel.team.team_stage import team_stages
+from parallel.team.team_stages import team_stages
 from parallel.trace.trace_alone import trace_as_it_runs
 from tests.helpers import engine_runs
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, run, steps_of
@@ -92,7 +93,9 @@ def seats_of(name: str, grid: Grid, cuts: tuple[str, ...] = (), **policy: Any) -
     return Strategy(name, 2 * grid.members, 2, M, cuts=cuts, policy=policy_, grid=grid)
 
 
-Result = tuple[float, dict[str, Tensor], list[Tensor], dict[int, list[PlannedRegion | None]]]
+Plans = dict[int, list[PlannedRegion | NothingInBoxes]]
+"""By stage: what its training pass has in boxes, of sums and of maps."""
+Result = tuple[float, dict[str, Tensor], list[Tensor], Plans]
 
 
 def gated_steps(communicator: Communicator, given: tuple[Strategy, dict[str, Tensor]]) -> Result:
@@ -104,14 +107,8 @@ def gated_steps(communicator: Communicator, given: tuple[Strategy, dict[str, Ten
     return loss, gradients, predicted, planned(engine)
 
 
-def planned(engine: Engine) -> dict[int, list[PlannedRegion | None]]:
-    """By stage: what its training pass has in boxes, of sums and of maps."""
-    found = {}
-    for number, stage in engine._work.stages.items():
-        nodes = stage.module._run_training.nodes  # type: ignore[union-attr]
-        assert isinstance(nodes, BoxedNodes)
-        found[number] = [plan for plans in nodes._planned.values() for plan in plans.values()]
-    return found
+def planned(engine: Engine) -> Plans:
+    return {number: planned_regions(stage.module, SHAPE) for number, stage in engine._work.stages.items()}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +134,7 @@ def test_gates_images_and_sums_of_the_loss_pass_between_teams(strategy: Strategy
         found |= ours[1]
         seen += [ours[2]] if ours[2] else []
         for number, plans in ours[3].items():
-            assert all(plan is not None for plan in plans), number
+            assert all(isinstance(plan, PlannedRegion) for plan in plans), number
             if number:
                 assert [plan.run.region.given for plan in plans] == [(given,)] * 2  # type: ignore[union-attr]
                 assert any(plan.sums for plan in plans)  # type: ignore[union-attr]
@@ -148,12 +145,12 @@ def test_gates_images_and_sums_of_the_loss_pass_between_teams(strategy: Strategy
         torch.testing.assert_close(sums, predicted[1], rtol=1e-6, atol=1e-5)
 
 
-def plans_of(communicator: Communicator, given: tuple[nn.Module, Strategy]) -> dict[int, list[PlannedRegion | None]]:
+def plans_of(communicator: Communicator, given: tuple[nn.Module, Strategy]) -> Plans:
     return planned(engine_of(copy.deepcopy(given[0]), communicator, given[1]))
 
 
-def all_plans(module: nn.Module, strategy: Strategy) -> dict[int, list[PlannedRegion | None]]:
-    found: dict[int, list[PlannedRegion | None]] = {}
+def all_plans(module: nn.Module, strategy: Strategy) -> Plans:
+    found: Plans = {}
     for member in run_on_threads(strategy.ranks, plans_of, (module.double(), strategy)):
         found |= member
     return found
@@ -162,25 +159,34 @@ def all_plans(module: nn.Module, strategy: Strategy) -> dict[int, list[PlannedRe
 def test_boxes_are_those_of_the_tile_in_stages_of_smaller_maps() -> None:
     """A box of 16 px of the tile, 40 x 56 px, is one of 8 px of maps half as large: two rows of boxes a member."""
     (plan,) = all_plans(gated(), seats_of("1f1b", STRIPS, cuts=("middle",)))[1]
-    assert plan is not None
-    assert plan.run.boxes.model.side == (40, 56)  # type: ignore[attr-defined]
+    assert isinstance(plan, PlannedRegion)
+    assert plan.run.boxes.model.side == (40, 56)
     assert len(plan.run.phases[0].parts[0].places) == 2 * 4
 
 
 def test_a_stage_without_anything_for_boxes_is_computed_at_once() -> None:
     first, last = (all_plans(classifier(3), seats_of("1f1b", STRIPS, cuts=("7",)))[k] for k in range(2))
-    assert first[0] is not None
-    assert last == [None]
+    assert isinstance(first[0], PlannedRegion)
+    assert [type(plan) for plan in last] == [NothingInBoxes]
 
 
 def test_boxes_are_on_the_device_of_their_stage() -> None:
     """Regions are read, and planned, while the model still lies on the CPU."""
-    shape, traced = (1, 3, 32, 32), trace_as_it_runs(classifier(3), (1, 3, 32, 32), torch.float32)
-    link, plans, whole = TeamComm(LocalCommunicator()), TeamPlans(traced, once=False), Partition(traced.graph, (0,))
-    device, boxed = torch.device("cuda"), BoxedParts(8)
-    (stage,) = team_stages(traced, whole, {0: Grid()}, link, plans, device, boxed=boxed).values()
-    plan = stage._run_training.nodes.planned(stage.train(), plans.plan(Grid(), shape, True))  # type: ignore[union-attr]
-    assert {place for _, _, place in plan.run.region.forms.values()} == {device}
+    shape, traced, device = (
+        (1, 3, 32, 32),
+        trace_as_it_runs(classifier(3), (1, 3, 32, 32), torch.float32),
+        torch.device("cuda"),
+    )
+
+    def member(communicator: Communicator, _: None) -> set[torch.device]:
+        own = copy.deepcopy(traced)
+        plans, whole = functools.partial(TeamPlans(own, once=False).plan, STRIPS), Partition(own.graph, (0,))
+        comm = TeamComm(communicator)
+        stage = team_stages(own, whole, [0], STRIPS, comm, plans, device, boxed=BoxedParts(8))[0].train()
+        plan = stage._run_training.nodes.planned(stage, plans(shape, True), ())  # type: ignore[union-attr]
+        return {place for _, _, place in plan.run.region.forms.values()}
+
+    assert run_on_threads(2, member, [None] * 2) == [{device}] * 2
 
 
 class Halves(nn.Module):

@@ -18,8 +18,8 @@ from app.settings.strategy import StrategySettings
 from app.training.memory_layout import takes_channels_last
 from app.training.random_draws import refuse_draws
 from app.verify import VerifyCommand, verify
+from benchmarks.in_boxes import streamed
 from parallel.comm.local import LocalCommunicator
-from parallel.streaming.streamed_module import streamed
 from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.tile_size import refuse_tile_size
 from parallel.trace.trace import trace
@@ -37,7 +37,7 @@ EXAMINATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "checkpoints": lambda model: checkpointed_norm(model, SHAPE, torch.float32),
     "trace": lambda model: trace(model, SHAPE),
     "trace, checked": lambda model: trace_alone(model, SHAPE, LocalCommunicator()),
-    "boxes": lambda model: streamed(model, 32, SHAPE, LocalCommunicator()),
+    "boxes": lambda model: streamed(model, 32, SHAPE),
 }
 TRANSFORMERS = [
     pytest.param(getattr(transformers_nets, name), id=name, marks=pytest.mark.long)

@@ -1,18 +1,20 @@
-"""A region computed box by box, forward and back: exact gradients, as sums over boxes of what each box gives.
+"""Compute a region box by box, forward and backward: exact gradients, as sums over boxes of what each box gives.
 
 The boxes of a part are a partition of what it gives, so that the loss is a function of all of them together and each
 box's backward pass gives its share: of parameters, of values without rows, and of the maps that the part fetched, where
 rims of neighbouring boxes add up. Nothing is kept between the passes but maps and sums (Chen et al. 2016 over depth;
 Pinckaers et al. 2020 over space, in one part and without maps).
+
+A member of a team computes the boxes of its part of the tile; a rank alone is a team of one, and exchanges nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,19 +22,17 @@ from torch import Tensor, nn
 
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
-from parallel.space.box_bytes import Cuts
-from parallel.space.boxes import Boxes as PlannedBoxes
-from parallel.space.boxes import StreamedModel, plan_boxes
-from parallel.space.parts import Part
 from parallel.space.rule import Step
+from parallel.space.team import Grid
+from parallel.space.team_boxes import plan_team_boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, plan_part
 from parallel.streaming.part_run import fetch_ahead, fetch_box, resolver, run_box, run_plain
-from parallel.streaming.patch import Box
 from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.strip_maps import StripMaps, column_cuts
-
-NOTHING: Mapping[str, Box] = MappingProxyType({})
+from parallel.team.region_exchange import RegionExchange
+from parallel.team.team_comm import TeamComm
+from parallel.team.team_context import ForwardContext
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Phase:
 
     plain: tuple[Step, ...]
     parts: tuple[PartPlan, ...]
+
+    @functools.cached_property
+    def sums(self) -> list[str]:
+        """Return names of the sums that it ends with, in order."""
+        return [step.name for part in self.parts for step in part.given if step.sums]
 
 
 @dataclass
@@ -52,96 +57,69 @@ class Kept:
 
 
 class RegionRun:
-    """A region planned for tiles of one size.
+    """A region planned for tiles of one size, on one member of a team.
+
+    Phases, parts and the order of sums are planned for the whole tile, so that all members come to the same messages.
 
     Args:
         region: as it was read.
         box: side of the boxes, px.
+        grid: of the team.
+        comm: with the other members.
         stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
             for each px of the tile.
         scale: rows and columns of the tile for each of the largest map that enters.
         host: where maps are; None: in memory.
+        random: names of nodes that may draw.
 
     Attributes:
+        boxes: the plan.
         phases: in order.
+        context: the forward pass under way.
 
     Raises:
         ValueError: a value of several maps is used on both sides of a sum.
     """
 
+    context: ForwardContext
+
     def __init__(
         self,
         region: Region,
         box: int,
+        grid: Grid,
+        comm: TeamComm,
+        *,
         stored_bytes: int | None = None,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
         host: HostMemory | None = None,
+        random: Collection[str] = (),
     ) -> None:
-        self.region = region
-        self._host = host
-        self.boxes = self.planned(region.on_paper(scale), box, stored_bytes)
+        self.region, self._comm, self._host, self._random = region, comm, host, random
+        self.boxes = boxes = plan_team_boxes(region.on_paper(scale), box, grid, stored_bytes)
         self.phases = [
             Phase(
                 phase.plain,
-                tuple(plan_part(region, phase.steps, part, phase.leaving, *self.cuts(part)) for part in phase.parts),
+                tuple(
+                    plan_part(
+                        region, phase.steps, part, phase.leaving, boxes.cuts(part), boxes.places(comm.member, part)
+                    )
+                    for part in phase.parts
+                ),
             )
-            for phase in self.boxes.phases
+            for phase in boxes.phases
         ]
+        self._exchange = RegionExchange(region, boxes, [phase.parts for phase in self.phases], comm)
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._cuts = column_cuts(part for phase in self.phases for part in phase.parts)
         self._last_uses = self._find_last_uses()
+        self._fetched = frozenset(name for phase in self.phases for part in phase.parts for name in part.entering)
 
-    def planned(self, model: StreamedModel, box: int, stored_bytes: int | None) -> PlannedBoxes:
-        """Return the region in boxes, on paper."""
-        return plan_boxes(model, box, stored_bytes)
-
-    def cuts(self, part: Part) -> tuple[Cuts, tuple[range, range] | None]:
-        """Where the boxes of a part begin and end, and which of them are computed here; None: all."""
-        return self.boxes.cuts(part), None
-
-    def maps(self, device: torch.device, here: frozenset[str]) -> Maps:
+    def _maps(self, device: torch.device, here: frozenset[str]) -> Maps:
         """Return where maps between parts, or their gradients, are kept."""
-        return self._maps(device, here)
-
-    def _maps(self, device: torch.device, here: frozenset[str], held: Mapping[str, Box] = NOTHING) -> Maps:
         self._host = self._host or HostMemory(Copies.for_device(device))
-        forms = self._shapes, self.region.dims, device, self._host, here, held
+        forms = self._shapes, self.region.dims, device, self._host, here, self._exchange.held
         return Maps(*forms) if self._host.copies.at_once else StripMaps(*forms, cuts=self._cuts)
-
-    def enter(self, maps: Maps, name: str, value: Any) -> None:
-        """Take a map that enters."""
-        maps.put(name, value)
-
-    def plain(self, module: nn.Module, step: Step, known: Mapping[str, Any]) -> Any:
-        """Compute what has no rows, in the forward pass."""
-        return run_plain(module, self.region, step, known)
-
-    def leave(self, maps: Maps, name: str) -> Tensor:
-        """Return a map that leaves."""
-        return maps.whole(name)
-
-    def enter_gradient(self, maps: Maps, name: str, gradient: Tensor) -> None:
-        """Take the gradient of a map that leaves."""
-        maps.put(name, gradient)
-
-    def after_part(self, part: PartPlan, kept: Kept) -> None:
-        """The boxes of a part have given all that they give."""
-
-    def after_phase(self, phase: Phase, kept: Kept) -> None:
-        """The sums of a phase are those of all boxes here."""
-
-    def before_phase_backward(self, phase: Phase, kept: Kept, back: Gradients) -> None:
-        """The gradients of the sums of a phase are those of all that uses them here."""
-
-    def before_part_backward(self, part: PartPlan, kept: Kept, back: Gradients) -> None:
-        """The gradients of what a part gives are those of all that uses it here."""
-
-    def after_backward(self, kept: Kept, back: Gradients) -> None:
-        """The gradients of what entered are those of all that used it here."""
-
-    def leave_gradient(self, maps: Maps, name: str) -> Tensor | None:
-        """Return the gradient of a map that entered."""
-        return maps.take(name)
 
     def forward(
         self, module: nn.Module, entering: Sequence[Any], keep: bool, beside: Mapping[str, Any]
@@ -152,33 +130,52 @@ class RegionRun:
             keep: there will be one.
             beside: what else enters, and steps are computed with, by name.
         """
-        region, device = self.region, entering[0].device
-        kept = Kept(self.maps(device, frozenset(region.leaving)), dict(beside))
+        region, exchange, device = self.region, self._exchange, entering[0].device
+        kept = Kept(self._maps(device, frozenset(region.leaving)), dict(beside))
         for name, value in zip(region.inputs, entering, strict=True):
-            self.enter(kept.maps, name, value)
+            exchange.put(kept.maps, name, value)
+            if name in exchange.names:
+                exchange.fetch(kept.maps, name)
         with torch.no_grad():
             for phase in self.phases:
                 for step in phase.plain:
-                    kept.known[step.name] = self.plain(module, step, kept.known)
+                    kept.known[step.name] = self._plain_forward(module, step, kept.known)
                 for part in phase.parts:
                     self._part_forward(module, part, kept)
-                    self.after_part(part, kept)
+                    for step in part.given:
+                        if step.name in exchange.names:
+                            exchange.fetch(kept.maps, step.name)
                     if not keep:
                         for name in self._last_uses.get(id(part), ()):
                             kept.maps.take(name)
-                self.after_phase(phase, kept)
+                if self._comm.members > 1:
+                    self._merge_sums(phase, kept)
         results = []
         for name in region.leaving:
             if name in kept.maps:
-                used_again = any(name in part.entering for phase in self.phases for part in phase.parts)
-                value = self.leave(kept.maps, name)
+                value = exchange.own(kept.maps, name)
                 # What follows may change it in place.
-                results.append(value.clone() if used_again and keep else value.detach())
-                if not used_again:
+                results.append(value.clone() if name in self._fetched and keep else value.detach())
+                if name not in self._fetched:
                     kept.maps.take(name)
             else:
                 results.append(kept.known[name].clone())
         return tuple(results), kept
+
+    def _plain_forward(self, module: nn.Module, step: Step, known: Mapping[str, Any]) -> Any:
+        """Compute what has no rows."""
+        if self.region.nodes[step.name].name not in self._random:
+            return run_plain(module, self.region, step, known)
+        return self.context.run_with_rng(lambda: run_plain(module, self.region, step, known))
+
+    def _merge_sums(self, phase: Phase, kept: Kept) -> None:
+        """Merge the sums of all members' boxes."""
+        for name in phase.sums:
+            merge, value = self.region.operations[name].merge, kept.known[name]
+            if merge is None:
+                kept.known[name] = self._comm.all_reduce(value, False)
+            else:
+                kept.known[name] = functools.reduce(merge, self._comm.all_gather(value, False))
 
     def _part_forward(self, module: nn.Module, part: PartPlan, kept: Kept) -> None:
         resolve = resolver(module, self.region, kept.known)
@@ -211,37 +208,46 @@ class RegionRun:
             gradients: of what leaves, in order.
             asked: names of what enters that a gradient is asked of.
         """
-        region = self.region
+        region, exchange = self.region, self._exchange
         device = next(tensor.device for tensor in (*parameters, *gradients) if tensor is not None)
-        back = Gradients(
-            self.maps(device, frozenset(asked)),
-            {},
-            list(parameters),
-            [None] * len(parameters),
-        )
+        back = Gradients(self._maps(device, frozenset(asked)), {}, list(parameters), [None] * len(parameters))
         for name, gradient in zip(region.leaving, gradients, strict=True):
             if gradient is None:
                 continue
             if name in region.dims:
-                self.enter_gradient(back.maps, name, gradient)
+                exchange.put(back.maps, name, gradient)
             else:
                 back.known[name] = gradient
         silent = {name for name in region.inputs if name not in asked}
         for phase in reversed(self.phases):
-            self.before_phase_backward(phase, kept, back)
+            if self._comm.members > 1:
+                self._sum_gradients_of_sums(phase, kept, back)
             for part in reversed(phase.parts):
-                self.before_part_backward(part, kept, back)
+                for step in part.given:
+                    if step.name in exchange.names and step.name in region.flows:
+                        exchange.send_back(back.maps, step.name, kept.maps)
                 self._part_backward(module, part, kept, back, silent)
                 for step in part.given:
                     kept.maps.take(step.name)
                     back.maps.take(step.name)
             self._plain_backward(module, phase, kept, back)
-        self.after_backward(kept, back)
-        found = {
-            name: self.leave_gradient(back.maps, name) if name in region.dims else back.known.get(name)
-            for name in asked
-        }
+        found: dict[str, Tensor | None] = {}
+        for name in region.inputs:
+            if name in exchange.names and name in region.flows:
+                exchange.send_back(back.maps, name, kept.maps)
+        for name in asked:
+            if name in region.dims:
+                found[name] = exchange.own(back.maps, name) if name in back.maps else None
+            else:
+                found[name] = back.known.get(name)
         return found, back.sums
+
+    def _sum_gradients_of_sums(self, phase: Phase, kept: Kept, back: Gradients) -> None:
+        """Sum the gradients that all members have of the sums of a phase."""
+        for name in phase.sums:
+            if name in self.region.flows:
+                gradient = back.known[name] if name in back.known else torch.zeros_like(kept.known[name])
+                back.known[name] = self._comm.all_reduce(gradient, False)
 
     def _part_backward(self, module: nn.Module, part: PartPlan, kept: Kept, back: Gradients, silent: set[str]) -> None:
         region = self.region
