@@ -9,6 +9,7 @@ budget of the next. Bytes are rounded up to one of ``LEVELS``. No torch here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,10 +26,6 @@ PLACES = 130
 """Where segments may begin, at most; of more those with few bytes across."""
 CAPS = 8
 """Numbers of bytes held by a microbatch that are tried, where several are in flight."""
-BEST, TRIES = 3, 60
-"""Plans that are improved step by step, and neighbours that are looked at for each of them."""
-CLOSE = 1.15
-"""Times the budget from which steps may lead below it."""
 SMALLER, LARGER = (0.94, 0.88, 0.78, 0.6), (1.07, 1.15, 1.3, 1.6)
 """Times the budget that a plan is made for where that for the budget itself really takes more, or less."""
 RULE = ActivationPolicy("optimal")
@@ -67,26 +64,21 @@ class RecomputeSearch:
     def best(self, budget: float) -> Plan | None:
         """Within ``budget``, the plan that takes the fewest seconds."""
         if budget not in self._best:
-            self._best[budget] = self._found_within(budget)
+            self._best[budget] = self._fastest(budget)
         return self._best[budget]
 
-    def _found_within(self, budget: float) -> Plan | None:
+    def _fastest(self, budget: float) -> Plan | None:
         start, stop = self._places[0], self._places[-1]
         nothing = (Segment(start, stop, False),)
         if self._bytes(nothing) <= budget:
             return nothing
         plans = {*self._evenly(), *self._planned(budget)}
         fitting = [plan for plan in plans if self._bytes(plan) <= budget]
-        if not fitting:
-            least = self._smaller(min(plans, key=self._bytes), budget)
-            fitting = [least] if self._bytes(least) <= budget else []
-        # The same seconds with fewer bytes leave room for more.
-        fitting.sort(key=lambda plan: (self.seconds(plan), self._bytes(plan)))
-        return min((self._faster(plan, budget) for plan in fitting[:BEST]), key=self.seconds, default=None)
+        return min((self._trimmed(plan, budget) for plan in fitting), key=self.seconds, default=None)
 
     @property
     def least(self) -> Plan:
-        """Plans of segments of as many places each, that that take the fewest bytes."""
+        """Return the plan of segments of equally many places that takes the fewest bytes."""
         return min(self._evenly(), key=self._bytes)
 
     def _planned(self, budget: float) -> Iterator[Plan]:
@@ -111,57 +103,23 @@ class RecomputeSearch:
         return _solve(self._windows, room - (self._in_flight - 1) * cap, cap) if room > 0 else None
 
     def _evenly(self) -> Iterator[Plan]:
-        """Yield segments of as many places each, all computed again, the last of them or not."""
+        """Yield plans of segments of equally many places, all recomputed, the last of them or not."""
         count = len(self._places) - 1
         for step in sorted({1, 2, 3, 5, 8, round(count**0.5), count}):
             bounds = list(pairwise([*self._places[:-1:step], self._places[-1]]))
             yield tuple(Segment(*bound, True) for bound in bounds)
             yield tuple(Segment(*bound, bound != bounds[-1]) for bound in bounds)
 
-    def _faster(self, plan: Plan, budget: float) -> Plan:
-        """Return ``plan`` with a step to a neighbour again and again, as long as one is faster and fits."""
-        tries = TRIES
-        while True:
-            faster = [other for other in self._neighbours(plan) if self.seconds(other) < self.seconds(plan)]
-            fits = (other for other in sorted(faster, key=self.seconds)[:tries] if self._bytes(other) <= budget)
-            tries -= len(faster)
-            nearest = next(fits, None)
-            if nearest is None:
-                return plan
-            plan = nearest
-
-    def _smaller(self, plan: Plan, budget: float) -> Plan:
-        """Return it likewise, as long as one takes fewer bytes and none fits."""
-        while budget < self._bytes(plan) < CLOSE * budget:
-            other = min(self._neighbours(plan), key=self._bytes)
-            if self._bytes(other) >= self._bytes(plan):
-                break
-            plan = other
+    def _trimmed(self, plan: Plan, budget: float) -> Plan:
+        """Return ``plan`` with every segment kept that fits, the one of the most seconds first."""
+        for segment in sorted((s for s in plan if s.recompute), key=lambda s: -self.seconds((s,))):
+            other = _joined(replace(each, recompute=False) if each == segment else each for each in plan)
+            if self._bytes(other) <= budget:
+                plan = other
         return plan
 
-    def _neighbours(self, plan: Plan) -> set[Plan]:
-        """Return plans with one segment of another kind, or one place more, less or elsewhere at which a segment
-        begins."""
-        places, plans = self._places, []
-        for k, segment in enumerate(plan):
-            before, after = plan[:k], plan[k + 1 :]
-            start, stop, again = segment.start, segment.stop, segment.recompute
-            plans.append((*before, Segment(start, stop, not again), *after))
-            first, last = places.index(start) + 1, places.index(stop) - 1
-            for place in {places[at] for at in (first, (first + last) // 2, last) if first <= at <= last}:
-                for left, right in ((again, again), (again, not again), (not again, again)):
-                    plans.append((*before, Segment(start, place, left), Segment(place, stop, right), *after))
-            if after:
-                end, other = after[0].stop, after[0].recompute
-                plans += [(*before, Segment(start, end, kind), *after[1:]) for kind in (False, True)]
-                for place in (places[last], places[last + 2]):
-                    if start < place < end:
-                        moved = Segment(start, place, again), Segment(place, end, other)
-                        plans.append((*before, *moved, *after[1:]))
-        return {_joined(each) for each in plans}
-
     def seconds(self, plan: Plan) -> float:
-        """Return the seconds that computing it again takes."""
+        """Return the seconds that recomputing it takes."""
         return float(sum(self._upto[s.stop] - self._upto[s.start] for s in plan if s.recompute))
 
     def _bytes(self, plan: Plan) -> int:

@@ -201,7 +201,7 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         # 5 KiB: the state of the random generator, of segments that draw.
         assert told.forward == pytest.approx(forward, rel=0.01, abs=8 * KIB), number
         assert told.activations == pytest.approx(kept, rel=0.01, abs=8 * KIB), number
-        assert told.first_backward == pytest.approx(watch.peak_bytes, rel=0.06), number
+        assert told.first_backward == pytest.approx(watch.peak_bytes, rel=0.08), number
         if saved_tensors.pool is not None:  # whose smallest buffers are of 4 KiB
             assert there[number].kept <= saved_tensors.pool.peak_bytes
             assert there[number].kept + there[number].again >= 0.9 * saved_tensors.pool.peak_bytes
