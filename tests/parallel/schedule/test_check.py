@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from parallel.schedule.check import check
 from parallel.schedule.generators import gpipe, one_f_one_b
 from parallel.schedule.mesh import Mesh
-from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
+from parallel.schedule.registry import SCHEDULES, build_schedule
 from parallel.schedule.text import SHOWN, ScheduleError, from_csv
+from tests.helpers.schedules import PAIR, TWO_RANKS, small_mesh
 
-TWO_RANKS = Mesh(1, (0, 1))
 CHAIN = {(0, 1): True}
 RIGHT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -36,7 +36,6 @@ def test_right_schedules(text: str, links: dict[tuple[int, int], bool]) -> None:
     check(from_csv(text), TWO_RANKS, links)
 
 
-INVERTED = Mesh(1, (0, 1), replicas=2)
 FAULTS = [
     ("0F0,1F0,0B0\n1B0\n", "rank 0, position 1, 1F0: stage 1 of replica 0 is on rank 1 of this group"),
     ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n", "rank 1, 1F1: is missing"),
@@ -77,7 +76,7 @@ def test_faults(texts: tuple[str, ...]) -> None:
     [
         (
             "0F0,0B0,1:0F1,1:0B1\n1F0,1B0,1:1F1,1:1B1\n",
-            INVERTED,
+            PAIR,
             "rank 0, position 2, 1:0F1: stage 0 of replica 1 is on rank 1 of this group",
         ),
         (
@@ -99,7 +98,7 @@ def test_faults(texts: tuple[str, ...]) -> None:
         ),
         (
             "0F0,0B0,1:1F0,1:1B0\n1F0,1B0,1:0F0,1:0B0\n",
-            INVERTED,
+            PAIR,
             "rank 0, position 2, 1:1F0: microbatch 0 is in group 0, replica 0, not in 0, 1",
         ),
     ],
@@ -153,7 +152,7 @@ def test_all_faults_are_kept_and_the_first_ones_shown() -> None:
 @given(data=st.data())
 def test_any_schedule_with_an_action_taken_out_doubled_or_moved_to_another_rank_is_refused(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))
-    mesh = mesh_for(name, groups=1, depth=3, chunks=2 if SCHEDULES[name].chunks else 1)
+    mesh = small_mesh(name, depth=3)
     schedule = build_schedule(name, mesh, 2 if name == "mast" else 4)
     links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
     rank = data.draw(st.sampled_from(sorted(schedule)))

@@ -12,8 +12,8 @@ from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.text import ScheduleError, from_csv
+from tests.helpers.schedules import TWO_RANKS, small_mesh
 
-TWO_RANKS = Mesh(1, (0, 1))
 CHAIN = {(0, 1): True}
 FIRST = "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1"
 SECOND = "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0"
@@ -124,7 +124,7 @@ def test_sums_in_different_orders() -> None:
 @given(data=st.data())
 def test_any_lowered_schedule_with_a_message_or_sum_taken_out_is_refused(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))
-    mesh = mesh_for(name, groups=2, depth=3, chunks=2 if SCHEDULES[name].chunks else 1)
+    mesh = small_mesh(name, 2, 3)
     links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)} | {(0, 2): True}
     schedule = lower(build_schedule(name, mesh, 4), mesh, links)
     cells = [(rank, n) for rank, row in schedule.items() for n, action in enumerate(row) if action.kind not in COMPUTE]

@@ -1,4 +1,5 @@
-"""What lowering adds to a schedule: recomputation, messages as early as they should be, sums in one order."""
+"""What lowering adds: recomputation, messages as early as they should be, sums in one order, and copies to the host and
+back where there is the time."""
 
 from __future__ import annotations
 
@@ -14,44 +15,16 @@ from parallel.schedule.announce import in_order
 from parallel.schedule.check import check
 from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.mesh import Mesh
-from parallel.schedule.passes import add_communication, add_recompute, add_reduction, lower
+from parallel.schedule.passes import add_communication, add_offload, add_recompute, add_reduction, lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
-from parallel.schedule.text import from_csv
+from parallel.schedule.text import ScheduleError, from_csv, to_csv
 from parallel.schedule.timeline import LinkCost, StageCost
-
-TWO_RANKS = Mesh(1, (0, 1))
-PAIR = Mesh(1, (0, 1), replicas=2)
+from tests.helpers.schedules import PAIR, TWO_RANKS, chain, meshes, rows, small_mesh, texts
 
 
 def reduced(schedule: Schedule, mesh: Mesh, **how: bool) -> Schedule:
     return add_reduction(schedule, mesh, chain(mesh), **how)
-
-
-def rows(*texts: str) -> Schedule:
-    return from_csv("\n".join(texts).replace(" ", ","))
-
-
-def texts(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, schedule[rank])) for rank in sorted(schedule)]
-
-
-def chain(mesh: Mesh) -> dict[tuple[int, int], bool]:
-    return {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
-
-
-@st.composite
-def meshes(draw: st.DrawFn) -> tuple[Schedule, Mesh, Links]:
-    """Any schedule of the registry on a small mesh, the chain of stages and any skips."""
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    groups, depth = draw(st.integers(1, 2)), draw(st.integers(2, 5))
-    chunks = draw(st.integers(2, 3)) if SCHEDULES[name].chunks else 1
-    mesh = mesh_for(name, groups=groups, depth=depth, chunks=chunks)
-    m = 2 * groups if name == "mast" else draw(st.integers(groups, 12))
-    far = [(s, t) for s in range(mesh.stages) for t in range(s + 2, mesh.stages)]
-    skips = draw(st.lists(st.sampled_from(far), max_size=4, unique=True)) if far else []
-    links = chain(mesh) | {pair: draw(st.booleans()) for pair in skips}
-    return build_schedule(name, mesh, m), mesh, links
 
 
 def test_everything_of_a_small_step() -> None:
@@ -140,12 +113,6 @@ def test_receive_is_announced_earlier_where_the_channel_asks_for_it() -> None:
     lowered = add_communication(build_schedule("interleaved", mesh, 2), mesh, links)
     received = [str(a) for a in lowered[1] if a.kind is Kind.RECEIVE_FORWARD]
     assert received == ["1RECV_F0<0", "3RECV_F0<0", "1RECV_F1<0", "3RECV_F1<0", "3RECV_F0<2", "3RECV_F1<2"]
-
-
-@given(meshes(), st.booleans())
-def test_check_finds_nothing_wrong(mesh: tuple[Schedule, Mesh, Links], recompute: bool) -> None:
-    schedule, mesh, links = mesh
-    check(lower(schedule, mesh, links, recompute=recompute), mesh, links)
 
 
 @given(meshes(), st.booleans())
@@ -242,7 +209,7 @@ def test_no_rank_gets_stuck_where_each_action_waits_for_its_device(
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_receives_are_posted_early_enough(name: str, depth: int) -> None:
     """At the most 2 % are lost against receives that are all posted at the beginning."""
-    mesh = mesh_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    mesh = small_mesh(name, depth=depth)
     schedule, links = build_schedule(name, mesh, 2 if name == "mast" else 8), chain(mesh)
     costs = [StageCost(1.0 + 0.1 * (stage % 3), 2.0, 1.1, 0.9, 0) for stage in range(mesh.stages)]
     slow = {pair: LinkCost(0.1, 0.1) for pair in links}
@@ -294,15 +261,68 @@ def test_recomputation_stands_before_its_backward_pass(mesh: tuple[Schedule, Mes
                     assert actions[actions.index(action) - 1] == again
 
 
-def test_a_lowered_schedule_parses_back() -> None:
-    mesh = mesh_for("bidirectional", groups=2, depth=3)
-    lowered = lower(build_schedule("bidirectional", mesh, 9), mesh, chain(mesh), recompute=True)
-    for actions in lowered.values():
-        assert [Action.parse(str(action)) for action in actions] == actions
-
-
 @pytest.mark.parametrize("name", ["mp-basic", "gpipe", "1f1b", "zero-bubble"])
 def test_one_rank_exchanges_nothing(name: str) -> None:
     mesh = mesh_for(name, groups=1, depth=1)
     schedule = build_schedule(name, mesh, 2)
     assert lower(schedule, mesh, {}) == schedule
+
+
+NEEDS = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def costs(copy_s: float) -> list[StageCost]:
+    """Two stages of F = 1 and B = 2 seconds, whose activations take so long each way."""
+    return [StageCost(1.0, 2.0, 1.0, 1.0, 8, copy_s, copy_s)] * 2
+
+
+def test_offload_of_a_small_step() -> None:
+    schedule = rows("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    assert texts(lower(schedule, TWO_RANKS, chain(TWO_RANKS), offload=True)) == [
+        "0F0 0SEND_F0>1 0O0 0P0 0F1 0SEND_F1>1 0O1 0RECV_B0<1 0RECV_B1<1 0P1 0B0 0B1",
+        "1RECV_F0<0 1F0 1RECV_F1<0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0",
+    ]
+
+
+def test_copies_that_hide_begin_one_action_ahead() -> None:
+    found = texts(add_offload(rows("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"), costs(1.0)))[0]
+    assert found == "0F0 0O0 0F1 0O1 0F2 0O2 0P0 0F3 0O3 0P1 0B0 0P2 0B1 0P3 0B2 0B3"
+
+
+def test_only_where_there_is_time() -> None:
+    """Copies of 4 s: 3 beyond F, 2 before B. Between F0 and B0 are 3 s, F1 and B1 4, F2 and B2 5, F3 and B3 6."""
+    found = texts(add_offload(rows("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"), costs(4.0)))[0]
+    assert found == "0F0 0F1 0F2 0O2 0F3 0O3 0B0 0P2 0B1 0P3 0B2 0B3"
+
+
+@given(meshes(), st.sampled_from([None, 0.0, 0.5, 3.0, 9.0]), st.booleans())
+def test_out_after_forward_and_back_before_what_needs_it(
+    mesh: tuple[Schedule, Mesh, Links], copy_s: float | None, recompute: bool
+) -> None:
+    schedule, mesh, links = mesh
+    own = None if copy_s is None else costs(copy_s)[:1] * mesh.stages
+    schedule = lower(schedule, mesh, links, recompute=recompute, offload=True, costs=own)
+    check(schedule, mesh, links)
+    assert from_csv(to_csv(schedule)) == schedule
+    for actions in schedule.values():
+        at = {(a.kind, a.stage, a.microbatch, a.replica): n for n, a in enumerate(actions) if a.kind not in PER_PEER}
+        out = {key[1:] for key in at if key[0] is Kind.OFFLOAD}
+        assert out == {key[1:] for key in at if key[0] is Kind.PREFETCH}
+        for place in out:
+            needs = [at[key] for kind in NEEDS if (key := (kind, *place)) in at]
+            assert at[Kind.FORWARD, *place] < at[Kind.OFFLOAD, *place] < at[Kind.PREFETCH, *place] < min(needs)
+    assert simulate(schedule, mesh, costs(0.0)[:1] * mesh.stages).makespan_s > 0
+
+
+def test_copies_take_time_where_nothing_hides_them() -> None:
+    alone = Mesh(1, (0,))
+    schedule = rows("0F0 0O0 0F1 0P0 0B0 0B1")
+    assert simulate(schedule, alone, costs(0.0)[:1]).makespan_s == 6
+    # Out until 2.5, 1.5 after F0; back from 3.5 on until 6, half a second after B0 would have ended; then B1.
+    assert simulate(schedule, alone, costs(2.5)[:1]).makespan_s == 8
+
+
+@pytest.mark.parametrize("text", ["0O0 0F0 0P0 0B0", "0F0 0P0 0O0 0B0", "0F0 0O0 0B0 0P0"])
+def test_wrong_order_is_found(text: str) -> None:
+    with pytest.raises(ScheduleError, match="stands before"):
+        check(rows(text), Mesh(1, (0,)), {})

@@ -10,6 +10,7 @@ from parallel.schedule.action import Kind
 from parallel.schedule.registry import SCHEDULES, build_schedule, default_microbatches, mesh_for
 from parallel.schedule.shares import share_of
 from tests.golden.regenerate import SCHEDULE_FILES, schedules
+from tests.helpers.schedules import small_mesh
 
 
 def test_names() -> None:
@@ -26,7 +27,7 @@ def test_names() -> None:
     m=st.integers(min_value=3, max_value=12),
 )
 def test_each_group_computes_its_share(name: str, groups: int, depth: int, m: int) -> None:
-    mesh = mesh_for(name, groups=groups, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    mesh = small_mesh(name, groups, depth)
     schedule = build_schedule(name, mesh, m)
     assert sorted(schedule) == list(range(groups * depth))
     for rank, actions in schedule.items():
@@ -37,7 +38,7 @@ def test_each_group_computes_its_share(name: str, groups: int, depth: int, m: in
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_kind_says_what_its_schedule_is(name: str) -> None:
     kind = SCHEDULES[name]
-    mesh = mesh_for(name, groups=1, depth=2, chunks=2 if kind.chunks else 1)
+    mesh = small_mesh(name)
     assert mesh.replicas == kind.replicas
     actions = build_schedule(name, mesh, 2)[0]
     assert {action.kind for action in actions} == {Kind.FORWARD} | (
@@ -49,7 +50,7 @@ def test_kind_says_what_its_schedule_is(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_default_microbatches_can_be_run(name: str, depth: int) -> None:
-    mesh = mesh_for(name, groups=1, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    mesh = small_mesh(name, depth=depth)
     assert build_schedule(name, mesh, default_microbatches(name, depth))
 
 

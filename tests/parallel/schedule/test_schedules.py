@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.action import Schedule
 from parallel.schedule.check import check
+from parallel.schedule.dependencies import Links
 from parallel.schedule.generators import (
     bidirectional,
     gpipe,
@@ -21,9 +20,9 @@ from parallel.schedule.generators import (
 )
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import StageCost, Timeline
+from tests.helpers.schedules import meshes
 
 DEPTHS, COUNTS = range(1, 7), range(1, 13)
 
@@ -47,37 +46,10 @@ def peaks(schedule: Schedule) -> list[int]:
     return [kept[rank] for rank in sorted(kept)]
 
 
-@st.composite
-def meshes(draw: st.DrawFn) -> tuple[Schedule, Mesh]:
-    name = draw(st.sampled_from(sorted(SCHEDULES)))
-    kind = SCHEDULES[name]
-    depth = draw(st.integers(min_value=kind.replicas, max_value=6))
-    groups = draw(st.integers(min_value=1, max_value=3))
-    chunks = draw(st.integers(min_value=2, max_value=3)) if kind.chunks else 1
-    m = 2 * groups if name == "mast" else draw(st.integers(min_value=groups, max_value=12))
-    mesh = mesh_for(name, groups=groups, depth=depth, chunks=chunks)
-    return build_schedule(name, mesh, m), mesh
-
-
-def links_of(stages: int) -> st.SearchStrategy[Mapping[tuple[int, int], bool]]:
-    """A chain of stages with any skips, some of which no gradient flows back through."""
-    chain = {(stage, stage + 1): True for stage in range(stages - 1)}
-    pairs = [(source, target) for target in range(stages) for source in range(target - 1)]
-    skips = st.dictionaries(st.sampled_from(pairs), st.booleans()) if pairs else st.just({})
-    return skips.map(lambda extra: chain | extra)
-
-
-@given(mesh=meshes(), data=st.data())
-def test_passes_check_whatever_the_mesh_and_the_skips(mesh: tuple[Schedule, Mesh], data: st.DataObject) -> None:
-    schedule, mesh = mesh
-    links = data.draw(links_of(mesh.stages))
+@given(meshes(), st.booleans())
+def test_passes_check_whatever_the_mesh_and_the_skips(mesh: tuple[Schedule, Mesh, Links], recompute: bool) -> None:
+    schedule, mesh, links = mesh
     check(schedule, mesh, links)
-
-
-@given(mesh=meshes(), data=st.data(), recompute=st.booleans())
-def test_passes_check_when_lowered(mesh: tuple[Schedule, Mesh], data: st.DataObject, recompute: bool) -> None:
-    schedule, mesh = mesh
-    links = data.draw(links_of(mesh.stages))
     check(lower(schedule, mesh, links, recompute=recompute), mesh, links)
 
 

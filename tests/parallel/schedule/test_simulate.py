@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.schedule.action import Kind, Schedule
+from parallel.schedule.action import Kind
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
-from parallel.schedule.simulate import simulate
-from parallel.schedule.text import from_csv
+from parallel.schedule.simulate import Device, simulate
 from parallel.schedule.timeline import LinkCost, StageCost, Timeline
-
-TWO_RANKS = Mesh(1, (0, 1))
-PAIR = Mesh(1, (0, 1), replicas=2)
-
-
-def rows(*texts: str) -> Schedule:
-    return from_csv("\n".join(texts).replace(" ", ","))
+from tests.helpers.schedules import PAIR, TWO_RANKS, rows, small_mesh
 
 
 def units(*activation_bytes: int) -> list[StageCost]:
@@ -185,7 +180,7 @@ def test_sum_begins_with_the_last_rank() -> None:
 def test_messages_that_cost_nothing_change_nothing(
     name: str, groups: int, depth: int, m: int, seconds: list[float]
 ) -> None:
-    mesh = mesh_for(name, groups=groups, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    mesh = small_mesh(name, groups, depth)
     schedule = build_schedule(name, mesh, 2 * groups if name == "mast" else max(m, groups))
     costs = [StageCost(s, 2 * s, s, s, stage + 1) for stage, s in enumerate(seconds[: mesh.stages])]
     links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)} | {(0, mesh.stages - 1): True}
@@ -222,7 +217,7 @@ def test_sums_in_different_orders_never_end() -> None:
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sums_that_wait_for_the_end_of_everything_hide_behind_nothing(name: str, depth: int) -> None:
-    mesh = mesh_for(name, groups=2, depth=depth, chunks=2 if SCHEDULES[name].chunks else 1)
+    mesh = small_mesh(name, 2, depth)
     schedule = build_schedule(name, mesh, 4 if name == "mast" else 12)
     costs = units(*(1,) * mesh.stages)
     links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
@@ -235,3 +230,46 @@ def test_sums_that_wait_for_the_end_of_everything_hide_behind_nothing(name: str,
     assert plain_s <= early_s <= late_s
     # The last rank to end sums all that it holds after that.
     assert late_s >= plain_s + 2.0 * max(len({stage for stage, _ in mesh.held_by(rank)}) for rank in range(2 * depth))
+
+
+COST = StageCost(1.0, 2.0, 1.0, 1.0, 10)
+LINKS = {(stage, stage + 1): LinkCost(0.01, 0.01) for stage in range(7)}
+
+
+def case(name: str, depth: int, m: int) -> Any:
+    mesh = small_mesh(name, depth=depth)
+    links = {pair: cost for pair, cost in LINKS.items() if pair[1] < mesh.stages}
+    schedule = lower(build_schedule(name, mesh, m), mesh, dict.fromkeys(links, True))
+    return schedule, mesh, [COST] * mesh.stages, links
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_lane_for_every_rank_is_a_device_of_its_own(name: str) -> None:
+    given = case(name, 4, 2 if name == "mast" else 8)
+    shared = simulate(*given, devices=[Device((0, 1, 2, 3), 4)])
+    alone = simulate(*given)
+    assert shared.makespan_s == pytest.approx(alone.makespan_s)
+    assert shared.peak_bytes == alone.peak_bytes
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_lane_does_all_the_work_one_after_the_other(name: str) -> None:
+    m = 2 if name == "mast" else 8
+    schedule, mesh, costs, links = case(name, 4, m)
+    shared = simulate(schedule, mesh, costs, links, devices=[Device((0, 1, 2, 3), 1)])
+    work = m * mesh.stages * 3.0
+    assert work * 0.999 <= shared.makespan_s <= work + 0.2 * m
+
+
+def test_two_ranks_at_once_take_twice_as_long() -> None:
+    """gpipe on two ranks, two microbatches: rank 0 computes alone for 1 s, then both share."""
+    schedule, mesh, costs, _ = case("gpipe", 2, 2)
+    shared = simulate(schedule, mesh, costs, {(0, 1): LinkCost(0, 0)}, devices=[Device((0, 1), 1)])
+    first = [span for span in shared.spans[0] if str(span.action) == "0F1"]
+    assert (first[0].start_s, first[0].end_s) == (1.0, 3.0)
+
+
+def test_devices_do_not_share_with_each_other() -> None:
+    given = case("1f1b", 4, 8)
+    apart = simulate(*given, devices=[Device((k,), 1) for k in range(4)])
+    assert apart.makespan_s == pytest.approx(simulate(*given).makespan_s)
