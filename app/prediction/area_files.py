@@ -39,6 +39,7 @@ class Scored:
         certainty: float64 (n,), the probability of the likeliest class, of a segmenter the mean over the window.
         areas_map: uint8 (classes, h, w), probabilities of ``factor`` x ``factor`` cells, 255 is 1.
         fault: the first of the windows that cannot be read.
+        attention: float64 (n,), attention weights of a model of bags, 1 on average; None of other models.
     """
 
     scores: NDArray[np.float64]
@@ -46,6 +47,7 @@ class Scored:
     areas_map: NDArray[np.uint8]
     factor: int
     fault: str
+    attention: NDArray[np.float64] | None
 
 
 def write_areas(

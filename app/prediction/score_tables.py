@@ -16,7 +16,7 @@ from pipelines.catalog.csv_cells import write_rows
 @dataclass(frozen=True, eq=False)
 class TileRow:
     """A tile of a slide: where it lies on level 0, the part of it that is tissue, its scores (classes,), and how
-    certain the model is, 0 to 1; NaN where it could not be read."""
+    certain the model is, 0 to 1; NaN where it could not be read. Models of bags give its attention weight, too."""
 
     l0_x: int
     l0_y: int
@@ -25,6 +25,7 @@ class TileRow:
     tissue: float
     scores: NDArray[np.float64]
     certainty: float
+    attention: float | None = None
 
 
 def write_tiles(path: Path, classes: Sequence[str], tiles: Iterable[TileRow]) -> None:
@@ -33,10 +34,37 @@ def write_tiles(path: Path, classes: Sequence[str], tiles: Iterable[TileRow]) ->
     header.append("certainty")
     rows: list[list[Any]] = []
     for tile in tiles:
-        cells = [None if np.isnan(score) else float(score) for score in (*tile.scores, tile.certainty)]
+        values = [*tile.scores, tile.certainty]
+        if tile.attention is not None:
+            values.append(tile.attention)
+            header = header if header[-1] == "attention" else [*header, "attention"]
+        cells = [None if np.isnan(value) else float(value) for value in values]
         rows.append([tile.l0_x, tile.l0_y, tile.l0_width, tile.l0_height, round(tile.tissue, 4), *cells])
     with path.open("w", newline="", encoding="utf-8") as file:
         write_rows(file, [header, *rows])
+
+
+def attention_weights(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the weights (n,) of the tiles of a bag from their attention ``scores``: 1 on average; NaN stays NaN."""
+    weights = np.exp(scores - np.nanmax(scores))
+    relative: NDArray[np.float64] = weights / np.nanmean(weights)
+    return relative
+
+
+def bag_scores(probability: NDArray[np.float64], attention: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the probabilities (classes,) of a bag.
+
+    ``models.bag.bag_logits`` averages logits. Logarithms of probabilities differ from the logits of a tile by one
+    number for all classes, and so do their averages, which softmax does not see.
+
+    Args:
+        probability: (n, classes) of each tile.
+        attention: (n,) weights, 1 on average.
+    """
+    logits = (attention[:, None] * np.log(np.maximum(probability, np.finfo(np.float32).tiny))).mean(0)
+    exponentials: NDArray[np.float64] = np.exp(logits - logits.max())
+    probabilities: NDArray[np.float64] = exponentials / exponentials.sum()
+    return probabilities
 
 
 def class_scores(classes: Sequence[str], scores: NDArray[np.float64]) -> dict[str, Any]:

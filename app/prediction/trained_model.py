@@ -28,6 +28,7 @@ from app.settings.run import DataSettings, RunConfig
 from app.training.engines import choose_algorithms
 from app.training.memory_layout import takes_channels_last
 from app.training.run_slides import SlideColumns
+from models.bag import put_bag_head
 from models.registry import build_model
 from parallel.offload.copies import read_later
 from parallel.profile.gpu import has_bf16, set_tf32
@@ -103,6 +104,11 @@ class TrainedModel:
         return self.config.index.whole_pictures
 
     @property
+    def in_bags(self) -> bool:
+        """It gives attention scores, too: it was trained with ``--bag``."""
+        return self.config.stream.bag > 0
+
+    @property
     def tile(self) -> int:
         """Side of the tiles that it was trained on, px; there are none with ``whole_slides``."""
         return self.config.index.side
@@ -152,7 +158,8 @@ class TrainedModel:
     def probabilities(
         self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainFit | None = None
     ) -> NDArray[np.float32] | None:
-        """Return float32 (n, classes) of a classifier, (n, classes, h, w) of a segmenter, where the computation writes.
+        """Return float32 (n, classes) of a classifier, (n, classes, h, w) of a segmenter, where the computation writes;
+        of a classifier of bags the attention scores are one more column.
 
         Args:
             images: (n, h, w, 3), RGB, of one slide, where the computation reads.
@@ -179,10 +186,15 @@ class TrainedModel:
         logits = self.computation.logits(images, shape, steps)
         if logits is None:
             return None
-        expected = (len(self.classes),) if self.task == "classify" else (len(self.classes), *shape[2:])
+        expected: tuple[int, ...] = (len(self.classes), *shape[2:])
+        if self.task == "classify":
+            expected = (len(self.classes) + self.in_bags,)
         if tuple(logits.shape[1:]) != expected:
             raise ValueError(_other_values(self.name, tuple(logits.shape[1:]), len(self.classes), shape))
-        wait = read_later(logits.softmax(1))
+        values = logits.softmax(1)
+        if self.in_bags:
+            values = torch.cat((logits[:, :-1].softmax(1), logits[:, -1:]), 1)
+        wait = read_later(values)
         return lambda: wait().numpy()
 
 
@@ -216,6 +228,9 @@ def load_model(
         )
     own = None if settings["tile"] == "slide" else settings["tile"]
     module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"], side=own)
+    config = with_values(RunConfig(DataSettings(Path())), settings)
+    if config.stream.bag:
+        put_bag_head(module, name, len(classes))
     averages = state.get("average", {})
     try:
         module.load_state_dict(state["model"])
@@ -261,8 +276,7 @@ def load_model(
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     numbers = state.get("stain_target")  # of a run from before there was any: None
     target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
-    config, slides = with_values(RunConfig(DataSettings(Path())), settings), state.get("slides")
-    step = state["step"]
+    slides, step = state.get("slides"), state["step"]
     return TrainedModel(name, task, classes, config, digest, step, bool(averages), target, slides, computation)
 
 

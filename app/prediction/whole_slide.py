@@ -24,7 +24,7 @@ from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.computation import rank_faults
 from app.prediction.overlay import draw_prediction
 from app.prediction.prediction_folder import PredictionFolder, file_names
-from app.prediction.score_tables import TileRow, class_scores, write_tiles
+from app.prediction.score_tables import TileRow, attention_weights, bag_scores, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
 from app.training.run_slides import opening
@@ -86,7 +86,10 @@ def predict_slide(
     folder.overlay(spec.slide_id).write_bytes(picture)
     how = model.config.score
     of_readable = scored.scores[readable], np.zeros(int(readable.sum()), np.int64)
-    _, (of_slide,) = slide_scores(*of_readable, how.slide_score, how.top_k)
+    if scored.attention is None:
+        _, (of_slide,) = slide_scores(*of_readable, how.slide_score, how.top_k)
+    else:
+        of_slide = bag_scores(of_readable[0], scored.attention[readable])
     row = {
         "slide": spec.slide_id,
         **model.origin(spec.slide_id, windows.state),
@@ -120,6 +123,7 @@ def _scored(
     classes, cells = len(model.classes), windows.cells
     weights = gaussian_window(cells) if model.task == "segment" else np.ones((cells, cells), np.float32)
     scores, certainty = np.full((len(windows), classes), np.nan), np.full(len(windows), np.nan)
+    attention = np.full(len(windows), np.nan) if model.in_bags else None
     faults: list[str] = []
     size = Size(windows.width, windows.height)
 
@@ -132,7 +136,9 @@ def _scored(
             if windows.y[i] > row:
                 row = int(windows.y[i])
                 yield from map(_as_bytes, blender.rows_above(row))
-            values = values.reshape(classes, *(values.shape[1:] or (1, 1)))
+            if attention is not None:
+                attention[i] = values[-1]
+            values = values[:classes].reshape(classes, *(values.shape[1:] or (1, 1)))
             scores[i] = values.mean((1, 2), dtype=np.float64)
             certainty[i] = values.max(0).mean(dtype=np.float64)
             blender.add(int(windows.x[i]), row, values)
@@ -160,7 +166,36 @@ def _scored(
             for c, writer in writers.items():
                 writer.add(chunk[c])
             reduced.append(_reduced(chunk, factor))
-    return Scored(scores, certainty, np.concatenate(reduced, axis=1), factor, faults[0] if faults else "")
+    if attention is not None:
+        attention = attention_weights(attention)
+        _write_attention(attention, windows, folder, slide_id)
+    fault = faults[0] if faults else ""
+    return Scored(scores, certainty, np.concatenate(reduced, axis=1), factor, fault, attention)
+
+
+def _write_attention(
+    attention: NDArray[np.float64], windows: SlideWindows, folder: PredictionFolder, slide_id: str
+) -> None:
+    """Write the map of the attention weights, relative to the largest."""
+    size, cells = Size(windows.width, windows.height), windows.cells
+    what = f"attention weights, 255 is {np.nanmax(attention):.3g} times the average"
+    with (
+        Blender(1, size.width, size.height, np.ones((cells, cells), np.float32), folder.path) as blender,
+        HeatMapWriter(folder.heat_map(slide_id, "attention_weights"), size, windows.canvas_mpp, what) as writer,
+    ):
+
+        def bands() -> Iterator[NDArray[np.uint8]]:
+            row = 0
+            for i in np.flatnonzero(~np.isnan(attention)):
+                if windows.y[i] > row:
+                    row = int(windows.y[i])
+                    yield from map(_as_bytes, blender.rows_above(row))
+                weight = np.full((1, 1, 1), attention[i] / np.nanmax(attention), np.float32)
+                blender.add(int(windows.x[i]), row, weight)
+            yield from map(_as_bytes, blender.rows_above(windows.height))
+
+        for chunk in chunks(bands(), CHUNK_ROWS):
+            writer.add(chunk[0])
 
 
 def _answers(
@@ -258,4 +293,5 @@ def _tile_rows(windows: SlideWindows, scored: Scored) -> Iterator[TileRow]:
     for i, (scores, certainty) in enumerate(zip(scored.scores, scored.certainty, strict=True)):
         region = windows.region(i)
         place = region.l0_x, region.l0_y, l0_side, l0_side
-        yield TileRow(*place, float(windows.tissue[i]), scores, float(certainty))
+        attention = None if scored.attention is None else float(scored.attention[i])
+        yield TileRow(*place, float(windows.tissue[i]), scores, float(certainty), attention)

@@ -144,6 +144,9 @@ class StreamSettings:
     """What is shown equally often in training. tiles: each tile once per epoch; class: each class of tiles
     (classification); slide: each slide, however many tiles it has; pixels: the px of each class, as far as tiles have
     them (segmentation)."""
+    bag: int = 0
+    """Tiles of a slide that share its label as one sample, weighed by trained attention (multiple instance learning):
+    --bag 32 --batch 64 is two slides a step. 0: each tile is a sample."""
     cache: Path | None = None
     """Folder that keeps tiles as they were read, for later epochs and runs, which may share it. It pays where reading
     costs more than a disk: slides that are resampled, JPEG 2000, slides on a network. Default: tiles are not kept."""
@@ -161,6 +164,10 @@ class StreamSettings:
 
     def validate(self) -> list[str]:
         faults = []
+        if self.bag < 0 or self.bag == 1:
+            faults.append(f"--bag is 0 or at least 2 tiles; got {self.bag}")
+        if self.bag and self.sample != "tiles":
+            faults.append(f"--bag draws every slide once per epoch; leave out --sample {self.sample}")
         if self.open_slides < 1:
             faults.append(f"--developer open-slides must be at least 1; got {self.open_slides}")
         if self.read_threads < 0:
@@ -333,6 +340,29 @@ class RunConfig:
             )
         if self.twin_steps < 0:
             faults.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
+        return faults + (self._bag_faults() if self.stream.bag else [])
+
+    def _bag_faults(self) -> list[str]:
+        """Return what does not go with ``--bag``."""
+        bag, faults = self.stream.bag, []
+        if self.strategy.batch % bag:
+            faults.append(
+                f"--batch counts tiles, and must be a multiple of --bag {bag}; got --batch {self.strategy.batch}"
+            )
+        refused = {
+            "--task segment": self.data.task == "segment",
+            "--tile slide": self.index.tile == "slide",
+            "--pictures resize": self.index.whole_pictures,
+            "--parallel fsdp": self.strategy.name == "fsdp",
+            "--device mixed": self.strategy.is_mixed,
+            "--developer twin-steps": self.twin_steps > 0,
+            "--developer device-prefetch": self.stream.device_prefetch > 0,
+        }
+        faults += [
+            f"--bag is about tiles that share the label of a slide: leave out {flag}"
+            for flag, on in refused.items()
+            if on
+        ]
         return faults
 
     def _whole_slide_faults(self) -> list[str]:

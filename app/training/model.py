@@ -22,6 +22,7 @@ from app.training.dataset import Dataset, class_counts
 from app.training.memory_layout import LEFT_OUT, takes_channels_last
 from app.training.random_draws import refuse_draws
 from app.training.share import share
+from models.bag import BagLoss, put_bag_head
 from models.frozen import freeze
 from models.layer_depth import layer_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
@@ -69,6 +70,8 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
     notes: list[str] = []
     side = None if config.index.tile == "slide" else shape[2]
     module = build_model(net.model, classes=classes, norm=net.norm, head=net.head, side=side)
+    if config.stream.bag:
+        put_bag_head(module, net.model, classes)
     refuse_tile_size(module, net.model, shape)
     weights = _weights_of(net, side)
     if weights is not None:
@@ -114,7 +117,12 @@ def _weights_of(net: ModelSettings, side: int | None) -> Weights | None:
 
 
 def build_loss(
-    settings: OptimizerSettings, dataset: Dataset, train_rows: NDArray[np.int64], communicator: Communicator
+    settings: OptimizerSettings,
+    dataset: Dataset,
+    train_rows: NDArray[np.int64],
+    communicator: Communicator,
+    *,
+    in_bags: bool = False,
 ) -> TileClassLoss | PixelClassLoss:
     """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``, as the first rank
     counts them: what one rank cannot read another may, and all need the same weights.
@@ -134,4 +142,5 @@ def build_loss(
             "--loss dice_ce is of the overlap of areas, and tiles of one class each have none (--task classify): use "
             "--loss cross_entropy or focal, or --task segment with annotations"
         )
-    return TileClassLoss(weights, label_smoothing=smoothing, gamma=gamma)
+    kind = BagLoss if in_bags else TileClassLoss
+    return kind(weights, label_smoothing=smoothing, gamma=gamma)

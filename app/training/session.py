@@ -30,6 +30,7 @@ from app.training.model import RunModel, build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
+from models.bag import BagGradient
 from models.weights_report import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_memory import HostMemory
@@ -217,8 +218,10 @@ def build_session(
         )
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
-    loss = build_loss(config.optimization, dataset, train_rows, placement.communicator).to(placement.device)
-    engine, host = _engine_of(config, strategy, dataset, model, loss, placement, watchdog)
+    communicator, bag = placement.communicator, config.stream.bag
+    loss = build_loss(config.optimization, dataset, train_rows, communicator, in_bags=bag > 0).to(placement.device)
+    engine_loss = BagGradient() if bag else loss
+    engine, host = _engine_of(config, strategy, dataset, model, engine_loss, placement, watchdog)
 
     def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
         """What turns tiles of ``rows`` into the model's input, whole or by the boxes that it asks for."""

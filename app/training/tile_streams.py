@@ -58,6 +58,8 @@ def training_tiles(
     stream = tiles_in_order(config, dataset, rows).read(pool, told("replaced", "read", failed))
     stream = stream.shuffle(config.stream.open_slides)
     sample = config.stream.sample
+    if config.stream.bag:
+        stream = stream.bags(config.stream.bag)
     if sample == "class":
         if dataset.tile_labels is None:
             raise ValueError(

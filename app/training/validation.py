@@ -8,6 +8,7 @@ model, blank, so that all ranks do the same work, and takes no part in any score
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch import Tensor
 from app.settings.run import ScoreSettings
 from app.training.dataset import Dataset
 from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, rows_by, slide_scores
+from models.bag import BagLoss, bag_logits
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
@@ -103,9 +105,9 @@ def evaluate(
     Args:
         microbatches: opens the share of this rank's group; ``Outputs.rows`` are positions in ``rows``.
     """
-    classes = len(dataset.classes)
+    classes, in_bags = len(dataset.classes), isinstance(loss, BagLoss)
     losses = torch.zeros(len(rows), dtype=torch.float64)
-    width = classes if dataset.task == "classify" else 2 * classes
+    width = classes + in_bags if dataset.task == "classify" else 2 * classes
     score = _PixelScore(loss, classes) if isinstance(loss, SummedLoss) else None
     sums = torch.zeros((len(rows), width), dtype=torch.float64)
     unread = torch.zeros(len(rows), dtype=torch.int64)
@@ -127,8 +129,10 @@ def evaluate(
     readable = unread.numpy() == 0
     slide = dataset.tiles.slide[rows].astype(np.int64)
     mean_loss = float(losses.numpy()[readable].mean()) if readable.any() else None
+    if isinstance(loss, BagLoss):
+        return _bags(dataset, slide, readable, sums, loss)
     if dataset.task == "classify":
-        return _classification(dataset, rows, slide, readable, sums.numpy(), mean_loss, settings)
+        return _tiles(dataset, rows, slide, readable, sums.numpy(), mean_loss, settings)
     return _segmentation(dataset, slide, readable, sums.numpy(), mean_loss)
 
 
@@ -148,6 +152,9 @@ def _begin_scores(
             sums[where] = own[:, -sums.shape[1] :]
 
         return put_sums
+    if isinstance(score, BagLoss):
+        of_bags = read_later(output.double())
+        return lambda: sums.__setitem__(where, of_bags()[kept])
     targets = whole(part.microbatch.targets)
     # One tile at a time: the mean over a microbatch cannot be taken apart again.
     each = [score(output[i : i + 1], targets[i : i + 1]) for i in kept.tolist()]
@@ -184,7 +191,7 @@ class _PixelScore:
         return torch.stack([self.loss.value(tile[None], pixels) for tile in sums[:, : -2 * self.classes]])
 
 
-def _classification(
+def _tiles(
     dataset: Dataset,
     rows: NDArray[np.int64],
     slide: NDArray[np.int64],
@@ -193,16 +200,46 @@ def _classification(
     loss: float | None,
     settings: ScoreSettings,
 ) -> Scores:
+    """Return the scores of a classifier of tiles."""
     assert dataset.tile_labels is not None
     probability, labels = sums[readable], dataset.tile_labels[rows][readable]
     metrics = {
         "loss": loss,
         "tile_auc": auc(probability, labels),
         "tile_balanced_accuracy": balanced_accuracy(probability, labels),
-        "slide_auc": None,
-        "slide_balanced_accuracy": None,
     }
-    numbers, scores = slide_scores(probability, slide[readable], settings.slide_score, settings.top_k)
+    of_slides = slide_scores(probability, slide[readable], settings.slide_score, settings.top_k)
+    return _classification(dataset, slide, readable, metrics, *of_slides)
+
+
+def _bags(
+    dataset: Dataset, slide: NDArray[np.int64], readable: NDArray[np.bool_], outputs: Tensor, loss: BagLoss
+) -> Scores:
+    """Return the scores of a classifier of bags: all tiles of a slide are one."""
+    loss = copy.deepcopy(loss).cpu()
+    numbers, tiles = rows_by(slide[readable])
+    logits = torch.cat([bag_logits(outputs[readable][own][None]) for own in tiles]) if len(numbers) else None
+    labels = torch.tensor([dataset.slide_labels[dataset.tiles.slides[number]] for number in numbers])
+    value = None if logits is None else float(loss.of_items(logits, labels).mean())
+    scores = np.empty((0, len(dataset.classes))) if logits is None else logits.softmax(1).numpy()
+    return _classification(dataset, slide, readable, {"loss": value}, numbers, scores)
+
+
+def _classification(
+    dataset: Dataset,
+    slide: NDArray[np.int64],
+    readable: NDArray[np.bool_],
+    metrics: dict[str, float | None],
+    numbers: NDArray[np.int64],
+    scores: NDArray[np.float64],
+) -> Scores:
+    """Return ``metrics`` with those of slides, and a prediction for each slide.
+
+    Args:
+        numbers: of the slides with a readable tile, (s,).
+        scores: of their classes, (s, C).
+    """
+    metrics |= {"slide_auc": None, "slide_balanced_accuracy": None}
     ids = [dataset.tiles.slides[number] for number in numbers]
     if dataset.slide_labels:
         truth = np.array([dataset.slide_labels[slide_id] for slide_id in ids], np.int64)
@@ -221,8 +258,8 @@ def _classification(
                 **{f"score_{name}": score[c] if score else None for c, name in enumerate(dataset.classes)},
             }
         )
-    criterion = next((name for name in ("slide_auc", "tile_auc") if metrics[name] is not None), "loss")
-    return Scores(metrics, predictions, criterion, len(rows), int(np.count_nonzero(~readable)))
+    criterion = next((name for name in ("slide_auc", "tile_auc") if metrics.get(name) is not None), "loss")
+    return Scores(metrics, predictions, criterion, len(readable), int(np.count_nonzero(~readable)))
 
 
 def _slide_rows(dataset: Dataset, slide: NDArray[np.int64], readable: NDArray[np.bool_]) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.engine.device_clock import DeviceClock, Mark
-from parallel.engine.inference import predict
+from parallel.engine.inference import Outputs, predict, rehearse
 from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
 from parallel.engine.step import (
     Microbatch,
@@ -162,6 +162,10 @@ class Engine(TrainingEngine):
     def predict(self, microbatch: Microbatch, sums: Sums | None = None) -> Any:
         return predict(self._work, microbatch, sums)
 
+    def outputs(self, microbatches: Iterable[Microbatch], step: int) -> Outputs:
+        of_step = StepBatches(microbatches, self.share), (self._seed, step)
+        return rehearse(self._work, self._actions, *of_step, self._observer)
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         self._work.update.swap_average()
@@ -229,10 +233,8 @@ class Engine(TrainingEngine):
             self._shapes = ""
             try:
                 self._perform(position, action)
-            except CommunicationError:
-                raise
             except Exception as fault:
-                if self._whole:
+                if self._whole or isinstance(fault, CommunicationError):
                     raise
                 raise self._fault(position, fault) from fault
         if self._observer:

@@ -79,38 +79,49 @@ class StageTransfers:
         self._made: dict[Key, dict[str, list[tuple[Tensor, torch.device]]]] = {}
         """Tensors without data, in the shapes of what was made here, and the devices of what was made."""
 
-    def stash_output(self, action: Action, outputs: Mapping[str, Any], training: bool = True) -> None:
-        """Take over what the forward pass ``action`` made for other stages; what only training makes may be missing."""
+    def stash_output(
+        self, action: Action, outputs: Mapping[str, Any], training: bool = True, gradients: bool = True
+    ) -> None:
+        """Take over what the forward pass ``action`` made for other stages; what only training makes may be missing.
+
+        Args:
+            gradients: come back for it.
+        """
         source, ranks = action.stage, self._ranks
         for target in self._targets[source]:
             key, way = (source, target, action.microbatch), (source, target)
             value = {name: outputs.get(name) for name in self._routes[way] if training or name != RANDOM_STATE}
-            if training and self._links[way]:
+            if gradients and self._links[way]:
                 self._made[key] = {name: _like(part) for name, part in value.items()}
             if self._rank in ranks[target, action.replica]:
                 value = tree_map(_handed_over, value)
             self._values[key] = value
 
-    def send_forward(self, action: Action, shape: tuple[int, ...], training: bool = True) -> None:
+    def send_forward(
+        self, action: Action, shape: tuple[int, ...], training: bool = True, gradients: bool = True
+    ) -> None:
         """Begin to send to ``action.peer`` what it uses of a microbatch of ``shape``."""
         way, key, ranks = self._way(action, outward=True)
         values, sent = self._values.pop(key), []
         for q, names in self._names(way, shape, training, incoming=False).items():
-            kind = (training, *way, action.replica, shape, self._member, q)
+            kind = (training, gradients, *way, action.replica, shape, self._member, q)
             form = self._messenger.send(ranks[q], kind, {name: values[name] for name in names})
             sent.append((q, names, form.gradient()))
-        if training:
+        if gradients:
             self._sent[key] = sent
 
-    def recv_forward(self, action: Action, shape: tuple[int, ...], training: bool = True) -> None:
+    def recv_forward(
+        self, action: Action, shape: tuple[int, ...], training: bool = True, gradients: bool = True
+    ) -> None:
         """Begin to receive from ``action.peer``."""
         way, key, ranks = self._way(action, outward=False)
+        kind = (training, gradients, *way, action.replica, shape)
         self._incoming[key] = [
-            (p, names, self._messenger.post(ranks[p], (training, *way, action.replica, shape, p, self._member)))
+            (p, names, self._messenger.post(ranks[p], (*kind, p, self._member)))
             for p, names in self._names(way, shape, training, incoming=True).items()
         ]
 
-    def wait_forward(self, action: Action, training: bool = True) -> dict[str, Any]:
+    def wait_forward(self, action: Action, gradients: bool = True) -> dict[str, Any]:
         """Return the values that the forward pass ``action`` uses, waited for; their tensors are leaves."""
         target, values = action.stage, dict[str, Any]()
         for source in self._sources[target]:
@@ -126,7 +137,7 @@ class StageTransfers:
                     tensor.requires_grad_(told.needs_grad)
                 received.append((p, names, form.gradient()))
                 values |= form.build(tensors)
-            if training:
+            if gradients:
                 self._received[key] = received
         return values
 

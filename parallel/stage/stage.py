@@ -161,6 +161,26 @@ class Stage:
             outputs[RANDOM_STATE] = draws.end
         return outputs
 
+    @torch.no_grad()
+    def rehearse(self, values: Mapping[str, Any], random: int | Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return what ``forward`` will give, with the output of the model in place of the loss; keep nothing of it, and
+        leave running statistics as they are.
+
+        Raises:
+            ValueError: a forward pass updates buffers of its own, so the second would give something else.
+        """
+        if self._updated:
+            raise ValueError(
+                f"the model's forward pass updates {', '.join(self._updated)}: --bag makes two forward passes, and the "
+                "second would differ; leave --bag out, or choose another model"
+            )
+        with self.statistics.frozen(), self._pass(random, shape, None) as draws:
+            given = self._run(*(values[name] for name in self.module.inputs))
+        outputs = dict(zip(self.module.outputs, given, strict=True))
+        if self._uses_rng:
+            outputs[RANDOM_STATE] = draws.end
+        return outputs
+
     def flush(self, i: int) -> None:
         """Send what microbatch ``i`` keeps off the device now."""
         assert self._saved_tensors is not None

@@ -22,7 +22,7 @@ Rows = NDArray[np.int64]
 
 GOLDEN = (5**0.5 - 1) / 2
 
-SHUFFLE, INTERLEAVE, WEIGH = 1, 2, 3
+SHUFFLE, INTERLEAVE, WEIGH, BAGS = 1, 2, 3, 4
 """Purposes that random numbers are drawn for; part of each seed, so that no two purposes share numbers."""
 
 
@@ -156,6 +156,49 @@ class Weighted:
         last = int(np.flatnonzero(self.weight[line])[-1])
         ends[last:] = self.length  # a rounded sum leaves no point to rows of weight 0
         return line, ends, float(rng.random())
+
+
+@dataclass(frozen=True, eq=False)
+class Bags:
+    """Bags of tiles: every slide once per epoch, with ``size`` of its tiles one after the other.
+
+    Tiles of a slide are drawn without replacement, from a new permutation whenever all were seen; a slide with fewer
+    tiles than a bag has some of them twice.
+
+    Attributes:
+        rows: int64 (n,).
+        slide: int (n,), slide of each of ``rows``.
+        size: tiles of a bag.
+        seed: of the run.
+    """
+
+    rows: Rows
+    slide: NDArray[np.integer]
+    size: int
+    seed: int
+
+    @property
+    def length(self) -> int:
+        return len(self._tiles_of_slides) * self.size
+
+    def epoch(self, number: int) -> Rows:
+        rng = np.random.default_rng([self.seed, BAGS, number])
+        bags = [self._bag(k, number) for k in rng.permutation(len(self._tiles_of_slides))]
+        return self.rows[np.concatenate(bags)]
+
+    def _bag(self, k: int, number: int) -> Rows:
+        """Return bag ``number`` of slide ``k``: a stretch of the endless sequence of its permutations."""
+        tiles = self._tiles_of_slides[k]
+        turns = np.arange(number * self.size, (number + 1) * self.size)
+        drawn = {
+            turn: np.random.default_rng([self.seed, BAGS, k, int(turn), 1]).permutation(tiles)
+            for turn in np.unique(turns // len(tiles))
+        }
+        return np.array([drawn[turn // len(tiles)][turn % len(tiles)] for turn in turns], np.int64)
+
+    @cached_property
+    def _tiles_of_slides(self) -> list[Rows]:
+        return _by_slide(np.arange(len(self.rows)), self.slide)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from pipelines.stream.batch import Allocate, BufferPool
 from pipelines.stream.cpu_augment import CpuAugment
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import (
+    Bags,
     Balance,
     IndexOrder,
     Order,
@@ -61,6 +62,7 @@ class TileStream:
     open_slides: int | None = None
     strata: NDArray[np.int64] | None = None
     weights: NDArray[np.float64] | None = None
+    bag: int | None = None
     reading: Read | None = None
     target: Target | None = None
     augmentation: AugmentSettings = NO_AUGMENTATION
@@ -125,6 +127,12 @@ class TileStream:
                 f"{weight_of_tile.shape}, sum {weight_of_tile.sum():g}"
             )
         return replace(self, weights=weight_of_tile, strata=None)
+
+    def bags(self, size: int) -> Self:
+        """Draw each slide once per epoch, ``size`` of its tiles one after the other."""
+        if size < 1:
+            raise ValueError(f"a bag has at least 1 tile; got {size}")
+        return replace(self, bag=size)
 
     def read(self, pool: SlidePool, on_fault: OnFault | None = None, *, replaces: bool = True) -> Self:
         """Read from these slides; ``on_fault(slide_id, region, error)`` is told, once each, of tiles that cannot be
@@ -220,6 +228,8 @@ class TileStream:
     def order(self) -> Order:
         """The order of rows that the settings ask for."""
         every = np.arange(len(self.tiles))
+        if self.bag is not None:
+            return Bags(every, self.tiles.slide, self.bag, self.seed)
         if self.weights is not None:
             mixed = self.open_slides or len(self.tiles.slides)
             return Weighted(every, self.tiles.slide, self.weights, self.seed, mixed)
@@ -293,6 +303,7 @@ class TileStream:
             "epochs": self.epochs or "endless",
             "open_slides": self.open_slides or "index order",
             "balance": "no" if self.strata is None else _digest(self.strata),
+            **({} if self.bag is None else {"bag": self.bag}),
             "weights": "no" if self.weights is None else _digest(self.weights),
             "target": "none" if self.target is None else self.target.fingerprint(),
             "global_batch": self.global_batch,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipelines.stream.order import Balance, IndexOrder, SlideShuffle, Weighted
+from pipelines.stream.order import Bags, Balance, IndexOrder, SlideShuffle, Weighted
 
 slides_of_tiles = st.lists(st.integers(0, 6), min_size=1, max_size=60).map(lambda s: np.array(s, np.int32))
 
@@ -107,3 +107,21 @@ def test_weighted_leaves_nothing_out_for_long() -> None:
     assert counts[:, slide == 1].sum(0).min() >= 19
     assert all(counts[k : k + 6].sum(0).min() >= 1 for k in range(34))
     assert len({tuple(order.epoch(e)) for e in range(5)}) == 5
+
+
+@given(slides_of_tiles, st.integers(1, 9), st.integers(0, 3))
+def test_bags_have_tiles_of_one_slide_and_every_slide_has_one(slide: NDArray[np.int32], size: int, epoch: int) -> None:
+    order = Bags(np.arange(len(slide)), slide, size, 0)
+    bags = slide[order.epoch(epoch)].reshape(-1, size)
+    assert (bags == bags[:, :1]).all()
+    assert sorted(bags[:, 0]) == np.unique(slide).tolist()
+    assert order.length == bags.size
+
+
+@given(slides_of_tiles, st.integers(1, 9))
+def test_bags_see_all_tiles_of_a_slide_equally_often_over_epochs(slide: NDArray[np.int32], size: int) -> None:
+    order = Bags(np.arange(len(slide)), slide, size, 0)
+    drawn = np.concatenate([order.epoch(epoch) for epoch in range(12)])
+    counts = np.bincount(drawn, minlength=len(slide))
+    for number in np.unique(slide):
+        assert np.ptp(counts[slide == number]) <= 1

@@ -1,0 +1,187 @@
+"""Steps on bags of tiles: gradients are those of the loss of all tiles of a bag at once, whatever the strategy."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.settings.optimization import OptimizerSettings
+from app.training.bags import BagSteps
+from app.training.engines import build_engine, build_optimizer
+from models.bag import BagGradient, BagLoss, bag_logits, put_bag_head
+from parallel.comm.communicator import Communicator
+from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.step import Microbatch, NonFiniteLoss
+from parallel.memory.policy import ActivationPolicy
+from parallel.offload.rng import drawing
+from parallel.schedule.shares import microbatch_seed
+from parallel.space.team import Grid
+from parallel.strategy import Strategy
+from tests.helpers.live_bytes import LiveBytes
+
+CPU = torch.device("cpu")
+BAG, BAGS, M, PX, CLASSES, LR = 3, 2, 3, 16, 3, 0.1
+TILES = BAG * BAGS
+RANGES = tuple(range(i, i + TILES // M) for i in range(0, TILES, TILES // M))
+LOSS = BagLoss(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), label_smoothing=0.1)
+SGD = OptimizerSettings(optimizer="sgd", lr=LR, momentum=0.9, weight_decay=0.0)
+
+
+@functools.cache
+def model(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    widths = (3, 6, 8)
+    layers: list[nn.Module] = []
+    for channels, out in itertools.pairwise(widths):
+        layers += [nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU(), nn.MaxPool2d(2)]
+    drop = [nn.Dropout(dropout)] if dropout else []
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *drop, nn.Linear(8, CLASSES)).double()
+    put_bag_head(net, "net", CLASSES)
+    return net.double()
+
+
+@functools.cache
+def tiles(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(TILES, 3, PX, PX, generator=generator, dtype=torch.float64)
+    return images, torch.tensor([1, 2]).repeat_interleave(BAG)
+
+
+def outputs_of(net: nn.Module, step: int) -> Tensor:
+    """All outputs, in microbatches as the engine has them."""
+    images, _ = tiles(step)
+    parts = []
+    for i, part in enumerate(RANGES):
+        with drawing(microbatch_seed(0, step, i), CPU):
+            parts.append(net(images[part.start : part.stop]))
+    return torch.cat(parts)
+
+
+def plain(dropout: float, steps: int = 2) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, gradients and state of steps whose graph holds all tiles at once."""
+    net = copy.deepcopy(model(dropout)).train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        labels = tiles(step)[1].view(BAGS, BAG)[:, 0]
+        loss = LOSS(outputs_of(net, step).view(BAGS, BAG, -1), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {n: p.grad for n, p in net.named_parameters() if p.grad is not None}, net.state_dict()
+
+
+def engine_of(strategy: Strategy, communicator: Communicator, net: nn.Module, batch: int = TILES) -> Any:
+    make = functools.partial(build_optimizer, SGD, scales={})
+    return build_engine(strategy, net, BagGradient(), make, communicator, batch=batch, tile=PX, seed=0, device=CPU)
+
+
+def rank(communicator: Communicator, case: tuple[Strategy, float]) -> dict[str, Any]:
+    strategy, dropout = case
+    engine = engine_of(strategy, communicator, copy.deepcopy(model(dropout)))
+    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, ranges=RANGES)
+
+    def microbatches(step: int) -> Any:
+        for i in engine.share:
+            x, y = (part[RANGES[i].start : RANGES[i].stop] for part in tiles(step))
+            wants = engine.wants(i)
+            yield Microbatch(x if wants.images else None, y if wants.targets else None, x.shape)
+
+    losses = [bags.step(functools.partial(microbatches, step), step, LR).loss for step in range(2)]
+    gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+    state = copy.deepcopy(engine.state_dict())
+    engine.close()
+    return {"losses": losses, "gradients": gradients, "state": state}
+
+
+def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    return max(float((found[k] - v).abs().max() / v.abs().max().clamp(min=1e-3)) for k, v in expected.items())
+
+
+TEAM = Grid(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dropout"),
+    [
+        (Strategy("single", 1, 1, M), 0.0),
+        (Strategy("single", 1, 1, M, policy=ActivationPolicy(recompute="block", offload=True)), 0.5),
+        (Strategy("single", 1, 1, M, policy=ActivationPolicy(stream=8)), 0.0),
+        (Strategy("ddp", 3, 1, M), 0.5),
+        (Strategy("1f1b", 2, 2, M), 0.5),
+        (Strategy("zero-bubble", 2, 2, M), 0.0),
+        (Strategy("master", 2, 2, M), 0.0),
+        (Strategy("spatial", 2, 1, M, grid=TEAM), 0.0),
+        (Strategy("1f1b", 4, 2, M, grid=TEAM, policy=ActivationPolicy(recompute="block")), 0.5),
+    ],
+    ids=lambda value: f"{value.name}{'-team' * (value.grid is not None)}" if isinstance(value, Strategy) else None,
+)
+def test_gradients_are_those_of_the_loss_of_all_tiles_at_once(strategy: Strategy, dropout: float) -> None:
+    losses, gradients, state = plain(dropout)
+    ranks = run_on_threads(strategy.ranks, rank, (strategy, dropout), timeout_s=60)
+    found: dict[str, Tensor] = {}
+    for result in ranks:
+        assert result["losses"] == pytest.approx(losses, rel=1e-10)
+        found |= result["gradients"]
+    assert found.keys() == gradients.keys()
+    assert error(gradients, found) <= 1e-10
+    assert error(state, ranks[0]["state"]["model"]) <= 1e-10
+
+
+def test_memory_does_not_grow_with_the_bag() -> None:
+    """Two bags of 3 and one of 24 tiles, in microbatches of 2: all activations but those of one microbatch are gone."""
+    images, labels, peaks = torch.randn(2, 3, PX, PX, dtype=torch.float64), torch.tensor([1, 1]), []
+    for bag, bags in ((3, 2), (24, 1)):
+        count = bag * bags
+        ranges = tuple(range(i, i + 2) for i in range(0, count, 2))
+        engine = engine_of(Strategy("single", 1, 1, len(ranges)), LocalCommunicator(), copy.deepcopy(model()), count)
+        steps = BagSteps(engine, LOSS, LocalCommunicator(), size=bag, classes=CLASSES, ranges=ranges)
+        microbatches = [Microbatch(images, labels, images.shape)] * len(ranges)
+        with LiveBytes([*engine.on_device(), images, labels]) as live:
+            steps.step(microbatches.copy, 0, LR)
+        peaks.append(live.peak - count * 200)  # outputs and their gradients are numbers of each tile
+    assert peaks[1] <= peaks[0]
+
+
+def test_logits_of_a_bag_are_those_of_the_mean_feature() -> None:
+    """Ilse et al. 2018: attention averages features, and a linear classifier takes the average."""
+    torch.manual_seed(0)
+    classifier, features = nn.Linear(5, CLASSES).double(), torch.randn(1, 7, 5, dtype=torch.float64)
+    net = nn.Sequential(classifier)
+    put_bag_head(net, "net", CLASSES)
+    head = net.double()[0]
+    scores = head.score(torch.tanh(head.value(features)) * torch.sigmoid(head.gate(features)))
+    pooled = (scores.softmax(1) * features).sum(1)
+    torch.testing.assert_close(bag_logits(head(features[0])[None]), classifier(pooled))
+
+
+def test_a_loss_that_is_not_finite_updates_nothing() -> None:
+    communicator = LocalCommunicator()
+    engine = engine_of(Strategy("single", 1, 1, M), communicator, copy.deepcopy(model()))
+    before = copy.deepcopy(engine.state_dict()["model"])
+    images, labels = tiles(0)
+    images = images.clone()
+    images[4] = torch.nan
+    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, ranges=RANGES)
+
+    def microbatches() -> Any:
+        return (Microbatch(images[r.start : r.stop], labels[r.start : r.stop], (2, 3, PX, PX)) for r in RANGES)
+
+    with pytest.raises(NonFiniteLoss) as fault:
+        bags.step(microbatches, 0, LR)
+    assert fault.value.microbatches == [1, 2]  # those of the second bag
+    after = engine.state_dict()["model"]
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_model_that_does_not_end_in_a_linear_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="its last layer is no linear layer with one output for each of the 2 classes"):
+        put_bag_head(nn.Sequential(nn.Conv2d(3, 2, 1)), "mine", 2)
