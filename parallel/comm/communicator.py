@@ -180,7 +180,11 @@ def sum_bytes(size: int, ranks: int) -> int:
 
 
 def part_bytes(size: int, ranks: int) -> int:
-    """Return the same of an all-gather or a reduce-scatter of ``size`` bytes."""
+    """Return the same of an all-gather or a reduce-scatter of ``size`` bytes.
+
+    >>> part_bytes(400, 4)
+    300
+    """
     return size * (ranks - 1) // ranks
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -29,58 +30,45 @@ def on_current_device(call: Callable[Arguments, Result]) -> Callable[Arguments, 
     return call_on_device
 
 
-class Task:
+class Task(Future[Any]):
     """A call that another thread makes; a ``Work``."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call: Callable[[], object] | None = call
-        self._over = threading.Event()
-        self._fault: Exception | None = None
-
-    def run(self) -> None:
-        """Called by the other thread."""
-        assert self._call is not None
-        try:
-            self._call()
-        except Exception as fault:
-            self._fault = fault
-        self._call = None  # and with it the tensors that it holds
-        self._over.set()
-
-    def done(self) -> bool:
-        return self._over.is_set()
-
     def wait(self) -> None:
-        """Return when the call has returned.
-
-        Raises:
-            Exception: what the call raised.
-        """
-        self._over.wait()
-        if self._fault is not None:
-            raise self._fault
+        """Return when the call has returned; raise what it raised."""
+        self.result()
 
 
 class OrderedTasks:
     """A thread that makes calls in the order in which they are added."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Task, Callable[[], object]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=on_current_device(self._run), name=name, daemon=True)
         self._thread.start()
 
     def add(self, call: Callable[[], object]) -> Task:
-        """Have the thread make ``call``."""
-        task = Task(call)
-        self._tasks.put(task)
+        """Append ``call``; its task also has the result."""
+        task = Task()
+        self._tasks.put((task, call))
         return task
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """End the thread, once it has made all calls."""
         self._tasks.put(None)
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.run()
-            del task  # or its tensors would live until the next one comes
+        while (item := self._tasks.get()) is not None:
+            task, call = item
+            result, fault = None, None
+            try:
+                result = call()
+            except Exception as raised:
+                fault = raised
+            del item, call  # and the tensors that it holds, before the task is done
+            if fault is None:
+                task.set_result(result)
+            else:
+                task.set_exception(fault)
+            del task, result, fault

@@ -103,7 +103,7 @@ class GradReducer:
 
     @property
     def sent_bytes(self) -> int:
-        """That this rank sends in a step."""
+        """Return the bytes that this rank sends in a step."""
         return sum(sum_bytes(bucket.flat.nbytes, self._communicator.world) for bucket in self.buckets)
 
     def begin_step(self) -> None:

@@ -44,7 +44,7 @@ def own_kind(device: torch.device) -> RankKind:
 
 
 def has_gpu_each(kinds: Sequence[RankKind]) -> bool:
-    """Whether every rank computes on a GPU, and no two on the same: what NCCL takes."""
+    """Return whether every rank computes on a GPU, and no two on the same: what NCCL takes."""
     return all(kind.kind == "cuda" for kind in kinds) and len(set(kinds)) == len(kinds)
 
 
@@ -62,7 +62,7 @@ def describe_shared_gpu(kinds: Sequence[RankKind]) -> str:
 
 
 def are_mixed(kinds: Sequence[RankKind]) -> bool:
-    """Whether some compute on a CPU and others on a GPU."""
+    """Return whether some compute on a CPU and others on a GPU."""
     return len({kind.kind for kind in kinds}) > 1
 
 

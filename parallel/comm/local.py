@@ -13,7 +13,7 @@ class Finished:
     """An operation that was done when it began."""
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Return: nothing is under way."""
 
     def done(self) -> bool:
         return True

@@ -59,7 +59,7 @@ class MixedCommunicator(Communicator):
         on_gpu = device is not None and device.type == "cuda"
         self._sums = SharedSums(inner, self._kinds, way, PART_BYTES, on_gpu)
         self._stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._tasks: OrderedTasks | None = None
+        self._tasks = OrderedTasks("mixed sums")
         self._fault: Exception | None = None
 
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
@@ -78,7 +78,6 @@ class MixedCommunicator(Communicator):
         values = (tensor.shape, tensor.dtype, self.way)
         operation = Operation(self.rank, self.world, "all_reduce of {} {} by way of the {}", values)
         ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-        self._tasks = self._tasks or OrderedTasks("mixed sums")
         return self._tasks.add(lambda: self._sum(flat, ready, operation))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -93,7 +92,7 @@ class MixedCommunicator(Communicator):
         self._inner.barrier()
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """Of ranks of one kind.
+        """Return the communicator of ``ranks``, all of one kind.
 
         Raises:
             ValueError: some are on a CPU and others on a GPU.
@@ -109,8 +108,7 @@ class MixedCommunicator(Communicator):
         self._inner.abort()
 
     def close(self) -> None:
-        if self._tasks is not None:
-            self._tasks.close()
+        self._tasks.close()
         self._sums.close()
         self._inner.close()
 

@@ -261,7 +261,7 @@ class MpiWork:
         return True
 
     def tested(self) -> bool | None:
-        """Whether MPI is done with it; None once it has failed."""
+        """Return whether MPI is done with it; None once it has failed."""
         self.progress.begin_ready()
         with self.progress.lock:
             if self.request is None:
@@ -302,7 +302,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def _takes_device_memory() -> bool:
-    """What Open MPI's and its kin's own query says; an MPI without it is taken not to."""
+    """Ask Open MPI and its relatives; an MPI without this query is taken not to."""
     if os.environ.get("MEGATILE_CUDA_AWARE_MPI") == "0":
         return False
     try:

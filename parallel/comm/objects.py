@@ -21,13 +21,18 @@ def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
         value: anything ``torch.save`` writes and ``torch.load`` reads back with ``weights_only``.
     """
     if communicator.rank:
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        data = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)  # as large as the model: not copied once more
+        data = _to_bytes(value)
         for tensor in (torch.tensor([data.numel()]), data):
             communicator.isend(tensor, 0, TAG).wait()
         return None
-    return [value, *(_receive(communicator, rank) for rank in range(1, communicator.world))]
+    values = [value]
+    for rank in range(1, communicator.world):
+        length = torch.zeros(1, dtype=torch.int64)
+        communicator.irecv(length, rank, TAG).wait()
+        data = torch.empty(int(length), dtype=torch.uint8)
+        communicator.irecv(data, rank, TAG).wait()
+        values.append(_from_bytes(data))
+    return values
 
 
 def broadcast_object(communicator: Communicator, value: Any, source: int = 0) -> Any:
@@ -38,16 +43,13 @@ def broadcast_object(communicator: Communicator, value: Any, source: int = 0) ->
     """
     if communicator.world == 1:
         return value
-    stream = io.BytesIO()
-    if communicator.rank == source:
-        torch.save(value, stream)
-    length = torch.tensor([stream.getbuffer().nbytes])
+    is_source = communicator.rank == source
+    data = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
     communicator.broadcast(length, source)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    if communicator.rank == source:
-        data = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+    data = data if is_source else torch.empty(int(length), dtype=torch.uint8)
     communicator.broadcast(data, source)
-    return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
+    return _from_bytes(data)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -60,9 +62,11 @@ def pinned_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-def _receive(communicator: Communicator, rank: int) -> Any:
-    length = torch.zeros(1, dtype=torch.int64)
-    communicator.irecv(length, rank, TAG).wait()
-    data = torch.empty(int(length), dtype=torch.uint8)
-    communicator.irecv(data, rank, TAG).wait()
+def _to_bytes(value: Any) -> Tensor:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)  # as large as the model: not copied once more
+
+
+def _from_bytes(data: Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)

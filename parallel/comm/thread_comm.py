@@ -46,7 +46,7 @@ class ThreadGroup:
         return ThreadCommunicator(self, (), rank, self.world, rank)
 
     def fail(self, reason: str) -> None:
-        """Have every rank that waits, now or later, raise; the first reason stands."""
+        """Raise on every rank that waits, now or later; the first reason stands."""
         with self.changed:
             self.broken = self.broken or reason
             self.changed.notify_all()

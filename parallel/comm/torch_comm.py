@@ -97,7 +97,7 @@ class TorchCommunicator(Communicator):
         self._group: Any = None
         self._ranks = tuple(range(self.world))
         # Gloo reports that a message has left only to who waits for it: a rank that computes would hold on to it.
-        self._departures = OrderedTasks("departures")
+        self._send_reaper = OrderedTasks("sends")
         # All ranks decide from the same table, or some would make groups that the others do not.
         self.kinds = join_group(
             backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s
@@ -122,7 +122,7 @@ class TorchCommunicator(Communicator):
             if flat.is_cuda and self.nccl:
                 return TorchWork(self._links.isend(flat, target), [flat], operation)
             host = pinned_like(flat).copy_(flat) if flat.is_cuda else flat
-            return self._departures.add(TorchWork(dist.isend(host, target, self._group, tag), [host], operation).wait)
+            return self._send_reaper.add(TorchWork(dist.isend(host, target, self._group, tag), [host], operation).wait)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
         flat, source = in_memory_order(tensor.detach()), self._ranks[peer]
@@ -204,7 +204,7 @@ class TorchCommunicator(Communicator):
         if self._group is not None:
             return  # it ends with the whole
         self.barrier()  # a rank that is still talking must not find the others gone
-        self._departures.close()
+        self._send_reaper.close()
         dist.destroy_process_group()
 
     def _operation(self, text: str, tensor: Tensor, *values: int) -> Operation:

@@ -13,10 +13,10 @@ import hmac
 import ipaddress
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 
 from parallel.comm.communicator import CommunicationError, SecondaryError
-from parallel.comm.device_thread import on_current_device
+from parallel.comm.device_thread import OrderedTasks
 from parallel.comm.kinds import RankKind, from_text, to_text
 
 Result = TypeVar("Result")
@@ -87,7 +87,7 @@ def join_group(
         return _impostors(rank, world, os.environ[KEY]) if KEY in os.environ else []
 
     try:
-        impostors = call_with_timeout(on_current_device(connect), CONNECT_S + CONNECT_RANK_S * world)
+        impostors = call_with_timeout(connect, CONNECT_S + CONNECT_RANK_S * world)
     except (RuntimeError, ValueError, TimeoutError) as fault:
         raise CommunicationError(
             f"rank {rank} of {world} on {socket.gethostname()} cannot connect to the others over Gloo: "
@@ -169,9 +169,8 @@ def _listen(port: int, name: str) -> socket.socket:
     try:
         if all_on_one_host():  # whoever reaches the port reads and writes the store
             return socket.create_server((LOOPBACK, port))
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        both = socket.has_dualstack_ipv6()
+        return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
     except (OSError, OverflowError) as fault:
         raise CommunicationError(
             f"{name} cannot listen on port {port}, where the ranks are to meet (MASTER_PORT): {_reason(fault)}; "
@@ -322,20 +321,10 @@ def call_with_timeout(call: Callable[[], Result], limit_s: float) -> Result:
     Raises:
         TimeoutError: it did not return within ``limit_s``; its thread ends with the process.
     """
-    returned: list[Result] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            returned.append(call())
-        except BaseException as fault:  # for the caller
-            raised.append(fault)
-
-    thread = threading.Thread(target=run, name="call with timeout", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if raised:
-        raise raised[0]
-    if not returned:
+    thread = OrderedTasks("call with timeout")
+    task = thread.add(call)
+    thread.close(wait=False)
+    if not futures.wait([task], limit_s).done:
         raise TimeoutError(f"no answer for {limit_s:.0f} s")
-    return returned[0]
+    result: Result = task.result()
+    return result

@@ -1,4 +1,4 @@
-"""What another process has pickled, read without running code of its choice.
+"""Read what another process has pickled, without running code of its choice.
 
 Takes bytes that came through a connection; gives a value made of plain types, small ones of torch, and classes that
 this process has loaded itself to hold tensors: named tuples and containers that are registered with torch's pytree.

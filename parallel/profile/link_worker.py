@@ -73,8 +73,8 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     timed: dict[str, Callable[[], None]] = {
         "member_alone": member.alone,
         "member": lambda: exchanges.append(member.in_team()),
-        "empty_message": lambda: _there_and_back(communicator, word),
-        "message": lambda: _there_and_back(communicator, message),
+        "empty_message": lambda: _round_trips(communicator, word, communicator.rank ^ 1),
+        "message": lambda: _round_trips(communicator, message, communicator.rank ^ 1),
         "empty_sum": lambda: communicator.all_reduce(word),
         "sum": lambda: communicator.all_reduce(summed),
         "alone": lambda: _step(plain, plain, images),
@@ -120,7 +120,7 @@ def measure_gpus(communicator: Communicator, device: torch.device, rounds: int) 
         # Neighbours talk two by two: 0 and 1, 2 and 3, then 1 and 2, 3 and 4.
         for first in (0, 1):
             peer = rank + 1 if rank % 2 == first else rank - 1
-            runs.append(functools.partial(_round_trips, communicator, tensor, peer))
+            runs.append(functools.partial(_round_trips, communicator, tensor, peer, SIDE_BY_SIDE))
         sum_s, *there_and_back_s = (_median_s(communicator, device, run, rounds) / SIDE_BY_SIDE for run in runs)
         found |= {f"{name}sum": sum_s, f"{name}message": max(there_and_back_s) / 2}
     of_ranks = gather_objects(communicator, found)
@@ -152,32 +152,18 @@ def _sums(communicator: Communicator, tensor: Tensor) -> None:
         communicator.all_reduce(tensor)
 
 
-def _round_trips(communicator: Communicator, tensor: Tensor, peer: int) -> None:
-    """Send ``tensor`` to ``peer`` and back, one after the other in the order of the device; nothing without a peer."""
+def _round_trips(communicator: Communicator, tensor: Tensor, peer: int, count: int = 1) -> None:
+    """Send ``tensor`` to ``peer`` and back, one after the other; nothing without a peer."""
     if not 0 <= peer < communicator.world:
         return
     buffer = torch.empty_like(tensor)
-    for _ in range(SIDE_BY_SIDE):
-        if communicator.rank < peer:
-            communicator.isend(tensor, peer, 0).wait()
-            communicator.irecv(buffer, peer, 0).wait()
-        else:
-            communicator.irecv(buffer, peer, 0).wait()
-            communicator.isend(buffer, peer, 0).wait()
-
-
-def _there_and_back(communicator: Communicator, tensor: Tensor) -> None:
-    """Send ``tensor`` and back between every two neighbours at once; the last of an odd number of ranks has none."""
-    rank, peer = communicator.rank, communicator.rank ^ 1
-    if peer >= communicator.world:
-        return
-    buffer = torch.empty_like(tensor)
-    arriving = communicator.irecv(buffer, peer, 0)
-    if rank > peer:
+    for _ in range(count):
+        arriving = communicator.irecv(buffer, peer, 0)
+        if communicator.rank > peer:
+            arriving.wait()
+        leaving = communicator.isend(tensor, peer, 0)
         arriving.wait()
-    leaving = communicator.isend(tensor, peer, 0)
-    arriving.wait()
-    leaving.wait()
+        leaving.wait()
 
 
 def _pair(communicator: Communicator) -> Communicator:
@@ -271,7 +257,7 @@ def measure_by_ranks(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Be one of the ranks."""
+    """Run one of the ranks."""
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(settings["threads"])
     keep_freed_memory()  # as ranks do when they are placed

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.comm.communicator import Communicator, Work, agree
-from parallel.comm.grad_reducer import GradReducer
 
 SENT = (
     *(torch.bool, torch.uint8, torch.int64),
@@ -50,7 +48,6 @@ def check_communicator(communicator: Communicator, argument: Any = None, *, grou
         messages_leave_by_themselves(communicator)
         if groups:
             subgroups(communicator)
-    gradient_sums(communicator)
     communicator.barrier()
     return {"rank": rank, "world": world, "bits": bits_of_a_sum(communicator)}
 
@@ -204,38 +201,6 @@ def subgroups(communicator: Communicator) -> None:
     assert whole is not None
     inner = whole.subgroup([0])
     assert (inner is not None) == (rank == world - 1)
-
-
-def gradient_sums(communicator: Communicator) -> None:
-    """Gradients are summed by the last backward pass, and no more once the reducer is gone; whatever the buckets."""
-    for bucket_bytes in (None, 0, 4):
-        gradient_sums_in_buckets(communicator, bucket_bytes)
-
-
-def gradient_sums_in_buckets(communicator: Communicator, bucket_bytes: int | None) -> None:
-    rank, world = communicator.rank, communicator.world
-    layer = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
-    for parameter in layer.parameters():
-        nn.init.constant_(parameter, 0.5)
-    reducer = GradReducer(layer.parameters(), communicator, overlap=True, bucket_bytes=bucket_bytes)
-    weight = layer[0].weight
-    assert isinstance(weight, Tensor)
-    for _ in range(2):
-        reducer.begin_step()
-        layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
-        assert weight.grad is not None
-        assert weight.grad.tolist() == [[rank + 1.0] * 2]
-        reducer.expect_final_grads()
-        layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
-        reducer.begin()
-        reducer.finish()
-        assert weight.grad.tolist() == [[world * (world + 1.0)] * 2]
-    del reducer
-    gc.collect()
-    layer.zero_grad()
-    layer(torch.full((1, 2), 2.0 * (rank + 1))).sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [[rank + 1.0] * 2]
 
 
 def finish(works: list[Work]) -> None:

@@ -56,14 +56,14 @@ def within(gpus: Gpus, world: int) -> Iterator[Distributed]:
         patch.setattr(torch_rendezvous, "open_store", lambda *_: store)
         patch.setattr(torch_rendezvous, "join_attempt", _join_attempt)
         patch.setattr(torch_rendezvous, "call_with_timeout", lambda call, _: call())
-        patch.setattr(torch_comm, "OrderedTasks", Departures)
+        patch.setattr(torch_comm, "OrderedTasks", SendReaper)
         patch.setattr(rng, "DRAWING", contextlib.nullcontext())  # each process has a generator of its own
         patch.setattr(os, "environ", Environment(gpus, world))
         yield distributed
 
 
-class Departures:
-    """Of messages over Gloo, without the thread: nobody would see that it hangs."""
+class SendReaper:
+    """Waits for sends over Gloo, without the thread: nobody would see that it hangs."""
 
     def __init__(self, name: str) -> None:
         """Nothing is held."""

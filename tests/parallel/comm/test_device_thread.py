@@ -34,8 +34,8 @@ def host_optimizer(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
     host.apply(0.1)
 
 
-def departures(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    messages = OrderedTasks("departures")
+def sends(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    messages = OrderedTasks("sends")
     messages.add(told).wait()
     messages.close()
 
@@ -70,7 +70,7 @@ def on_gpu_1() -> Iterator[Gpus]:
         yield gpus
 
 
-@pytest.mark.parametrize("start", [host_optimizer, departures, mixed_sums, checkpoint, connection])
+@pytest.mark.parametrize("start", [host_optimizer, sends, mixed_sums, checkpoint, connection])
 def test_a_thread_works_on_the_gpu_of_its_rank(
     start: Callable[..., None], on_gpu_1: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

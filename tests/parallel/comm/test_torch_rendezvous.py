@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import threading
 import time
@@ -80,31 +81,21 @@ def test_ranks_of_one_host_keep_their_store_on_loopback(meet, monkeypatch, ranks
         assert stores[0].get("from 1") == b"hello"
 
 
-def test_a_port_that_is_taken(meet, silent: int) -> None:
-    meet("127.0.0.1", silent)
-    told = refused(0, 20)
-    assert told.startswith(f"rank 0 of 2 on {socket.gethostname()} cannot listen on port {silent}, ")
-    assert "Address already in use" in told
-    assert "set MASTER_PORT to another" in told
+HERE = "127.0.0.1"
+REFUSALS: dict[str, tuple[int, str, float, str]] = {
+    "a port that is taken": (0, HERE, 20, r"cannot listen on port {}, .*Address already in use.*set MASTER_PORT to"),
+    "a program that is not rank 0": (1, HERE, 1, r"at 127.0.0.1:{} .MASTER_ADDR, MASTER_PORT. within 1 s.*not rank 0"),
+    "a port where nobody listens": (1, HERE, 0.5, "within 0.5 s: Connection refused; nothing listens there: rank 0"),
+    "a name that nobody knows": (1, "no-such.invalid", 0.5, "this host knows no no-such.invalid: set MASTER_ADDR to"),
+}
 
 
-def test_a_program_that_is_not_rank_0(meet, silent: int) -> None:
-    meet("127.0.0.1", silent)
-    told = refused(1, 1)
-    assert f"cannot reach rank 0 at 127.0.0.1:{silent} (MASTER_ADDR, MASTER_PORT) within 1 s: " in told
-    assert "what listens there is not rank 0 of this run" in told
-
-
-def test_a_port_where_nobody_listens(meet) -> None:
-    meet("127.0.0.1", free_port())
-    told = refused(1, 0.5)
-    assert "within 0.5 s: Connection refused; nothing listens there: rank 0 has not started, or has ended" in told
-
-
-def test_a_name_that_nobody_knows(meet) -> None:
-    meet("no-such-host.invalid", 29500)
-    told = refused(1, 0.5)
-    assert "this host knows no no-such-host.invalid: set MASTER_ADDR to an address of rank 0's host" in told
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_say_what_to_do(case: str, meet, silent: int) -> None:
+    rank, address, timeout_s, words = REFUSALS[case]
+    port = silent if rank == 0 or timeout_s == 1 else free_port()
+    meet(address, port)
+    assert re.match(f"rank {rank} of 2 on {socket.gethostname()} .*" + words.format(port), refused(rank, timeout_s))
 
 
 @pytest.mark.parametrize("fault", [TimeoutError("timed out"), OSError(errno.EHOSTUNREACH, "No route to host")])
