@@ -23,7 +23,6 @@ KERNELS = (
     "native_batch_norm",
     "native_batch_norm_backward",
     "batch_norm_update_stats",
-    "convolution",
     "convolution_backward",
 )
 """Those that the product calls by hand."""

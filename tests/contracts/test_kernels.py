@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from benchmarks.exactness import team_error as team_errors
 from parallel.comm.thread_comm import run_on_threads
 from parallel.space.team import Grid
-from parallel.stage.split_backward import DeferredWeights
 from parallel.team.team_stage import TeamStage
 from tests.contracts.kernel_calls import KERNELS, PRODUCT, Call, RecordedCalls, cuda_faults, form_faults
 from tests.helpers.streaming import in_boxes
@@ -150,21 +149,7 @@ def team_calls(kind: str, layout: torch.memory_format) -> list[Call]:
     return calls
 
 
-@functools.cache
-def split_backward_calls(kind: str, layout: torch.memory_format) -> list[Call]:
-    calls: list[Call] = []
-    layers = nn.Conv2d(4, 4, 3, groups=2), nn.ConvTranspose2d(4, 4, 2, 2), nn.Conv2d(4, 4, 3, padding=1)
-    module = nn.Sequential(*layers).to(dtype_of(kind)).to(memory_format=layout)
-    weights = DeferredWeights(module)
-    with RecordedCalls(calls), precision(kind):
-        with weights.recording(0):
-            output = module(tiles(kind, layout))
-        output.float().square().sum().backward()
-        weights.backward_weight(0)
-    return calls
-
-
-RUNS = {"streaming": streaming_calls, "team": team_calls, "split backward": split_backward_calls}
+RUNS = {"streaming": streaming_calls, "team": team_calls}
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
@@ -202,7 +187,6 @@ def call_of(kernel: str, **changed: Any) -> Call:
         | {"grad_out": maps, "save_mean": vector[:0], "save_invstd": vector[:0], "train": False}
         | {"output_mask": [True] * 3},
         "batch_norm_update_stats": {"input": maps, "running_mean": None, "running_var": None, "momentum": 0.1},
-        "convolution": geometry | {"input": maps, "weight": filters, "bias": vector},
         "convolution_backward": geometry
         | {"grad_output": maps, "input": maps, "weight": filters, "bias_sizes": [4], "output_mask": [True] * 3},
     }[kernel]
@@ -225,8 +209,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("native_batch_norm", {"weight": HALF, "bias": HALF, "running_mean": HALF, "running_var": HALF}, "parameters of"),
     ("native_batch_norm", {"bias": torch.empty(4)}, "one device"),
     ("batch_norm_update_stats", {"running_mean": HALF}, "both running statistics"),
-    ("convolution", {"weight": torch.empty(4, 1, 1, 1).double().to("meta")}, "one type"),
-    ("convolution", {"input": WIDE}, "32-bit"),
+    ("convolution_backward", {"weight": torch.empty(4, 1, 1, 1).double().to("meta")}, "one type"),
+    ("convolution_backward", {"input": WIDE}, "32-bit"),
     ("convolution_backward", {"bias_sizes": None}, "bias_sizes"),
     ("convolution_backward", {"stride": [1]}, "geometry"),
 ]
