@@ -19,7 +19,7 @@ from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_stage import TeamStage
 from parallel.team.team_stages import plan_alone, team_stages
-from parallel.trace.trace_alone import trace_alone
+from parallel.trace.trace import trace_exclusively
 
 
 class BoxedModel(TeamStage):
@@ -53,7 +53,7 @@ def streamed(
     Raises:
         ValueError: the model cannot be traced, or nothing of it be computed in boxes.
     """
-    parameter, traced = next(module.parameters()), trace_alone(module, shape, LocalCommunicator())
+    parameter, traced = next(module.parameters()), trace_exclusively(module, shape, LocalCommunicator())
     comm, plans, boxed = (
         TeamComm(LocalCommunicator()),
         functools.lru_cache(plan_alone),

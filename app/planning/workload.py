@@ -35,10 +35,10 @@ from parallel.streaming.box_sums import with_sums
 from parallel.streaming.read_region import read_region
 from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
-from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.tile_size import refuse_tile_size
 from parallel.trace.trace import Traced, run_again, trace
 from parallel.trace.updated_faults import copies_fault
+from parallel.trace.without_data import preserve_module_state
 
 SLOTS = {"sgd": 1, "adamw": 2}
 """Values that an optimizer keeps for each parameter, beside its running average."""
@@ -221,7 +221,7 @@ class Workload:
         device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
         image = torch.empty((), device=device).expand(self._shape)
         entering = {node.name: image for node in nodes if node.op == "placeholder"}
-        with left_as_it_was(model):
+        with preserve_module_state(model):
             model.train()
             return read_region(model, nodes, entering, once=once, updated=traced.updated)
 
@@ -230,7 +230,7 @@ class Workload:
     ) -> tuple[Streamed | None, str]:
         """The model as streaming sees it; or None, and why it cannot be computed box by box."""
         model, nodes = traced.model, list(traced.training.graph.nodes)
-        with left_as_it_was(model):
+        with preserve_module_state(model):
             model.train()
             try:
                 region = self._region(traced)

@@ -24,8 +24,7 @@ from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_optimizer import LR_SCALE
 from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
-from parallel.trace.trace_alone import updated_alone
-from parallel.trace.updated_faults import refuse_copies
+from parallel.trace.updated_faults import refuse_updating_copies
 
 if TYPE_CHECKING:
     from parallel.engine.fully_sharded import FullyShardedEngine
@@ -64,7 +63,7 @@ def build_engine(
     if strategy.name == "fsdp":
         from parallel.engine.fully_sharded import FullyShardedEngine  # half a second that other strategies do not need
 
-        refuse_copies(updated_alone(model, shape, communicator), communicator.world, strategy.name)
+        refuse_updating_copies(model, shape, communicator, strategy.name)
         return FullyShardedEngine(
             model,
             loss,

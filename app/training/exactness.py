@@ -29,9 +29,8 @@ from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine
 from parallel.schedule.shares import Shares, microbatch_seed
 from parallel.space.grid import Span
 from parallel.stage.stage import Loss
-from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.patched_kernels import patch_kernels
 from parallel.trace.stage_module import whole
-from parallel.trace.strided_convolution import mend_strided_convolutions
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a tensor that passes, relative to the largest value of the tensor."""
@@ -203,8 +202,7 @@ class PlainTraining:
     """
 
     def __init__(self, trial: ExactnessTrial) -> None:
-        mend_norm_gradients()
-        mend_strided_convolutions()
+        patch_kernels()
         self._trial = trial
         self.module = trial.fresh_module().to(trial.device).train()
         self.optimizer = trial.make_optimizer(self.module.named_parameters())

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.trace.left_as_it_was import left_as_it_was
-from parallel.trace.without_data import run_without_data
+from parallel.trace.without_data import preserve_module_state, run_without_data
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,7 +53,7 @@ def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:
         ValueError: a training pass of ``model`` draws, or cannot be looked into.
     """
     watch = _Draws()
-    with left_as_it_was(model):
+    with preserve_module_state(model):
         model.train()
         try:
             run_without_data(model, shape, watch=watch)

@@ -25,7 +25,7 @@ from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stages import team_stages
-from parallel.trace.trace_alone import trace_as_it_runs
+from parallel.trace.trace import trace_as_it_runs
 
 SEED, PATIENCE_S = 5, 60
 ROUNDING = 1000

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.profile.op_timing import LEAST_S, Setting, empty_backward, empty_backward_s, now, sweep
-from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
+from parallel.trace.without_data import preserve_module_state
 
 
 def measure(
@@ -87,8 +87,8 @@ def time_layers(traced: Traced, images: Tensor, repeats: int) -> list[Runs]:
     """
     devices = [images.device] if images.device.type == "cuda" else []
     with (
-        left_as_it_was(traced.model, parameters=True),
-        left_as_it_was(traced.training),
+        preserve_module_state(traced.model, parameters=True),
+        preserve_module_state(traced.training),
         torch.random.fork_rng(devices=devices),
         torch.enable_grad(),
     ):

@@ -23,7 +23,7 @@ from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stage import TeamStage
 from parallel.team.team_stages import team_stages
-from parallel.trace.trace_alone import trace_alone
+from parallel.trace.trace import trace_exclusively
 
 CLASSES = 3
 
@@ -56,7 +56,7 @@ class Problem:
     def member(self, communicator: Communicator, grid: Grid, link: TeamComm | None = None) -> Member:
         """Return this rank's part of the work of a team, whose members talk over ``link``; every rank calls it."""
         model = copy.deepcopy(self.model)
-        traced = trace_alone(model, self.shape, communicator)
+        traced = trace_exclusively(model, self.shape, communicator)
         link = link or TeamComm(communicator)
         partition, plans = Partition(traced.graph, (0,)), functools.partial(TeamPlans(traced).plan, grid)
         stage = team_stages(traced, partition, [0], grid, link, plans, torch.device("cpu"))[0]

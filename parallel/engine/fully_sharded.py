@@ -27,9 +27,8 @@ from parallel.schedule.shares import microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums
-from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.patched_kernels import patch_kernels
 from parallel.trace.stage_module import whole
-from parallel.trace.strided_convolution import mend_strided_convolutions
 
 
 class FullyShardedEngine(TrainingEngine):
@@ -72,8 +71,7 @@ class FullyShardedEngine(TrainingEngine):
         autocast: torch.dtype | None = None,
         statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
     ) -> None:
-        mend_norm_gradients()
-        mend_strided_convolutions()
+        patch_kernels()
         for parameter in module.parameters():
             # FSDP2 refuses other layouts; convolutions take images in any of them all the same.
             parameter.data = parameter.data.contiguous()

@@ -34,7 +34,7 @@ from parallel.space.team import Grid
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stages import team_stages
-from parallel.trace.trace_alone import trace_alone
+from parallel.trace.trace import trace_exclusively
 
 WAITS_S = 60.0
 """A rank for another."""
@@ -207,7 +207,7 @@ class MemberPass:
         self._shape = shape
         self._net = _member_net().to(memory_format=torch.channels_last).train()
         self._link = TeamComm(team)
-        traced = trace_alone(copy.deepcopy(self._net), shape, team)
+        traced = trace_exclusively(copy.deepcopy(self._net), shape, team)
         grid, partition = Grid(team.world, 1), Partition(traced.graph, (0,))
         plans = functools.partial(TeamPlans(traced).plan, grid)
         self._stage = team_stages(traced, partition, [0], grid, self._link, plans, CPU)[0]

@@ -25,7 +25,7 @@ from parallel.streaming.local_ops import (
     shuffle,
 )
 from parallel.streaming.operation import Operation, Reading, SpansImage
-from parallel.trace.strided_convolution import conv2d
+from parallel.trace.patched_kernels import conv2d
 
 Pair = tuple[int, int]
 Operands = Callable[[Any], tuple[Tensor, Tensor | None]]

@@ -19,8 +19,8 @@ from parallel.space.team import Box, Exchange, Grid, SpatialMesh
 from parallel.streaming.operation import Operation
 from parallel.streaming.read_region import NothingInBoxes, read_region
 from parallel.streaming.region import Region
-from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
+from parallel.trace.without_data import preserve_module_state
 
 MOST_PLANS = 64
 """Plans that are kept, each with its programs: tiles of whole slides have a shape each."""
@@ -138,7 +138,7 @@ class TeamPlans:
                 del self._plans[next(iter(self._plans))]
             traced = self._traced
             nodes = list((traced.training if training else traced.evaluation).graph.nodes)
-            with left_as_it_was(traced.model):
+            with preserve_module_state(traced.model):
                 traced.model.train(training)
                 _put_on_one_device(traced.model)
                 self._plans[key] = plan_team(traced.model, nodes, shape, grid, self._once)

@@ -26,9 +26,8 @@ from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlan
 from parallel.team.team_stage import Plans, TeamRun, TeamStage
 from parallel.trace.cut import cut_stage
-from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.trace import Traced
-from parallel.trace.without_data import replacements, swapped, without_data
+from parallel.trace.without_data import preserve_module_state, replacements, swapped, without_data
 
 
 def plan_alone(shape: tuple[int, ...], training: bool) -> TeamPlan:
@@ -69,7 +68,7 @@ def stages_of_rank(
     stages = team_stages(traced, partition, numbers, grid, comm, plans, device, segments, boxed)
     if boxed is not None:
         others = [number for number in range(partition.depth) if number not in stages]
-        with left_as_it_was(traced.model):
+        with preserve_module_state(traced.model):
             traced.model.train()
             values = _values(traced, partition, shape) if comm.members == 1 else {}
             if not _have_boxes(stages, plans(shape, True), values):

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from parallel.trace.left_as_it_was import left_as_it_was
-from parallel.trace.without_data import run_without_data
+from parallel.trace.without_data import preserve_module_state, run_without_data
 
 NEEDS_DATA = (
     DataDependentOutputException,
@@ -40,7 +39,7 @@ def refuse_tile_size(model: nn.Module, name: str, shape: tuple[int, ...]) -> Non
     Raises:
         ValueError: which size it is made for, as far as it says so, and what to do.
     """
-    with left_as_it_was(model):
+    with preserve_module_state(model):
         model.eval()
         try:
             run_without_data(model, shape)

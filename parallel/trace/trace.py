@@ -15,20 +15,18 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.trace.fake_run import Facts, fake_run
+from parallel.comm.communicator import Communicator
+from parallel.graph.layers import LayerGraph
 from parallel.trace.hints import Hints, any_number_of_values
-from parallel.trace.left_as_it_was import left_as_it_was
-from parallel.trace.norm_gradients import mend_norm_gradients
-from parallel.trace.strided_convolution import mend_strided_convolutions
+from parallel.trace.layer_graph import layer_graph
+from parallel.trace.patched_kernels import patch_kernels
+from parallel.trace.traced_check import first_difference
 from parallel.trace.tracer import GraphTracer, scope_of, user_line
-from parallel.trace.updated_faults import attribute_fault
-from parallel.trace.updated_search import Updated, updated_buffers
-
-DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.", "timm.")
-"""Packages whose modules draw random numbers whenever they can, so that one run shows it."""
+from parallel.trace.updated_faults import refuse_attributes
+from parallel.trace.updated_search import Updated, refuse_checkpointed, updated_buffers
+from parallel.trace.without_data import exclusively, preserve_module_state
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,42 @@ class Traced:
     modes: dict[str, tuple[bool, bool]]
     updated: dict[str, Updated] = field(default_factory=dict)
     any_side: bool = False
+
+
+def trace_exclusively(module: nn.Module, shape: tuple[int, ...], communicator: Communicator) -> Traced:
+    """Return what ``trace_as_it_runs`` gives for ``module`` in its own type; every rank calls it.
+
+    Args:
+        shape: (n, 3, h, w) of a usual microbatch.
+
+    Raises:
+        ValueError: the model cannot be traced.
+    """
+    with exclusively(communicator):
+        return trace_as_it_runs(module, shape, next(module.parameters()).dtype.to_real())
+
+
+def trace_as_it_runs(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
+    """Return what ``trace`` gives, compared with the model itself; modules in which they differ stay whole.
+
+    Raises:
+        ValueError: they differ in the model's own forward, the model cannot be traced, or it updates running
+            statistics twice.
+    """
+    refuse_checkpointed(module, shape, dtype)
+    whole: dict[str, str] = {}
+    in_place = False
+    while True:
+        traced = trace(module, shape, dtype, whole=whole, in_place=in_place)
+        difference = first_difference(traced, shape, dtype)
+        if difference is None:
+            return traced
+        if not in_place:
+            in_place = True
+            continue
+        if not (new := difference.paths - whole.keys() - {""}):
+            raise ValueError(difference.text)
+        whole |= dict.fromkeys(new, "it does something else while it is traced")
 
 
 def trace(
@@ -79,21 +113,18 @@ def trace(
         ValueError: the module's own forward cannot be traced, or does not run on ``shape``; or forward passes update
             plain attributes.
     """
-    mend_norm_gradients()  # before the graph names the functions
-    mend_strided_convolutions()
-    with left_as_it_was(module), any_number_of_values():
+    patch_kernels()  # before the graph names the functions
+    opaque = dict(whole)
+    with preserve_module_state(module), any_number_of_values():
         module.train()
         updated = updated_buffers(module, shape, dtype)
-        if fault := attribute_fault(updated):
-            raise ValueError(fault)
-        opaque = dict(whole)
+        refuse_attributes(updated)
         modes_in_training = _modes(module)
         training, by_side = _graph(module, opaque, shape, dtype, in_place)
-        facts = fake_run(training, shape, dtype, torch.device(device), autocast)
-    with left_as_it_was(module):
+        known = len(opaque)
+    with preserve_module_state(module):
         module.eval()
         modes_in_evaluation = _modes(module)
-        known = len(opaque)
         evaluation, evaluation_by_side = _graph(module, opaque, shape, dtype, in_place)
     if len(opaque) > known:  # a module is whole in both modes, or its parameters would be in several stages
         return trace(module, shape, dtype, device, autocast, opaque, in_place)
@@ -106,28 +137,32 @@ def trace(
         for path, mode in modes_in_training.items()
         if (mode, modes_in_evaluation[path]) != (True, False)
     }
-    graph = _layers(module, training, evaluation, facts, opaque)
     any_side = not (opaque or by_side or evaluation_by_side)
-    return Traced(graph, training, evaluation, module, modes, updated, any_side)
+    traced = Traced(LayerGraph((), whole=opaque), training, evaluation, module, modes, updated, any_side)
+    return run_again(traced, shape, dtype, autocast, device)
 
 
 def run_again(
-    traced: Traced, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None
+    traced: Traced,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
 ) -> Traced:
     """Return what ``trace`` would for another shape or in mixed precision, with the graphs and the updated state of
     ``traced``: they hold for the same shape, and where they are of ``any_side`` for others.
 
     Args:
-        shape, dtype, autocast: as ``trace`` takes them; of as many tiles as were traced.
+        shape, dtype, autocast, device: as ``trace`` takes them; of as many tiles as were traced.
 
     Raises:
         ValueError: the module does not run on ``shape``.
     """
-    module = traced.model
-    with left_as_it_was(module), any_number_of_values():
-        module.train()
-        facts = fake_run(traced.training, shape, dtype, torch.device("cpu"), autocast)
-    graph = _layers(module, traced.training, traced.evaluation, facts, dict(traced.graph.whole))
+    model, graphs = traced.model, (traced.training, traced.evaluation)
+    with preserve_module_state(model), any_number_of_values():
+        model.train()
+        whole = traced.graph.whole
+        graph = layer_graph(model, *graphs, shape, dtype, torch.device(device), autocast, whole)
     return replace(traced, graph=graph)
 
 
@@ -143,7 +178,7 @@ def _graph(
     while True:
         tracer = GraphTracer(opaque, Hints(module, shape, dtype), in_place=in_place)
         try:
-            with left_as_it_was(module), torch.set_grad_enabled(module.training):
+            with preserve_module_state(module), torch.set_grad_enabled(module.training):
                 graph = tracer.trace(module)
         except Exception as error:
             if tracer.failed is None:
@@ -189,91 +224,3 @@ def _name_alike(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
     for node in ours:
         node.name = names[node]
     evaluation.recompile()
-
-
-def _layers(
-    module: nn.Module,
-    training: fx.GraphModule,
-    evaluation: fx.GraphModule,
-    facts: dict[str, Facts],
-    opaque: dict[str, str],
-) -> LayerGraph:
-    nodes = list(training.graph.nodes)
-    position = {node.name: k for k, node in enumerate(nodes)}
-    ranges = [(position[maker], position[node.name]) for node in nodes for maker in facts[node.name].changed]
-    uses: dict[int, list[int]] = {}
-    layers = []
-    for k, node in enumerate(nodes):
-        state = _state(training, node)
-        for tensor in state:
-            last = max([k, *(position[user.name] for user in node.users)]) if node.op == "get_attr" else k
-            uses.setdefault(id(tensor), []).extend((k, last))
-        fact = facts[node.name]
-        params = [t.numel() * t.element_size() for t in state if isinstance(t, nn.Parameter)]
-        layers.append(
-            Layer(
-                name=node.name,
-                kind=_kind(training, node),
-                inputs=tuple(argument.name for argument in node.all_input_nodes),
-                module=str(node.target) if node.op == "call_module" else "",
-                scope=str(node.target) if node.op == "call_module" else scope_of(node),
-                output_bytes=fact.output_bytes,
-                param_bytes=sum(params),
-                largest_param_bytes=max(params, default=0),
-                flops=fact.flops,
-                differentiable=fact.differentiable,
-                random=fact.random or _unknown(training, node),
-                saved=fact.saved,
-                ops=fact.ops,
-                output_storages=fact.output_storages,
-            )
-        )
-    ranges += [(min(positions), max(positions)) for positions in uses.values()]
-    # What only training does stays with what it works on: evaluation goes around it and can send no more than training.
-    common = {node.name for node in evaluation.graph.nodes}
-    ranges += [(k - 1, k) for k, node in enumerate(nodes) if node.name not in common]
-    classes = {path: type(submodule).__name__ for path, submodule in module.named_modules()}
-    return LayerGraph(tuple(layers), merged(ranges), classes, opaque)
-
-
-def _state(training: fx.GraphModule, node: fx.Node) -> list[Tensor]:
-    """Return the parameters and buffers that a node uses, each once."""
-    if node.op == "call_module":
-        module = training.get_submodule(str(node.target))
-        return [*module.parameters(), *module.buffers()]
-    if node.op == "get_attr":
-        owner, _, name = str(node.target).rpartition(".")
-        tensor = getattr(training.get_submodule(owner), name)
-        return [tensor] if isinstance(tensor, Tensor) else []
-    return []
-
-
-def _kind(training: fx.GraphModule, node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return INPUT
-    if node.op == "output":
-        return OUTPUT
-    if node.op == "call_module":
-        return type(training.get_submodule(str(node.target))).__name__
-    if node.op == "call_function":
-        return str(getattr(node.target, "__name__", node.target))
-    return "get_attr" if node.op == "get_attr" else str(node.target)
-
-
-def _unknown(training: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a module may draw random numbers though it did not in one run."""
-    if node.op != "call_module":
-        return False
-    module = training.get_submodule(str(node.target))
-    return any(not type(submodule).__module__.startswith(DETERMINISTIC) for submodule in module.modules())
-
-
-def merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return disjoint and sorted ranges that forbid the same cuts; those of one position forbid none."""
-    result: list[tuple[int, int]] = []
-    for first, last in sorted((first, last) for first, last in ranges if first < last):
-        if result and first <= result[-1][1]:
-            result[-1] = (result[-1][0], max(last, result[-1][1]))
-        else:
-            result.append((first, last))
-    return tuple(result)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel.trace.known_proxy import OtherPathError
-from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import storage_of
-from parallel.trace.trace import Traced
 from parallel.trace.tracer import scope_of, user_line
-from parallel.trace.without_data import Trial, state_of, swapped, trials
+from parallel.trace.without_data import Trial, preserve_module_state, state_of, swapped, trials
+
+if TYPE_CHECKING:
+    from parallel.trace.trace import Traced
 
 SEED = 1911
 _aten = torch.ops.aten
@@ -62,7 +63,7 @@ def first_difference(traced: Traced, shape: tuple[int, ...], dtype: torch.dtype)
     """
     for training in (True, False):
         graph = traced.training if training else traced.evaluation
-        with left_as_it_was(traced.model), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
+        with preserve_module_state(traced.model), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training):
             traced.model.train(training)
             for trial in trials(traced.model, shape, dtype, fill=torch.rand):
                 try:

@@ -34,12 +34,14 @@ from parallel.trace.known_proxy import (
     constant,
     detached,
 )
-from parallel.trace.updated_search import CHECKPOINT
 
 _NOT_OF_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 SCOPE = "scope"
 """Key in a node's ``meta``: path of the module whose forward the node is from."""
+
+CHECKPOINT = "_checkpoint_without_reentrant_generator"
+"""What torch.utils.checkpoint puts around a part of a model, begins with this; the end depends on torch's version."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

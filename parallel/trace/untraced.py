@@ -15,12 +15,10 @@ from torch import nn
 from parallel.comm.communicator import Communicator
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.strategy import Strategy
-from parallel.trace.norm_gradients import mend_norm_gradients
+from parallel.trace.patched_kernels import patch_kernels
 from parallel.trace.stage_module import StageModule
-from parallel.trace.strided_convolution import mend_strided_convolutions
-from parallel.trace.trace import Traced
-from parallel.trace.trace_alone import trace_alone, updated_alone
-from parallel.trace.updated_faults import refuse_copies
+from parallel.trace.trace import Traced, trace_exclusively
+from parallel.trace.updated_faults import refuse_updating_copies
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ class UntracedModule(StageModule):
     """The stage that calls ``model``. Names of parameters, buffers and modules are those in the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        mend_norm_gradients()
-        mend_strided_convolutions()
+        patch_kernels()
         super().__init__(("images",), ("output",))
         self.model = model
         self.training = model.training
@@ -92,11 +89,11 @@ def trace_as_needed(
     needed = strategy.splits or policy.segmented or policy.stream is not None
     if needed or policy.moves:
         try:
-            traced = trace_alone(module, shape, communicator)
+            traced = trace_exclusively(module, shape, communicator)
             if needed or not traced.updated:
                 return traced
         except ValueError:
             if needed:
                 raise
-    refuse_copies(updated_alone(module, shape, communicator), communicator.world, strategy.name)
+    refuse_updating_copies(module, shape, communicator, strategy.name)
     return Untraced(module)

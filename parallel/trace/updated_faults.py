@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.mesh import Mesh
-from parallel.trace.updated_search import ATTRIBUTE, TRAINED, Updated
+from parallel.trace.updated_search import ATTRIBUTE, TRAINED, Updated, refuse_checkpointed, updated_buffers
+from parallel.trace.without_data import exclusively, preserve_module_state
 
 if TYPE_CHECKING:
     from parallel.trace.trace import Traced
@@ -24,48 +28,27 @@ ALONE = "single without --recompute and --stream"
 """The strategy in which the model's own forward runs, once for each microbatch."""
 
 
-def refuse_copies(updated: Mapping[str, Updated], copies: int, strategy: str) -> None:
-    """Refuse several copies of modules with buffers that forward passes update.
-
-    Args:
-        updated: path -> buffer.
-        copies: each of which sees some of the microbatches.
+def refuse_updating_copies(
+    module: nn.Module, shape: tuple[int, ...], communicator: Communicator, strategy: str
+) -> None:
+    """Refuse a model, which need not be one that can be traced, that each rank would hold a copy of while its forward
+    passes update state; every rank calls it.
 
     Raises:
-        ValueError: names the first buffer, and says what to do.
+        ValueError: names the first state, and says what to do.
     """
+    if communicator.world == 1:
+        return
+    with exclusively(communicator), preserve_module_state(module):
+        module.train()
+        dtype = next(module.parameters()).dtype.to_real()
+        refuse_checkpointed(module, shape, dtype)
+        _refuse_copies(updated_buffers(module, shape, dtype), communicator.world, strategy)
+
+
+def _refuse_copies(updated: Mapping[str, Updated], copies: int, strategy: str) -> None:
     if updated and copies > 1:
         raise ValueError(_fault(updated, strategy, f"{copies} copies would each do so for some of the microbatches"))
-
-
-def refuse_recompute(updated: Mapping[str, Updated], policy: ActivationPolicy, strategy: str) -> None:
-    """Refuse recomputation of modules with buffers that forward passes update.
-
-    Raises:
-        ValueError: names the first buffer, and says what to do.
-    """
-    if updated and (policy.segmented or policy.stagewise):
-        raise ValueError(
-            _fault(updated, strategy, f"--recompute {policy.recompute} would do so in backward passes, too")
-        )
-
-
-def refuse_checkpointed(norm: str) -> None:
-    """Refuse a layer with running statistics that the model's own ``torch.utils.checkpoint`` runs twice.
-
-    Args:
-        norm: its path; "" where there is none.
-
-    Raises:
-        ValueError: says what to do.
-    """
-    if norm:
-        raise ValueError(
-            f"{norm} keeps running statistics inside of the model's own torch.utils.checkpoint, which updates them a "
-            "second time in the backward pass; what is split, computed again or spread over ranks updates them once: "
-            "switch the model's checkpointing off (timm: set_grad_checkpointing(False)) and use --recompute block, or "
-            "one process with --recompute none"
-        )
 
 
 def copies_fault(updated: Mapping[str, Updated]) -> str:
@@ -81,22 +64,26 @@ def refuse_schedule(
     policy: ActivationPolicy,
     strategy: str,
 ) -> None:
-    """Refuse a schedule under which a stage with such buffers has several copies, is recomputed, or sees microbatches
-    in another order than the plain step. Every rank finds the same.
+    """Refuse a schedule under which a stage with such state has several copies, is recomputed, or sees microbatches in
+    another order than the plain step. Every rank finds the same.
 
     Raises:
-        ValueError: names the first buffer, and says what to do.
+        ValueError: names the first state, and says what to do.
     """
     for stage, updated in _by_stage(traced, partition).items():
         holders = mesh.teams_with(stage)
-        refuse_copies(updated, len(holders), strategy)
-        refuse_recompute(updated, policy, strategy)
-        if weights := {name: state for name, state in updated.items() if state.kind == TRAINED}:
-            raise ValueError(_fault(weights, strategy, "several microbatches may be in flight"))
+        _refuse_copies(updated, len(holders), strategy)
         actions = (a for a in schedule[holders[0]] if a.kind is Kind.FORWARD and a.stage == stage)
         seen = [action.microbatch for action in actions if action.microbatch is not None]
-        if seen != sorted(seen):
-            raise ValueError(_fault(updated, strategy, f"stage {stage} would see the microbatches in the order {seen}"))
+        if policy.segmented or policy.stagewise:
+            reason = f"--recompute {policy.recompute} would do so in backward passes, too"
+        elif weights := {name: state for name, state in updated.items() if state.kind == TRAINED}:
+            updated, reason = weights, "several microbatches may be in flight"
+        elif seen != sorted(seen):
+            reason = f"stage {stage} would see the microbatches in the order {seen}"
+        else:
+            continue
+        raise ValueError(_fault(updated, strategy, reason))
 
 
 def _by_stage(traced: Traced, partition: Partition) -> dict[int, dict[str, Updated]]:
@@ -131,16 +118,17 @@ def _fault(updated: Mapping[str, Updated], strategy: str, what: str) -> str:
     )
 
 
-def attribute_fault(updated: Mapping[str, Updated]) -> str:
-    """Return why a model cannot be taken apart into layers: it keeps state in plain attributes; empty where it does
-    not."""
-    attributes = {name: state for name, state in updated.items() if state.kind == ATTRIBUTE}
-    if not attributes:
-        return ""
-    return (
-        f"{_named(attributes)}, which a graph of layers does not record: use --parallel {ALONE}, or make it a buffer "
-        "(register_buffer) that forward updates in place, as copy_(...) and add_(...) do"
-    )
+def refuse_attributes(updated: Mapping[str, Updated]) -> None:
+    """Refuse a model that keeps state in plain attributes: it cannot be taken apart into layers.
+
+    Raises:
+        ValueError: names the first state, and says what to do.
+    """
+    if attributes := {name: state for name, state in updated.items() if state.kind == ATTRIBUTE}:
+        raise ValueError(
+            f"{_named(attributes)}, which a graph of layers does not record: use --parallel {ALONE}, or make it a "
+            "buffer (register_buffer) that forward updates in place, as copy_(...) and add_(...) do"
+        )
 
 
 def _named(updated: Mapping[str, Updated]) -> str:

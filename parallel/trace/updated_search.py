@@ -2,17 +2,17 @@
 
 Takes a model and the shape of a microbatch; gives the state by path: spectral norm's vectors, a user's running averages
 and counters, codebooks kept as parameters without gradient, scales taken from the first microbatch, and tensors and
-numbers in plain attributes. Such state sees every microbatch once and in order, or it is not the plain step's. Also
-tells which of those layers a model's own ``torch.utils.checkpoint`` computes twice.
+numbers in plain attributes. Such state sees every microbatch once and in order, or it is not the plain step's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,12 +23,11 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from parallel.graph.layers import Op
-from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.op_recorder import OpRecorder, storage_of
-from parallel.trace.without_data import state_of, swapped, trials
+from parallel.trace.without_data import preserve_module_state, state_of, swapped, trials
 
-CHECKPOINT = "_checkpoint_without_reentrant_generator"
-"""What torch.utils.checkpoint puts around a part of a model, begins with this; the end depends on torch's version."""
+CHECKPOINTS = ("checkpoint", "_checkpoint_impl", "CheckpointFunction.forward")
+"""Functions of ``torch.utils.checkpoint`` that call a part of a model."""
 
 ATTRIBUTE, TRAINED, INITIALIZED = "attribute", "trained parameter", "trained parameter set from data"
 """Kinds of state that is no buffer; the first microbatch alone sets the last one."""
@@ -63,43 +62,70 @@ def updated_buffers(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
     Args:
         shape: (n, c, h, w) of a microbatch.
     """
-    running = {f"{path}.{name}" for path, layer in _tracking(module) for name, _ in layer.named_buffers(recurse=False)}
-    watched = _Watched(module, state_of(module).keys() - {name.lstrip(".") for name in running})
-    _run(module, watched, shape, dtype)
+    running = {id(buffer) for layer in tracking_layers(module) for buffer in layer.buffers(recurse=False)}
+    names = sorted(name for name, tensor in state_of(module).items() if id(tensor) not in running)
+    watched = _Watched(module, names)
+    _run(module, watched.run, watched.recorder, shape, dtype)
     return watched.updated
 
 
-def checkpointed_norm(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return the path of the first layer with running statistics that runs inside of ``torch.utils.checkpoint``; "" if
-    none does.
-
-    Torch computes such a layer again in the backward pass, and updates its statistics once more.
+def refuse_checkpointed(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a model whose own ``torch.utils.checkpoint`` runs layers with running statistics: torch computes such a
+    layer again in the backward pass, and updates its statistics once more.
 
     Args:
         shape: (n, c, h, w) of a microbatch.
+
+    Raises:
+        ValueError: names the first such layer, and says what to do.
     """
-    watched = _Checkpointed(module)
-    if watched.paths:
-        _run(module, watched, shape, dtype)
-    return watched.first
+    tracking = {*tracking_layers(module)}
+    paths = {layer: path for path, layer in module.named_modules() if layer in tracking}
+    found: list[str] = []
+
+    def note(layer: nn.Module, _: Any) -> None:
+        frame: FrameType | None = sys._getframe()
+        while layer.training and frame is not None:
+            code = frame.f_code
+            if code.co_filename == checkpoint.__file__ and code.co_qualname in CHECKPOINTS:
+                found.append(paths[layer])
+            frame = frame.f_back
+
+    def run(example: Tensor) -> None:
+        for layer in paths:
+            layer.register_forward_pre_hook(note)
+        module(example)
+
+    if paths:
+        with preserve_module_state(module):
+            module.train()
+            _run(module, run, contextlib.nullcontext(), shape, dtype)
+    if found:
+        raise ValueError(
+            f"{found[0]} keeps running statistics inside of the model's own torch.utils.checkpoint, which updates them "
+            "a second time in the backward pass; what is split, computed again or spread over ranks updates them once: "
+            "switch the model's checkpointing off (timm: set_grad_checkpointing(False)) and use --recompute block, or "
+            "one process with --recompute none"
+        )
 
 
-def _tracking(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    tracking = set(tracking_layers(module))
-    return ((path, layer) for path, layer in module.named_modules(remove_duplicate=False) if layer in tracking)
-
-
-def _run(module: nn.Module, watched: _Watched | _Checkpointed, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Run ``watched`` on what it can be run on; on nothing where it takes no such tiles, as training will say."""
+def _run(
+    module: nn.Module,
+    run: Callable[[Tensor], None],
+    recorder: contextlib.AbstractContextManager[Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    """Call ``run`` on tiles that ``module`` can be run on; not where it takes no such tiles, as training will say."""
     meta = any(tensor.is_meta for tensor in state_of(module).values())
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for trial in trials(module, shape, dtype, device=torch.device("cpu")):
             if meta and trial.fake is None:
                 return
             # looks at its data, or takes no such tiles: the next one
-            with contextlib.suppress(Exception), left_as_it_was(module):
-                with swapped(module, trial.values(module)), trial.mode, watched.recorder:
-                    watched.run(trial.example)
+            with contextlib.suppress(Exception), preserve_module_state(module):
+                with swapped(module, trial.values(module)), trial.mode, recorder:
+                    run(trial.example)
                 return
 
 
@@ -161,7 +187,7 @@ class _Watched:
         self.model = model
         self.recorder = _Flow()
         self.updated: dict[str, Updated] = {}
-        self._names = sorted(names)
+        self._names = names
 
     def run(self, example: Tensor) -> None:
         self.recorder.of_tiles.add(storage_of(example))
@@ -191,25 +217,17 @@ class _Watched:
         self.recorder.begin()
         if example is not None:
             self.model(example)
-        held = {name: self._registered(name) for name in self._names} | attributes_of(self.model)
+        state = state_of(self.model)
+        held = {name: state.get(name) for name in self._names} | attributes_of(self.model)
         memory = {name: (value, _storages(value)) for name, value in held.items()}
         return _Pass(memory, self.recorder.read, self.recorder.written)
-
-    def _registered(self, name: str) -> Tensor | None:
-        path, _, last = name.rpartition(".")
-        owner = self.model.get_submodule(path)
-        return owner._buffers[last] if last in owner._buffers else owner._parameters.get(last)
 
     def _kind(self, name: str) -> Updated:
         path, _, last = name.partition(":") if ":" in name else name.rpartition(".")
         owner = self.model.get_submodule(path)
-        parameter = owner._parameters.get(last)
-        if ":" in name:
-            kind = ATTRIBUTE
-        elif parameter is not None:
+        kind = ATTRIBUTE if ":" in name else "buffer"
+        if kind != ATTRIBUTE and (parameter := owner._parameters.get(last)) is not None:
             kind = TRAINED if parameter.requires_grad else "parameter without gradient"
-        else:
-            kind = "buffer"
         return Updated(type(owner).__name__, kind)
 
 
@@ -228,56 +246,6 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
         for name in vars(submodule).keys() - OF_TORCH:
             add(f"{path}:{name}", vars(submodule)[name])
     return held
-
-
-class _Checkpointed:
-    """A model run once, and the path of the first of its layers with running statistics that a checkpoint will run
-    again."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.paths = {id(layer): path for path, layer in _tracking(model)}
-        self.first = ""
-        self._depth = 0
-
-    def run(self, example: Tensor) -> None:
-        self.model(example)
-
-    @property
-    @contextlib.contextmanager
-    def recorder(self) -> Iterator[None]:
-        generators = {name: make for name, make in vars(checkpoint).items() if name.startswith(CHECKPOINT)}
-        reentrant = vars(checkpoint.CheckpointFunction)["forward"]
-        layers = [layer for layer in self.model.modules() if id(layer) in self.paths]
-        hooks = [layer.register_forward_pre_hook(self._note) for layer in layers]
-        vars(checkpoint).update({name: functools.partial(self._within, make) for name, make in generators.items()})
-        inside = functools.partial(self._inside, checkpoint.CheckpointFunction.forward)
-        setattr(checkpoint.CheckpointFunction, "forward", staticmethod(inside))  # noqa: B010  # no method to mypy
-        try:
-            yield
-        finally:
-            setattr(checkpoint.CheckpointFunction, "forward", reentrant)  # noqa: B010
-            vars(checkpoint).update(generators)
-            for hook in hooks:
-                hook.remove()
-
-    def _note(self, layer: nn.Module, _: Any) -> None:
-        if self._depth and layer.training:
-            self.first = self.first or self.paths[id(layer)]
-
-    def _within(self, make: Callable[..., Iterator[None]], *args: Any, **kwargs: Any) -> Iterator[None]:
-        self._depth += 1
-        try:
-            yield from make(*args, **kwargs)
-        finally:
-            self._depth -= 1
-
-    def _inside(self, forward: Callable[..., Any], *args: Any) -> Any:
-        self._depth += 1
-        try:
-            return forward(*args)
-        finally:
-            self._depth -= 1
 
 
 def tracking_layers(module: nn.Module) -> list[_NormBase]:

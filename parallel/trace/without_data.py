@@ -1,12 +1,14 @@
 """Run a model to learn about it: without data where it never looks at its data, else on real tiles.
 
-Other tensors take the place of parameters and buffers meanwhile, so that nothing of the model changes. ``trials`` gives
-what a model may be run on; ``swapped`` puts the tensors in place; ``run_without_data`` does both once.
+``trials`` gives what a model may be run on; ``swapped`` lets other tensors take the place of parameters and buffers
+meanwhile; ``preserve_module_state`` undoes what else a forward pass changes: attributes, hooks (`transformers` installs
+some at the first call), lists that it fills; ``run_without_data`` does all of it once.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.comm.communicator import Communicator
 
 ONE_AT_A_TIME = threading.RLock()
 """Held while a model is traced or run without data: ``nn.Module.__call__`` and torch's way to call operations are then
@@ -24,6 +26,9 @@ changed for all threads of the process, and generators are watched."""
 
 SIDES = (32, 64, 128, 224, 256, 512)
 """Sides in px of tiles on which a model that looks at its data is run, before those of the run, which may be large."""
+
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+"""Types whose contents are put back; a type derived from them may do more than hold values."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,74 @@ def run_without_data(
     cpu = torch.device("cpu")
     dtype = next((p.dtype for p in model.parameters()), torch.float32).to_real()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with left_as_it_was(model), torch.random.fork_rng(devices=[]), fake, watch or nullcontext():
+    with preserve_module_state(model), torch.random.fork_rng(devices=[]), fake, watch or nullcontext():
         values = replacements(model, lambda tensor: laid_out(empty_like(tensor, cpu)))
         with swapped(model, values):
             model(laid_out(torch.empty(shape, dtype=dtype)))
+
+
+@contextmanager
+def exclusively(communicator: Communicator) -> Iterator[None]:
+    """Let ranks that may be threads of one process run a block one after the other, and go on when all have; every rank
+    calls it. No rank draws weights before, or computes after, while another traces."""
+    communicator.barrier()
+    with ONE_AT_A_TIME:
+        yield
+    communicator.barrier()
+
+
+@contextmanager
+def preserve_module_state(module: nn.Module, *, parameters: bool = False) -> Iterator[None]:
+    """Put back, at the end, attributes, hooks, modes, submodules and buffers of ``module`` and all its submodules, the
+    contents of containers and the values of tensors that attributes hold. Every run to learn about a model is in it.
+
+    Args:
+        parameters: their values, too; not needed where a run has no data, or is given copies of them.
+    """
+    attributes = [(vars(submodule), dict(vars(submodule))) for submodule in module.modules()]
+    contents: dict[int, tuple[Any, Any]] = {}
+    tensors: dict[int, tuple[Tensor, Tensor, int, bool, Tensor | None]] = {}
+    for _, values in attributes:
+        for value in values.values():
+            _save(value, contents, tensors, parameters)
+    try:
+        yield
+    finally:
+        for held, values in attributes:
+            held.clear()
+            held.update(values)
+        for container, content in contents.values():
+            container.clear()
+            (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+        for tensor, memory, version, trained, copy in tensors.values():
+            if not _same_memory(tensor, memory):
+                tensor.data = memory
+            if tensor.is_leaf and tensor.requires_grad != trained:
+                tensor.requires_grad_(trained)
+            if copy is not None and (tensor._version != version or not _same_values(tensor, copy)):
+                with torch.no_grad():
+                    tensor.copy_(copy)
+
+
+def _save(value: Any, contents: dict[int, tuple[Any, Any]], tensors: dict[int, Any], parameters: bool) -> None:
+    if isinstance(value, Tensor):
+        if id(value) not in tensors and not nn.parameter.is_lazy(value) and value.layout is torch.strided:
+            copy = value.detach().clone() if parameters or not isinstance(value, nn.Parameter) else None
+            tensors[id(value)] = value, value.detach(), value._version, value.requires_grad, copy
+    elif isinstance(value, tuple):
+        for element in value:
+            _save(element, contents, tensors, parameters)
+    elif type(value) in CONTAINERS and id(value) not in contents:
+        contents[id(value)] = value, value.copy()
+        for element in value.values() if isinstance(value, dict) else value:
+            _save(element, contents, tensors, parameters)
+
+
+def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
+    same = tensor.shape == memory.shape and tensor.stride() == memory.stride()
+    return same and tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata
+
+
+def _same_values(tensor: Tensor, copy: Tensor) -> bool:
+    """Return False where values are known to differ; ``x.data.mul_(2)`` leaves the version of ``x``."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta or torch.equal(tensor, copy)

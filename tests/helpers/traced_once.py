@@ -1,41 +1,75 @@
 """One trace per worker of each small net that the tests of a folder split over and over.
 
-What is kept belongs to no test: the first is given what was traced of its own model, and others copies for theirs, as
-ranks that are threads are given them. That tracing leaves a model as it was is for ``tests/parallel/trace``.
+What is kept belongs to no test: the first is given what was traced of its own model, and others copies for theirs. That
+tracing leaves a model as it was is for ``tests/parallel/trace``.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from parallel.trace import trace_alone
-from parallel.trace.taken_over import taken_over
+from parallel.trace import trace
 from parallel.trace.trace import Traced
+from parallel.trace.without_data import state_of
 
-_KEPT: list[tuple[Traced, tuple[int, ...], torch.dtype]] = []
+_KEPT: list[tuple[Traced, object]] = []
 _KEEPING = threading.Lock()
 _SMALL = 100_000
 """Values in parameters: larger models are not what many tests share."""
 
 
+def known_form(model: nn.Module) -> object:
+    """Return all that is set on the modules of ``model`` but for values of tensors; a new object where nobody knows
+    whether it is the same for another model."""
+    numbers = {id(module): number for number, module in enumerate(model.modules())}
+
+    def form(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        if isinstance(value, nn.Module):
+            return numbers.get(id(value), object())
+        if isinstance(value, dict):
+            return type(value), [(key, form(element)) for key, element in value.items()]
+        if isinstance(value, list | tuple):
+            return type(value), [form(element) for element in value]
+        plain = value is None or isinstance(value, int | float | str | type | torch.dtype)
+        return (type(value), value) if plain or callable(value) or value == set() else object()
+
+    first: dict[int, int] = {}
+    tied = [first.setdefault(id(tensor), number) for number, tensor in enumerate(state_of(model).values())]
+    return [(type(module), form(vars(module))) for module in model.modules()], tied
+
+
+def taken_over(traced: Traced, model: nn.Module) -> Traced:
+    """Return copies of what was traced of another model of the same form, for ``model``."""
+    theirs, ours = traced.model, model
+    pairs = [*zip(theirs.modules(), ours.modules(), strict=True)]
+    pairs += [*zip(state_of(theirs).values(), state_of(ours).values(), strict=True)]
+    memo: dict[int, Any] = {id(old): new for old, new in pairs}
+    training, evaluation = copy.deepcopy((traced.training, traced.evaluation), memo)
+    return dataclasses.replace(traced, training=training, evaluation=evaluation, model=model)
+
+
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    anew = trace_alone.trace_as_it_runs
+    anew = trace.trace_as_it_runs
 
     def trace_once(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
+        asked = known_form(module), shape, dtype
         with _KEEPING:
-            for kept, *asked in _KEPT:
-                if asked == [shape, dtype] and (taken := taken_over(kept, module)):
-                    return taken
+            for kept, form in _KEPT:
+                if form == asked:
+                    return taken_over(kept, module)
             traced = anew(module, shape, dtype)
             if sum(parameter.numel() for parameter in module.parameters()) <= _SMALL:
-                mine = taken_over(traced, copy.deepcopy(module))
-                _KEPT.extend([(mine, shape, dtype)] if mine else [])
+                _KEPT.append((taken_over(traced, copy.deepcopy(module)), asked))
             return traced
 
-    monkeypatch.setattr(trace_alone, "trace_as_it_runs", trace_once)
+    monkeypatch.setattr(trace, "trace_as_it_runs", trace_once)

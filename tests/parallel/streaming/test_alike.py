@@ -7,7 +7,7 @@ import pytest
 from app.planning.workload import Workload
 from parallel.streaming import step_record
 from parallel.streaming.step_record import record
-from parallel.trace.left_as_it_was import left_as_it_was
+from parallel.trace.without_data import preserve_module_state
 
 
 @pytest.mark.parametrize("name", ["resnet18", "torchvision:efficientnet_b0"])
@@ -18,7 +18,7 @@ def test_records_are_those_of_every_step_run(name: str, monkeypatch: pytest.Monk
     runs = []
     run = step_record._Recording._run
     monkeypatch.setattr(step_record._Recording, "_run", lambda *given: (runs.append(1), run(*given))[1])
-    with left_as_it_was(traced.model):
+    with preserve_module_state(traced.model):
         traced.model.train()
         few, fewer = record(traced.model, region), len(runs)
         monkeypatch.setattr(step_record._Recording, "_key", lambda self, step: None)

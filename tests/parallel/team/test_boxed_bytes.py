@@ -19,7 +19,7 @@ from parallel.strategy import Strategy
 from parallel.streaming.read_region import read_region
 from parallel.team.region_run import RegionRun
 from parallel.team.team_comm import TeamComm
-from parallel.trace.trace_alone import trace_as_it_runs
+from parallel.trace.trace import trace_as_it_runs
 from tests.helpers.team_engine import segments, team_engine
 
 GIB = 2**30

@@ -29,7 +29,7 @@ from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
 from parallel.team.team_stages import team_stages
-from parallel.trace.trace_alone import trace_as_it_runs
+from parallel.trace.trace import trace_as_it_runs
 from tests.helpers import engine_runs
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, run, steps_of
 from tests.helpers.plain_step import plain_run

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.registry import build_model
-from parallel.trace.trace import merged, run_again, trace
+from parallel.trace.layer_graph import merged
+from parallel.trace.trace import run_again, trace
 
 
 class Body(nn.Module):

@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 
 from parallel.comm.local import LocalCommunicator
 from parallel.graph.partition import partition_equal
-from parallel.trace.trace import Traced, trace
-from parallel.trace.trace_alone import trace_alone
+from parallel.trace.trace import Traced, trace, trace_exclusively
 from parallel.trace.traced_check import first_difference
 from tests.helpers.awkward_nets import SMALL
 from tests.helpers.deciding_nets import DECIDING
@@ -47,14 +46,14 @@ def test_a_module_that_is_traced_wrongly_stays_whole(how: str) -> None:
     assert "1" in difference.paths
     assert "in training, at module '1'" in difference.text
     assert "test_traced_check.py:" in difference.text
-    traced = trace_alone(model, (2, 6), LocalCommunicator())
+    traced = trace_exclusively(model, (2, 6), LocalCommunicator())
     assert [layer.kind for layer in traced.graph.layers] == ["input", "Linear", "AsksHowItIsRun", "Linear", "output"]
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
 def test_a_model_that_is_traced_wrongly_is_refused() -> None:
     with pytest.raises(ValueError, match=r"AsksHowItIsRun does not follow .* in training.*test_traced_check.py:\d+"):
-        trace_alone(AsksHowItIsRun("type"), (2, 6), LocalCommunicator())
+        trace_exclusively(AsksHowItIsRun("type"), (2, 6), LocalCommunicator())
 
 
 @pytest.mark.parametrize("kind", [*SMALL, *DECIDING])
@@ -110,9 +109,9 @@ def test_what_a_graph_computes_differently_is_found(change: str) -> None:
 def test_one_tile_where_batch_norm_needs_two_is_refused_by_name() -> None:
     model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
     assert trace(model, (1, 3, 8, 8)).graph.by_name["_1"].output_bytes == 3 * 4  # a plan scales one tile
-    trace_alone(model, (2, 3, 8, 8), LocalCommunicator())
+    trace_exclusively(model, (2, 3, 8, 8), LocalCommunicator())
     with pytest.raises(ValueError, match=r"one value per channel.*let two tiles fall in each microbatch"):
-        trace_alone(model, (1, 3, 8, 8), LocalCommunicator())
+        trace_exclusively(model, (1, 3, 8, 8), LocalCommunicator())
 
 
 class TwoNames(nn.Module):
@@ -132,7 +131,7 @@ def test_sums_in_place_that_show_elsewhere_are_traced_as_such() -> None:
     torch.manual_seed(0)
     model = TwoNames().double()
     assert first_difference(trace(model, (2, 6), torch.float64), (2, 6), torch.float64) is not None
-    traced = trace_alone(model, (2, 6), LocalCommunicator())
+    traced = trace_exclusively(model, (2, 6), LocalCommunicator())
     assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(3, 6, dtype=torch.float64))
 
 
@@ -152,6 +151,6 @@ class UnderTwoNames(nn.Module):
 def test_a_module_under_two_names() -> None:
     model = UnderTwoNames().double()
     state = copy.deepcopy(model.state_dict())
-    traced = trace_alone(model, (3, 6), LocalCommunicator())
+    traced = trace_exclusively(model, (3, 6), LocalCommunicator())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(3, 6, dtype=torch.float64))

@@ -123,7 +123,7 @@ def test_a_value_that_left_for_the_host_is_not_held_by_whoever_gave_it(monkeypat
         torch.manual_seed(0)
         with monkeypatch.context() as patch:
             if not traced:
-                patch.setattr(untraced, "trace_alone", untraceable)
+                patch.setattr(untraced, "trace_exclusively", untraceable)
             loss = lambda output, target: output  # noqa: E731
             made = whole_engine(Deep(), loss, SGD, LocalCommunicator(), batch=1, m=1, shape=shape, policy=policy)
         with LiveBytes() as live:

@@ -20,11 +20,10 @@ from app.training.random_draws import refuse_draws
 from app.verify import VerifyCommand, verify
 from benchmarks.in_boxes import streamed
 from parallel.comm.local import LocalCommunicator
-from parallel.trace.left_as_it_was import left_as_it_was
 from parallel.trace.tile_size import refuse_tile_size
-from parallel.trace.trace import trace
-from parallel.trace.trace_alone import trace_alone, updated_alone
-from parallel.trace.updated_search import checkpointed_norm, updated_buffers
+from parallel.trace.trace import trace, trace_exclusively
+from parallel.trace.updated_search import refuse_checkpointed, updated_buffers
+from parallel.trace.without_data import preserve_module_state
 from tests.helpers import odd_nets, transformers_nets, updating_nets
 
 SHAPE = (2, 3, 64, 64)
@@ -33,10 +32,9 @@ EXAMINATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "draws": lambda model: refuse_draws(model, SHAPE),
     "size": lambda model: refuse_tile_size(model, "model", SHAPE),
     "updates": lambda model: updated_buffers(model, SHAPE, torch.float32),
-    "updates, alone": lambda model: updated_alone(model, SHAPE, LocalCommunicator()),
-    "checkpoints": lambda model: checkpointed_norm(model, SHAPE, torch.float32),
+    "checkpoints": lambda model: refuse_checkpointed(model, SHAPE, torch.float32),
     "trace": lambda model: trace(model, SHAPE),
-    "trace, checked": lambda model: trace_alone(model, SHAPE, LocalCommunicator()),
+    "trace, checked": lambda model: trace_exclusively(model, SHAPE, LocalCommunicator()),
     "boxes": lambda model: streamed(model, 32, SHAPE),
 }
 TRANSFORMERS = [
@@ -114,7 +112,7 @@ class Busy(nn.Module):
 def test_everything_is_put_back() -> None:
     model = Busy()
     before = state_of(model)
-    with left_as_it_was(model):
+    with preserve_module_state(model):
         model.eval()
         model(torch.rand(2))
         assert state_of(model) != before

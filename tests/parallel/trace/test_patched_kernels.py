@@ -1,10 +1,12 @@
-"""Convolutions of 1 x 1 with a stride: the numbers are torch's; a test reports when torch needs no help any more."""
+"""Torch's functions that are replaced: the numbers are right; a test reports when torch needs no help any more."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +16,112 @@ from torch import Tensor, fx, nn
 
 from app.settings.strategy import StrategySettings
 from app.verify import VerifyCommand, verify
-from parallel.trace.strided_convolution import CHANNELS, conv2d, mend_strided_convolutions
+from parallel.trace.patched_kernels import CHANNELS, conv2d, patch_kernels
 
 CLOSE = torch.channels_last
+
+
+class OwnNorm(nn.InstanceNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+NORMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "instance norm": (nn.InstanceNorm2d(4).double(), lambda y: y),
+    "with weights": (nn.InstanceNorm2d(4, affine=True).double(), lambda y: y),
+    "a user's own": (OwnNorm(4).double(), lambda y: y),
+    "a function": (lambda x: F.instance_norm(x), lambda y: y),
+    "batch norm and a view": (nn.BatchNorm2d(4).double(), lambda y: y.view(y.shape)),
+    "batch norm, changed in place": (nn.BatchNorm2d(4).double(), lambda y: y.relu_().view(y.shape)),
+}
+
+
+def input_gradient(norm: Any, after: Any, x: Tensor, gradient: Tensor) -> Tensor:
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    after(norm(x)).backward(gradient)
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, CLOSE])
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_any_layout_are_alike(name: str, tiles: int, layout: torch.memory_format) -> None:
+    patch_kernels()
+    norm, after = NORMS[name]
+    torch.manual_seed(0)
+    x, gradient = torch.randn(2, tiles, 4, 6, 6, dtype=torch.float64)
+    expected = input_gradient(norm, after, x, gradient)
+    found = input_gradient(norm, after, x.contiguous(memory_format=layout), gradient.contiguous(memory_format=CLOSE))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_torch_still_needs_help_with_norms() -> None:
+    """Of what instance norm is made of. A warning says that they need no patch."""
+    torch.manual_seed(0)
+    x, gradient = torch.randn(2, 1, 4, 6, 6, dtype=torch.float64)
+    own = torch.instance_norm  # not through torch.nn.functional
+    norm = lambda images: own(images, None, None, None, None, True, 0.1, 1e-5, False)  # noqa: E731
+    expected = input_gradient(norm, lambda y: y, x, gradient)
+    found = input_gradient(norm, lambda y: y, x, gradient.contiguous(memory_format=CLOSE))
+    if torch.allclose(expected, found):
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.warn(
+                f"torch {torch.__version__} is right here: remove norms from patched_kernels.py", stacklevel=1
+            )
+    else:
+        assert float((found - expected).abs().max()) > 0.1
+
+
+def normed(classes: int) -> nn.Module:
+    """Tiles of one microbatch go through every kind of norm that torch made wrong."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(n, 4, 3, padding=1) for n in (3, 4, 4, 4))
+            self.norm, self.own, self.head = nn.InstanceNorm2d(4), OwnNorm(4, affine=True), nn.Linear(4, classes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.convs[1](self.norm(self.convs[0](x)))
+            x = self.convs[2](F.instance_norm(torch.tanh(x)))
+            x = self.convs[3](self.own(torch.tanh(x)))
+            logits: Tensor = self.head(torch.tanh(x).mean((2, 3)))
+            return logits
+
+    return Net()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"parallel": "single"},
+        {"parallel": "single", "recompute": "block", "offload": "overlap"},
+        {"parallel": "ddp", "ranks": 2},
+        {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},
+        {"parallel": "master", "ranks": 2, "recompute": "block"},
+    ],
+)
+def test_gradients_are_those_of_contiguous_tiles(strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain step of ``verify`` is helped, too: here it computes in the layout that torch gets right."""
+    from app.training import exactness
+
+    class OnContiguous(exactness.PlainTraining):
+        def __init__(self, trial: exactness.ExactnessTrial) -> None:
+            super().__init__(dataclasses.replace(trial, channels_last=False))
+
+    monkeypatch.setattr(exactness, "PlainTraining", OnContiguous)
+    asked = StrategySettings(batch=2, microbatches=2, **strategy)
+    result = verify(VerifyCommand(asked, model=f"{__name__}:normed", tile=16, steps=2))
+    assert result is not None
+    assert result.max_relative_error <= 1e-12
+
+
 CHILD = """
 import sys, torch
-from parallel.trace.strided_convolution import mend_strided_convolutions
 if sys.argv[1] == "mended":
-    mend_strided_convolutions()
+    patch_kernels()
 torch.set_num_threads(1)
 for channels in (4, 8, 15):
     layer = torch.nn.Conv2d(channels, 8, 1, stride=2).to(memory_format=torch.channels_last)
@@ -89,12 +189,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any]]:
     ],
 )
 def test_only_what_torch_gets_wrong_is_changed(layer: nn.Conv2d, stride: Any, calls: list[Any]) -> None:
-    mend_strided_convolutions()
+    patch_kernels()
     layer(torch.zeros(1, layer.in_channels, 8, 8))
     assert calls == [(tuple(layer.weight.shape), stride)]
 
 
-class Own(nn.Conv2d):
+class OwnConvolution(nn.Conv2d):
     """A layer that names its numbers, which zero-bubble splits as well."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -105,7 +205,7 @@ class Strided(nn.Module):
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1, stride=2)
-        self.own = Own(8, 8, 3)
+        self.own = OwnConvolution(8, 8, 3)
         self.third, self.head = nn.Parameter(torch.randn(6, 8, 1, 1)), nn.Linear(6, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,9 +237,10 @@ def test_every_strategy_computes_them_so(strategy: dict[str, Any], calls: list[A
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_modules_can_still_be_scripted_and_traced() -> None:
-    mend_strided_convolutions()
-    layer, x = nn.Conv2d(4, 4, 1, stride=2), torch.ones(1, 4, 6, 6)
-    assert torch.equal(torch.jit.script(layer)(x), layer(x))
+    patch_kernels()
+    x = torch.ones(1, 4, 6, 6)
+    for layer in (nn.Conv2d(4, 4, 1, stride=2), nn.BatchNorm2d(4), nn.InstanceNorm2d(4)):
+        assert torch.equal(torch.jit.script(layer)(x), layer(x))
     assert torch.equal(fx.symbolic_trace(Strided(2))(torch.ones(1, 3, 8, 8)).sum(1).isnan(), torch.tensor([False]))
 
 
@@ -154,9 +255,9 @@ def test_the_heap_stays_whole() -> None:
 
 
 @pytest.mark.process
-def test_torch_still_needs_help() -> None:
-    """A warning says that ``parallel/trace/strided_convolution.py`` can go."""
+def test_torch_still_needs_help_with_convolutions() -> None:
+    """A warning says that they need no patch."""
     if not any(ended("plain") for _ in range(3)):
         with warnings.catch_warnings():
             warnings.simplefilter("default")
-            warnings.warn(f"torch {torch.__version__} is right here: remove strided_convolution.py", stacklevel=1)
+            warnings.warn(f"torch {torch.__version__} is right here: remove conv2d of patched_kernels.py", stacklevel=1)
