@@ -240,8 +240,8 @@ def _write(
         plan = Plan(problem_of(command, machine), best, costs.source, costs.expected_error)
         (out / "plan.json").write_text(plan.dumps())
         partition = planner.partition_of(best) if best.strategy.splits else None
-        timeline = planner.timeline(best)
-        if timeline is not None:
+        if best.strategy.splits:
+            timeline = planner.timeline(best)
             title = f"{best.strategy}: {command.model}, {command.tile} px, simulated"
             (out / "schedule.svg").write_text(schedule_svg(timeline, title=title))
             (out / "schedule.csv").write_text(to_csv(schedule_of(best.strategy)[0]))

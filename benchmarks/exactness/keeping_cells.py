@@ -14,9 +14,10 @@ from app.planning.workload import Workload
 from app.settings.strategy import StrategySettings
 from parallel.graph.partition import Partition, equal_cost
 from parallel.memory.policy import ActivationPolicy, Recompute
-from parallel.memory.rank_bytes import whole_bytes
-from parallel.memory.recompute_ranks import chosen_runs_of_whole
+from parallel.memory.rank_bytes import rank_bytes
+from parallel.memory.recompute_ranks import chosen_runs
 from parallel.memory.stage_memory import StageMemory
+from parallel.strategy import Strategy
 
 CLASSES, RANKS = 3, 2
 SCHEDULES = ("gpipe", "1f1b", "master", "bidirectional", "ddp")
@@ -113,8 +114,10 @@ def planned_runs(name: str) -> str:
     graph = Workload(subject.model, ENLARGED * subject.tile, CLASSES).trace()
     memory, whole = StageMemory(graph), Partition(graph, (0,))
     rules: tuple[Recompute, ...] = ("none", "block")
-    stages = [memory.of_stage(whole, 0, ActivationPolicy(rule)) for rule in rules]
-    ends = [whole_bytes("ddp", RANKS, subject.m, stage, 1).total for stage in stages]
-    runs = chosen_runs_of_whole("ddp", RANKS, subject.m, graph, equal_cost(graph), sum(ends) / 2, slots=1)
+    strategy = Strategy("ddp", RANKS, 1, subject.m)
+    mesh, schedule = strategy.mesh, strategy.schedule({})
+    stages = [memory.kept(whole, ActivationPolicy(rule)) for rule in rules]
+    ends = [rank_bytes(stage, mesh, schedule, slots=1)[0].total for stage in stages]
+    runs = chosen_runs(whole, mesh, schedule, equal_cost(graph), sum(ends) / 2, slots=1)
     assert runs, f"nothing to compute again in {name}"
     return ",".join(f"{first}:{last}" for first, last in runs)

@@ -37,7 +37,7 @@ from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.graph.partition import Partition
-from parallel.memory.rank_bytes import RankBytes, rank_bytes, whole_bytes
+from parallel.memory.rank_bytes import RankBytes, rank_bytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.strategy import WHOLE, Strategy
 from parallel.trace.trace import trace
@@ -77,9 +77,7 @@ def predict(case: dict[str, Any]) -> list[RankBytes]:
     shape = (1, 3, case["px"], case["px"])
     graph = trace(WithLoss(model, targets_of(case["model"], case["px"])), shape).graph
     name, ranks, m = case["strategy"], case["ranks"], case["m"]
-    if name in WHOLE:
-        return [whole_bytes(name, ranks, m, StageMemory(graph).of_layers((0, len(graph.layers))), SLOTS)] * ranks
-    strategy = Strategy(name, ranks, ranks, m)
+    strategy = Strategy(name, ranks, 1 if name in WHOLE else ranks, m)
     cut = strategy.partition(trace(model, shape).graph)
     partition = Partition(graph, cut.starts)  # the loss comes after everything else
     stages = StageMemory(graph).kept(partition)

@@ -7,7 +7,6 @@ the same however many groups there are. What the simulation leaves out stands in
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -17,12 +16,11 @@ import numpy as np
 
 from app.planning.machine import named_machine
 from app.planning.workload import Workload
-from parallel.cost.stage_cost import LayerCost, link_costs, stage_costs
+from parallel.cost.stage_cost import LayerCost, stage_costs
 from parallel.graph.partition import Partition
 from parallel.plan.plan import PlanRow, too_small
 from parallel.plan.search import Planner
-from parallel.plan.stages import slower_link
-from parallel.plan.step_time import StepTime, forecast_split
+from parallel.plan.step_time import StepTime, links_between, step_time
 from parallel.strategy import Strategy
 
 DEVICE, LINK, NETWORK, PER_NODE = "v100-16gb", "nvlink2", "edr-infiniband", 4
@@ -156,11 +154,11 @@ def _step(
     def forecast(speed: float) -> StepTime:
         costs = task.estimate(1)
         layers = tuple(_faster(layer, speed) for layer in costs.layers)
-        return forecast_split(
+        return step_time(
             dataclasses.replace(candidate, ranks=ranks, m=candidate.m * groups),
             candidate.m * groups,
             stage_costs(partition, dataclasses.replace(costs, layers=layers)),
-            link_costs(partition, functools.partial(slower_link, candidate, cluster)),
+            links_between(candidate, partition, cluster),
             params,
             task.slots,
             cluster,

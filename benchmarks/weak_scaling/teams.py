@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +25,10 @@ from app.planning.workload import Workload
 from benchmarks.results import markdown_table, results, write_results
 from benchmarks.weak_scaling.reality import TEAMS_MODEL, TEAMS_TILE, Compared, compared, reality_table, teams
 from benchmarks.weak_scaling.simulation import DEVICE, LINK, NETWORK, PER_NODE
-from parallel.cost.stage_cost import link_costs
 from parallel.plan.candidates import ON_DEVICE
 from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
-from parallel.plan.stages import slower_link
-from parallel.plan.step_time import StepTime, forecast_split
+from parallel.plan.step_time import StepTime, links_between, step_time
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.units import bytes_text
@@ -104,11 +101,11 @@ def _step(planner: Planner, row: PlanRow, ranks: int) -> StepTime:
     own, groups, cluster = row.strategy, ranks // row.strategy.group_ranks, planner.cluster
     partition = planner.partition_of(row)
     candidate = dataclasses.replace(own, ranks=ranks, m=own.m * groups)
-    return forecast_split(
+    return step_time(
         candidate,
         candidate.m,
         planner.stages.stage_costs(own, partition),
-        link_costs(partition, functools.partial(slower_link, candidate, cluster)),
+        links_between(candidate, partition, cluster),
         [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)],
         planner.task.slots,
         cluster,

@@ -15,7 +15,6 @@ from parallel.memory.offload_window import HostBytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.schedule.action import BEGINS_BACKWARD, Action, Held, Kind, Schedule, held
 from parallel.schedule.mesh import Mesh
-from parallel.schedule.shares import share_of
 
 GATHERED = 2
 """Units of FSDP that are whole at a time: the one at work, and the one gathered ahead."""
@@ -105,45 +104,18 @@ def rank_bytes(
     ]
 
 
-def whole_bytes(
-    name: str,
-    ranks: int,
-    m: int,
-    stage: StageBytes,
-    slots: int,
-    device: str = "cpu",
-) -> RankBytes:
-    """Return the bytes of each rank where every rank computes the whole model: single, ddp and fsdp.
-
-    DistributedDataParallel holds all gradients in buckets from the beginning, and those of microbatches before the last
-    outside of them. Sharded, a rank gathers unit after unit, and holds gradients whole until the last microbatch.
+def sharded_bytes(stage: StageBytes, ranks: int, *, several: bool, slots: int, device: str = "cpu") -> RankBytes:
+    """Return the bytes of each rank of fsdp, which gathers unit after unit of the parameters.
 
     Args:
-        name: of the strategy: "single", "ddp" or "fsdp".
-        ranks: that share the global batch.
-        m: microbatches of the global batch.
         stage: the whole model and its loss, for the largest microbatch.
-        slots: values that the optimizer keeps for each parameter.
+        several: a rank computes more than one, and holds whole gradients until the last.
     """
-    several = len(share_of(0, ranks, m)) > 1
-    parameters, kept = stage.parameters, stage.activations
-    # Buckets take in the gradients layer by layer; without them all that are made add up.
-    in_one_go = (stage.backward if name == "ddp" else stage.first_backward) - kept
-    added = stage.backward - kept + parameters
-    if name == "fsdp":
-        part = -(-parameters // ranks)
-        gathered = min(parameters, GATHERED * parameters // UNIT)
-        work = max(stage.forward, stage.backward) - kept + gathered
-        gradients = parameters if several else part
-        update = _update(part, slots * part, -(-stage.largest_parameter // ranks), slots, device)
-        return _fuller(RankBytes(part, gradients, slots * part, kept, work, 0), update)
-    beside = parameters if name == "ddp" else 0  # buckets
-    extra = max(in_one_go, added if several else 0, stage.forward - kept + (parameters if several else 0))
-    gradients = parameters if name == "ddp" or several else 0
-    return _fuller(
-        RankBytes(parameters, gradients, slots * parameters, kept, extra + beside - gradients, 0),
-        _update(parameters, slots * parameters, stage.largest_parameter, slots, device),
-    )
+    part, kept = -(-stage.parameters // ranks), stage.activations
+    gathered = min(stage.parameters, GATHERED * stage.parameters // UNIT)
+    work = max(stage.forward, stage.backward) - kept + gathered
+    passes = RankBytes(part, stage.parameters if several else part, slots * part, kept, work, 0)
+    return _fuller(passes, _update(part, slots * part, -(-stage.largest_parameter // ranks), slots, device))
 
 
 def _update(parameters: int, optimizer: int, largest: int, slots: int, device: str) -> RankBytes:

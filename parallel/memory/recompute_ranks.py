@@ -1,19 +1,19 @@
 """Choose the runs of layers that all ranks recompute, so that none exceeds its memory (``ActivationPolicy.chosen``).
 
-Takes a partition with its mesh and schedule, or a model that every rank computes as a whole, seconds of layers and
-the bytes of a rank; gives the names of the first and last layer of each run. Each stage has a search of its own
-(``recompute_search``) under its part of the bytes; what a rank then takes says how much more or less a part may be. No
-torch here.
+Takes a partition with its mesh and schedule, seconds of layers and the bytes of a rank; gives the names of the first
+and last layer of each run. Each stage has a search of its own (``recompute_search``) under its part of the bytes; what
+a rank then takes says how much more or less a part may be. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
-from parallel.memory.rank_bytes import in_flight, rank_bytes, whole_bytes
+from parallel.memory.rank_bytes import in_flight, rank_bytes
 from parallel.memory.recompute_search import Plan, RecomputeSearch
 from parallel.memory.stage_memory import StageMemory
 from parallel.schedule.action import Schedule
@@ -34,10 +34,8 @@ def chosen_runs(
     limit_bytes: float,
     *,
     slots: int,
-    shard_optimizer: bool = False,
-    weights: Sequence[float] | None = None,
-    device: str = "cpu",
     memory: StageMemory | None = None,
+    **options: Any,
 ) -> Runs | None:
     """Return the runs of all stages of a partition; None where no choice was found that fits.
 
@@ -46,7 +44,7 @@ def chosen_runs(
         schedule: without recomputation of whole stages.
         forward_s: of each layer.
         limit_bytes: of each rank, for everything.
-        slots, shard_optimizer, weights, device: as ``rank_bytes`` takes them.
+        slots, options: as ``rank_bytes`` takes them.
         memory: of the partition's graph, where searches share it.
     """
     memory = StageMemory(partition.graph) if memory is None else memory
@@ -56,73 +54,23 @@ def chosen_runs(
         held = sorted({stage for stage, _ in mesh.held_by(rank)})
         own = (2 + slots) * sum(plain[stage].parameters for stage in held)
         for k, stage in enumerate(held):
-            together = [each for each in combinations if each[k]]
-            if not together:
+            sharing = [each for each in combinations if each[k]]
+            if not sharing:
                 continue
-            flights[stage] = max(flights[stage], *(each[k] for each in together))
-            most = max(sum(n * plain[s].activations for n, s in zip(each, held, strict=True)) for each in together)
-            part = min(1.0, flights[stage] * plain[stage].activations / max(1, most))
+            flights[stage] = max(flights[stage], *(each[k] for each in sharing))
+            flying = max(sum(n * plain[s].activations for n, s in zip(each, held, strict=True)) for each in sharing)
+            part = min(1.0, flights[stage] * plain[stage].activations / max(1, flying))
             rooms[stage] = min(rooms[stage], part * (limit_bytes - own))
 
     def taken(runs: Runs) -> list[int]:
         stages = memory.kept(partition, ActivationPolicy("optimal", runs))
-        ranks = rank_bytes(
-            stages,
-            mesh,
-            schedule,
-            slots=slots,
-            shard_optimizer=shard_optimizer,
-            weights=weights,
-            device=device,
-        )
+        ranks = rank_bytes(stages, mesh, schedule, slots=slots, **options)
         return [
             max(ranks[rank].total for rank in holders if rank < mesh.depth)
             for holders in map(mesh.teams_with, range(partition.depth))
         ]
 
-    return _chosen(partition, forward_s, flights, rooms, taken, limit_bytes, memory)
-
-
-def chosen_runs_of_whole(
-    name: str,
-    ranks: int,
-    m: int,
-    graph: LayerGraph,
-    forward_s: Sequence[float],
-    limit_bytes: float,
-    *,
-    slots: int,
-    device: str = "cpu",
-    memory: StageMemory | None = None,
-) -> Runs | None:
-    """Return the runs where every rank computes the whole model; arguments as ``whole_bytes`` and ``chosen_runs``."""
-    partition = Partition(graph, (0,))
-    memory = StageMemory(graph) if memory is None else memory
-
-    def taken(runs: Runs) -> list[int]:
-        (stage,) = memory.kept(partition, ActivationPolicy("optimal", runs))
-        return [whole_bytes(name, ranks, m, stage, slots, device).total]
-
-    room = limit_bytes - (2 + slots) * sum(graph.owned_bytes)
-    return _chosen(partition, forward_s, [1], [room], taken, limit_bytes, memory)
-
-
-def _chosen(
-    partition: Partition,
-    forward_s: Sequence[float],
-    flights: Sequence[int],
-    rooms: list[float],
-    taken: Callable[[Runs], list[int]],
-    limit: float,
-    memory: StageMemory,
-) -> Runs | None:
-    """The fastest choice of some rounds.
-
-    Args:
-        rooms: bytes of each stage for a start.
-        taken: bytes at most of the ranks that hold a stage, by stage.
-    """
-    if max(taken(())) <= limit:
+    if max(taken(())) <= limit_bytes:
         return ()
     graph, ends = partition.graph, [*partition.starts[1:], len(partition.graph.layers)]
     bounds = zip(partition.starts, ends, flights, strict=True)
@@ -132,13 +80,13 @@ def _chosen(
         plans = [search.best(room) or search.least for search, room in zip(searches, rooms, strict=True)]
         runs = _names(graph, plans)
         most = taken(runs)
-        if max(most) <= limit:
+        if max(most) <= limit_bytes:
             if runs in fitting:
                 break
             fitting[runs] = sum(search.seconds(plan) for search, plan in zip(searches, plans, strict=True))
-            if min(most) >= ALMOST * limit:
+            if min(most) >= ALMOST * limit_bytes:
                 break
-        rooms = [_next_room(room, size, limit) for room, size in zip(rooms, most, strict=True)]
+        rooms = [_next_room(room, size, limit_bytes) for room, size in zip(rooms, most, strict=True)]
     return min(fitting, key=fitting.__getitem__, default=None)
 
 

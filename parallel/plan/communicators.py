@@ -15,8 +15,6 @@ def communication_bytes(strategy: Strategy, cluster: Cluster) -> int:
     """
     if strategy.ranks == 1:
         return 0
-    if not strategy.splits:
-        return cluster.communicator_bytes
     members = strategy.members
     peers = min(strategy.depth - 1, 2) * members
     groups = (strategy.copies * members > 1) + strategy.shard_optimizer + (members > 1)

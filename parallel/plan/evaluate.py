@@ -13,12 +13,11 @@ import math
 from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
-from parallel.cost.stage_cost import link_costs
 from parallel.graph.partition import Partition
 from parallel.plan.candidates import ANY, Savings
 from parallel.plan.plan import Limit, PlanRow, best_of, limit_of
-from parallel.plan.stages import StageCache, slower_link
-from parallel.plan.step_time import LONG, StepTime, forecast_split, forecast_whole, schedule_of, weights_of
+from parallel.plan.stages import StageCache
+from parallel.plan.step_time import LONG, StepTime, links_between, schedule_of, step_time, weights_of
 from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
 from parallel.strategy import Strategy
@@ -168,7 +167,7 @@ class Evaluator:
         miss by less; None where it cannot run."""
         if candidate not in self._checked:
             check = self.check_memory(candidate)
-            if candidate.splits and (check is None or not check.fits):
+            if check is None or not check.fits:
                 within = self.check_memory(candidate, within=True)
                 if within and (check is None or within.fits or within.over_bytes < check.over_bytes):
                     check = within
@@ -229,20 +228,16 @@ class Evaluator:
         fullest = max(range(len(held)), key=lambda rank: held[rank].total)
         if row.over_bytes > max(0, held[fullest].total - self.cluster.usable_bytes):
             return Limit("host", self.stages.host_bytes(strategy, partition))
-        stages = {0} if not strategy.splits else {s for s, _ in schedule_of(strategy)[1].held_by(fullest)}
-        layers = [layer for stage in sorted(stages) for layer in partition.layers_of(stage)]
+        stages = sorted({stage for stage, _ in schedule_of(strategy)[1].held_by(fullest)})
+        layers = [layer for stage in stages for layer in partition.layers_of(stage)]
         return limit_of(held[fullest], partition.graph, layers)
 
-    def timeline(self, row: PlanRow) -> Timeline | None:
-        """Return the simulated step of the first group; None where each rank computes the whole model."""
+    def timeline(self, row: PlanRow) -> Timeline:
+        """Return the simulated step of a group."""
         return self._step_time(row.strategy, self.partition_of(row)).timeline
 
     def _step_time(self, candidate: Strategy, partition: Partition) -> StepTime:
         stages = self.stages.stage_costs(candidate, partition)
         params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
-        batch, slots = self.task.batch, self.task.slots
-        if candidate.splits:
-            links = link_costs(partition, functools.partial(slower_link, candidate, self.cluster))
-            return forecast_split(candidate, batch, stages, links, params, slots, self.cluster)
-        (stage,), (size,) = stages, params
-        return forecast_whole(candidate, batch, stage.forward_s, stage.backward_s, size, slots, self.cluster)
+        links = links_between(candidate, partition, self.cluster)
+        return step_time(candidate, self.task.batch, stages, links, params, self.task.slots, self.cluster)

@@ -7,16 +7,14 @@ size of microbatch and kind of replica. No torch here.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from parallel.cost.stage_cost import link_costs, stage_costs
+from parallel.cost.stage_cost import stage_costs
 from parallel.plan.candidates import ANY, BOXES, Savings, candidates, in_teams, leanest
 from parallel.plan.evaluate import Evaluator
 from parallel.plan.plan import SIMPLER, PlanRow, best_of
-from parallel.plan.stages import slower_link
-from parallel.plan.step_time import by_speed, group_seconds, weights_of
+from parallel.plan.step_time import by_speed, group_seconds, links_between, weights_of
 from parallel.strategy import Strategy
 
 GAIN = 4 / 3
@@ -80,12 +78,8 @@ class Planner(Evaluator):
         if candidate.name in ("mast", "fsdp"):
             return
         costs = self.stages.stage_costs(row.strategy, self.partition_of(row))
-        if candidate.splits:
-            links = link_costs(self.partition_of(row), functools.partial(slower_link, candidate, self.cluster))
-            shared = by_speed(candidate, *group_seconds(row.strategy, self.task.batch, costs, links, self.cluster))
-        else:
-            speeds = self.cluster.speeds_of(range(candidate.ranks))
-            shared = by_speed(candidate, [(costs[0].forward_s + costs[0].backward_s) / speed for speed in speeds])
+        links = links_between(candidate, self.partition_of(row), self.cluster)
+        shared = by_speed(candidate, *group_seconds(row.strategy, self.task.batch, costs, links, self.cluster))
         if [len(share) for share in shared.shares] != [len(candidate.share_of(g)) for g in range(candidate.groups)]:
             yield self.evaluate(shared, savings)
 
@@ -169,7 +163,7 @@ class Planner(Evaluator):
         _, costs = self.stages.of(candidate)
         microbatches = sum(weights_of(candidate, self.task.batch))
         slowest = sum(costs.seconds) / candidate.depth
-        if candidate.splits and not candidate.grid:
+        if not candidate.grid:
             partition = self.stages.partition(candidate, within=False)
             assert partition is not None
             loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]

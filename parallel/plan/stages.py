@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from parallel.cost.cluster import Cluster
-from parallel.cost.devices import LinkSpec
 from parallel.cost.stage_cost import Costs, stage_costs
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, equal_cost
 from parallel.graph.scale import with_tiles
 from parallel.memory.policy import MIB, SMALLEST, WINDOW
-from parallel.memory.rank_bytes import RankBytes, host_bytes, in_flight, rank_bytes, whole_bytes
-from parallel.memory.recompute_ranks import Runs, chosen_runs, chosen_runs_of_whole
+from parallel.memory.rank_bytes import RankBytes, host_bytes, in_flight, rank_bytes, sharded_bytes
+from parallel.memory.recompute_ranks import Runs, chosen_runs
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
@@ -72,7 +72,7 @@ class StageCache:
     @functools.cached_property
     def _streamed(self) -> StreamedStages | None:
         streamed = self.task.streamed
-        return None if streamed is None else StreamedStages(streamed, self.cluster, self.task.slots)
+        return None if streamed is None else StreamedStages(streamed, self.cluster)
 
     @functools.cached_property
     def teams(self) -> TeamParts | None:
@@ -151,7 +151,7 @@ class StageCache:
         """
         size = self._size(candidate)
         graph, costs = self.microbatch(*size)
-        if not candidate.splits or candidate.stages == 1:
+        if candidate.stages == 1:
             return None if within else Partition(graph, (0,))
         paired = candidate.paired and candidate.depth <= DEEP
         # Of what is left on the device in the end, what enters a stage is the part that its cuts decide.
@@ -209,57 +209,40 @@ class StageCache:
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
         memory, limit = self._memory_of(candidate), self._limit(candidate)
-        slots, device = self.task.slots, self.cluster.kind
-        if not candidate.splits:
-            name, ranks, m = candidate.name, candidate.ranks, candidate.m
-            return chosen_runs_of_whole(
-                name, ranks, m, graph, forward_s, limit, slots=slots, device=device, memory=memory
-            )
-        schedule, placement = schedule_of(candidate)
-        return chosen_runs(
-            partition,
-            placement,
-            schedule,
-            forward_s,
-            limit,
-            slots=slots,
-            shard_optimizer=candidate.shard_optimizer,
-            weights=weights_of(candidate, self.task.batch),
-            device=device,
-            memory=memory,
-        )
+        schedule, mesh = schedule_of(candidate)
+        return chosen_runs(partition, mesh, schedule, forward_s, limit, memory=memory, **self._options(candidate))
+
+    def _options(self, candidate: Strategy) -> dict[str, Any]:
+        """Return arguments of ``memory.rank_bytes``."""
+        return {
+            "slots": self.task.slots,
+            "shard_optimizer": candidate.shard_optimizer,
+            "weights": weights_of(candidate, self.task.batch),
+            "device": self.cluster.kind,
+            "summed": candidate.copies * candidate.members > 1,
+        }
 
     def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
-        """Return the bytes of a rank of the first group; of any where each computes the whole model."""
+        """Return the bytes of a rank of the first group."""
         computing = self._computing_bytes(candidate, partition, rank)
         return dataclasses.replace(computing, communication=communication_bytes(candidate, self.cluster))
 
     def _computing_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
         memory, policy = self._memory_of(candidate), candidate.policy
         boxes = self._streamed if policy.stream is not None else None
-        if boxes is not None and not candidate.splits:
-            return boxes.rank_bytes(candidate, self.tiles(candidate), memory)
-        if not candidate.splits:
-            stage = memory.of_stage(partition, 0, policy)
-            name, ranks, m = candidate.name, candidate.ranks, candidate.m
-            return whole_bytes(name, ranks, m, stage, self.task.slots, self.cluster.kind)
-        schedule, placement = schedule_of(candidate)
+        schedule, mesh = schedule_of(candidate)
+        if candidate.name == "fsdp":
+            stage, several = memory.of_stage(partition, 0, policy), len(schedule[0]) > 2
+            slots, device = self.task.slots, self.cluster.kind
+            return sharded_bytes(stage, candidate.ranks, several=several, slots=slots, device=device)
 
         def held(stage: int) -> StageBytes:
             if boxes is not None:
                 return boxes.stage_bytes(candidate, self.tiles(candidate), memory)
             return memory.of_stage(partition, stage, policy)
 
-        (of_rank,) = rank_bytes(
-            {stage: held(stage) for stage, _ in placement.held_by(rank)},
-            placement,
-            {rank: schedule[rank]},
-            slots=self.task.slots,
-            shard_optimizer=candidate.shard_optimizer,
-            weights=weights_of(candidate, self.task.batch),
-            device=self.cluster.kind,
-            summed=candidate.grid is not None,
-        )
+        stages = {stage: held(stage) for stage, _ in mesh.held_by(rank)}
+        (of_rank,) = rank_bytes(stages, mesh, {rank: schedule[rank]}, **self._options(candidate))
         return of_rank
 
     def host_bytes(self, candidate: Strategy, partition: Partition) -> int:
@@ -269,8 +252,6 @@ class StageCache:
         if not candidate.policy.moves:
             return 0
         stages = self._memory_of(candidate).host(partition, candidate.policy)
-        if not candidate.splits:
-            return stages[0].kept + stages[0].again
         return max(host_bytes(schedule_of(candidate)[0], stages, weights_of(candidate, self.task.batch)))
 
     def stage_costs(self, candidate: Strategy, partition: Partition) -> list[StageCost]:
@@ -324,13 +305,3 @@ class StageCache:
     def _limit(self, candidate: Strategy) -> float:
         """Return the bytes that computing may take of a rank."""
         return float(self.cluster.usable_bytes - communication_bytes(candidate, self.cluster))
-
-
-def slower_link(candidate: Strategy, cluster: Cluster, source: int, target: int) -> LinkSpec | None:
-    """Return the link between two stages; of both replicas' the slower. Between teams, what their members tell each
-    other."""
-    ends = [stage % candidate.depth for stage in (source, target)]
-    ways = [tuple(ends)] + ([tuple(candidate.depth - 1 - end for end in ends)] if candidate.paired else [])
-    links = [link for way in ways if (link := cluster.link(*(seat * candidate.members for seat in way))) is not None]
-    slower = min(links, key=lambda link: link.bandwidth, default=None)
-    return cluster.told if candidate.members > 1 and cluster.told and slower == cluster.inside else slower

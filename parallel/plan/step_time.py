@@ -1,9 +1,8 @@
 """Estimate the time of a step of a candidate.
 
-Takes a candidate, the costs of its stages or of the whole model, and the cluster; gives ``StepTime``. A split model is
-simulated, one group for all, with ranks that share a device sharing it; gradients are summed beside the remaining
-backward passes, as the engine does. Where each rank computes the whole model, sums are written out: no simulation
-is needed where nobody waits for anybody before the end.
+Takes a candidate, the costs of its stages and the cluster; gives ``StepTime``. A group of ranks is simulated for all,
+with ranks that share a device sharing it; gradients are summed beside the remaining backward passes, as the engine
+does. A model that each rank computes whole is one stage.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
+from parallel.cost.devices import LinkSpec
+from parallel.cost.stage_cost import link_costs
+from parallel.graph.partition import Partition
 from parallel.schedule.action import Kind, Schedule
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_recompute
@@ -44,19 +46,19 @@ class StepTime:
     Attributes:
         bubble: part of the ranks' time until the last backward pass in which they do not compute.
         exchange_s: that summing gradients adds after the last backward pass.
-        timeline: of the first group of a split model.
+        timeline: of a group.
     """
 
     step_s: float
     bubble: float
     exchange_s: float
     update_s: float
-    timeline: Timeline | None = None
+    timeline: Timeline
 
 
 def schedule_of(candidate: Strategy) -> tuple[Schedule, Mesh]:
-    """Return what the ranks of the first group of a split model compute, and where; of the one with most to compute,
-    where shares differ.
+    """Return what the ranks of the first group compute, and where; of the one with most to compute, where shares
+    differ.
 
     Raises:
         ValueError: the schedule does not run with these numbers.
@@ -83,7 +85,7 @@ def _weights(batch: int, m: int, share: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(sizes[i] / max(sizes) for i in share)
 
 
-def forecast_split(
+def step_time(
     candidate: Strategy,
     batch: int,
     costs: Sequence[StageCost],
@@ -92,30 +94,50 @@ def forecast_split(
     slots: int,
     cluster: Cluster,
 ) -> StepTime:
-    """Return the time of a model cut into stages; bubble and timeline are of the group that is last to be done.
+    """Return the time of a step; bubble and timeline are of the group that is last to be done.
 
     Args:
         costs: of the stages, for the largest microbatch.
         gradient_bytes: by stage, as many as of its parameters.
         slots: values that the optimizer keeps for each parameter.
     """
-    costs = _adding(candidate, costs, gradient_bytes, cluster)
-    steps = {group: _step(candidate, batch, costs, links, cluster, group) for group in _unlike(candidate, cluster)}
-    group = max(steps, key=lambda each: steps[each][0].makespan_s + steps[each][2].seconds)
-    timeline, mesh, left_out = steps[group]
+    added = _adding(candidate, costs, gradient_bytes, cluster)
+    steps = {group: _step(candidate, batch, added, links, cluster, group) for group in _unlike(candidate, cluster)}
+    group = max(steps, key=lambda each: steps[each][0].makespan_s + steps[each][3])
+    timeline, mesh, units, left_out_s = steps[group]
     computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
-    summed = _summed_s(candidate, timeline, mesh, gradient_bytes, cluster)
+    if candidate.splits:
+        exchange_s = max(computed, _summed_s(candidate, timeline, mesh, gradient_bytes, cluster)) - computed
+    else:
+        exchange_s = _whole_exchange_s(candidate, batch, costs[0], gradient_bytes[0], cluster)
     held = [{stage for stage, _ in mesh.held_by(rank)} for rank in range(mesh.teams)]
     most = max(sum(gradient_bytes[stage] for stage in stages) for stages in held)
-    update_s = _update_s(most / (2 if candidate.shard_optimizer else 1), slots, cluster, candidate.ranks)
+    sharing = candidate.ranks if candidate.name == "fsdp" else 1 + candidate.shard_optimizer
+    update_s = _update_s(most / sharing, slots, cluster, candidate.ranks)
     if candidate.shard_optimizer and (link := cluster.link(0, candidate.group_ranks - candidate.members)):
         update_s += most / link.bandwidth  # each rank of a pair gives the other what it has updated
-    end = max(computed, summed)
     work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / mesh.teams
     slowness = statistics.mean(1 / speed for speed in _speeds(candidate, cluster, group))
-    more = left_out.microbatches * slowness * sum(cost.forward_s + cost.backward_s for cost in costs) / mesh.depth
-    bubble = 1 - (work + more) / (computed + left_out.seconds) if left_out.microbatches else timeline.bubble
-    return StepTime(end + left_out.seconds + update_s, bubble, end - computed, update_s, timeline)
+    more = units * slowness * sum(cost.forward_s + cost.backward_s for cost in added) / mesh.depth
+    bubble = 1 - (work + more) / (computed + left_out_s) if units else timeline.bubble
+    end = computed + exchange_s
+    return StepTime(end + left_out_s + update_s, bubble * candidate.splits, exchange_s, update_s, timeline)
+
+
+def links_between(candidate: Strategy, partition: Partition, cluster: Cluster) -> dict[tuple[int, int], LinkCost]:
+    """Return (source stage, target stage) -> the cost of the link between them, of both replicas' the slower one.
+    Between teams, of what their members exchange."""
+
+    def link(source: int, target: int) -> LinkSpec | None:
+        ends = [stage % candidate.depth for stage in (source, target)]
+        ways = [ends] + [[candidate.depth - 1 - end for end in ends]] * candidate.paired
+        known = [
+            spec for way in ways if (spec := cluster.link(*(seat * candidate.members for seat in way))) is not None
+        ]
+        slower = min(known, key=lambda spec: spec.bandwidth, default=None)
+        return cluster.told if candidate.members > 1 and cluster.told and slower == cluster.inside else slower
+
+    return link_costs(partition, link)
 
 
 def _unlike(candidate: Strategy, cluster: Cluster) -> list[int]:
@@ -150,7 +172,7 @@ def group_seconds(
     links: dict[tuple[int, int], LinkCost],
     cluster: Cluster,
 ) -> tuple[list[float], list[float]]:
-    """Return, by group of a split model, what one more microbatch takes, and what the step takes besides all of its
+    """Return, by group, what one more microbatch takes, and what the step takes besides all of its
     microbatches: the pipeline fills and empties."""
     more, fixed, known = [], [], {}
     for group in range(candidate.groups):
@@ -185,14 +207,6 @@ def _adding(
     return adding
 
 
-@dataclass(frozen=True)
-class _LeftOut:
-    """What is not simulated of a long step: that many microbatches, which take so long."""
-
-    microbatches: int
-    seconds: float
-
-
 def _step(
     candidate: Strategy,
     batch: int,
@@ -200,9 +214,10 @@ def _step(
     links: dict[tuple[int, int], LinkCost],
     cluster: Cluster,
     group: int,
-) -> tuple[Timeline, Mesh, _LeftOut]:
-    """Return the compute actions of a group's step. In a long one every microbatch beyond those that fill the
-    pipeline takes as long as the one before it, so only the first are simulated."""
+) -> tuple[Timeline, Mesh, float, float]:
+    """Return the compute actions of a group's step, and what is left out of a long one: the sum of the weights of its
+    microbatches, and their seconds. Beyond those that fill the pipeline each takes as long for its weight as the one
+    before it, so only the first are simulated."""
     share, weights = len(candidate.share_of(group)), weights_of(candidate, batch, group)
     speeds = _speeds(candidate, cluster, group)
     devices = cluster.devices(candidate.depth, candidate.groups, candidate.members)
@@ -218,11 +233,12 @@ def _step(
 
     enough = LONG * candidate.depth
     if share <= enough:
-        return *run(share), _LeftOut(0, 0.0)
+        return *run(share), 0.0, 0.0
     timeline, mesh = run(enough)
     shorter, _ = run(enough - candidate.depth)
     each = (timeline.makespan_s - shorter.makespan_s) / candidate.depth
-    return timeline, mesh, _LeftOut(share - enough, each * (share - enough))
+    units = sum(weights[enough:])
+    return timeline, mesh, units, each * units / statistics.mean(weights[enough - candidate.depth : enough])
 
 
 def _summed_s(
@@ -254,48 +270,20 @@ def _summed_s(
     return max(free.values())
 
 
-def forecast_whole(
-    candidate: Strategy,
-    batch: int,
-    forward_s: float,
-    backward_s: float,
-    param_bytes: int,
-    slots: int,
-    cluster: Cluster,
-) -> StepTime:
-    """Return the time where each rank computes the whole model.
+def _whole_exchange_s(candidate: Strategy, batch: int, stage: StageCost, param_bytes: int, cluster: Cluster) -> float:
+    """Return the seconds that exchanges add where each rank computes the whole model.
 
-    Args:
-        forward_s, backward_s: of the largest microbatch.
-        slots: values that the optimizer keeps for each parameter.
+    A GPU's backward pass hides the sums of ddp but for the last bucket. With fsdp every microbatch gathers parameters
+    for forward and for backward, half of a ring sum each, and gradients are scattered once.
     """
-    ranks = candidate.ranks
-    slow = cluster.slowdown(ranks)
-    units = sum(weights_of(candidate, batch))
-    adding_s = ADDING_PASSES * param_bytes / cluster.update_bandwidth
-    speeds = cluster.speeds_of(range(ranks)) if candidate.name != "fsdp" else (1.0,)  # whose passes wait for each other
-    compute_s = slow * max(
-        (
-            sum(weights_of(candidate, batch, rank)) * (forward_s + backward_s)
-            + adding_s * (len(candidate.share_of(rank)) - 1)
-        )
-        / speed
-        for rank, speed in (enumerate(speeds) if cluster.speeds else [(0, 1.0)])
-    )
-    update_s = _update_s(param_bytes / (ranks if candidate.name == "fsdp" else 1), slots, cluster, ranks)
-    exchange_s = 0.0
-    if candidate.name == "ddp":
-        sum_s = cluster.sum_s(param_bytes, range(ranks)) * cluster.beside_backward
-        hidden = 0.0 if cluster.kind == "cpu" else backward_s * slow
-        exposed = sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes))
-        exchange_s = max(sum_s - hidden, exposed)
-    elif candidate.name == "fsdp":
-        # Gathering is half of a ring sum, and so is scattering; every microbatch gathers for forward and for backward.
-        gather_s = cluster.sum_s(param_bytes, range(ranks)) / 2 * cluster.gathering
-        hidden = 0.0 if cluster.kind == "cpu" else slow
-        twice = max(0.0, gather_s - forward_s * hidden) + max(0.0, gather_s - backward_s * hidden)
-        exchange_s = units * twice + gather_s
-    return StepTime(compute_s + exchange_s + update_s, 0.0, exchange_s, update_s)
+    sum_s, hides = cluster.sum_s(param_bytes, range(candidate.ranks)), cluster.slowdown(candidate.ranks)
+    hides *= cluster.kind != "cpu"
+    if candidate.name == "fsdp":
+        gather_s = sum_s / 2 * cluster.gathering
+        twice = sum(max(0.0, gather_s - seconds * hides) for seconds in (stage.forward_s, stage.backward_s))
+        return sum(weights_of(candidate, batch)) * twice + gather_s
+    sum_s *= cluster.beside_backward
+    return max(sum_s - hides * stage.backward_s, sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes)))
 
 
 def _update_s(param_bytes: float, slots: int, cluster: Cluster, ranks: int) -> float:

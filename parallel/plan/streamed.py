@@ -17,7 +17,7 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import Costs, stage_costs
 from parallel.graph.layers import Layer, LayerGraph, Op
 from parallel.graph.partition import Partition
-from parallel.memory.rank_bytes import RankBytes, whole_bytes
+from parallel.memory.rank_bytes import RankBytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.plan.part_graph import Sum
@@ -73,11 +73,10 @@ class StreamedStages:
     Args:
         streamed: of the model.
         cluster: where.
-        slots: values that the optimizer keeps for each parameter.
     """
 
-    def __init__(self, streamed: Streamed, cluster: Cluster, slots: int) -> None:
-        self._streamed, self._cluster, self._slots = streamed, cluster, slots
+    def __init__(self, streamed: Streamed, cluster: Cluster) -> None:
+        self._streamed, self._cluster = streamed, cluster
         self._regions: dict[Grid | None, StreamedModel | None] = {None: streamed.model}
         self._models: dict[tuple[int, Grid | None], StreamedModel] = {}
         self._crossing: dict[tuple[int, Grid | None], int] = {}
@@ -121,21 +120,11 @@ class StreamedStages:
             self._models[tiles, grid] = region.of_tiles(tiles)
         return self._models[tiles, grid]
 
-    def rank_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> RankBytes:
-        """Return the bytes of a rank that computes the whole model.
-
-        Args:
-            memory: of the graph of the whole model and its loss, for such a microbatch.
-        """
-        name, ranks, m = strategy.name, strategy.ranks, strategy.m
-        stage = self.stage_bytes(strategy, tiles, memory)
-        return whole_bytes(name, ranks, m, stage, self._slots, self._cluster.kind)
-
     def stage_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> StageBytes:
         """Return the bytes of the only stage, of a team's largest member.
 
         Args:
-            memory: as ``rank_bytes`` takes it, or of the graph of the largest member's part.
+            memory: of the graph of the whole model and its loss for such a microbatch, or of the largest member's part.
         """
         boxes, graph = self.boxes(strategy, tiles), memory.graph
         parameters, box, start = sum(graph.owned_bytes), self._box_bytes(boxes), self._end(strategy, graph)

@@ -14,7 +14,7 @@ from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
 from parallel.memory.offload_window import HostBytes
 from parallel.memory.policy import LEAST, ActivationPolicy, Segment, segments_of
-from parallel.memory.rank_bytes import host_bytes, whole_bytes
+from parallel.memory.rank_bytes import host_bytes, rank_bytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.offload.live_bytes import LiveBytes
@@ -23,6 +23,7 @@ from parallel.schedule.passes import add_recompute
 from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Compute, Stage
+from parallel.strategy import Strategy
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced, trace
 from tests.helpers.random_graphs import random_graph
@@ -128,8 +129,9 @@ def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
 
 def test_whole_models_under_a_policy() -> None:
     graph = chain()
-    plain, moved = (
-        whole_bytes("single", 1, 1, only(graph, rule), 2)
+    strategy = Strategy("single", 1, 1, 1)
+    (plain,), (moved,) = (
+        rank_bytes([only(graph, rule)], strategy.mesh, strategy.schedule({}), slots=2)
         for rule in (ActivationPolicy(), ActivationPolicy(offload="overlap", smallest=0))
     )
     assert (plain.activations, moved.activations) == (208, 0)

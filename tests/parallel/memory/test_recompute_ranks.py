@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Partition, partition_equal
+from parallel.graph.partition import partition_equal
 from parallel.memory.policy import ActivationPolicy, segments_of
-from parallel.memory.rank_bytes import rank_bytes, whole_bytes
-from parallel.memory.recompute_ranks import chosen_runs, chosen_runs_of_whole
+from parallel.memory.rank_bytes import rank_bytes
+from parallel.memory.recompute_ranks import chosen_runs
 from parallel.memory.stage_memory import StageMemory
 from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.trace.trace import trace
@@ -23,10 +23,10 @@ def seconds(graph: LayerGraph) -> list[float]:
     return [1e-9 * layer.flops + 1e-9 * layer.output_bytes + 1e-6 for layer in graph.layers]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "bidirectional", "interleaved"])
+@pytest.mark.parametrize("name", ["single", "gpipe", "1f1b", "bidirectional", "interleaved"])
 def test_ranks_fit(name: str) -> None:
     graph = unet()
-    mesh = mesh_for(name, groups=1, depth=2, chunks=2 if name == "interleaved" else 1)
+    mesh = mesh_for(name, groups=1, depth=1 + (name != "single"), chunks=1 + (name == "interleaved"))
     partition, schedule = partition_equal(graph, mesh.stages), build_schedule(name, mesh, 4)
 
     def fullest(policy: ActivationPolicy) -> int:
@@ -45,16 +45,3 @@ def test_ranks_fit(name: str) -> None:
         each for k in range(partition.depth) for each in segments_of(partition, k, ActivationPolicy("optimal", runs))
     ]
     assert sum(segment.recompute for segment in again) == len(runs)
-
-
-def test_whole_models_fit() -> None:
-    graph = unet()
-
-    def taken(policy: ActivationPolicy) -> int:
-        return whole_bytes("single", 1, 2, StageMemory(graph).of_stage(Partition(graph, (0,)), 0, policy), 2).total
-
-    full = taken(ActivationPolicy())
-    runs = chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), 0.8 * full, slots=2)
-    assert runs
-    assert 0.7 * full < taken(ActivationPolicy("optimal", runs)) <= 0.8 * full
-    assert chosen_runs_of_whole("single", 1, 2, graph, seconds(graph), full, slots=2) == ()

@@ -14,8 +14,7 @@ from parallel.plan.step_time import (
     ADDING_PASSES,
     DDP_BUCKET,
     UPDATE_PASSES,
-    forecast_split,
-    forecast_whole,
+    step_time,
 )
 from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
@@ -30,7 +29,7 @@ def cluster(per_node: int = 8, lanes: float = 8, link: LinkSpec = FAST, update: 
 def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: Any) -> float:
     costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)] * depth
     links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(depth - 1)}
-    return forecast_split(Strategy(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
+    return step_time(Strategy(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,9 @@ def test_what_a_pair_updates_in_halves_is_copied() -> None:
 
 
 def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:
-    return forecast_whole(Strategy(name, ranks, 1, m), batch, 1.0, 2.0, params, 2, on).step_s
+    return step_time(
+        Strategy(name, ranks, 1, m), batch, [StageCost(1.0, 2.0, 1.0, 1.0, 10)], {}, [params], 2, on
+    ).step_s
 
 
 def test_whole_models() -> None:
@@ -118,3 +119,7 @@ def test_a_long_step_is_not_simulated_whole_and_takes_as_long(name: str, monkeyp
     whole = split(name, 4, 4, 60, cluster())
     monkeypatch.setattr("parallel.plan.step_time.LONG", 4)
     assert split(name, 4, 4, 60, cluster()) == pytest.approx(whole)
+
+
+def test_smaller_microbatches_of_a_long_step_take_less() -> None:
+    assert whole("single", 1, 30, cluster(), batch=100) == pytest.approx(100 / 4 * 3)  # 10 of 4 tiles, 20 of 3

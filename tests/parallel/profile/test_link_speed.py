@@ -17,10 +17,11 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import LayerCost
 from parallel.plan.part_graph import Halo, HaloTraffic, Sum
 from parallel.plan.side_by_side import sum_in_team_s, with_traffic
-from parallel.plan.step_time import forecast_whole
+from parallel.plan.step_time import step_time
 from parallel.profile import link_speed, link_worker
 from parallel.profile.cache import keep, kept_text
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
+from parallel.schedule.timeline import StageCost
 from parallel.strategy import Strategy
 from tests.helpers.sim_gpu import simulated
 from tests.helpers.sim_gpu.ranks import run_ranks
@@ -45,7 +46,9 @@ def test_a_plan_forecasts_the_seconds_that_were_measured(ranks: int) -> None:
     assert cluster.sum_s(SIZE, range(ranks)) == pytest.approx(0.046)
     assert cluster.sum_s(0, range(ranks)) == pytest.approx(0.006)
     ddp, fsdp = (
-        forecast_whole(Strategy(name, ranks, 1, ranks), ranks, 0.1, 0.1, SIZE, 0, cluster).step_s
+        step_time(
+            Strategy(name, ranks, 1, ranks), ranks, [StageCost(0.1, 0.1, 0.05, 0.05, 0)], {}, [SIZE], 0, cluster
+        ).step_s
         for name in ("ddp", "fsdp")
     )
     assert (ddp, fsdp) == (pytest.approx(0.3), pytest.approx(0.8))
