@@ -16,7 +16,7 @@ from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
 from app.settings.strategy import StrategySettings
 from parallel.graph.partition import Partition
-from parallel.plan.candidates import RECOMPUTE, Savings
+from parallel.plan.candidates import RECOMPUTE, MemoryOptions
 from parallel.plan.plan import Plan, PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES, SPATIAL
@@ -93,9 +93,9 @@ def follow(settings: StrategySettings, row: PlanRow, device: str) -> Strategy:
     return dataclasses.replace(asked, **{name: getattr(row.strategy, name) for name in PLANNED})
 
 
-def savings_of(settings: StrategySettings) -> Savings:
+def savings_of(settings: StrategySettings) -> MemoryOptions:
     """What a search may do to need less memory: what is asked for, else anything."""
-    return Savings(
+    return MemoryOptions(
         RECOMPUTE if settings.recompute == "none" else (settings.recompute,),
         (False, True) if settings.offload == "none" else (True,),
         stream=settings.offload_state != "parameters",
@@ -183,8 +183,9 @@ def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
     asked = strategy.to_strategy("cpu")
     candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m, grid=asked.grid)
     candidate = candidate.under(host_bytes=asked.policy.host_bytes)
-    if planner.task.streamed is None:
-        raise RunError(planner.task.not_streamed)
+    streamed, fault = planner.task.in_boxes()
+    if streamed is None:
+        raise RunError(fault)
     if not planner.stages.goes_in_boxes(candidate):
         raise RunError(
             f"--stream auto finds nothing of this model that a team of {asked.grid} can divide: use larger tiles, "

@@ -9,7 +9,7 @@ from typing import Literal
 from app.settings.policy_faults import OPTIMAL_OFFLOAD
 from app.settings.sizes import bytes_of
 from app.settings.strategy import Parallel
-from parallel.plan.candidates import RECOMPUTE, Savings
+from parallel.plan.candidates import RECOMPUTE, MemoryOptions
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class PlanCommand:
         return max(8, self.ranks) if self.batch is None else self.batch
 
     @property
-    def savings(self) -> Savings:
+    def savings(self) -> MemoryOptions:
         """Ways of needing less memory that are open."""
         recompute = RECOMPUTE if self.recompute == "auto" else (self.recompute,)
-        return Savings(recompute, {"auto": (False, True), "none": (False,), "overlap": (True,)}[self.offload])
+        return MemoryOptions(recompute, {"auto": (False, True), "none": (False,), "overlap": (True,)}[self.offload])
 
     def validate(self) -> list[str]:
         faults = [

@@ -26,12 +26,12 @@ from parallel.draw.graph_text import graph_dot, graph_json, graph_text
 from parallel.draw.model_view import ModelView
 from parallel.draw.schedule_svg import schedule_svg
 from parallel.graph.scale import with_tiles
-from parallel.plan.candidates import Savings
+from parallel.plan.candidates import MemoryOptions
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
 from parallel.plan.plan import Plan, PlanRow, best_of, too_small
 from parallel.plan.search import Planner
+from parallel.plan.stages import Task
 from parallel.plan.step_time import schedule_of
-from parallel.plan.task import Task
 from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.schedule.shares import FINE
 from parallel.schedule.text import to_csv
@@ -120,9 +120,10 @@ def _unequal(
 
 def _box_note(task: Task) -> str:
     """How far tiles can be computed box by box, where that is not to the end."""
-    if task.streamed is None:
-        return f"not box by box: {task.not_streamed}"
-    ends = task.streamed.model.ends_at
+    streamed, fault = task.in_boxes()
+    if streamed is None:
+        return f"not box by box: {fault}"
+    ends = streamed.model.ends_at
     return f"box by box up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole" if ends else ""
 
 
@@ -191,7 +192,7 @@ def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequ
                 planners[tile] = None
         return planners[tile]
 
-    def least(tile: int, name: str, savings: Savings) -> PlanRow | None:
+    def least(tile: int, name: str, savings: MemoryOptions) -> PlanRow | None:
         planner = planner_at(tile)
         return planner.smallest_memory(name, 1 if name == "single" else command.ranks, savings) if planner else None
 

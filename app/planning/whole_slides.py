@@ -12,7 +12,7 @@ import math
 from app.planning.auto import machine_of
 from app.settings.cli import RunError
 from app.settings.run import RunConfig
-from parallel.plan.candidates import Savings
+from parallel.plan.candidates import MemoryOptions
 from parallel.plan.search import Planner
 from parallel.units import bytes_text
 from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE
@@ -67,7 +67,7 @@ def check_largest(config: RunConfig, largest: tuple[int, int], classes: int, seg
         planner = Planner(work.task(asked.batch, machine.estimate), machine.cluster)
     except ValueError:  # not traced: nobody knows
         return
-    savings = Savings((asked.recompute,), (asked.offload != "none",), stream=False)
+    savings = MemoryOptions((asked.recompute,), (asked.offload != "none",), stream=False)
     rows = planner.search([asked.name], ranks=asked.world, m=asked.m, savings=savings)
     least = min((max(row.peak_bytes) for row in rows if row.peak_bytes), default=0)
     if least > machine.cluster.memory_bytes:

@@ -27,8 +27,8 @@ from parallel.graph.layers import Layer, LayerGraph
 from parallel.graph.scale import GraphsBySide
 from parallel.plan.largest_tile import LIMIT
 from parallel.plan.side_by_side import Divisible
+from parallel.plan.stages import Task
 from parallel.plan.streamed import Streamed
-from parallel.plan.task import Task
 from parallel.space.team import Grid
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import with_sums
@@ -177,8 +177,8 @@ class Workload:
         refused = self._refused_by(traced)
         one_copy = copies_fault(traced.updated)
         slots = SLOTS[self.optimizer] + self.averages
-        in_boxes = functools.partial(self._streamed, traced, estimate)
-        in_teams = functools.partial(self._divisible, traced, plain, estimate)
+        in_boxes = functools.cache(lambda: self._streamed(traced, estimate))
+        in_teams = functools.cache(lambda: self._divisible(traced, plain, estimate))
         return Task(kept, estimate(plain), batch, slots, refused, one_copy, in_boxes, in_teams)
 
     def _refused_by(self, traced: Traced) -> dict[str, str]:

@@ -17,13 +17,13 @@ from benchmarks.out_of_core.peaks import ROOM
 from benchmarks.out_of_core.problem import BATCH, least, planner
 from benchmarks.out_of_core.trial import largest_error
 from benchmarks.ranks import run_on_ranks
-from parallel.plan.candidates import PLAIN, Savings
+from parallel.plan.candidates import PLAIN, MemoryOptions
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tile
 from parallel.plan.plan import PlanRow
 from parallel.strategy import Strategy
 
-AGAIN = Savings(("stage", "block"), (False,))
-BOTH = Savings(("block",), (True,))
+AGAIN = MemoryOptions(("stage", "block"), (False,))
+BOTH = MemoryOptions(("block",), (True,))
 ROWS = (
     ("plain", "single", PLAIN),
     ("recompute", "single", AGAIN),

@@ -17,7 +17,7 @@ from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import equal_cost
 from parallel.graph.scale import with_tiles
-from parallel.plan.candidates import Savings
+from parallel.plan.candidates import MemoryOptions
 from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SPATIAL
@@ -61,8 +61,8 @@ def strategy_of(case: dict[str, Any]) -> Strategy:
     return PlanRow.from_json(case["row"]).strategy.under(optimizer=case["state_on_host"])
 
 
-def least(model: str, px: int, ranks: int, budget: int, name: str, savings: Savings) -> PlanRow | None:
-    """The leanest candidate of a strategy with microbatches of one tile, its stages spread over all ranks. Where
+def least(model: str, px: int, ranks: int, budget: int, name: str, savings: MemoryOptions) -> PlanRow | None:
+    """The fewest_bytes candidate of a strategy with microbatches of one tile, its stages spread over all ranks. Where
     activations go to the host, the optimizer is there, too."""
     made = planner(model, px, ranks, budget, state_on_host=savings.offload == (True,))
     depth = None if name in (*WHOLE, SPATIAL.name) else ranks

@@ -1,7 +1,7 @@
 """The strategies that a planner chooses from, and the ways of needing less memory that it may take.
 
 Takes the number of ranks and the global batch; gives every schedule on every mesh with every number of microbatches.
-``Savings`` gives a strategy again with its optimizer state shared, parts of it recomputed, or what it keeps moved
+``MemoryOptions`` gives a strategy again with its optimizer state shared, parts of it recomputed, or what it keeps moved
 to the host. What they cost and whether they fit is for others to say. No torch here.
 """
 
@@ -93,7 +93,7 @@ def grids_of(members: int) -> list[Grid]:
     return [Grid(members, 1)] + [Grid(members // columns, columns)] * (columns > 1)
 
 
-def leanest(strategies: Iterable[Strategy]) -> list[Strategy]:
+def fewest_bytes(strategies: Iterable[Strategy]) -> list[Strategy]:
     """Return, of candidates of one name, those with the smallest and the largest microbatches for each number of
     stages; others take bytes between theirs. The smallest microbatches first, and of these the most stages."""
     by_depth: dict[int, list[Strategy]] = {}
@@ -123,7 +123,7 @@ RECOMPUTE = ("none", "stage", "block", "optimal")
 
 
 @dataclass(frozen=True)
-class Savings:
+class MemoryOptions:
     """Ways of needing less memory that a search may take.
 
     Attributes:
@@ -136,14 +136,14 @@ class Savings:
     recompute: tuple[str, ...] = RECOMPUTE
     offload: tuple[bool, ...] = (False, True)
     stream: bool = True
-    beyond: Savings | None = field(default=None, repr=False, compare=False)
+    beyond: MemoryOptions | None = field(default=None, repr=False, compare=False)
 
     @property
     def boxes(self) -> bool:
         """Tiles may be computed box by box, which goes with nothing else."""
         return self.stream and "none" in self.recompute and False in self.offload
 
-    def tiers(self, candidate: Strategy) -> Iterator[list[Strategy]]:
+    def escalation(self, candidate: Strategy) -> Iterator[list[Strategy]]:
         """``candidate`` first, where nothing else is asked for; then variants of it that need less memory and more
         time. Which of a tier is the fastest depends on the machine; those of a later tier need less memory."""
         again = [how for how in self.recompute if how != "none" and _can_recompute(candidate, how)]
@@ -160,7 +160,7 @@ class Savings:
             if variants and candidate.paired:
                 yield [dataclasses.replace(variant, shard_optimizer=True) for variant in variants]
 
-    def refined(self, candidate: Strategy) -> Strategy | None:
+    def with_optimal(self, candidate: Strategy) -> Strategy | None:
         """``candidate`` with the best choice of what is computed again in place of blocks or stages; None where it does
         not compute again, or that is not open."""
         chosen = candidate.under(recompute="optimal")
@@ -168,8 +168,8 @@ class Savings:
         return chosen if rough and self._allow(chosen) and _can_recompute(candidate, "optimal") else None
 
     def refusal(self, candidate: Strategy) -> str:
-        """Why nothing that ``tiers`` gives can run."""
-        if any(self.tiers(candidate)):
+        """Why nothing that ``escalation`` gives can run."""
+        if any(self.escalation(candidate)):
             return "no choice of what is computed again was found that fits the memory"
         asked = f"recompute {' or '.join(self.recompute)}" * ("none" not in self.recompute)
         asked = " and ".join(word for word in (asked, "offload" * (False not in self.offload)) if word)
@@ -187,11 +187,11 @@ class Savings:
         return variant.policy.recompute in self.recompute and variant.policy.moves in self.offload
 
 
-ANY = Savings()
-PLAIN = Savings(("none",), (False,), stream=False)
-ON_DEVICE = Savings(offload=(False,), stream=False)
+ANY = MemoryOptions()
+PLAIN = MemoryOptions(("none",), (False,), stream=False)
+ON_DEVICE = MemoryOptions(offload=(False,), stream=False)
 """Computing again, but moving nothing."""
-BOXES = Savings(("none",), (False,))
+BOXES = MemoryOptions(("none",), (False,))
 """Tiles computed box by box, where they do not fit as they are."""
 
 

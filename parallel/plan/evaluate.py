@@ -2,7 +2,7 @@
 
 Takes a task and a cluster; gives a ``PlanRow`` for a strategy. What does not fit is tried again with cuts chosen within
 the memory, then with the optimizer state of a pair of replicas shared between its ranks, then with parts recomputed or
-moved to the host, then with both (``Savings``); each costs time, so the first that fits is taken. No torch here.
+moved to the host, then with both (``MemoryOptions``); each costs time, so the first that fits is taken. No torch here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
 from parallel.graph.partition import Partition
-from parallel.plan.candidates import ANY, Savings
+from parallel.plan.candidates import ANY, MemoryOptions
 from parallel.plan.plan import Limit, PlanRow, best_of, limit_of
-from parallel.plan.stages import StageCache
+from parallel.plan.stages import StageCache, Task
 from parallel.plan.step_time import LONG, StepTime, links_between, schedule_of, step_time, weights_of
-from parallel.plan.task import Task
 from parallel.schedule.timeline import Timeline
 from parallel.strategy import Strategy
 
@@ -83,7 +82,7 @@ class Evaluator:
         self.stages = StageCache(task, cluster)
         self._checked: dict[Strategy, MemoryCheck | None] = {}
 
-    def evaluate(self, candidate: Strategy, savings: Savings = ANY, *, seconds: bool = True) -> PlanRow:
+    def evaluate(self, candidate: Strategy, savings: MemoryOptions = ANY, *, seconds: bool = True) -> PlanRow:
         """Return, of ``candidate`` with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost
         about as much; the variant that misses by least where none does.
 
@@ -95,7 +94,7 @@ class Evaluator:
                 return PlanRow(candidate, refused=self.task.one_copy)
             savings = dataclasses.replace(savings, recompute=("none",))
         tried: list[MemoryCheck] = []
-        for tier in savings.tiers(candidate):
+        for tier in savings.escalation(candidate):
             own, fastest = [], None
             for variant in tier:
                 if (fastest and not self._may_beat(variant, fastest)) or (check := self._best_cuts(variant)) is None:
@@ -107,10 +106,10 @@ class Evaluator:
             if fastest is not None:
                 return fastest
             tried = own + tried
-        if savings.boxes and (streamed := self._in_boxes(candidate)):
-            if streamed.fits:
-                return self.estimate_time(streamed, seconds)
-            tried = [streamed, *tried]
+        if savings.boxes and (boxed := self._in_boxes(candidate)):
+            if boxed.fits:
+                return self.estimate_time(boxed, seconds)
+            tried = [boxed, *tried]
         if not tried:
             return PlanRow(candidate, refused=savings.refusal(candidate))
         nearest = min(tried, key=lambda check: check.over_bytes)
@@ -136,8 +135,9 @@ class Evaluator:
             # Smaller boxes store no fewer maps on the host; on a CPU they leave more of the memory for these maps.
             return fitting(side).fits if self.cluster.kind == "cpu" else fitting(side).fits_device
 
-        assert self.task.streamed is not None
-        hints, key = self.task.streamed.hints, (self.stages.tiles(candidate), candidate.grid)
+        streamed, _ = self.task.in_boxes()
+        assert streamed is not None
+        hints, key = streamed.hints, (self.stages.tiles(candidate), candidate.grid)
         at = sides.index(hints[key]) if hints.get(key) in sides else len(sides) - 1
         if allowed(sides[at]):
             while at + 1 < len(sides) and allowed(sides[at + 1]):

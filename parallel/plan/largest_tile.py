@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
+from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, MemoryOptions
 from parallel.plan.plan import PlanRow
 from parallel.strategy import STREAMED
 
@@ -28,7 +28,7 @@ activations may be moved to the host, steps from the last that fitted, each twic
 LIMIT = 1 << 16
 """Px; slides are seldom wider."""
 
-Least = Callable[[int, str, Savings], PlanRow | None]
+Least = Callable[[int, str, MemoryOptions], PlanRow | None]
 """(tile side in px, strategy, what is open) -> its candidate with the fewest bytes; None where it cannot run at all."""
 
 
@@ -45,29 +45,29 @@ class LargestTile:
     """
 
     name: str
-    savings: Savings
+    savings: MemoryOptions
     tile: int
     row: PlanRow | None
     next_row: PlanRow | None
     doubled: PlanRow | None = None
 
 
-def steps_of(savings: Savings) -> list[Savings]:
+def steps_of(savings: MemoryOptions) -> list[MemoryOptions]:
     """Return, within ``savings``: nothing, computing again, moving to the host besides, and boxes alone.
 
     Each is for larger tiles than those before it can train, and does not try these again.
     """
-    steps: list[Savings] = []
-    for open_to in (PLAIN, ON_DEVICE, Savings(stream=False)):
+    steps: list[MemoryOptions] = []
+    for open_to in (PLAIN, ON_DEVICE, MemoryOptions(stream=False)):
         recompute = tuple(how for how in savings.recompute if how in open_to.recompute or how not in RECOMPUTE)
         offload = tuple(moves for moves in savings.offload if moves in open_to.offload)
-        step = Savings(recompute, offload, stream=False, beyond=steps[-1] if steps else None)
+        step = MemoryOptions(recompute, offload, stream=False, beyond=steps[-1] if steps else None)
         if recompute and offload and step not in steps:
             steps.append(step)
     return [*steps, dataclasses.replace(BOXES, beyond=steps[-1])] if savings.boxes else steps
 
 
-def largest_tiles(names: Iterable[str], steps: Sequence[Savings], least: Least) -> list[LargestTile]:
+def largest_tiles(names: Iterable[str], steps: Sequence[MemoryOptions], least: Least) -> list[LargestTile]:
     """Return those of each strategy under each of ``steps``, from the one that allows least on, as far as it gains
     anything."""
     tiles = []
@@ -81,7 +81,7 @@ def largest_tiles(names: Iterable[str], steps: Sequence[Savings], least: Least) 
     return tiles
 
 
-def largest_tile(name: str, savings: Savings, least: Least, known_to_fit: int = 0) -> LargestTile | None:
+def largest_tile(name: str, savings: MemoryOptions, least: Least, known_to_fit: int = 0) -> LargestTile | None:
     """Return that of one strategy and one set of ways to need less memory; None where it cannot run.
 
     Args:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from parallel.cost.stage_cost import stage_costs
-from parallel.plan.candidates import ANY, BOXES, Savings, candidates, in_teams, leanest
+from parallel.plan.candidates import ANY, BOXES, MemoryOptions, candidates, fewest_bytes, in_teams
 from parallel.plan.evaluate import Evaluator
 from parallel.plan.plan import SIMPLER, PlanRow, best_of
 from parallel.plan.step_time import by_speed, group_seconds, links_between, weights_of
@@ -36,7 +36,7 @@ class Planner(Evaluator):
         ranks: int,
         depth: int | None = None,
         m: int | None = None,
-        savings: Savings = ANY,
+        savings: MemoryOptions = ANY,
     ) -> Iterator[PlanRow]:
         """Yield the row of every candidate among the strategies ``names``; ``depth`` and ``m`` as the user fixed
         them."""
@@ -53,7 +53,7 @@ class Planner(Evaluator):
         yield from self._of_teams(free, ranks, depth, m, savings, best_of(rows))
 
     def _of_ranks(
-        self, free: Sequence[str], ranks: int, depth: int | None, m: int | None, savings: Savings
+        self, free: Sequence[str], ranks: int, depth: int | None, m: int | None, savings: MemoryOptions
     ) -> Iterator[PlanRow]:
         """Yield the rows of candidates whose every rank has a team of its own."""
         most = self.stages.most_stages
@@ -73,7 +73,7 @@ class Planner(Evaluator):
         for name in free:
             yield from self._promising([candidate for candidate in allowed if candidate.name == name], savings)
 
-    def _by_speed(self, candidate: Strategy, row: PlanRow, savings: Savings) -> Iterator[PlanRow]:
+    def _by_speed(self, candidate: Strategy, row: PlanRow, savings: MemoryOptions) -> Iterator[PlanRow]:
         """Yield the row of ``candidate`` with shares by the speeds of its groups, where they are not equal ones."""
         if candidate.name in ("mast", "fsdp"):
             return
@@ -89,7 +89,7 @@ class Planner(Evaluator):
         ranks: int,
         depth: int | None,
         m: int | None,
-        savings: Savings,
+        savings: MemoryOptions,
         best: PlanRow | None,
     ) -> Iterator[PlanRow]:
         """Yield the rows of candidates with teams of several members: of spatial always, of pipelines of teams as
@@ -102,7 +102,7 @@ class Planner(Evaluator):
             yield PlanRow(Strategy("spatial", ranks, 1, 1), refused=self._no_teams(ranks))
         for name in sorted(own, key=lambda name: name != "spatial"):
             speed = 0.0 if name == "spatial" or best is None else best.images_per_second or 0.0
-            tried = own[name] if speed or name == "spatial" else leanest(own[name])
+            tried = own[name] if speed or name == "spatial" else fewest_bytes(own[name])
             for bound, candidate in sorted(((self._bound(each), each) for each in tried), key=lambda pair: -pair[0]):
                 if bound <= (1 + SIMPLER) * speed:
                     break
@@ -142,10 +142,10 @@ class Planner(Evaluator):
         if self.cluster.speeds:
             return "members of a team divide tiles evenly, and the devices differ in speed"
         if self.task.one_copy or self.stages.teams is None:
-            return self.task.one_copy or self.task.not_divisible
+            return self.task.one_copy or self.task.in_teams()[1]
         return "no team of a node's ranks can divide such tiles, or the batch among its groups"
 
-    def _promising(self, own: Iterable[Strategy], savings: Savings) -> Iterator[PlanRow]:
+    def _promising(self, own: Iterable[Strategy], savings: MemoryOptions) -> Iterator[PlanRow]:
         """Yield rows of one strategy, those with the highest bound of images/s first, as long as it is above the
         best."""
         best = 0.0
@@ -172,7 +172,7 @@ class Planner(Evaluator):
         fastest = max(self.cluster.speeds, default=1.0)
         return self.task.batch * fastest / (microbatches * slowest) if slowest else math.inf
 
-    def tune_recompute(self, rows: Sequence[PlanRow], savings: Savings = ANY) -> list[PlanRow]:
+    def tune_recompute(self, rows: Sequence[PlanRow], savings: MemoryOptions = ANY) -> list[PlanRow]:
         """Return ``rows``, the best of each strategy that may come to be the best of all with the best choice of what
         it computes again."""
         refined, best = list(rows), best_of(rows)
@@ -182,14 +182,14 @@ class Planner(Evaluator):
                 refined[refined.index(own)] = self._tuned(own, savings)
         return refined
 
-    def _tuned(self, row: PlanRow, savings: Savings) -> PlanRow:
-        candidate = savings.refined(dataclasses.replace(row.strategy, cuts=()))
+    def _tuned(self, row: PlanRow, savings: MemoryOptions) -> PlanRow:
+        candidate = savings.with_optimal(dataclasses.replace(row.strategy, cuts=()))
         check = None if candidate is None else self._best_cuts(candidate)
         if check is None or not check.fits:
             return row
         return best_of([row, self.estimate_time(check)]) or row
 
-    def smallest_memory(self, name: str, ranks: int, savings: Savings = ANY) -> PlanRow | None:
+    def smallest_memory(self, name: str, ranks: int, savings: MemoryOptions = ANY) -> PlanRow | None:
         """Return, of strategy ``name``, the first candidate that fits, from microbatches of one tile on, or the one
         that misses by least; None where the strategy cannot run. ``with_time`` adds its seconds."""
         nearest: PlanRow | None = None
@@ -201,7 +201,7 @@ class Planner(Evaluator):
             given = [each for each in of_teams if each.members == most]
         else:
             given = list(candidates(ranks, self.task.batch, names=[name], most_stages=self.stages.most_stages))
-        tried = leanest(each for each in given if each.copies == 1 or not self.task.one_copy)
+        tried = fewest_bytes(each for each in given if each.copies == 1 or not self.task.one_copy)
         for candidate in tried[:1] if savings == BOXES else tried:  # the largest microbatches make the largest maps
             row = self.evaluate(candidate, savings, seconds=False)
             if row.fits:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from parallel.cost.cluster import Cluster
@@ -25,13 +26,11 @@ from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
-from parallel.plan.communicators import communication_bytes
 from parallel.plan.plan import Limit
 from parallel.plan.policy_cost import policy_costs
-from parallel.plan.side_by_side import TeamParts
+from parallel.plan.side_by_side import Divisible, TeamParts
 from parallel.plan.step_time import schedule_of, weights_of
-from parallel.plan.streamed import StreamedStages
-from parallel.plan.task import Task
+from parallel.plan.streamed import Streamed, StreamedStages
 from parallel.schedule.timeline import StageCost
 from parallel.space.team import Grid
 from parallel.strategy import STREAMED, Strategy
@@ -47,6 +46,31 @@ LEAST_S = 1e-12
 
 _Size = tuple[int, Grid | None]
 """Tiles of a microbatch, and the grid of the teams that divide each of them."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Training task: model, batch and costs.
+
+    Attributes:
+        graph: of the model and its loss, traced with a microbatch of one tile.
+        estimate: gives what the layers cost with a microbatch of so many tiles.
+        batch: tiles of a step over all ranks.
+        slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
+        refused: strategy -> why the model cannot be trained with it.
+        one_copy: why no two ranks may hold a copy of a stage; empty where they may.
+        in_boxes: gives the model as streaming sees it, or None and why it cannot be computed box by box.
+        in_teams: gives the model as teams see it, or None and why no tile of it can be divided.
+    """
+
+    graph: LayerGraph
+    estimate: Callable[[int], Costs]
+    batch: int
+    slots: int
+    refused: Mapping[str, str] = field(default_factory=dict)
+    one_copy: str = ""
+    in_boxes: Callable[[], tuple[Streamed | None, str]] = lambda: (None, "")
+    in_teams: Callable[[], tuple[Divisible | None, str]] = lambda: (None, "")
 
 
 class StageCache:
@@ -71,13 +95,13 @@ class StageCache:
 
     @functools.cached_property
     def _streamed(self) -> StreamedStages | None:
-        streamed = self.task.streamed
+        streamed, _ = self.task.in_boxes()
         return None if streamed is None else StreamedStages(streamed, self.cluster)
 
     @functools.cached_property
     def teams(self) -> TeamParts | None:
         """Parts of the model by the grid of its teams; None where no tile of it can be divided."""
-        divisible = self.task.divisible
+        divisible, _ = self.task.in_teams()
         return None if divisible is None else TeamParts(divisible, self.task.graph, self.cluster)
 
     def goes_in_boxes(self, candidate: Strategy) -> bool:
@@ -130,7 +154,7 @@ class StageCache:
             if grid is None:
                 made = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
             else:
-                assert self.teams is not None, self.task.not_divisible
+                assert self.teams is not None, self.task.in_teams()[1]
                 made = self.teams.microbatch(grid, tiles)
             self._microbatches[tiles, grid] = made
         return self._microbatches[tiles, grid]
@@ -305,3 +329,15 @@ class StageCache:
     def _limit(self, candidate: Strategy) -> float:
         """Return the bytes that computing may take of a rank."""
         return float(self.cluster.usable_bytes - communication_bytes(candidate, self.cluster))
+
+
+def communication_bytes(strategy: Strategy, cluster: Cluster) -> int:
+    """Return the bytes that NCCL allocates on the rank with the most communicators: one for each group of ranks that
+    sums, and one for each direction between two ranks that send messages.
+
+    Stages are taken to send to their neighbours only; a skip over a stage adds two links.
+    """
+    members = strategy.members
+    peers = min(strategy.depth - 1, 2) * members
+    groups = (strategy.copies * members > 1) + strategy.shard_optimizer + (members > 1)
+    return 2 * peers * cluster.link_bytes + groups * cluster.communicator_bytes

@@ -17,7 +17,7 @@ from app.settings.cli import RunError
 from app.settings.run import DataSettings, ModelSettings, RunConfig
 from app.settings.strategy import Parallel, StrategySettings
 from parallel.memory.policy import ActivationPolicy
-from parallel.plan.candidates import Savings
+from parallel.plan.candidates import MemoryOptions
 from parallel.plan.plan import PlanRow
 from parallel.strategy import Strategy
 from pipelines.tiles.index_settings import IndexSettings
@@ -125,9 +125,9 @@ def test_what_plans_have_no_say_in_is_as_asked_for() -> None:
 
 
 def test_what_a_user_asks_to_save_is_not_searched() -> None:
-    assert savings_of(StrategySettings()) == Savings()
-    assert savings_of(StrategySettings(recompute="block")) == Savings(("block",), (False, True))
-    assert savings_of(StrategySettings(offload="overlap")) == Savings(offload=(True,))
+    assert savings_of(StrategySettings()) == MemoryOptions()
+    assert savings_of(StrategySettings(recompute="block")) == MemoryOptions(("block",), (False, True))
+    assert savings_of(StrategySettings(offload="overlap")) == MemoryOptions(offload=(True,))
 
 
 def test_savings_asked_for_are_in_the_plan(tmp_path: Path) -> None:

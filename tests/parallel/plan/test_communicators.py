@@ -8,7 +8,7 @@ import pytest
 
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
-from parallel.plan.communicators import communication_bytes
+from parallel.plan.stages import communication_bytes
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from tests.parallel.plan.test_search import planner

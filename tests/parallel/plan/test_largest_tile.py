@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, Savings
+from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, MemoryOptions
 from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
 from parallel.plan.plan import PlanRow
 from parallel.strategy import Strategy
@@ -18,7 +18,7 @@ def row(name: str, over: int) -> PlanRow:
 def test_the_next_side_does_not_fit(memory: int) -> None:
     asked = []
 
-    def least(tile: int, name: str, savings: Savings) -> PlanRow:
+    def least(tile: int, name: str, savings: MemoryOptions) -> PlanRow:
         asked.append(tile)
         return row(name, tile**2 - memory)
 
@@ -37,7 +37,7 @@ def test_bytes_of_the_rows_shorten_the_search(fixed: int) -> None:
     """They are right, shifted, or no guide at all: the answer is the same."""
     memory, asked = 5000**2, []
 
-    def least(tile: int, name: str, savings: Savings) -> PlanRow:
+    def least(tile: int, name: str, savings: MemoryOptions) -> PlanRow:
         asked.append(tile)
         peak = fixed + tile**2 if fixed >= 0 else 1
         over = max(0, tile**2 - memory)
@@ -70,25 +70,25 @@ def test_models_that_run_on_no_small_tiles_are_searched_on_those_they_run_on(mem
 
 
 def test_what_does_not_fit_is_not_tried_again() -> None:
-    candidate, steps = Strategy("gpipe", 2, 2, 4), steps_of(Savings())
-    tried = [variant for step in steps for tier in step.tiers(candidate) for variant in tier]
+    candidate, steps = Strategy("gpipe", 2, 2, 4), steps_of(MemoryOptions())
+    tried = [variant for step in steps for tier in step.escalation(candidate) for variant in tier]
     assert len(steps) == 4
     assert len(tried) == len(set(tried)) > 4
-    assert set(tried) == {variant for tier in Savings().tiers(candidate) for variant in tier}
+    assert set(tried) == {variant for tier in MemoryOptions().escalation(candidate) for variant in tier}
 
 
 def test_savings_follow_each_other_as_far_as_they_gain_anything() -> None:
-    def least(tile: int, name: str, savings: Savings) -> PlanRow:
+    def least(tile: int, name: str, savings: MemoryOptions) -> PlanRow:
         side = {"ddp": 1000, "fsdp": 600}[name]
         if name == "ddp":
             side *= len(savings.offload) * (1 + (savings.recompute != ("none",))) * (1 + 5 * savings.stream)
         return row(name, tile - side)
 
-    found = largest_tiles(["ddp", "fsdp"], steps_of(Savings()), least)
+    found = largest_tiles(["ddp", "fsdp"], steps_of(MemoryOptions()), least)
     assert [(one.name, one.tile, one.savings) for one in found] == [
         ("ddp", 960, PLAIN),
         ("ddp", 1984, ON_DEVICE),
-        ("ddp", 3968, Savings(stream=False)),
+        ("ddp", 3968, MemoryOptions(stream=False)),
         ("ddp", 5952, BOXES),
         ("fsdp", 576, PLAIN),
     ]
@@ -96,7 +96,7 @@ def test_savings_follow_each_other_as_far_as_they_gain_anything() -> None:
 
 def test_steps_of_what_is_asked_for() -> None:
     assert steps_of(PLAIN) == [PLAIN]
-    block = [Savings(("block",), (False,), False), Savings(("block",), (False, True), False)]
-    assert steps_of(Savings(("block",))) == block
-    assert steps_of(Savings(("none",), (True,))) == [Savings(("none",), (True,), False)]
-    assert steps_of(Savings())[-2:] == [Savings(RECOMPUTE, (False, True), False), BOXES]
+    block = [MemoryOptions(("block",), (False,), False), MemoryOptions(("block",), (False, True), False)]
+    assert steps_of(MemoryOptions(("block",))) == block
+    assert steps_of(MemoryOptions(("none",), (True,))) == [MemoryOptions(("none",), (True,), False)]
+    assert steps_of(MemoryOptions())[-2:] == [MemoryOptions(RECOMPUTE, (False, True), False), BOXES]

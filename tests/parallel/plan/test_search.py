@@ -11,10 +11,10 @@ from parallel.cost.devices import LinkSpec
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.memory.policy import ActivationPolicy
-from parallel.plan.candidates import ON_DEVICE, PLAIN, Savings, candidates
+from parallel.plan.candidates import ON_DEVICE, PLAIN, MemoryOptions, candidates
 from parallel.plan.plan import PlanRow, best_of, too_small
 from parallel.plan.search import Planner
-from parallel.plan.task import Task
+from parallel.plan.stages import Task
 from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import WHOLE, Strategy
 
@@ -152,7 +152,7 @@ def test_the_best_choice_of_what_is_computed_again_is_faster_than_all_blocks(can
     assert rough.step_s is not None
     assert plenty.step_s is not None
     assert plenty.step_s < best.step_s < rough.step_s
-    (asked,) = one.search([candidate.name], ranks=2, m=8, savings=Savings(("optimal",)))
+    (asked,) = one.search([candidate.name], ranks=2, m=8, savings=MemoryOptions(("optimal",)))
     assert (asked.strategy.policy.chosen, asked.step_s) == (best.strategy.policy.chosen, best.step_s)
 
 
@@ -160,26 +160,28 @@ def test_what_is_chosen_in_the_end_is_left_alone_where_nothing_is_computed_again
     one = planner(graph=wide())
     plain = one.evaluate(Strategy("ddp", 2, 1, 8))
     assert one.tune_recompute([plain]) == [plain]
-    block = one.evaluate(plain.strategy, Savings(("block",), (False,)))
-    assert one.tune_recompute([block], Savings(("block",), (False,))) == [block]
-    assert Savings().refined(Strategy("zero-bubble", 2, 2, 8).under(recompute="stage")) is None
-    assert Savings().refined(block.strategy.under(offload="overlap")) is None
+    block = one.evaluate(plain.strategy, MemoryOptions(("block",), (False,)))
+    assert one.tune_recompute([block], MemoryOptions(("block",), (False,))) == [block]
+    assert MemoryOptions().with_optimal(Strategy("zero-bubble", 2, 2, 8).under(recompute="stage")) is None
+    assert MemoryOptions().with_optimal(block.strategy.under(offload="overlap")) is None
 
 
 def test_no_choice_of_what_is_computed_again_fits() -> None:
-    (row,) = planner(50 * MIB, graph=wide()).search(["ddp"], ranks=2, m=8, savings=Savings(("optimal",), (False,)))
+    (row,) = planner(50 * MIB, graph=wide()).search(
+        ["ddp"], ranks=2, m=8, savings=MemoryOptions(("optimal",), (False,))
+    )
     assert row.refused == "no choice of what is computed again was found that fits the memory"
 
 
 def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
-    rows = list(planner().search(NAMES, ranks=2, savings=Savings(("block",), (True,))))
+    rows = list(planner().search(NAMES, ranks=2, savings=MemoryOptions(("block",), (True,))))
     assert {row.strategy.name for row in rows if row.refused} == {"fsdp", "zero-bubble"}
     assert all(
         row.strategy.policy.recompute == "block" and row.strategy.policy.moves for row in rows if not row.refused
     )
-    (fsdp,) = planner().search(["fsdp"], ranks=2, m=2, savings=Savings(offload=(True,)))
+    (fsdp,) = planner().search(["fsdp"], ranks=2, m=2, savings=MemoryOptions(offload=(True,)))
     assert fsdp.refused.startswith("offload is asked for, and fsdp gathers")
-    (alone,) = planner().search(["single"], ranks=1, m=1, savings=Savings(("stage",), (False,)))
+    (alone,) = planner().search(["single"], ranks=1, m=1, savings=MemoryOptions(("stage",), (False,)))
     assert alone.refused == "recompute stage is asked for, and single has no stage that could be computed again later"
 
 
