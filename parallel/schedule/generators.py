@@ -86,17 +86,14 @@ def zero_bubble(depth: int, m: int) -> Schedule:
     min(m, D) on every rank: the peak of the step is that of 1f1b, where rank 0 has it.
     """
     schedule: Schedule = {}
-    for k in range(depth):
-        ahead = min(m, depth - k)
-        actions = [Action(Kind.FORWARD, k, i) for i in range(ahead)]
-        for i in range(m):
-            actions.append(Action(Kind.BACKWARD_INPUT, k, i))
-            if i >= k:
-                actions.append(Action(Kind.BACKWARD_WEIGHT, k, i - k))
-            if ahead + i < m:
-                actions.append(Action(Kind.FORWARD, k, ahead + i))
-        actions += [Action(Kind.BACKWARD_WEIGHT, k, i) for i in range(max(0, m - k), m)]
-        schedule[k] = actions
+    for k, actions in one_f_one_b(depth, m).items():
+        schedule[k] = row = []
+        for action in actions:
+            backward = action.kind is Kind.BACKWARD
+            row.append(action.as_kind(Kind.BACKWARD_INPUT) if backward else action)
+            if backward and action.i >= k:
+                row.append(Action(Kind.BACKWARD_WEIGHT, k, action.i - k))
+        row += [Action(Kind.BACKWARD_WEIGHT, k, i) for i in range(max(0, m - k), m)]
     return schedule
 
 
@@ -136,16 +133,14 @@ def bidirectional(depth: int, m: int) -> Schedule:
 
 def _begun_first(action: Action) -> tuple[int, ...]:
     """First rule: begun microbatches reach the last stage first, then gradients flow, then new microbatches begin."""
-    assert action.microbatch is not None
     forward = action.kind is Kind.FORWARD
-    return (0 if forward and action.stage else 2 if forward else 1, -action.stage, action.microbatch)
+    return (0 if forward and action.stage else 2 if forward else 1, -action.stage, action.i)
 
 
 def _deep_first(action: Action) -> tuple[int, ...]:
     """Second rule: F nearest the loss first, then B farthest from it, and a new microbatch like a B of the first stage.
     Shorter than the first rule for D = 3 and for most odd m."""
-    assert action.microbatch is not None
-    return (-action.stage if action.kind is Kind.FORWARD else action.stage, action.microbatch)
+    return (-action.stage if action.kind is Kind.FORWARD else action.stage, action.i)
 
 
 def _list_schedule(depth: int, m: int, urgency: Callable[[Action], tuple[int, ...]]) -> tuple[int, Schedule]:

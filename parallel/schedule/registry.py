@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel.schedule.action import Action, Schedule
+from parallel.schedule.action import Schedule
 from parallel.schedule.generators import (
     bidirectional,
     gpipe,
@@ -122,7 +122,9 @@ def build_schedule(name: str, mesh: Mesh, m: int, shares: Shares = ()) -> Schedu
         share = shares[g] if shares else share_of(g, groups, m)
         extra = (mesh.stages // mesh.depth,) if kind.chunks else ()
         for k, actions in kind.build(mesh.depth, len(share), *extra).items():
-            schedule[g * mesh.depth + k] = [_renumbered(action, share) for action in actions]
+            schedule[g * mesh.depth + k] = [
+                dataclasses.replace(action, microbatch=share[action.i]) for action in actions
+            ]
     return schedule
 
 
@@ -161,8 +163,3 @@ def _mesh_faults(name: str, mesh: Mesh) -> list[str]:
 def _raise_all(faults: list[str]) -> None:
     if faults:
         raise ValueError("; ".join(faults))
-
-
-def _renumbered(action: Action, share: Sequence[int]) -> Action:
-    assert action.microbatch is not None
-    return dataclasses.replace(action, microbatch=share[action.microbatch])

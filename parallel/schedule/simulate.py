@@ -85,6 +85,7 @@ class _Computing:
     left_s: float
 
 
+@dataclass(eq=False)
 class _Run:
     """Ranks at one of their actions each, messages and sums under way.
 
@@ -93,24 +94,21 @@ class _Run:
     events is needed. With them time goes from one start or end of a computation to the next.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        mesh: Mesh,
-        costs: Sequence[StageCost],
-        links: Mapping[tuple[int, int], LinkCost],
-        reduce_s: Mapping[int, float],
-        overhead_s: float,
-        weight: Mapping[int, float],
-        speeds: Sequence[float],
-        devices: Sequence[Device],
-    ) -> None:
-        self._mesh, self._costs, self._links = mesh, costs, links
-        self._reduce_s, self._overhead_s, self._weight = reduce_s, overhead_s, weight
-        self._speeds, self._devices = speeds, devices
-        self._seconds = [seconds_by_kind(cost) for cost in costs]
-        back = {pair: cost.backward_s is not None for pair, cost in links.items()}
-        between = Dependencies(mesh, back)
+    schedule: Schedule
+    mesh: Mesh
+    costs: Sequence[StageCost]
+    links: Mapping[tuple[int, int], LinkCost]
+    reduce_s: Mapping[int, float]
+    overhead_s: float
+    weight: Mapping[int, float]
+    speeds: Sequence[float]
+    devices: Sequence[Device]
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        self._seconds = [seconds_by_kind(cost) for cost in self.costs]
+        back = {pair: cost.backward_s is not None for pair, cost in self.links.items()}
+        between = Dependencies(self.mesh, back)
         self._actions = between.with_messages(schedule)
         self._needs = between.all_before(self._actions)
         self._at = dict.fromkeys(schedule, 0)  # rank -> position of its next action
@@ -155,7 +153,7 @@ class _Run:
     def _rates(self, working: set[int]) -> dict[int, float]:
         """Part of a device of its own that each rank gets."""
         rates = dict.fromkeys(working, 1.0)
-        for device in self._devices:
+        for device in self.devices:
             sharing = [rank for rank in device.ranks if rank in working]
             rates |= dict.fromkeys(sharing, min(1.0, device.lanes / max(1, len(sharing))))
         return rates
@@ -174,17 +172,17 @@ class _Run:
         if action.kind in COMPUTE:
             return self._compute(rank, action)
         if action.kind in SENDS:
-            channel = (rank, peer_rank(action, self._mesh, rank))
+            channel = (rank, peer_rank(action, self.mesh, rank))
             self._under_way[channel].append((now, action))
             self._carry(channel)
         elif action.kind in PER_PEER:
             self._announced[action] = now
-            self._carry((peer_rank(action, self._mesh, rank), rank))
+            self._carry((peer_rank(action, self.mesh, rank), rank))
         elif action.kind is Kind.OFFLOAD:
             self._offload(rank, action)
         elif action.kind is Kind.PREFETCH:
             start = max(now, self._copied[rank, action.kind])
-            end = start + self._costs[action.stage].back_s * self._weight[action.i]
+            end = start + self.costs[action.stage].back_s * self.weight[action.i]
             self._copied[rank, action.kind] = self._begun[action] = end
             self.spans[rank].append(Span(action, start, end))
         else:
@@ -202,11 +200,11 @@ class _Run:
                 self._waiting.setdefault(need, []).append(rank)
                 return False
             start = max(start, end)
-        seconds = self._overhead_s + self._seconds[action.stage][action.kind] * self._weight[action.i]
-        if self._devices:
+        seconds = self.overhead_s + self._seconds[action.stage][action.kind] * self.weight[action.i]
+        if self.devices:
             self._computing[rank] = _Computing(action, start, seconds)
             return False
-        end = start + seconds / self._speeds[rank]
+        end = start + seconds / self.speeds[rank]
         if action.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT):
             # The last of what was moved to the host may come while the first is used.
             end = max(end, self._begun.get(action.as_kind(Kind.PREFETCH), 0.0))
@@ -231,7 +229,7 @@ class _Run:
         """Wait until what was kept is on the host; copies begin with the forward pass."""
         forward = action.as_kind(Kind.FORWARD)
         start = max(self._begun[forward], self._copied[rank, action.kind])
-        end = max(start + self._costs[action.stage].out_s * self._weight[action.i], self._done[forward])
+        end = max(start + self.costs[action.stage].out_s * self.weight[action.i], self._done[forward])
         self._copied[rank, action.kind] = end
         self._clock[rank] = max(self._clock[rank], end)
         self.spans[rank].append(Span(action, start, end))
@@ -251,19 +249,19 @@ class _Run:
         assert send.peer is not None
         pair = (send.stage, send.peer)
         if send.kind is Kind.SEND_FORWARD:
-            seconds: float | None = self._links[pair].forward_s if pair in self._links else 0.0
+            seconds: float | None = self.links[pair].forward_s if pair in self.links else 0.0
         else:
-            seconds = self._links[pair[::-1]].backward_s if pair[::-1] in self._links else 0.0
-        return (seconds or 0.0) * self._weight[send.i]
+            seconds = self.links[pair[::-1]].backward_s if pair[::-1] in self.links else 0.0
+        return (seconds or 0.0) * self.weight[send.i]
 
     def _sum(self, stage: int) -> None:
         """Sum the gradients of ``stage``, and of what waits behind it, once it is the next sum of all its holders."""
-        holders = self._mesh.teams_with(stage)
+        holders = self.mesh.teams_with(stage)
         fronts = [self._to_sum[rank][0] for rank in holders if self._to_sum[rank]]
         if len(fronts) < len(holders) or any(action.stage != stage for _, action in fronts):
             return
         start = max(*(now for now, _ in fronts), *(self._sums_done[rank] for rank in holders))
-        end = start + self._reduce_s.get(stage, 0.0)
+        end = start + self.reduce_s.get(stage, 0.0)
         for rank in holders:
             self.spans[rank].append(Span(self._to_sum[rank].popleft()[1], start, end))
             self._sums_done[rank] = end

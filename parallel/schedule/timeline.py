@@ -6,7 +6,7 @@ moment, the same for all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,23 +128,17 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items()):
         names.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+        zero_s = timeline.start_s
         for rank, spans in timeline.spans.items():
             names.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}})
             for number, span in enumerate(spans):
-                for event in _events(span, timeline.start_s, f"{rank}.{number}"):
-                    events.append({**event, "pid": pid, "tid": rank})
+                action, (start_us, end_us) = span.action, ((s - zero_s) * 1e6 for s in (span.start_s, span.end_s))
+                args = {"stage": action.stage, "microbatch": action.microbatch, "replica": action.replica}
+                event = {"name": str(action), "pid": pid, "tid": rank, "args": args, "ts": start_us}
+                if action.kind in COMPUTE:
+                    events.append({**event, "cat": "compute", "ph": "X", "dur": end_us - start_us})
+                else:
+                    args["peer"] = action.peer
+                    event |= {"cat": "exchange", "id": f"{rank}.{number}"}
+                    events += [{**event, "ph": "b"}, {**event, "ph": "e", "ts": end_us}]
     return {"traceEvents": names + sorted(events, key=lambda event: event["ts"]), "displayTimeUnit": "ms"}
-
-
-def _events(span: Span, zero_s: float, number: str) -> Iterator[dict[str, Any]]:
-    """One event for a slice of a thread, beginning and end for an asynchronous one."""
-    action = span.action
-    args = {"stage": action.stage, "microbatch": action.microbatch, "replica": action.replica}
-    start_us, end_us = ((time_s - zero_s) * 1e6 for time_s in (span.start_s, span.end_s))
-    if action.kind in COMPUTE:
-        event = {"name": str(action), "cat": "compute", "args": args}
-        yield {**event, "ph": "X", "ts": start_us, "dur": end_us - start_us}
-    else:
-        event = {"name": str(action), "cat": "exchange", "args": {**args, "peer": action.peer}, "id": number}
-        yield {**event, "ph": "b", "ts": start_us}
-        yield {**event, "ph": "e", "ts": end_us}
