@@ -11,7 +11,7 @@ from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
 from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import ActivationMeter
 from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
 

@@ -28,11 +28,11 @@ from parallel.engine.transfers import Routes, StageTransfers
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy, segments_of
-from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.live_bytes import not_counted
+from parallel.offload.packing import ActivationMeter
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Action, Kind, Schedule, held
 from parallel.schedule.dependencies import Links

@@ -29,7 +29,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import partition_equal
 from parallel.memory.policy import KEEP_ALL, ActivationPolicy
-from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import ActivationMeter
 from parallel.schedule.registry import SCHEDULES
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import StageCost

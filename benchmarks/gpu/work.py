@@ -18,8 +18,8 @@ from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import CopyClock
+from parallel.offload.packing import ActivationMeter
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 

@@ -29,7 +29,7 @@ from models.losses import PixelClassLoss, TileClassLoss
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch
-from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import ActivationMeter
 from parallel.plan.plan import PlanRow
 from parallel.profile.malloc import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
 from parallel.schedule.shares import split_batch

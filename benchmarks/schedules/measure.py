@@ -18,7 +18,7 @@ from benchmarks.schedules.peers import DataParallel, PlainLoop, TorchPipeline
 from benchmarks.schedules.workload import Contender, Workload
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import ActivationMeter
 
 WARM_UP = 1
 MEMORY_STEPS = 2

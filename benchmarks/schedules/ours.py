@@ -12,7 +12,7 @@ from benchmarks.schedules.workload import CPU, LEARNING_RATE, Workload, loss
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch
-from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import ActivationMeter
 from parallel.strategy import Strategy
 
 Durations = dict[str, list[float]]

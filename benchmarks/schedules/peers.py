@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.schedules.workload import CPU, Workload, loss
 from parallel.comm.communicator import Communicator
-from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import ActivationMeter
 from parallel.schedule.shares import share_of
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule

@@ -106,6 +106,11 @@ class Copies:
         with not_counted():
             return torch.empty(size, dtype=torch.uint8)
 
+    def empty_like_on_host(self, tensor: Tensor) -> Tensor:
+        """Return a CPU tensor of the form of ``tensor``, page-locked for a GPU."""
+        with not_counted():
+            return torch.empty_like(tensor, device="cpu", pin_memory=self.pinned)
+
     def to_host(self, source: Tensor, into: Tensor) -> Mark:
         """Begin to copy ``source``, as it is once all work asked for so far is done, into host memory.
 

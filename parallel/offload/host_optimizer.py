@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from parallel.comm.device_thread import on_current_device
 from parallel.comm.grad_reducer import on_gradient
 from parallel.offload.copies import Copies, Mark
-from parallel.offload.live_bytes import not_counted
 
 Before = tuple[Tensor, dict[str, Any] | None]
 """A parameter and its state in the optimizer before an update; None: it had none."""
@@ -98,7 +97,7 @@ class HostOptimizer:
             self._gradients[name] = gradient
         else:
             if name not in self._gradients:
-                self._gradients[name] = self._empty(gradient)
+                self._gradients[name] = self._copies.empty_like_on_host(gradient)
             mark = self._copies.to_host(gradient, self._gradients[name])
         self._ready.append((name, mark))
         self._jobs.append(self._worker.submit(self._update))
@@ -162,12 +161,8 @@ class HostOptimizer:
 
     def _on_host(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter that the optimizer is over. It has a ``grad`` of its own, also where the numbers are shared."""
-        values = parameter.detach() if self.resident else self._empty(parameter.detach())
+        values = parameter.detach() if self.resident else self._copies.empty_like_on_host(parameter.detach())
         return nn.Parameter(values, requires_grad=parameter.requires_grad)
-
-    def _empty(self, like: Tensor) -> Tensor:
-        with not_counted():
-            return torch.empty_like(like, device="cpu", pin_memory=self._copies.pinned)
 
     @torch.no_grad()
     def _copy_changed(self) -> None:

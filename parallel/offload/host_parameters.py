@@ -3,40 +3,133 @@
 Takes a module whose parameters are on the CPU; a layer that asks for one while the module runs is given a copy on the
 device, and the gradient goes back to the parameter on the host. A unit is what one layer asks for between two other
 layers: the copies of the unit that followed it last time are begun when it begins, in backward those of the unit before
-it. After Rajbhandari et al. 2021, ZeRO-Infinity, section 5.
+it. A unit holds its copies while the layer computes; what autograd saved of them is brought to the device again when
+the backward pass comes to it. After Rajbhandari et al. 2021, ZeRO-Infinity, section 5.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallel.offload.copies import Copies
+from parallel.offload.copies import Copies, Mark
 from parallel.offload.live_bytes import not_counted
-from parallel.offload.packing import Packed, Packer
-from parallel.offload.parameter_copies import Claim, DeviceCopy, Unit, on_device
+from parallel.offload.packing import Packed, Packer, check_version, form_of, view_like
+
+
+class DeviceCopy:
+    """A parameter's copy on the device, which is freed with its last user."""
+
+    def __init__(self, parameter: nn.Parameter, tensor: Tensor, mark: Mark, copies: Copies) -> None:
+        self.parameter = parameter
+        self.tensor = tensor
+        self._mark = mark
+        self._copies = copies
+
+    def arrive(self) -> None:
+        """Let computation wait for the copy."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            self._copies.wait(mark)
+
+    def __del__(self) -> None:
+        # Its memory is used again by what is computed next, which must not be before the copy is done.
+        self.arrive()
+
+
+Bring = Callable[[nn.Parameter], DeviceCopy]
+"""Gives the parameter's copy on the device, perhaps still under way."""
+
+
+class Unit:
+    """Parameters that one layer used in one forward pass.
+
+    Attributes:
+        scope: the call of the layer.
+        before: the unit before it in the same pass.
+        first: the parameter asked for first.
+        copies: held until ``release``.
+        given: to the layer, by parameter and whether gradients were wanted.
+    """
+
+    def __init__(self, scope: object, before: Unit | None, first: int) -> None:
+        self.scope = scope
+        self.before = before
+        self.first = first
+        self.released = False
+        self.copies: list[DeviceCopy] = []
+        self.given: dict[tuple[int, bool], Tensor] = {}
+        self._visits: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
+        self._returned = False
+
+    def release(self) -> None:
+        """The layer has computed: its copies are held by what it saved only."""
+        self.released = True
+        self.copies.clear()
+        self.given.clear()
+
+    def visit(self, parameter: nn.Parameter, bring: Bring) -> Visit:
+        """Return what the backward pass of this unit needs of ``parameter``."""
+        visit = self._visits.get(id(parameter))
+        if visit is None:
+            self._visits[id(parameter)] = visit = Visit(parameter, self, bring)
+        return visit
+
+    def come_back(self) -> None:
+        """Bring what the backward pass of this unit needs, and begin to bring what the unit before it needs."""
+        if self._returned:
+            return
+        self._returned = True
+        before = self.before
+        while before is not None and not before._visits:
+            before = before.before
+        for unit in (self, before):
+            for visit in unit._visits.values() if unit is not None else ():
+                visit.bring()
+
+
+class Visit:
+    """A parameter that the backward pass of one unit needs: on the device from its first to its last use there."""
+
+    def __init__(self, parameter: nn.Parameter, unit: Unit, bring: Bring) -> None:
+        self._parameter, self._unit = parameter, unit
+        self._bring = bring
+        self._version = parameter._version
+        self._copy: DeviceCopy | None = None
+
+    def bring(self) -> DeviceCopy:
+        if self._copy is None:
+            self._copy = self._bring(self._parameter)
+        return self._copy
+
+    def tensor(self) -> Tensor:
+        """Return the copy.
+
+        Raises:
+            RuntimeError: the parameter was changed meanwhile.
+        """
+        check_version(self._parameter, self._version)
+        self._unit.come_back()
+        copy = self.bring()
+        copy.arrive()
+        return copy.tensor
 
 
 class HostParameters:
     """Parameters of a module on the host. Names, ``parameters()`` and ``state_dict()`` stay those of the module.
 
     Outside of its forward pass the module's parameters are those on the host. What autograd keeps of a copy would hold
-    it on the device: saved-tensor hooks ask ``claims`` first, or pack through ``packer``.
+    it on the device: saved-tensor hooks pack through ``packer``.
 
     Args:
         module: its parameters on the CPU, where they stay, page-locked if copies want it; buffers go to ``device``.
         device: that computes.
         copies: of ``device``.
-
-    Attributes:
-        device_bytes: of the copies that live now, whoever holds them.
-        peak_device_bytes: the most of them since the start or ``reset_peak``.
 
     Raises:
         ValueError: the module has a layer that does not ask for its parameters by name.
@@ -51,11 +144,7 @@ class HostParameters:
                 "leave the parameters on the device"
             )
         self.module = module
-        self.device_bytes = 0
-        self.peak_device_bytes = 0
         self._copies = copies
-        # Reentrant: a copy may be collected, and so counted off, while this thread is counting.
-        self._lock = threading.RLock()
         self._scopes: list[object] = []
         self._unit: Unit | None = None
         self._ahead: list[DeviceCopy] = []
@@ -70,7 +159,11 @@ class HostParameters:
             with not_counted():
                 for parameter in module.parameters():
                     parameter.data = parameter.data.pin_memory()
-        self._hooks = [hook for part in module.modules() for hook in self._install(part)]
+        for part in module.modules():
+            if part is module or any(p is not None for p in part._parameters.values()):
+                part._parameters = _Asked(part._parameters, self)
+                part.register_forward_pre_hook(self._enter)
+                part.register_forward_hook(self._leave, always_call=True)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -81,36 +174,17 @@ class HostParameters:
         finally:
             self._leave()
 
-    def claims(self, tensor: Tensor) -> Packed | None:
-        """Return what is saved for backward in place of ``tensor`` if that is a view of a copy; else None."""
-        storage = tensor.untyped_storage()
-        copy = self._places.get(storage.data_ptr()) if storage.nbytes() else None
-        if copy is None or self._unit is None:
-            return None
-        return Claim(self._unit.visit(copy.parameter, self._bring), tensor)
-
     def packer(self, inner: Packer) -> Packer:
-        """Return a packer of what is claimed, and of the rest with ``inner``."""
-        return lambda tensor: self.claims(tensor) or inner(tensor)
+        """Return a packer of views of copies, and of the rest with ``inner``."""
 
-    def reset_peak(self) -> None:
-        """Let ``peak_device_bytes`` start again from what lives now."""
-        with self._lock:
-            self.peak_device_bytes = self.device_bytes
+        def pack(tensor: Tensor) -> Packed:
+            storage = tensor.untyped_storage()
+            copy = self._places.get(storage.data_ptr()) if storage.nbytes() else None
+            if copy is None or self._unit is None:
+                return inner(tensor)
+            return Claim(self._unit.visit(copy.parameter, self._bring), tensor)
 
-    def remove(self) -> None:
-        """Leave the module as an ordinary one on the host; its buffers stay where they are."""
-        for hook in self._hooks:
-            hook.remove()
-        for part in self.module.modules():
-            part._parameters = dict(part._parameters.items())
-
-    def _install(self, part: nn.Module) -> Iterator[Any]:
-        if part is not self.module and not any(p is not None for p in part._parameters.values()):
-            return
-        part._parameters = _Asked(part._parameters, self)
-        yield part.register_forward_pre_hook(self._enter)
-        yield part.register_forward_hook(self._leave, always_call=True)
+        return pack
 
     def _enter(self, *_: Any) -> None:
         self._scopes.append(object())
@@ -159,16 +233,8 @@ class HostParameters:
             tensor, mark = self._copies.to_device(parameter.detach())
             copy = DeviceCopy(parameter, tensor, mark, self._copies)
             self._present[id(parameter)] = copy
-            storage = tensor.untyped_storage()
-            self._places[storage.data_ptr()] = copy
-            self._count(storage.nbytes())
-            weakref.finalize(storage, self._count, -storage.nbytes()).atexit = False
+            self._places[tensor.untyped_storage().data_ptr()] = copy
         return copy
-
-    def _count(self, size: int) -> None:
-        with self._lock:
-            self.device_bytes += size
-            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
 
 class _Asked(dict[str, nn.Parameter | None]):
@@ -192,3 +258,65 @@ def buffers_to(module: nn.Module, device: torch.device) -> None:
                 if id(buffer) not in moved:
                     moved[id(buffer)] = buffer, buffer.to(device)
                 part._buffers[name] = moved[id(buffer)][1]
+
+
+class Claim:
+    """A tensor that autograd saved and that lies in a parameter's copy."""
+
+    def __init__(self, visit: Visit, tensor: Tensor) -> None:
+        self._visit = visit
+        self._form = form_of(tensor)
+
+    def unpack(self) -> Tensor:
+        """Return the same view of the parameter, on the device again."""
+        return view_like(self._visit.tensor(), self._form)
+
+
+def on_device(parameter: nn.Parameter, copy: Tensor, copies: Copies) -> Tensor:
+    """Return ``copy`` as a function of ``parameter`` in autograd: the gradient goes back to the host.
+
+    The way back has two nodes. That of the device begins the copy of the gradient and continues with the backward pass;
+    that of the host, which autograd runs on another thread where the device is a GPU, waits for it and hands it to the
+    parameter, whose hooks run as always.
+
+    Args:
+        parameter: on the host.
+        copy: of it, on the device.
+        copies: bring the gradient to the host.
+    """
+    under_way: list[tuple[Tensor, Mark]] = []  # a gradient is held until it is on the host
+    # Each use has a tensor of its own: the copy itself may be given to several.
+    tensor: Tensor = _ToDevice.apply(_OnHost.apply(parameter, copies, under_way), copy, copies, under_way)
+    return tensor
+
+
+class _OnHost(torch.autograd.Function):
+    """Node of the host: waits for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copies: Copies, under_way: list[tuple[Tensor, Mark]]) -> Tensor:
+        ctx.copies, ctx.under_way = copies, under_way
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.copies.synchronize(ctx.under_way[0][1])
+        ctx.under_way.clear()
+        return gradient, None, None
+
+
+class _ToDevice(torch.autograd.Function):
+    """Node of the device: begins to copy the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor, copies: Copies, under_way: list[Any]) -> Tensor:
+        ctx.copies, ctx.under_way = copies, under_way
+        return copy.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        into = ctx.copies.empty_like_on_host(gradient)
+        ctx.under_way.append((gradient, ctx.copies.to_host(gradient, into)))
+        return into, None, None, None

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel.memory.policy import WINDOW
-from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies, Mark
 from parallel.offload.host_memory import HostMemory
-from parallel.offload.packing import Packed, SavedTensor, bytes_view, form_of, view_like
+from parallel.offload.packing import ActivationMeter, Packed, SavedTensor, bytes_view, form_of, view_like
 
 PART = 2
 """A tensor that covers less than this part of its storage (1/PART) is left: the rest is somebody else's."""
@@ -29,42 +28,21 @@ class SavedStorage:
 
     Attributes:
         place: number in its microbatch.
-        device: its bytes on the device, None while they are on the host alone.
+        saved: its bytes on the device, None while they are on the host alone.
         host: buffer on the host that holds or awaits them.
         mark: of the copy under way, if any.
+        version: of the tensors in it when it was saved.
         references: packed tensors that lie in it.
-        waiting: counted in the window: not needed yet.
     """
 
-    __slots__ = ("_saved", "_version", "bytes", "device", "host", "mark", "place", "references", "waiting")
+    __slots__ = ("bytes", "host", "mark", "place", "references", "saved", "version")
 
     def __init__(self, tensor: Tensor, place: int, meter: ActivationMeter | None) -> None:
-        self.place = place
-        self.bytes = tensor.untyped_storage().nbytes()
-        self.device: Tensor | None = bytes_view(tensor)
+        self.place, self.bytes, self.version = place, tensor.untyped_storage().nbytes(), tensor._version
+        self.saved: SavedTensor | None = SavedTensor(tensor, meter)
         self.host: Tensor | None = None
         self.mark: Mark = None
         self.references = 0
-        self.waiting = False
-        self._saved: SavedTensor | None = SavedTensor(tensor, meter)
-        self._version = tensor._version
-
-    def same(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, which lies in this storage, has the values that were saved."""
-        return tensor._version == self._version
-
-    def check(self) -> None:
-        """Refuse what was changed in place after it was saved and before it was copied."""
-        if self._saved is not None:
-            self._saved.unpack()
-
-    def arrive(self, device: Tensor, mark: Mark, meter: ActivationMeter | None) -> None:
-        self.device, self.mark = device, mark
-        self._saved = SavedTensor(device, meter)
-
-    def leave(self) -> None:
-        """Forget what lies on the device."""
-        self.device = self._saved = None
 
 
 class MicrobatchSaves:
@@ -72,39 +50,38 @@ class MicrobatchSaves:
 
     def __init__(self, offload: OverlapOffload) -> None:
         self.storages: list[SavedStorage] = []
-        self.at: dict[int, tuple[StorageWeakRef, SavedStorage]] = {}
-        self._offload = offload
+        self.offload = offload
+        self._at: dict[int, tuple[StorageWeakRef, SavedStorage]] = {}
 
     def pack(self, tensor: Tensor) -> Packed:
-        return self._offload.pack(self, tensor)
+        return self.offload.pack(self, tensor)
 
     def find(self, tensor: Tensor) -> SavedStorage | None:
         """Return the storage of ``tensor``, if it was saved before with the same values."""
-        memory, storage = self.at.get(tensor.untyped_storage().data_ptr(), (None, None))
+        memory, storage = self._at.get(tensor.untyped_storage().data_ptr(), (None, None))
         # Freed memory is given out again: the same place may be another storage.
         if memory is None or storage is None or not storage.references or memory.expired():  # type: ignore[no-untyped-call]
             return None
-        return storage if storage.same(tensor) else None
+        return storage if storage.version == tensor._version else None
 
     def register(self, tensor: Tensor, storage: SavedStorage) -> None:
         memory = tensor.untyped_storage()
-        self.at[memory.data_ptr()] = (StorageWeakRef(memory), storage)  # type: ignore[no-untyped-call]
+        self._at[memory.data_ptr()] = (StorageWeakRef(memory), storage)  # type: ignore[no-untyped-call]
 
 
 class OffloadedTensor:
     """A saved tensor whose storage may be on the host."""
 
-    def __init__(self, saves: MicrobatchSaves, storage: SavedStorage, tensor: Tensor, offload: OverlapOffload) -> None:
-        self._saves, self._storage, self._offload = saves, storage, offload
-        self._form = form_of(tensor)
+    def __init__(self, saves: MicrobatchSaves, storage: SavedStorage, tensor: Tensor) -> None:
+        self._saves, self._storage, self._form = saves, storage, form_of(tensor)
         storage.references += 1
 
     def unpack(self) -> Tensor:
-        return view_like(self._offload.bring(self._saves, self._storage), self._form)
+        return view_like(self._saves.offload.bring(self._saves, self._storage), self._form)
 
     def __del__(self) -> None:
         if hasattr(self, "_form"):
-            self._offload.drop(self._storage)
+            self._saves.offload.drop(self._storage)
 
 
 class OverlapOffload:
@@ -145,52 +122,52 @@ class OverlapOffload:
         """Return the bytes of the window."""
         return WINDOW * self._largest if self._ahead is None else self._ahead
 
-    def begin(self) -> MicrobatchSaves:
-        """Return the packer for one microbatch of one stage."""
-        return MicrobatchSaves(self)
-
     def pack(self, saves: MicrobatchSaves, tensor: Tensor) -> Packed:
         """Return ``tensor`` packed: moved to the host sooner or later, unless it is too small."""
         with self._lock:
             storage = saves.find(tensor)
-            if storage is None:
-                size = tensor.untyped_storage().nbytes()
-                if size < max(1, self._smallest) or PART * tensor.numel() * tensor.element_size() < size:
-                    return SavedTensor(tensor, self._meter)
-                storage = SavedStorage(tensor, len(saves.storages), self._meter)
-                saves.storages.append(storage)
-                saves.register(tensor, storage)
-                packed = OffloadedTensor(saves, storage, tensor, self)
-                self._largest = max(self._largest, size)
-                self._wait(storage)
-                # Copies take time beside a GPU's work: they begin when half of the window is full.
-                self._evict_to(self.window if self.copies.at_once else self.window // 2)
-                return packed
-            return OffloadedTensor(saves, storage, tensor, self)
+            if storage is not None:
+                return OffloadedTensor(saves, storage, tensor)
+            size = tensor.untyped_storage().nbytes()
+            if size < max(1, self._smallest) or PART * tensor.numel() * tensor.element_size() < size:
+                return SavedTensor(tensor, self._meter)
+            storage = SavedStorage(tensor, len(saves.storages), self._meter)
+            saves.storages.append(storage)
+            saves.register(tensor, storage)
+            packed = OffloadedTensor(saves, storage, tensor)
+            self._largest = max(self._largest, size)
+            self._wait(storage)
+            # Copies take time beside a GPU's work: they begin when half of the window is full.
+            window = self.window if self.copies.at_once else self.window // 2
+            while self._waiting_bytes > window:
+                self._send(next(iter(self._waiting)))
+            self._free_copied(self.window, self._under_way)
+            return packed
 
     def bring(self, saves: MicrobatchSaves, storage: SavedStorage) -> Tensor:
-        """Return the bytes of ``storage``, on the device for what is computed from now on; those before it follow."""
+        """Return a tensor in ``storage``, on the device for what is computed from now on; those before it follow."""
         with self._lock:
-            if storage.device is None or storage in self._leaving:
-                self._cancel_offload(storage)
+            self._cancel_offload(storage)
+            if storage.saved is None:
                 self._fetch(saves, storage)
-            storage.check()
+            assert storage.saved is not None
+            tensor = storage.saved.unpack()
             self.copies.wait(storage.mark)
             storage.mark = None
             self._leave_window(storage)
-            device = storage.device
-            assert device is not None
-            if storage.references > 1:
-                self._keep_for_reuse(storage)
+            if storage.references > 1:  # others need it too
+                if storage.host is None or self._waiting_bytes + storage.bytes <= self.window:
+                    self._wait(storage)
+                else:
+                    storage.saved = None
             self._look_ahead(saves, storage.place)
-            return device
+            return tensor
 
     def flush(self, saves: MicrobatchSaves) -> None:
         """Move everything of ``saves`` that is still on the device to the host."""
         with self._lock:
             for storage in saves.storages:
-                if storage.waiting and storage.device is not None:
-                    self._leave_window(storage)
+                if storage in self._waiting:
                     self._send(storage)
             self._free_copied(0)
 
@@ -211,46 +188,30 @@ class OverlapOffload:
                 self.pool.give(storage.host)
                 storage.host = None
             self._cancel_offload(storage)
-            storage.leave()
+            storage.saved = None
 
     def _wait(self, storage: SavedStorage) -> None:
-        storage.waiting = True
         self._waiting[storage] = None
         self._waiting_bytes += storage.bytes
 
     def _leave_window(self, storage: SavedStorage) -> None:
         """Take ``storage`` out of the window."""
-        if storage.waiting:
-            storage.waiting = False
+        if storage in self._waiting:
             del self._waiting[storage]
             self._waiting_bytes -= storage.bytes
 
-    def _keep_for_reuse(self, storage: SavedStorage) -> None:
-        """Keep ``storage``, which others need too, on the device if the window allows that."""
-        if storage.host is None or self._waiting_bytes + storage.bytes <= self.window:
-            self._wait(storage)
-        else:
-            storage.leave()
-
-    def _evict_to(self, window: int) -> None:
-        """Send the oldest away until what waits is within ``window``."""
-        while self._waiting_bytes > window:
-            oldest = next(iter(self._waiting))
-            self._leave_window(oldest)
-            self._send(oldest)
-        self._free_copied(self.window, self._under_way)
-
     def _send(self, storage: SavedStorage) -> None:
-        """Begin to move ``storage`` to the host, unless there is no room or it is there."""
-        assert storage.device is not None
-        storage.check()
+        """Begin to move ``storage`` out of the window to the host, unless there is no room or it is there."""
+        self._leave_window(storage)
+        assert storage.saved is not None
+        tensor = storage.saved.unpack()
         if storage.host is None:
             storage.host = self.pool.take(storage.bytes)
             if storage.host is None:
                 return
-            storage.mark = self.copies.to_host(storage.device, storage.host[: storage.bytes])
+            storage.mark = self.copies.to_host(bytes_view(tensor), storage.host[: storage.bytes])
         if storage.mark is None:
-            storage.leave()
+            storage.saved = None
         else:
             self._leaving[storage] = None
             self._leaving_bytes += storage.bytes
@@ -262,8 +223,7 @@ class OverlapOffload:
             storage = next(iter(self._leaving))
             self.copies.wait(storage.mark)
             self._cancel_offload(storage)
-            storage.mark = None
-            storage.leave()
+            storage.mark = storage.saved = None
 
     def _cancel_offload(self, storage: SavedStorage) -> None:
         """Take ``storage`` out of those that leave."""
@@ -272,12 +232,10 @@ class OverlapOffload:
             self._leaving_bytes -= storage.bytes
 
     def _fetch(self, saves: MicrobatchSaves, storage: SavedStorage) -> None:
-        """Begin to bring ``storage`` back, unless it has not left."""
-        if storage.device is not None:
-            return
+        """Begin to bring ``storage`` back."""
         assert storage.host is not None
-        device, mark = self.copies.to_device(storage.host[: storage.bytes])
-        storage.arrive(device, mark, self._meter)
+        device, storage.mark = self.copies.to_device(storage.host[: storage.bytes])
+        storage.saved = SavedTensor(device, self._meter)
         saves.register(device, storage)
 
     def _look_ahead(self, saves: MicrobatchSaves, place: int) -> None:
@@ -286,7 +244,7 @@ class OverlapOffload:
             saves.storages.pop()
         for number in range(min(place, len(saves.storages)) - 1, -1, -1):
             storage = saves.storages[number]
-            if not storage.references or storage.device is not None:
+            if not storage.references or storage.saved is not None:
                 continue
             if self._waiting_bytes + storage.bytes > self.window and len(self._waiting) >= self._under_way:
                 return

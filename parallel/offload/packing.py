@@ -1,4 +1,4 @@
-"""Saved-tensor hooks: what autograd keeps in place of a tensor, and how the tensor comes back.
+"""Saved-tensor hooks: what autograd keeps in place of a tensor, how the tensor comes back, and a meter of their bytes.
 
 A packer packs on behalf of one microbatch of one stage. The plainest keeps tensors where they are; others move them to
 the host, or promise to recompute them. What recomputation starts from is packed likewise.
@@ -6,22 +6,21 @@ the host, or promise to recompute them. What recomputation starts from is packed
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
-if TYPE_CHECKING:
-    from parallel.offload.activation_meter import ActivationMeter
-
 
 class Packed(Protocol):
-    """A saved tensor, for as long as this object lives."""
+    """A saved tensor, until this object is deleted."""
 
     def unpack(self) -> Tensor:
         """Return the tensor on the device, with the values it was packed with; may be called more than once."""
@@ -33,7 +32,7 @@ Packer = Callable[[Tensor], Packed]
 
 
 class SavedTensor:
-    """A saved tensor that stays where it is; ``meter``, if any, counts it for as long as this object lives."""
+    """A saved tensor that stays where it is; ``meter``, if any, counts it until this object is deleted."""
 
     def __init__(self, tensor: Tensor, meter: ActivationMeter | None = None) -> None:
         # An operation's own output comes with its grad_fn, which would keep itself alive through this object.
@@ -74,6 +73,62 @@ def saving(packer: Packer, state: Container[int]) -> AbstractContextManager[Any]
 
 def _unpack(packed: Packed) -> Tensor:
     return packed.unpack()
+
+
+class ActivationMeter:
+    """Counts the bytes that autograd keeps for backward, for one rank.
+
+    Forward passes run under ``watching()``; each storage that autograd saves counts once until all that was saved from
+    it is deleted. Results are unchanged, in-place operations and any number of microbatches in flight included.
+
+    Args:
+        modules: their parameters and buffers do not count, nor do those of modules given to ``exclude``.
+
+    Attributes:
+        bytes: kept now.
+        peak_bytes: the most that was kept at a time since the start or ``reset_peak``.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.bytes = 0
+        self.peak_bytes = 0
+        self._excluded: list[Tensor] = []
+        self._holders: dict[int, int] = {}
+        # Reentrant: a handle may be collected, and so counted off, while this thread is counting.
+        self._lock = threading.RLock()
+        for module in modules:
+            self.exclude((*module.parameters(), *module.buffers()))
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Count nothing that shares the storage of ``tensors``."""
+        self._excluded.extend(tensors)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Return a context that counts what forward passes in it, on this thread, keep for backward."""
+        # Looked up each time: a parameter gets another storage when its module is moved.
+        return saving(functools.partial(SavedTensor, meter=self), storages_of(self._excluded))
+
+    def reset_peak(self) -> None:
+        """Let ``peak_bytes`` start again from what is kept now."""
+        with self._lock:
+            self.peak_bytes = self.bytes
+
+    def add(self, place: int, size: int) -> None:
+        """Count a saved tensor in the storage of ``size`` bytes at ``place``."""
+        with self._lock:
+            holders = self._holders.get(place, 0)
+            self._holders[place] = holders + 1
+            if not holders:
+                self.bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def remove(self, place: int, size: int) -> None:
+        """Count off what ``add`` counted."""
+        with self._lock:
+            self._holders[place] -= 1
+            if not self._holders[place]:
+                del self._holders[place]
+                self.bytes -= size
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_parameters import HostParameters
 from parallel.offload.overlap import MicrobatchSaves, OverlapOffload
-from parallel.offload.packing import Packer, SavedTensor, put_away, saving, storages_of
+from parallel.offload.packing import ActivationMeter, Packer, SavedTensor, put_away, saving, storages_of
 from parallel.offload.recompute import CheckpointedSegment
 from parallel.trace.stage_module import SegmentRun
 
@@ -101,7 +100,7 @@ class SavedTensors:
         """Return the packer of a microbatch and stage."""
         packer: Packer = self._keep_on_device
         if self._overlap is not None:
-            packer = self._saves.setdefault(key, self._overlap.begin()).pack
+            packer = self._saves.setdefault(key, MicrobatchSaves(self._overlap)).pack
         for host in self._hosts:
             packer = host.packer(packer)
         return packer

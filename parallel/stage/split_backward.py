@@ -22,8 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
-from parallel.offload.activation_meter import ActivationMeter
-from parallel.offload.packing import SavedTensor, storages_of
+from parallel.offload.packing import ActivationMeter, SavedTensor, storages_of
 from parallel.stage.microbatch_state import capture_grad
 
 KINDS = (

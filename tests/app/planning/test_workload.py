@@ -12,7 +12,7 @@ from app.planning.workload import Workload
 from models.losses import PixelClassLoss, TileClassLoss
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
-from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import ActivationMeter
 from tests.helpers.lanes import long_where
 
 CLASSES = 5

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from parallel.offload.activation_meter import ActivationMeter
-from parallel.offload.packing import SavedTensor
+from parallel.offload.packing import ActivationMeter, SavedTensor
 
 
 def test_each_storage_counts_once() -> None:

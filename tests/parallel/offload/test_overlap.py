@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from parallel.memory.policy import ActivationPolicy, buffer_bytes
-from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.copies import Copies, Mark
 from parallel.offload.host_memory import HostMemory
-from parallel.offload.overlap import OverlapOffload
+from parallel.offload.overlap import MicrobatchSaves, OverlapOffload
+from parallel.offload.packing import ActivationMeter
 from tests.helpers.engine_runs import assert_equal, on_threads, plain, steps_of, strategy_for
 from tests.helpers.late_copies import LateCopies, LateMark
 
@@ -31,11 +31,11 @@ def offload(copies: Copies | None = None, **more: Any) -> tuple[OverlapOffload, 
 
 def test_what_waits_stays_within_the_window_and_the_oldest_leaves_first() -> None:
     moves, meter = offload(ahead=2 * KIB)
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     packed = [saves.pack(tensor) for tensor in tensors(5)]
     assert meter.bytes == 2 * KIB
     assert moves.pool.bytes == 3 * buffer_bytes(KIB)
-    assert [storage.device is None for storage in saves.storages] == [True, True, True, False, False]
+    assert [storage.saved is None for storage in saves.storages] == [True, True, True, False, False]
     for k in reversed(range(5)):
         assert packed.pop().unpack().eq(k).all()
         assert meter.bytes <= 2 * KIB  # what is asked for makes room for what comes ahead
@@ -45,19 +45,19 @@ def test_what_waits_stays_within_the_window_and_the_oldest_leaves_first() -> Non
 
 def test_what_comes_ahead_is_what_was_kept_just_before() -> None:
     moves, meter = offload(ahead=2 * KIB)
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     packed = [saves.pack(tensor) for tensor in tensors(6)]
     moves.flush(saves)
     assert meter.bytes == 0
     moves.prefetch(saves)
-    assert [storage.device is not None for storage in saves.storages] == [False] * 4 + [True] * 2
+    assert [storage.saved is not None for storage in saves.storages] == [False] * 4 + [True] * 2
     packed[5].unpack()
-    assert [storage.device is not None for storage in saves.storages] == [False] * 3 + [True] * 3
+    assert [storage.saved is not None for storage in saves.storages] == [False] * 3 + [True] * 3
 
 
 def test_one_storage_travels_once_for_all_that_share_it() -> None:
     moves, meter = offload()
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     whole = torch.arange(float(NUMBERS))
     packed = [saves.pack(whole), saves.pack(whole.view(16, -1)), saves.pack(whole[: NUMBERS // 2])]
     assert len(saves.storages) == 1
@@ -69,7 +69,7 @@ def test_one_storage_travels_once_for_all_that_share_it() -> None:
 
 def test_small_tensors_and_small_parts_of_large_storages_are_left() -> None:
     moves, meter = offload(smallest=2 * KIB)
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     small, large = torch.zeros(NUMBERS), torch.zeros(8 * NUMBERS)
     kept = [saves.pack(small), saves.pack(large[:NUMBERS])]
     assert not saves.storages
@@ -79,7 +79,7 @@ def test_small_tensors_and_small_parts_of_large_storages_are_left() -> None:
 
 def test_what_the_host_has_no_room_for_stays() -> None:
     moves, meter = offload(budget=2 * buffer_bytes(KIB))
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     packed = [saves.pack(tensor) for tensor in tensors(4)]
     assert moves.pool.taken_bytes == 2 * buffer_bytes(KIB)
     assert meter.bytes == 2 * KIB
@@ -88,7 +88,7 @@ def test_what_the_host_has_no_room_for_stays() -> None:
 
 def test_freed_memory_that_is_given_out_again_is_another_storage() -> None:
     moves, _ = offload()
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     packed = []
     for k in range(50):
         packed.append(saves.pack(torch.full((NUMBERS,), float(k))))  # freed at once, and its place used anew
@@ -98,7 +98,7 @@ def test_freed_memory_that_is_given_out_again_is_another_storage() -> None:
 
 def test_changed_in_place_before_it_left() -> None:
     moves, _ = offload(ahead=4 * KIB)
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     tensor = torch.zeros(NUMBERS)
     packed = saves.pack(tensor)
     tensor += 1
@@ -108,7 +108,7 @@ def test_changed_in_place_before_it_left() -> None:
 
 def test_changed_in_place_after_it_left_is_kept_as_it_was() -> None:
     moves, _ = offload()
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     tensor = torch.zeros(NUMBERS)
     packed = [saves.pack(tensor)]
     tensor += 1
@@ -134,7 +134,7 @@ def test_room_on_the_host_is_used_again() -> None:
 def test_a_step_that_is_given_up_frees_nothing_that_is_still_copied() -> None:
     copies = LateCopies()
     moves, meter = offload(copies, ahead=4 * KIB)
-    saves = moves.begin()
+    saves = MicrobatchSaves(moves)
     packed = [saves.pack(tensor) for tensor in tensors(6)]
     moves.flush(saves)
     moves.prefetch(saves)
@@ -180,7 +180,7 @@ class Logged(LateCopies):
 def test_copies_run_while_something_is_computed_whatever_the_size(size: int, ahead: int | None, most: int) -> None:
     copies = Logged()
     moves, meter = offload(copies, ahead=ahead)
-    saves, packed = moves.begin(), []
+    saves, packed = MicrobatchSaves(moves), []
     for k in range(6):
         packed.append(saves.pack(torch.full((size // 4,), float(k))))
         assert meter.bytes <= most
@@ -195,7 +195,7 @@ def test_copies_run_while_something_is_computed_whatever_the_size(size: int, ahe
 def test_a_window_of_nothing_waits_for_each_copy() -> None:
     copies = Logged()
     moves, meter = offload(copies, ahead=0)
-    packed = moves.begin().pack(torch.zeros(NUMBERS))
+    packed = MicrobatchSaves(moves).pack(torch.zeros(NUMBERS))
     assert meter.bytes == 0
     assert packed.unpack().eq(0).all()
     assert copies.serial() == 2

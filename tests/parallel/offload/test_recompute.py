@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.offload.activation_meter import ActivationMeter
-from parallel.offload.packing import SavedTensor, put_away, saving, storages_of
+from parallel.offload.packing import ActivationMeter, SavedTensor, put_away, saving, storages_of
 from parallel.offload.recompute import CheckpointedSegment
 
 

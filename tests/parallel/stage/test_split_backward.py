@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from parallel.offload.activation_meter import ActivationMeter
+from parallel.offload.packing import ActivationMeter
 from parallel.stage.split_backward import DeferredWeights
 
 LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {

@@ -15,8 +15,8 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
-from parallel.offload.activation_meter import ActivationMeter
 from parallel.offload.live_bytes import LiveBytes
+from parallel.offload.packing import ActivationMeter
 from parallel.trace import untraced
 from parallel.trace.stage_module import StageModule
 from parallel.trace.untraced import UntracedModule
