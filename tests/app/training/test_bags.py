@@ -20,11 +20,11 @@ from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch, NonFiniteLoss
 from parallel.memory.policy import ActivationPolicy
+from parallel.offload.live_bytes import LiveBytes
 from parallel.offload.rng import drawing
 from parallel.schedule.shares import microbatch_seed
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from tests.helpers.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 BAG, BAGS, M, PX, CLASSES, LR = 3, 2, 3, 16, 3, 0.1
@@ -145,9 +145,9 @@ def test_memory_does_not_grow_with_the_bag() -> None:
         engine = engine_of(Strategy("single", 1, 1, len(ranges)), LocalCommunicator(), copy.deepcopy(model()), count)
         steps = BagSteps(engine, LOSS, LocalCommunicator(), size=bag, classes=CLASSES, ranges=ranges)
         microbatches = [Microbatch(images, labels, images.shape)] * len(ranges)
-        with LiveBytes([*engine.on_device(), images, labels]) as live:
+        with LiveBytes() as live:
             steps.step(microbatches.copy, 0, LR)
-        peaks.append(live.peak - count * 200)  # outputs and their gradients are numbers of each tile
+        peaks.append(live.peak_bytes - count * 200)  # outputs and their gradients are numbers of each tile
     assert peaks[1] <= peaks[0]
 
 

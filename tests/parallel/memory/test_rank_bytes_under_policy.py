@@ -34,7 +34,7 @@ def model() -> torch.nn.Module:
 
 @functools.cache
 def graph() -> LayerGraph:
-    """Of model and loss."""
+    """Return the graph of model and loss."""
     return with_loss(trace(model(), SHAPE).graph, CLASSES, SHAPE[-1])
 
 
@@ -46,7 +46,7 @@ def predicted(strategy: Strategy, policy: ActivationPolicy) -> list[int]:
 
 
 def measured(communicator: Communicator, strategy: Strategy) -> int:
-    """Of this rank in its second step."""
+    """Return the peak bytes of this rank in its second step."""
     engine = assemble(
         model(),
         PixelClassLoss(),

@@ -1,4 +1,4 @@
-"""What ranks compute again under a number of bytes each: it fits, nearly fills them, and runs."""
+"""Runs that ranks recompute under a number of bytes each: they fit, nearly fill them, and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed again under a budget: against all there is on small graphs, in bytes and seconds on real models."""
+"""Segments recomputed under a budget: against all plans of small graphs, in bytes and seconds on real models."""
 
 from __future__ import annotations
 

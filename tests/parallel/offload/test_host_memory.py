@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import resource
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from parallel.memory.policy import LEAST, buffer_bytes
-from parallel.offload.copies import Copies, CudaCopies
+from parallel.offload.copies import Copies, CudaCopies, copy_streams
 from parallel.offload.host_memory import HostMemory
 from tests.helpers.cuda_runtime import CudaRuntime
 from tests.helpers.sim_gpu import simulated
@@ -126,3 +127,16 @@ def test_arrays_of_a_gpu_are_locked_and_used_again(monkeypatch: pytest.MonkeyPat
     assert (host.bytes, host.peak_file_bytes) == (4 * MIB, 2 * MIB)
     del tile, held
     assert (host.taken_bytes, host.file_bytes, on_disk(tmp_path)) == (0, 0, 0)
+
+
+def test_all_copies_of_a_device_share_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = itertools.count()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device, next(made)))
+    copy_streams.cache_clear()
+    try:
+        first, again, other = (CudaCopies(torch.device("cuda", index)) for index in (0, 0, 1))
+    finally:
+        copy_streams.cache_clear()
+    assert next(made) == 4
+    assert first._streams == again._streams
+    assert not set(first._streams.values()) & set(other._streams.values())

@@ -93,7 +93,6 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("name", NETS)
 def test_the_plain_optimizers_numbers(name: str, early: bool, optimizer: str, resident: bool) -> None:
-    """With parameters that have no gradient, as those of a layer that is not used."""
     (plain, loss), (net, _) = model(name), model(name)
     theirs = OPTIMIZERS[optimizer](plain.named_parameters())
     plain_steps(plain, loss, theirs, range(3))
