@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, part_bytes
 from parallel.comm.torch_shard import part_like, run_sharded, shard_module, whole_tensor
-from parallel.engine.optimizer_step import MakeOptimizer, parameters_and_gradients, state_of
+from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep
 from parallel.engine.sharding_units import sharding_units
 from parallel.engine.state_dict import options_by_name, own_state, states_by_name, whole_state
 from parallel.engine.step import Microbatch, NeededInputs, StepResult, TrainingEngine, mean_loss, measured, read_losses
-from parallel.engine.weight_average import swap_average
-from parallel.offload.host_optimizer import nothing, set_learning_rate
 from parallel.offload.rng import drawing
 from parallel.schedule.shares import microbatch_seed, share_of
 from parallel.stage.batchnorm import running_statistics
@@ -77,12 +75,14 @@ class FullyShardedEngine(TrainingEngine):
             parameter.data = parameter.data.contiguous()
             communicator.broadcast(parameter.data)  # parts of different models would make a model of none
         self.module, self.counted = shard_module(module, sharding_units(module), communicator, device), True
-        self.optimizer = make_optimizer(module.named_parameters())
+        held = dict(module.named_parameters())
+        self._update = OptimizerStep(make_optimizer, owned=held, unshared=held.values(), held=held.values())
+        assert self._update.optimizer is not None, "a model has parameters"
+        self.optimizer = self._update.optimizer
         self.share: Sequence[int] = share_of(communicator.rank, communicator.world, m)
         self._loss, self._communicator, self._device = loss, communicator, device
         self._batch, self._m, self._seed, self._autocast = batch, m, seed, autocast
         self._statistics = running_statistics(module, communicator, statistics)
-        self._before_update = nothing
         self._dtype = next(module.parameters()).dtype.to_real()
         self._idle = len(self.share) < len(share_of(0, communicator.world, m))
 
@@ -95,16 +95,14 @@ class FullyShardedEngine(TrainingEngine):
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         self.module.train()
-        self.optimizer.zero_grad()
+        self._update.begin_step()
         self._statistics.begin_step(self._m)
         computed = {i: self._accumulate(i, each, step) for i, each in zip(self.share, microbatches, strict=False)}
         losses = read_losses(computed, self._m)
         tiles = int(losses[1].sum())
         mean = mean_loss(self._communicator, losses)
         self._statistics.end_step()
-        self._before_update()
-        set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        self._update.apply(learning_rate, scale=self._batch / int(losses[1].sum()))
         return StepResult(mean, tiles)
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
@@ -167,21 +165,16 @@ class FullyShardedEngine(TrainingEngine):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        self._swap_average()
+        self._update.swap_average()
         yield
-        self._swap_average()
-
-    def _swap_average(self) -> None:
-        self._before_update()
-        swap_average(self.optimizer)
+        self._update.swap_average()
 
     def on_device(self) -> Iterator[Tensor]:
         yield from self.module.buffers()
-        yield from parameters_and_gradients(self.module.parameters())
-        yield from state_of(self.optimizer)
+        yield from self._update.on_device()
 
     def before_update(self, call: Callable[[], None]) -> None:
-        self._before_update = call
+        self._update.before_update(call)
 
     @property
     def parameter_names(self) -> frozenset[str]:

@@ -82,10 +82,10 @@ class OptimizerStep:
 
     def on_device(self) -> Iterator[Tensor]:
         """Parameters, gradients and optimizer state that are on the device between two steps."""
-        if self._host is None or not self._host.resident:
-            yield from parameters_and_gradients(self._held)
-        if self.optimizer is not None and self._host is None:
-            yield from state_of(self.optimizer)
+        for parameter in self._held if self._host is None or not self._host.resident else ():
+            yield from (parameter,) if parameter.grad is None else (parameter, parameter.grad)
+        for state in self.optimizer.state.values() if self.optimizer and self._host is None else ():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def begin_step(self) -> None:
         if self._host is not None:
@@ -138,17 +138,3 @@ class OptimizerStep:
         """Give and take what one rank of a pair has updated for both."""
         for copy in self._copies:
             broadcast_tensors(copy.pair, copy.parameters, copy.source)
-
-
-def parameters_and_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield ``parameters`` and their gradients."""
-    for parameter in parameters:
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-
-
-def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of the state of ``optimizer``."""
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -62,13 +62,14 @@ class Recurring(nn.Module):
 
 
 class Case(NamedTuple):
-    """A model and how it is trained; ``sizes`` of the microbatches of a step."""
+    """A model and how it is trained; ``sizes`` of the microbatches of a step, ``missing`` tiles of a usual one."""
 
     make: Callable[[], nn.Module]
     loss: Loss
     sizes: list[int]
     optimizer: Callable[..., Any]
     dtype: torch.dtype = torch.float64
+    missing: int = 0
 
 
 SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=1e-3)
@@ -77,7 +78,7 @@ ADAM = functools.partial(torch.optim.AdamW, lr=LR, weight_decay=1e-2, eps=1e-3)
 CASES = {
     "uneven": Case(SkipNet, pixel_loss, [1, 3, 2, 2, 1], SGD),
     "one-idle": Case(TwoOutputs, two_losses, [2, 1, 3], ADAM),
-    "one-each": Case(functools.partial(SkipNet, None), pixel_loss, [3, 2], ADAM),
+    "one-each": Case(functools.partial(SkipNet, None), pixel_loss, [3, 2], ADAM, missing=3),
     "recurring": Case(Recurring, pixel_loss, [2, 3, 2], SGD),
     "float32": Case(SkipNet, pixel_loss, [2, 2], SGD, torch.float32),
 }
@@ -98,7 +99,7 @@ def engine_of(case: Case, communicator: Communicator, *, module: nn.Module | Non
         case.loss,
         case.optimizer,
         communicator,
-        batch=sum(case.sizes),
+        batch=sum(case.sizes) + case.missing,
         m=len(case.sizes),
         device=DEVICE,
         seed=SEED,
