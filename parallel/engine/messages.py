@@ -1,8 +1,7 @@
 """Values that travel between stages: any structure of tensors and plain numbers, over a ``Communicator``.
 
-What a value looks like (structure, shapes, dtypes, order of dims) depends on the shape of the tiles only. The first
-message of each kind therefore begins with a header; later ones are tensors alone, received into buffers of the right
-shape that were allocated and posted ahead. Tile shapes may change from step to step at the cost of one more header.
+The form of a value (structure, shapes, dtypes, order of dims) depends on the shape of the tiles only. So the first
+message of each kind begins with a header; later ones are tensors alone, received into buffers that were posted ahead.
 
 Between two ranks, receives are posted in the order of the sends. Message n of a channel has tag n modulo ``TAGS``.
 """

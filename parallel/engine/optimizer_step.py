@@ -1,8 +1,7 @@
 """The optimiser step of one rank: over the stages it holds, or over those it owns when pairs share the optimizer state.
 
 With inverted replicas ranks k and D-1-k hold the same two stages. Sharded, each keeps the optimizer state of one of
-them, updates it, and gives the other rank the result: the same numbers at half the state (Rajbhandari et al. 2020,
-ZeRO stage 1, between two ranks).
+them, updates it, and broadcasts the result (Rajbhandari et al. 2020, ZeRO stage 1, between two ranks).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One state dict for every strategy: what the plain module and a plain optimizer over its parameters would save.
 
-Takes the parts that ranks hold; gives the whole, and takes it apart again. A checkpoint written under one strategy is
-loaded under any other.
+A checkpoint written under one strategy is loaded under any other.
 """
 
 from __future__ import annotations

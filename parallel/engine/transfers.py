@@ -1,9 +1,8 @@
 """Values and gradients on their way between the stages of one rank and all others.
 
-A value goes from the stage that makes it straight to each stage that uses it, skips included, and is let go of once it
-is there. Between stages of the same rank it is handed over without a message. Between teams ``team.routes`` lists which
-member sends what to which; a message holds all that goes between two members, and a rank alone is a team of one. The
-gradient of a part returns to its sender; gradients of a value that several members received add up.
+A value goes from the stage that makes it straight to each stage that uses it, skips included, and is then freed; within
+a rank it goes without a message. Between teams, ``team.routes`` lists which member sends what to which, in one message;
+a rank alone is a team of one. The gradient of a part returns to its sender; those of a value sent to several add up.
 """
 
 from __future__ import annotations

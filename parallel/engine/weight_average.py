@@ -1,7 +1,7 @@
 """Running average of a model's weights, kept in the state of the optimizer.
 
-So the average lies on the rank that updates the parameter and in the checkpoints of every strategy, goes to the host
-with the optimizer, and is rolled back with an update. After Polyak and Juditsky 1992; of exponential weights, as
+So the average lies on the rank that updates the parameter, and in the checkpoints of every strategy. It goes to the
+host with the optimizer, and is rolled back with an update. After Polyak and Juditsky 1992; of exponential weights, as
 Tarvainen and Valpola 2017.
 """
 

@@ -1,11 +1,10 @@
 """One order of the actions of all ranks, and where each rank posts its receives in it: one compute action ahead of use,
 as far as no device gets stuck.
 
-Takes a compute-only schedule. A receive over NCCL holds the device until its message has come, a send until its receive
-is posted, and a sum until all ranks have begun it. Any action may have to wait for its device: where memory is freed to
-be allocated anew, for one. It then waits for all that its rank has begun, and must not be what that waits for. So all
-actions are put into one order in which ranks could do them one after the other, each after the messages and sums that
-its rank has begun.
+A receive over NCCL holds the device until its message has come, a send until its receive is posted, and a sum until all
+ranks have begun it. Any action may have to wait for its device, as where memory is freed: then it waits for all that
+its rank has begun. So all actions are put into one order in which ranks could do them one after the other, each after
+the messages and sums that its rank has begun.
 """
 
 from __future__ import annotations
@@ -77,8 +76,9 @@ def in_order(schedule: Schedule, mesh: Mesh, between: Dependencies) -> dict[Acti
 def announce(schedule: Schedule, mesh: Mesh, between: Dependencies, place: Mapping[Action, int]) -> Receives:
     """Return the receives of each rank, by the position of the compute action before which they are posted.
 
-    A receive at position p of a rank is safe if its message is made before the rank does action p, and the rank has
-    done action p - 1 before the sender's next action. Wanted positions are kept where the order allows it.
+    A receive at position p of a rank is safe under two conditions: its message is made before the rank does action p,
+    and the rank has done action p - 1 before the sender's next action. Wanted positions are kept where
+    the order allows it.
 
     Args:
         schedule: compute-only, one that comes to its end.

@@ -1,8 +1,7 @@
 """Proof, before any process starts, that a schedule computes what the model is and comes to its end.
 
-Takes a schedule, compute-only or lowered, where the stages are and what passes between them. Raises one error with
-every fault. Progress alone does not prove a schedule right (a backward pass may stand before its forward
-pass and still not block anyone), so ownership, completeness and order are proved first.
+Progress alone does not prove a schedule right: a backward pass may stand before its forward pass and still block no
+rank. So ownership, completeness and order are proved first, and one error has every fault.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Order between ranks: messages of a schedule arrive, in time and in the order of the sends, and no rank is stuck.
 
-Takes a schedule, where the stages are and what passes between them; gives the faults. Between two ranks, receives stand
-in the order of the sends, so that channels without tags (NCCL) deliver what was meant. Sums of gradients are messages
-too: ranks that hold copies of the same stages begin to sum them in the same order.
+Between two ranks, receives stand in the order of the sends, so that channels without tags (NCCL) deliver the right
+message. Ranks that hold copies of the same stages begin to sum their gradients in the same order.
 """
 
 from __future__ import annotations

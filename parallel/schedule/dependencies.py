@@ -1,8 +1,7 @@
 """Dependencies between actions: the one table behind ``passes``, ``check`` and ``simulate``.
 
-F needs what the stages before it made, B and I the gradients of the stages that used what it made: from the same rank
-as soon as they are computed, from other ranks by a message. Takes where the stages are and what passes between them;
-gives the messages before and after each compute action, and all that must be over before it begins.
+F needs the outputs of the stages before it, B and I the gradients of the stages after it: from the same rank as soon as
+they are computed, from other ranks by a message.
 """
 
 from __future__ import annotations

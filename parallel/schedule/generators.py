@@ -38,7 +38,7 @@ def gpipe(depth: int, m: int) -> Schedule:
 def one_f_one_b(depth: int, m: int) -> Schedule:
     """One forward, one backward: PipeDream-flush (Narayanan et al., ICML 2021) and DAPPLE (Fan et al., PPoPP 2021).
 
-    Rank k: min(m, D - k) forward passes, then B and F in turn, then the rest of the B. The step takes (m + D - 1)(F
+    Rank k: min(m, D - k) forward passes, then B and F alternate, then the rest of the B. The step takes (m + D - 1)(F
     + B) as in GPipe, but rank k keeps min(m, D - k) microbatches instead of m.
     """
     schedule: Schedule = {}
@@ -58,7 +58,7 @@ def interleaved(depth: int, m: int, chunks: int) -> Schedule:
 
     Stage s of D v is on rank s mod D. Each round goes through the rank's first chunk, then its second and so on;
     backward the other way round. Rank k does (v - 1) rounds' worth of F and 2 (D - 1 - k) more ahead, then F and B
-    in turn, then the rest of the B. With F and B of all v chunks of a rank together, a step takes m (F + B) + (D -
+    alternate, then the rest of the B. With F and B of all v chunks of a rank together, a step takes m (F + B) + (D -
     1)(F + B) / v for m >= D: the bubble of 1f1b over v, for v times the messages. The paper asks for m divisible by
     D. Here microbatches go in rounds of D to 2D - 1, as even as they can be: the paper's order where D divides m,
     the same formula elsewhere.
@@ -98,7 +98,7 @@ def zero_bubble(depth: int, m: int) -> Schedule:
 
 
 def master(depth: int, m: int) -> Schedule:
-    """Two inverted replicas in turn: MASTER of GEMS (Jain et al., SC'20).
+    """Two inverted replicas that alternate: MASTER of GEMS (Jain et al., SC'20).
 
     Microbatch i goes through replica i mod 2; on every rank its F follows the B of the one before, through the ranks on
     which that turned round. A rank keeps the activations of one microbatch at a time, as in mp-basic, and the

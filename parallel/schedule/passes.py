@@ -1,12 +1,9 @@
 """Passes that lower a compute-only schedule: recomputation, messages, sums of gradients, and copies of activations to
 the host and back.
 
-Takes a compute-only schedule, the mesh and the links between stages; gives the schedule that the engine walks.
 Four passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
-2024). They take it that ``check`` found nothing wrong with the schedule.
-
-A receive only announces that a message is awaited; the compute action that needs it waits. ``announce`` says when:
-about one compute action ahead, so that messages travel while ranks compute.
+2024); the schedule has passed ``check``. A receive only posts that a message is awaited; the compute action that needs
+it waits. ``announce`` posts it about one compute action ahead, so that messages travel while ranks compute.
 """
 
 from __future__ import annotations
@@ -50,8 +47,8 @@ def lower(
 
 
 def add_offload(schedule: Schedule, costs: Sequence[StageCost] | None = None) -> Schedule:
-    """Add an OFFLOAD after each F whose activations have time to go to the host and back before their backward pass,
-    and a PREFETCH as early as the way back takes.
+    """Add an OFFLOAD after each F whose activations have time to go to the host and back before their backward pass. A
+    PREFETCH follows as early as the way back takes.
 
     Args:
         costs: of the stages, with their copies. Without them, anything computed meanwhile is time enough, and a

@@ -1,7 +1,6 @@
 """Every schedule under its name, and the schedule of a whole mesh of ranks.
 
-Takes a name, a mesh and the number of microbatches of the global batch; gives the compute-only actions of every
-rank of every data-parallel group, with the microbatch numbers of the global batch.
+Schedules are compute-only, of every rank of every data-parallel group, with microbatch numbers of the global batch.
 """
 
 from __future__ import annotations

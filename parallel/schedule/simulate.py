@@ -1,10 +1,9 @@
 """A step on paper: how long it takes, how long ranks idle, and how many bytes of activations they keep at most.
 
-Takes a schedule, compute-only or lowered, and what its stages and the links between them cost; gives a timeline. A rank
-does its actions in order, each as soon as what it needs is there. Sends never block. The link from one rank to another
-carries one message at a time, in the order of the sends and not before its receive is announced; gradients are summed
-during compute, one stage after the other. Ranks that compute at the same time on one device each get an equal part of
-it (processor sharing, Kleinrock, Queueing Systems II, 1976); a rank that waits for a message takes no part.
+A rank does its actions in order, each as soon as what it needs is there. Sends never block. The link from one rank to
+another carries one message at a time, in the order of the sends and not before its receive is posted; gradients are
+summed during compute, one stage after the other. Ranks that compute at the same time on one device each get an equal
+part of it (processor sharing, Kleinrock, Queueing Systems II, 1976); a rank that waits for a message takes no part.
 """
 
 from __future__ import annotations

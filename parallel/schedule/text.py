@@ -2,7 +2,6 @@
 the message of a rank that failed at one.
 
 One row a rank, one cell an action. Column n holds the n-th action of every rank: position in the list, not time.
-Reading and writing files is left to the caller; what a schedule says is judged by ``check``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Cost of stages and links, and timeline of a step: simulated before a run, measured in it, and drawn the same way.
 
-Takes the spans of the actions; gives the step time and how much of it the ranks computed. Seconds count from any fixed
-moment, the same for all ranks.
+Seconds count from any fixed moment, the same for all ranks.
 """
 
 from __future__ import annotations
