@@ -90,10 +90,10 @@ def start_ranks(
         max_restarts: how often all of them are started again after one has failed.
         ranks_after: ranks of an attempt that failed -> those of the next; None: as many.
     """
-    from parallel.comm.torch_launch import as_many, launch_ranks
+    from parallel.comm.torch_launch import launch_ranks
 
     os.environ[STARTED_BY_US] = str(os.getpid())
-    return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts, ranks_after or as_many)
+    return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts, ranks_after)
 
 
 def place(settings: StrategySettings) -> RankPlace:

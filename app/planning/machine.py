@@ -178,7 +178,7 @@ def _links(ranks: int, threads: int, device: str = "cpu") -> LinkSpeed:
 
 def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
     # Where ranks share cores all that a rank's passes take is stretched, and what they tell each other was so already.
-    told = dataclasses.replace(speed.told, latency_s=speed.told_s / cluster.slowdown(cluster.per_node))
+    told = dataclasses.replace(speed.in_team, latency_s=speed.told_s / cluster.slowdown(cluster.per_node))
     return dataclasses.replace(
         cluster,
         inside=speed.messages,

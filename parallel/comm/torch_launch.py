@@ -27,20 +27,15 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 log = logging.getLogger(__name__)
 
 
-def as_many(ranks: int) -> int:
-    """Return ``ranks``: whoever is lost is replaced."""
-    return ranks
-
-
 def launch_ranks(
-    ranks: int, command: Sequence[str], max_restarts: int = 0, ranks_after: Callable[[int], int] = as_many
+    ranks: int, command: Sequence[str], max_restarts: int = 0, ranks_after: Callable[[int], int] | None = None
 ) -> int:
     """Run ``command`` in ``ranks`` processes and wait for them; the first failing rank ends all others.
 
     Args:
         max_restarts: how often all ranks are started again after one has failed. Not once a signal has come: who asked
             the run to stop is not to see it start.
-        ranks_after: ranks of an attempt that failed -> those of the next.
+        ranks_after: ranks of an attempt that failed -> those of the next; None: the same number.
 
     Returns:
         0 when every rank ended well, the exit code of the first rank that failed otherwise (128 + n after signal n); of
@@ -57,7 +52,7 @@ def launch_ranks(
             codes.append(_launch_once(here, command))
             if not codes[-1] or restart == max_restarts or asked_to_stop.is_set():
                 return
-            before, here = here, ranks_after(here)
+            before, here = here, ranks_after(here) if ranks_after else here
             on = "" if here == before else f", on {here} ranks in place of {before}"
             log.warning("a rank ended with exit code %d: restart %d of %d%s", codes[-1], restart + 1, max_restarts, on)
 

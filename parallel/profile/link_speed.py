@@ -66,7 +66,7 @@ class LinkSpeed:
         return LinkSpec("between ranks of this machine", self.message_bandwidth, self.message_s)
 
     @property
-    def told(self) -> LinkSpec:
+    def in_team(self) -> LinkSpec:
         """Return the link between members of a team."""
         return LinkSpec("between members of a team on this machine", self.message_bandwidth, self.told_s)
 

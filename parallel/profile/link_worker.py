@@ -71,7 +71,7 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
     member = MemberPass(_pair(communicator))
     exchanges: list[int] = []
     timed: dict[str, Callable[[], None]] = {
-        "member_alone": member.alone,
+        "member_alone": member.without_team,
         "member": lambda: exchanges.append(member.in_team()),
         "empty_message": lambda: _round_trips(communicator, word, communicator.rank ^ 1),
         "message": lambda: _round_trips(communicator, message, communicator.rank ^ 1),
@@ -214,7 +214,7 @@ class MemberPass:
         self._stage.train()
         self._part = torch.randn((1, 3, *PART)).to(memory_format=torch.channels_last)
 
-    def alone(self) -> None:
+    def without_team(self) -> None:
         """Compute forward and backward of this member's part, without a team."""
         _backward(self._net(self._part).sum())
 

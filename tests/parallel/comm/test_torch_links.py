@@ -36,15 +36,19 @@ class FakeDistributed:
         self.met: list[Pair] = []
         self.dtypes: set[torch.dtype] = set()
         self.options: list[Any] = []
+        self.subgroups: list[tuple[Pair, str | None]] = []
         self.ProcessGroupNCCL = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
 
     def new_group(
-        self, ranks: Pair, timeout: timedelta, backend: str | None, pg_options: Any = None, **_: object
+        self, ranks: Pair, timeout: timedelta, backend: str | None, pg_options: Any = None, **how: object
     ) -> Pair:
         """The default backend's are the subgroups, of which torch counts the names apart."""
         if backend == "nccl":
             self.calls.append(ranks)
             self.options.append(pg_options)
+        else:
+            self.subgroups.append((ranks, backend))
+            assert (timeout.total_seconds() >= 60, how) == (True, {"use_local_synchronization": False})
         return ranks
 
     def isend(self, tensor: torch.Tensor, peer: int, group: Pair) -> FakeDistributed:
@@ -58,13 +62,18 @@ class FakeDistributed:
         """Nothing is under way."""
 
 
-def joined(monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple[FakeDistributed, TorchCommunicator]:
-    """``rank`` of ``WORLD``, eight GPUs a host."""
+GPUS = tuple(RankKind(str(rank // 8), "cuda", str(rank % 8)) for rank in range(WORLD))
+"""Eight a host."""
+
+
+def joined(
+    monkeypatch: pytest.MonkeyPatch, rank: int, kinds: tuple[RankKind, ...] = GPUS
+) -> tuple[FakeDistributed, TorchCommunicator]:
+    """``rank`` of a run of ``kinds``."""
     fake = FakeDistributed()
     monkeypatch.setattr(torch_comm, "dist", fake)
-    kinds = tuple(RankKind(str(each // 8), "cuda", str(each % 8)) for each in range(WORLD))
     monkeypatch.setattr(torch_comm, "join_group", lambda *_: kinds)
-    for name, value in {"RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_RANK": rank % 8, "LOCAL_WORLD_SIZE": 8}.items():
+    for name, value in {"RANK": rank, "WORLD_SIZE": len(kinds), "LOCAL_RANK": rank % 8, "LOCAL_WORLD_SIZE": 8}.items():
         monkeypatch.setenv(name, str(value))
     return fake, TorchCommunicator(torch.device("cuda", rank % 8), 60, 60, kinds[rank])
 
@@ -147,6 +156,25 @@ def test_a_subgroup_uses_links_that_the_whole_run_has_made(monkeypatch: pytest.M
             group.connect([(0, 1)])
         made.append((fake.calls, fake.met))
     assert made == [([(0, 1), (2, 3)], [(0, 1)]), ([(0, 1), (2, 3)], [(2, 3)])]
+
+
+CPU, BOTH = RankKind("0", "cpu"), "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(
+    ("kinds", "backends"), [((*GPUS[:2], CPU), [BOTH, "gloo", "gloo"]), ((CPU, CPU, CPU), [None, None, None])]
+)
+def test_every_rank_asks_for_the_same_groups(
+    rank: int, kinds: tuple[RankKind, ...], backends: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, communicator = joined(monkeypatch, rank, kinds)
+    chosen: list[Any] = [(0, 1), (0, 2), (2,)]
+    made = [communicator.subgroup(ranks) for ranks in chosen]
+    assert fake.subgroups == list(zip(chosen, backends, strict=True))
+    for ranks, part in zip(chosen, made, strict=True):
+        assert (part is None) == (rank not in ranks)
+        assert not isinstance(part, TorchCommunicator) or part.kinds == tuple(kinds[each] for each in ranks)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64])

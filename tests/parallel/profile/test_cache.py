@@ -80,15 +80,6 @@ def test_a_cache_whose_disk_is_full(
     keep(kept_at({}), "text")
 
 
-def test_what_is_kept_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = kept_at({"device": "abacus"})
-    assert path is not None
-    assert path.parent == tmp_path / "megatile"
-    keep(path, "text")
-    assert kept_text(path) == "text"
-
-
 COMPILES = """
 import os, stat, sys
 from dataclasses import dataclass

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import LayerCost
@@ -21,6 +22,7 @@ from parallel.plan.step_time import step_time
 from parallel.profile import link_speed, link_worker
 from parallel.profile.cache import keep, kept_text
 from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links, measure_links, speed_of
+from parallel.profile.link_worker import MEMBER_LAYERS, MemberPass
 from parallel.schedule.timeline import StageCost
 from parallel.strategy import Strategy
 from tests.helpers.sim_gpu import simulated
@@ -54,9 +56,20 @@ def test_a_plan_forecasts_the_seconds_that_were_measured(ranks: int) -> None:
     assert (ddp, fsdp) == (pytest.approx(0.3), pytest.approx(0.8))
 
 
+def test_a_pass_counts_its_exchanges() -> None:
+    def passes(communicator: Communicator, _: None) -> list[int]:
+        member = MemberPass(communicator)
+        member.without_team()
+        return [member.in_team(), member.in_team()]
+
+    # Moments and their gradients at each norm, the pool's sum and its gradient, halos of each convolution and their
+    # gradients, except those of the tile.
+    assert run_on_threads(2, passes, [None, None]) == [[4 * MEMBER_LAYERS + 1] * 2] * 2
+
+
 def test_members_that_compute_wait_as_long_for_each_other_as_was_measured() -> None:
     speed = speed_of(seconds(), 2)
-    cluster = Cluster("test", 1 << 40, 2, 2, speed.messages, speed.messages, 1e30, "cpu", told=speed.told)
+    cluster = Cluster("test", 1 << 40, 2, 2, speed.messages, speed.messages, 1e30, "cpu", told=speed.in_team)
     assert sum_in_team_s(Sum(4000), 2, cluster) == pytest.approx(0.0015 + 1e-6)
     assert sum_in_team_s(Sum(4000), 4, dataclasses.replace(cluster, per_node=4)) == pytest.approx(0.003 + 3e-6)
     talk = HaloTraffic((Halo(4_000_000, 8_000_000, 1, back=False),))
