@@ -55,7 +55,6 @@ class MixedCommunicator(Communicator):
         self.way = way
         self._inner = inner
         self._kinds = tuple(kinds)
-        self._part_bytes = PART_BYTES
         on_gpu = device is not None and device.type == "cuda"
         self._sums = SharedSums(inner, self._kinds, way, PART_BYTES, on_gpu)
         self._stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -115,7 +114,7 @@ class MixedCommunicator(Communicator):
     def _sum(self, flat: Tensor, ready: Any, operation: Operation) -> None:
         if self._fault is not None:  # after a sum that failed the ranks no longer meet
             raise self._fault
-        step = self._part_bytes // flat.element_size()
+        step = self._sums.part_bytes // flat.element_size()
         try:
             with torch.cuda.stream(self._stream) if ready else contextlib.nullcontext():
                 if ready:
@@ -147,7 +146,7 @@ class SharedSums:
         self._slices = min(map(len, crews)) if way == "host" else 1
         _, self._owners = _own(inner, [[crew[k] for crew in crews] for k in range(self._slices)])
         self._at, self._proxies = self._ranks.index(inner.rank), int(way == "device")
-        self._part_bytes = part_bytes
+        self.part_bytes = part_bytes
         # The sum, and the numbers of each rank of the crew; those of a proxy stay on its GPU.
         self._parts = 1 + len(self._ranks) - self._proxies
         self._segment = SharedSegment(self._crew, self._parts * part_bytes, pinned=pinned)
@@ -158,7 +157,7 @@ class SharedSums:
         Raises:
             CommunicationError: another rank is gone or did not answer in time.
         """
-        total, *parts = [self._segment.part(k, self._part_bytes, flat) for k in range(self._parts)]
+        total, *parts = [self._segment.part(k, self.part_bytes, flat) for k in range(self._parts)]
         is_proxy = self._proxies > self._at
         if not is_proxy:
             parts[self._at - self._proxies].copy_(flat)

@@ -11,6 +11,7 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -191,33 +192,30 @@ def run_on_threads(
         BaseException: what the first failing rank raised.
     """
     group = ThreadGroup(world, timeout_s)
-    results: dict[int, Result] = {}
+    results: list[Future[Result]] = [Future() for _ in range(world)]
     faults: list[BaseException] = []
-    ended = threading.Semaphore(0)
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(group.communicator(rank), argument)
+            results[rank].set_result(function(group.communicator(rank), argument))
         except BaseException as fault:
             faults.append(fault)  # before the others are told: theirs come after it
             group.fail(f"rank {rank} failed: {type(fault).__name__}: {fault}")
-        finally:
-            ended.release()
+            results[rank].set_exception(fault)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
-    for _ in threads:
-        while not ended.acquire(timeout=timeout_s):
-            if faults:
-                busy = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-                message = f"ranks {busy} still compute {timeout_s:g} s after another rank failed: {faults[0]}"
-                raise CommunicationError(message) from faults[0]
+    wait(results, return_when=FIRST_EXCEPTION)
+    if faults and wait(results, timeout_s).not_done:
+        busy = [rank for rank, result in enumerate(results) if not result.done()]
+        message = f"ranks {busy} still compute {timeout_s:g} s after another rank failed: {faults[0]}"
+        raise CommunicationError(message) from faults[0]
     for thread in threads:
         thread.join()
     if faults:
         raise faults[0]
-    return [results[rank] for rank in range(world)]
+    return [result.result() for result in results]
 
 
 def _copy(send: ThreadWork, receive: ThreadWork) -> None:

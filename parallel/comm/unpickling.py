@@ -66,16 +66,9 @@ class _Unpickler(pickle.Unpickler):
         value: Any = sys.modules.get(module)  # nothing is imported: that, too, runs code
         for part in name.split("."):
             value = getattr(value, part, None)
-        if isinstance(value, NAMES) or (_hashable(value) and value in self._known) or _holds_tensors(value):
+        is_known = type(value).__hash__ is not None and value in self._known
+        is_container = isinstance(value, type) and issubclass(value, (tuple, *CONTAINERS, dict, list))
+        holds_tensors = is_container and (value in _pytree.SUPPORTED_NODES or _pytree.is_namedtuple_class(value))
+        if isinstance(value, NAMES) or is_known or holds_tensors:
             return value
         raise UnknownTypeError(f"{module}.{name} is not plain data")
-
-
-def _hashable(value: Any) -> bool:
-    return type(value).__hash__ is not None
-
-
-def _holds_tensors(value: Any) -> bool:
-    if not isinstance(value, type) or not issubclass(value, (tuple, *CONTAINERS, dict, list)):
-        return False
-    return value in _pytree.SUPPORTED_NODES or _pytree.is_namedtuple_class(value)

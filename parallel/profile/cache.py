@@ -7,7 +7,6 @@ written, what was measured is used and not kept.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import json
@@ -148,15 +147,10 @@ def keep(path: Path | None, text: str) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            try:
-                file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}")
-                file.flush()
-                os.replace(file.name, path)  # ranks of one machine may come here at once
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # ranks of one machine may come here at once
+            file = Path(folder) / path.name
+            file.write_text(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}")
+            os.replace(file, path)
     except OSError as fault:
         _tell(f"{path.parent} cannot be written ({fault.strerror})")
 

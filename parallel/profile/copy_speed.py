@@ -12,6 +12,7 @@ import json
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -99,20 +100,16 @@ def gpu_copies(name: str) -> tuple[float, float]:
 def _in_memory(together: int) -> list[float]:
     """Return seconds of copies from one place of memory to another, by ``together`` threads at once."""
     begin = threading.Barrier(together)
-    seconds: list[float] = []
 
-    def copy() -> None:
+    def copy(_: int) -> list[float]:
         source, target = (torch.ones(SIZE, dtype=torch.uint8) for _ in range(2))
         begin.wait()
-        for number in range(WARM_UP + COPIES):
+        seconds = []
+        for _ in range(WARM_UP + COPIES):
             start = time.perf_counter()
             target.copy_(source)
-            if number >= WARM_UP:
-                seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
+        return seconds[WARM_UP:]
 
-    ranks = [threading.Thread(target=copy) for _ in range(together)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return seconds
+    with ThreadPoolExecutor(together) as ranks:
+        return [seconds for of_rank in ranks.map(copy, range(together)) for seconds in of_rank]

@@ -76,7 +76,7 @@ def test_a_cache_whose_disk_is_full(
     monkeypatch.setattr(os, "replace", full)
     assert measure(caplog) == [f"{tmp_path}/megatile cannot be written (No space left on device): {SAID}"]
     assert list((tmp_path / "megatile").iterdir()) == []
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
     keep(kept_at({}), "text")
 
 
