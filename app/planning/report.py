@@ -23,7 +23,7 @@ from app.settings.cli import FAILED, OK
 from app.settings.sizes import bytes_of
 from parallel.draw.graph_svg import graph_svg
 from parallel.draw.graph_text import graph_dot, graph_json, graph_text
-from parallel.draw.model_view import ModelView
+from parallel.draw.outline import ModelView
 from parallel.draw.schedule_svg import schedule_svg
 from parallel.graph.scale import with_tiles
 from parallel.plan.candidates import MemoryOptions

@@ -13,8 +13,7 @@ from html import escape
 from itertools import pairwise
 
 from parallel.draw.graph_layout import BOX_HEIGHT, Band, Box, Layout, Wire, lay_out
-from parallel.draw.model_view import CutSum, ModelView, StageSum
-from parallel.draw.outline import Outline, Part
+from parallel.draw.outline import Link, ModelView, Outline, Part
 from parallel.draw.svg_style import FONT, HUES, fitted, style, svg_text, text_width
 from parallel.graph.layers import INPUT, OUTPUT
 from parallel.units import bytes_text, seconds_text
@@ -37,7 +36,7 @@ def graph_svg(view: ModelView) -> str:
     rows = max(ROWS, round(math.sqrt(len(outline.parts) * (1.6 * box_width + margin) / (BOX_HEIGHT + 26) / SHAPE)))
     layout = lay_out(outline, stages, box_width=box_width, margin=margin, top=HEAD, column_rows=rows)
 
-    parts = [*_bands(layout, view.stage_sums, view.cut_sums)] if view.partition else []
+    parts = [*_bands(layout, view.stage_sums, [*view.cuts.values()])] if view.partition else []
     parts += wire_strokes(layout, outline, stages)
     parts += _boxes(layout, outline, stages)
     parts += _groups(layout, outline)
@@ -83,8 +82,7 @@ def _sizes(part: Part) -> str:
 
 
 def _time(part: Part) -> str:
-    known = [seconds for seconds in (part.forward_s, part.backward_s) if seconds is not None]
-    return seconds_text(sum(known)) if sum(known) else ""
+    return seconds_text(part.seconds) if part.seconds else ""
 
 
 def _shares(outline: Outline) -> list[tuple[float, float]]:
@@ -134,7 +132,7 @@ def _hover(part: Part) -> str:
     return "\n".join(words)
 
 
-def _bands(layout: Layout, sums: Sequence[StageSum], cuts: Sequence[CutSum]) -> Iterator[str]:
+def _bands(layout: Layout, sums: Sequence[Part], cuts: Sequence[Link]) -> Iterator[str]:
     """Draw a strip in the stage's colour left of the boxes, its sums, and the cut that it begins with."""
     for band in layout.bands:
         hue = band.stage % len(HUES)
@@ -150,7 +148,7 @@ def _bands(layout: Layout, sums: Sequence[StageSum], cuts: Sequence[CutSum]) -> 
             yield svg_text(band.left, band.top - 6, f"cut: {bytes_text(cut.bytes)}", 12, bold=True)
 
 
-def _stage_words(band: Band, total: StageSum, top: float, right: float) -> Iterator[str]:
+def _stage_words(band: Band, total: Part, top: float, right: float) -> Iterator[str]:
     lines = [f"stage {band.stage}"]
     if band.begins:
         lines += [seconds_text(total.seconds)] if total.seconds else []
@@ -181,7 +179,7 @@ def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
             yield f'<text class="pale" transform="{place}" font-size="11" text-anchor="middle">{escape(words)}</text>'
 
 
-def _legend(outline: Outline, sums: Sequence[StageSum], staged: bool) -> tuple[list[str], float]:
+def _legend(outline: Outline, sums: Sequence[Part], staged: bool) -> tuple[list[str], float]:
     """Return the lines of the legend and their width."""
     params, saved = sum(total.param_bytes for total in sums), sum(total.saved_bytes for total in sums)
     count = sum(part.kind not in (INPUT, OUTPUT) for part in outline.parts)
@@ -193,7 +191,7 @@ def _legend(outline: Outline, sums: Sequence[StageSum], staged: bool) -> tuple[l
     ]
     seconds = [total.seconds for total in sums if total.seconds]
     words += [f"{seconds_text(sum(seconds))} forward and backward"] if seconds else []
-    timed = any(sum(pair) for pair in ((part.forward_s or 0, part.backward_s or 0) for part in outline.parts))
+    timed = any(part.seconds for part in outline.parts)
     bar = "share of the time, light forward, dark backward" if timed else "share of the bytes saved for backward"
     notes = [f"bar: {bar}", "wires: the wider, the more bytes", *(["colour: stage"] if staged else [])]
     lines = [" · ".join(words), " · ".join(notes)]

@@ -26,8 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from parallel.draw.model_view import CutSum, ModelView, StageSum
-from parallel.draw.outline import Link, Outline, Part
+from parallel.draw.outline import Link, ModelView, Outline, Part
 from parallel.draw.svg_style import HUES
 from parallel.units import bytes_text, flops_text, seconds_text
 
@@ -38,7 +37,6 @@ NAME, KIND, INPUTS = 36, 44, 22
 def graph_text(view: ModelView) -> str:
     """Return a table of the model: what each part is, takes and gives, its sizes, its time and its stage."""
     outline, sums = view.outline, view.stage_sums
-    cuts = {cut.position: cut for cut in view.cut_sums}
     rows = _rows(outline)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
@@ -48,8 +46,8 @@ def graph_text(view: ModelView) -> str:
     text += [lines[0], "─" * whole]
     stage = 0
     for number, part in enumerate(outline.parts):
-        if part.start in cuts and (number == 0 or outline.parts[number - 1].start != part.start):
-            text += [_sum_line(sums[stage]), _cut_line(cuts[part.start], whole)]
+        if part.start in view.cuts and (number == 0 or outline.parts[number - 1].start != part.start):
+            text += [_sum_line(sums[stage]), _cut_line(view.cuts[part.start], whole)]
             stage += 1
         text.append(lines[number + 1])
     text += ["─" * whole, _sum_line(sums[stage], last=len(sums) == 1)]
@@ -106,18 +104,17 @@ def _line(row: list[str], widths: list[int]) -> str:
     return "  ".join(cells)
 
 
-def _sum_line(total: StageSum, *, last: bool = False) -> str:
+def _sum_line(total: Part, *, last: bool = False) -> str:
     time = [
         f"{name} {seconds_text(seconds)}"
         for name, seconds in (("forward", total.forward_s), ("backward", total.backward_s))
         if seconds is not None
     ]
     sizes = [f"params {bytes_text(total.param_bytes)}", f"saved {bytes_text(total.saved_bytes)}"]
-    name = "all" if last else f"stage {total.stage}"
-    return f"{name}: {', '.join([*sizes, f'flops {flops_text(total.flops)}', *time])}"
+    return f"{'all' if last else total.name}: {', '.join([*sizes, f'flops {flops_text(total.flops)}', *time])}"
 
 
-def _cut_line(cut: CutSum, width: int) -> str:
+def _cut_line(cut: Link, width: int) -> str:
     values = "1 value" if len(cut.values) == 1 else f"{len(cut.values)} values"
     return f"──── cut: {values}, {bytes_text(cut.bytes)} ".ljust(width, "─")
 
@@ -142,18 +139,18 @@ def graph_json(view: ModelView) -> dict[str, Any]:
         "groups": [asdict(group) for group in outline.groups],
         "cuts": [
             {
-                "before": graph.layers[cut.position].name,
-                "position": cut.position,
+                "before": graph.layers[position].name,
+                "position": position,
                 "values": list(cut.values),
                 "bytes": cut.bytes,
             }
-            for cut in view.cut_sums
+            for position, cut in view.cuts.items()
         ],
         "stages": [
             {
-                "stage": total.stage,
-                "first": stage_of.index(total.stage),
-                "last": len(stage_of) - 1 - stage_of[::-1].index(total.stage),
+                "stage": stage,
+                "first": stage_of.index(stage),
+                "last": len(stage_of) - 1 - stage_of[::-1].index(stage),
                 "flops": total.flops,
                 "param_bytes": total.param_bytes,
                 "saved_bytes": total.saved_bytes,
@@ -162,10 +159,10 @@ def graph_json(view: ModelView) -> dict[str, Any]:
                 "sends": [
                     {"target": target, "bytes": partition.bytes_over(source, target)}
                     for source, target in partition.links
-                    if source == total.stage
+                    if source == stage
                 ],
             }
-            for total in view.stage_sums
+            for stage, total in enumerate(view.stage_sums)
         ],
     }
 
@@ -187,13 +184,13 @@ def graph_dot(view: ModelView) -> str:
 
 def _clusters(view: ModelView) -> Iterator[str]:
     """The nodes of each stage; without a partition no cluster is around them."""
-    for total in view.stage_sums:
-        fill, line, *_ = HUES[total.stage % len(HUES)]
+    for stage, total in enumerate(view.stage_sums):
+        fill, line, *_ = HUES[stage % len(HUES)]
         if view.partition:
-            yield f"  subgraph cluster_{total.stage} {{"
-            yield f'    label={_quoted(f"stage {total.stage}: {_sizes(total)}")}; color="{line}"; fontcolor="{line}";'
+            yield f"  subgraph cluster_{stage} {{"
+            yield f'    label={_quoted(f"{total.name}: {_sizes(total)}")}; color="{line}"; fontcolor="{line}";'
         for number, part in enumerate(view.outline.parts):
-            if view.stage_of[number] == total.stage:
+            if view.stage_of[number] == stage:
                 yield f'    {number} [label={_quoted(_words(part))}, fillcolor="{fill}", color="{line}"];'
         if view.partition:
             yield "  }"
@@ -210,12 +207,11 @@ def _words(part: Part) -> str:
     return "\n".join(filter(None, [part.name, part.kind if part.kind != part.name else "", _sizes(part)]))
 
 
-def _sizes(part: Part | StageSum) -> str:
+def _sizes(part: Part) -> str:
     """Bytes of parameters, bytes kept for backward and seconds, where there are any."""
     words = [f"{bytes_text(part.param_bytes)} params"] if part.param_bytes else []
     words += [f"{bytes_text(part.saved_bytes)} saved"] if part.saved_bytes else []
-    seconds = (part.forward_s or 0.0) + (part.backward_s or 0.0)
-    return ", ".join([*words, *([seconds_text(seconds)] if seconds else [])])
+    return ", ".join([*words, *([seconds_text(part.seconds)] if part.seconds else [])])
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A model's graph with its layers put together into parts: by operations, layers, blocks or modules.
+"""A model as it is drawn or listed: its layers put together into operations, layers, blocks or modules, and its stages.
 
 ``coarsen`` takes a ``LayerGraph``, and where known the seconds of its layers; it gives an ``Outline`` with sums over
 the layers of each part and the values between parts: the input of pictures, tables and JSON. Parts stand in the order
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Literal, get_args
 
 from parallel.graph.blocks import Block, find_blocks, find_modules, heavy_positions
 from parallel.graph.layers import LayerGraph
+from parallel.graph.partition import Partition, values_across
 
 Level = Literal["op", "layer", "block", "module"]
 
@@ -48,10 +50,15 @@ class Part:
     forward_s: float | None = None
     backward_s: float | None = None
 
+    @property
+    def seconds(self) -> float:
+        """Return the seconds forward and backward, 0 where they are not known."""
+        return (self.forward_s or 0.0) + (self.backward_s or 0.0)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Link:
-    """``values`` go from part ``source`` to the later part ``target``; numbers of parts.
+    """``values`` go from part ``source`` to the later part ``target``, or from one stage to the next; numbers of them.
 
     Attributes:
         bytes: of the values, for the traced shapes; 0 for numbers such as a size.
@@ -89,14 +96,59 @@ class Outline:
     groups: tuple[Group, ...]
 
 
+@dataclass(frozen=True)
+class ModelView:
+    """A model as it is to be shown; arguments as of ``coarsen``.
+
+    Attributes:
+        partition: whose stages and cuts are shown; parts are split where a cut falls inside. None: one stage, no cut.
+        title: above the drawing.
+    """
+
+    graph: LayerGraph
+    level: Level = "block"
+    partition: Partition | None = None
+    forward_s: Sequence[float] | None = None
+    backward_s: Sequence[float] | None = None
+    title: str = ""
+
+    @property
+    def stages(self) -> Partition:
+        """Return the partition, or that of a single stage."""
+        return self.partition or Partition(self.graph, (0,))
+
+    @cached_property
+    def outline(self) -> Outline:
+        """Return the graph's layers put together into parts."""
+        cuts = self.stages.starts
+        return coarsen(self.graph, self.level, cuts=cuts, forward_s=self.forward_s, backward_s=self.backward_s)
+
+    @cached_property
+    def stage_of(self) -> list[int]:
+        """Return the stage of each part."""
+        return [self.stages.stage_of(self.graph.layers[part.start].name) for part in self.outline.parts]
+
+    @cached_property
+    def stage_sums(self) -> tuple[Part, ...]:
+        """Return each stage as one part."""
+        bounds = pairwise([*self.stages.starts, len(self.graph.layers)])
+        times = self.forward_s, self.backward_s
+        return tuple(_part(self.graph, Block(*bound), f"stage {k}", *times) for k, bound in enumerate(bounds))
+
+    @cached_property
+    def cuts(self) -> dict[int, Link]:
+        """Return position -> values across the cut before that layer; one that several later stages use crosses each
+        cut before them."""
+        links, sizes = {}, self.graph.by_name
+        for stage, position in enumerate(self.stages.starts[1:]):
+            values = values_across(self.graph, position)
+            links[position] = Link(stage, stage + 1, values, sum(sizes[name].output_bytes for name in values))
+        return links
+
+
 def saved_bytes(graph: LayerGraph, positions: Iterable[int]) -> int:
     """Bytes that autograd keeps for backward of the layers at ``positions``, each piece of memory once."""
     return sum(dict(piece for position in positions for piece in graph.layers[position].saved).values())
-
-
-def seconds_of(seconds: Sequence[float] | None, start: int, stop: int) -> float | None:
-    """Sum over layers ``start`` to ``stop``; None where nothing is known."""
-    return None if seconds is None else sum(seconds[start:stop])
 
 
 PLAIN = ("Module", "ModuleDict", "ModuleList", "Sequential")
@@ -199,8 +251,8 @@ def _part(
         param_bytes=sum(layer.param_bytes for layer in layers),
         saved_bytes=saved_bytes(graph, range(block.start, block.stop)),
         output_bytes=sum(layer.output_bytes for layer in layers if layer.name in used),
-        forward_s=seconds_of(forward_s, block.start, block.stop),
-        backward_s=seconds_of(backward_s, block.start, block.stop),
+        forward_s=None if forward_s is None else sum(forward_s[block.start : block.stop]),
+        backward_s=None if backward_s is None else sum(backward_s[block.start : block.stop]),
     )
 
 

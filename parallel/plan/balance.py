@@ -11,6 +11,7 @@ balance each stage by itself. With no more places than that the result is exact,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -187,40 +188,29 @@ class _Problem:
         return self.windows.peak_bytes - self._kept
 
     def _pair(self, k: int) -> Pair:
-        other = self.stages - 1 - k
+        """Return loads of stages k and D-1-k, and which parts of the memory of their ranks they fill, in each state
+        that a rank comes to."""
+        rule, other = self.memory, self.stages - 1 - k
         speed = min(self.speeds[k], self.speeds[other])
         load = self._seconds(speed)
-        most = () if self.memory is None else tuple(self._pair_filled(k))
-        # The rank of a middle stage computes it for both replicas.
-        return Pair((2 * load, None), most, speed / 2) if k == other else Pair((load, load), most, speed)
-
-    def _pair_filled(self, k: int) -> list[tuple[Loads, Loads | None]]:
-        """Return which parts of the memory of ranks k and D-1-k stages k and D-1-k fill, in each state that a rank
-        comes to."""
-        assert self.memory is not None
-        rule, other = self.memory, self.stages - 1 - k
-        if k == other:
-            return [(self._filled_middle(k), None)]
-        filled: list[tuple[Loads, Loads | None]] = []
+        if k == other:  # its rank computes it for both replicas
+            filled = []
+            if rule is not None:
+                most = max(number for (number,) in rule.in_flight[k])
+                filled = [self._bytes(most, rule.per_parameter, computing=True) / rule.limits[k]]
+            return Pair(np.stack([2 * load, *filled]), None, speed / 2)
+        first, second = [load], [load]
         for rank in (k, other):
-            own = rule.per_parameter
+            if rule is None:
+                continue
+            own, limit = rule.per_parameter, rule.limits[rank]
             not_own = own if rule.per_other is None else rule.per_other
-            first, second = (own, not_own) if rank == k else (not_own, own)
-            for left, right in rule.in_flight[rank]:
-                for computing, number in ((0, left), (1, right)):
-                    if number:
-                        filled.append(
-                            (
-                                self._bytes(left, first, computing=computing == 0) / rule.limits[rank],
-                                self._bytes(right, second, computing=computing == 1) / rule.limits[rank],
-                            )
-                        )
-        return filled
-
-    def _filled_middle(self, k: int) -> Loads:
-        assert self.memory is not None
-        most = max(number for (number,) in self.memory.in_flight[k])
-        return self._bytes(most, self.memory.per_parameter, computing=True) / self.memory.limits[k]
+            shares = (own, not_own) if rank == k else (not_own, own)
+            for computing, numbers in itertools.product((0, 1), rule.in_flight[rank]):
+                if numbers[computing]:
+                    first.append(self._bytes(numbers[0], shares[0], computing=computing == 0) / limit)
+                    second.append(self._bytes(numbers[1], shares[1], computing=computing == 1) / limit)
+        return Pair(np.stack(first), np.stack(second), speed)
 
 
 def _only_windows(loads: Loads) -> Loads:

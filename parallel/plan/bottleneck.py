@@ -61,45 +61,24 @@ class Pair:
     """Stages k and D-1-k, which share a rank.
 
     Attributes:
-        loads: (of the first stage, of the second), whose sum is the load; the second is None for the middle stage of an
-            odd number.
-        most: sums of such matrices that may not be above 1.
+        first: (n, P, P) of the first stage; (n, P, P) of the ``second`` likewise, None for the middle stage of an odd
+            number. What both have added up is a load, and shares of memory that may not be above 1.
         speed: work that a load of 1 does, at most.
     """
 
-    loads: tuple[Loads, Loads | None]
-    most: tuple[tuple[Loads, Loads | None], ...] = ()
+    first: Loads
+    second: Loads | None
     speed: float = 1.0
-
-    def parts(self, bound: float) -> tuple[Loads, Loads, Loads]:
-        """Return (n, P, P) of the first stage and of the second, what is summed of each, and (n, 1, 1) that sums may
-        not exceed: loads, which may come to ``bound``, then ``most``."""
-        first, second = zip(self.loads, *self.most, strict=True)
-        return np.stack(first), np.stack(second), np.array([bound, *[1.0] * len(self.most)])[:, None, None]
 
     def at(self, places: npt.NDArray[np.int64]) -> Pair:
         """Return the pair with these places only."""
-        grid = np.ix_(places, places)
-
-        def among(loads: tuple[Loads, Loads | None]) -> tuple[Loads, Loads | None]:
-            return loads[0][grid], None if loads[1] is None else loads[1][grid]
-
-        return Pair(among(self.loads), tuple(map(among, self.most)), self.speed)
+        rows, second = places[:, None], self.second
+        return Pair(self.first[:, rows, places], second if second is None else second[:, rows, places], self.speed)
 
     def load(self, window: tuple[int, int], other: tuple[int, int]) -> float:
         """Return the load of two windows; infinite where they may not be."""
-
-        def total(first: Loads, second: Loads | None) -> float:
-            return float(first[window] + (0.0 if second is None else second[other]))
-
-        return np.inf if any(total(*most) > 1 for most in self.most) else total(*self.loads)
-
-    def middle(self) -> Loads:
-        """Return the loads of the windows of a middle stage; infinite where they may not be."""
-        load = self.loads[0].copy()
-        for most, _ in self.most:
-            load[most > 1] = np.inf
-        return load
+        load, *shares = self.first[:, *window] + (0.0 if self.second is None else self.second[:, *other])
+        return np.inf if any(share > 1 for share in shares) else float(load)
 
 
 def best_pairs(
@@ -117,96 +96,76 @@ def best_pairs(
         The largest load, infinite where no cuts will do, and the place where each stage begins.
     """
     size = bytes_.shape[0]
-    bound = np.inf if known is None else _largest(pairs, [*known, size - 1])
+    bound = np.inf
+    if known is not None:
+        windows = list(pairwise([*known, size - 1]))
+        bound = max(pair.load(windows[k], windows[-1 - k]) for k, pair in enumerate(pairs))
     if np.isinf(bound) and size > 24:  # what fewer places can reach bounds the search over all of them
         few = np.unique(np.linspace(0, size - 1, size // 3).round().astype(int))
-        bound, _ = best_pairs(
-            [pair.at(few) for pair in pairs], *(matrix[np.ix_(few, few)] for matrix in (bytes_, work))
-        )
-    limit = _Search(pairs, bytes_, work, bound).smallest()
-    return (limit, _Search(pairs, bytes_, work, limit).cuts()) if np.isfinite(limit) else (limit, [])
+        grid = np.ix_(few, few)
+        bound, _ = best_pairs([pair.at(few) for pair in pairs], bytes_[grid], work[grid])
+    limit, _ = _search(pairs, None, work, bound)
+    return (limit, _search(pairs, bytes_, work, limit)[1]) if np.isfinite(limit) else (limit, [])
 
 
-def _largest(pairs: Sequence[Pair], bounds: Sequence[int]) -> float:
-    windows = list(pairwise(bounds))
-    return max(pair.load(windows[k], windows[-1 - k]) for k, pair in enumerate(pairs))
+def _search(pairs: Sequence[Pair], bytes_: Loads | None, work: Loads, bound: float) -> tuple[float, list[int]]:
+    """Return the smallest largest load, or the fewest bytes, with no load above ``bound``, and the cuts.
 
-
-class _Search:
-    """The search from the outside in: ``value[i, j]`` is the best so far with all layers placed but those of window [i,
-    j).
-
-    Args:
-        bound: loads above it are of no use.
+    From the outside in: ``value[i, j]`` is the best so far with all layers placed but those of window [i, j).
     """
-
-    def __init__(self, pairs: Sequence[Pair], bytes_: Loads, work: Loads, bound: float) -> None:
-        self._bytes, self._work, self._bound = bytes_, work, bound
-        self._speeds = [pair.speed for pair in pairs]
-        self._outer = [pair for pair in pairs if pair.loads[1] is not None]
-        self._middle = pairs[-1].middle() if pairs[-1].loads[1] is None else None
-        self._size = bytes_.shape[0]
-        self._in_order = np.tri(self._size, dtype=bool).T
-
-    def smallest(self) -> float:
-        """Return the largest load at best."""
-        value = self._start()
-        for k in range(len(self._outer)):
-            value, _ = self._inward(k, value, np.maximum, count_bytes=False)
-        if self._middle is not None:
-            value = np.maximum(value, self._middle)
-            return float(value.min())
-        return float(np.diagonal(value).min())
-
-    def cuts(self) -> list[int]:
-        """Return the places where the stages begin: no load above the bound, fewest bytes."""
-        value, ways = self._start(), []
-        for k in range(len(self._outer)):
-            value, way = self._inward(k, value, np.add, count_bytes=True)
+    size, join = len(work), np.maximum if bytes_ is None else np.add
+    value, ways = np.full((size, size), np.inf), []
+    value[0, -1] = 0.0
+    for k, pair in enumerate(pairs):
+        if pair.second is not None:
+            value, way = _inward(pair, value, bytes_, bound)
+            value[work > sum(inner.speed for inner in pairs[k + 1 :]) * bound * (1 + 1e-9)] = np.inf
             ways.append(way)
-        if self._middle is None:
-            i = j = int(np.diagonal(value).argmin())
-            starts: list[int] = []
+    middle = pairs[-1].first if pairs[-1].second is None else None
+    if middle is None:
+        total = np.where(np.eye(size, dtype=bool), value, np.inf)
+    else:
+        allowed = (middle <= _bounds(bound, len(middle))).all(axis=0)
+        total = np.where(allowed, join(value, middle[0] if bytes_ is None else bytes_), np.inf)
+    i, j = divmod(int(total.argmin()), size)
+    best, starts = float(total[i, j]), [] if middle is None else [i]
+    for way in reversed(ways):
+        starts.append(j)
+        i, j = divmod(int(way[i, j]), size)
+        starts.append(i)
+    return best, sorted(starts)
+
+
+def _bounds(load: float, count: int) -> Loads:
+    """Return (count, 1, 1) that sums may not exceed: a load, then shares of memory."""
+    return np.array([load, *[1.0] * (count - 1)])[:, None, None]
+
+
+def _inward(pair: Pair, value: Loads, bytes_: Loads | None, bound: float) -> tuple[Loads, npt.NDArray[np.int64]]:
+    """Return ``value`` after a pair, and the window around each window by which it is reached."""
+    size, first, second = len(value), pair.first, pair.second
+    assert second is not None
+    bounds, in_order = _bounds(bound, len(first)), np.tri(size, dtype=bool).T
+    after, way = np.full_like(value, np.inf), np.zeros(value.shape, dtype=np.int64)
+    # Nothing summed is negative: what is too much alone is too much with the other stage, too.
+    ends, begins = _extents(np.all(first <= bounds, axis=0)), _extents(np.all(second <= bounds, axis=0).T)
+    for i, j in np.argwhere(np.isfinite(value)).tolist():
+        # The first stage must not end behind the beginning of the second.
+        across = slice(ends[i].start, min(ends[i].stop, j + 1))
+        along = slice(max(begins[j].start, i), begins[j].stop)
+        if across.start >= across.stop or along.start >= along.stop:
+            continue
+        sums = first[:, i, across, None] + second[:, None, along, j]
+        allowed = (sums <= bounds).all(axis=0) & in_order[across, along]
+        if bytes_ is None:
+            joined = np.maximum(value[i, j], sums[0])
         else:
-            total = np.where(self._middle <= self._bound, value + self._bytes, np.inf)
-            i, j = (int(n) for n in np.unravel_index(int(total.argmin()), total.shape))
-            starts = [i]
-        for way in reversed(ways):
-            starts.append(j)
-            i, j = divmod(int(way[i, j]), self._size)
-            starts.append(i)
-        return sorted(starts)
-
-    def _start(self) -> Loads:
-        value = np.full((self._size, self._size), np.inf)
-        value[0, -1] = 0.0
-        return value
-
-    def _inward(
-        self, k: int, value: Loads, join: Callable[[Loads, Loads], Loads], *, count_bytes: bool
-    ) -> tuple[Loads, npt.NDArray[np.int64]]:
-        """Return ``value`` after pair ``k``, and the window around each window by which it is reached."""
-        after = np.full_like(value, np.inf)
-        way = np.zeros(value.shape, dtype=np.int64)
-        first, second, bounds = self._outer[k].parts(self._bound)
-        # Nothing summed is negative: what is too much alone is too much with the other stage, too.
-        ends, begins = _extents(np.all(first <= bounds, axis=0)), _extents(np.all(second <= bounds, axis=0).T)
-        for i, j in np.argwhere(np.isfinite(value)).tolist():
-            # The first stage must not end behind the beginning of the second.
-            across = slice(ends[i].start, min(ends[i].stop, j + 1))
-            along = slice(max(begins[j].start, i), begins[j].stop)
-            if across.start >= across.stop or along.start >= along.stop:
-                continue
-            sums = first[:, i, across, None] + second[:, None, along, j]
-            allowed = (sums <= bounds).all(axis=0) & self._in_order[across, along]
-            cost = self._bytes[i, across, None] + self._bytes[None, along, j] if count_bytes else sums[0]
-            new = np.where(allowed, join(value[i, j], cost), np.inf)
-            better = new < after[across, along]
-            after[across, along][better] = new[better]
-            way[across, along][better] = i * self._size + j
-        left = sum(self._speeds[k + 1 :]) * self._bound * (1 + 1e-9)
-        after[self._work > left] = np.inf
-        return after, way
+            joined = value[i, j] + (bytes_[i, across, None] + bytes_[None, along, j])
+        new = np.where(allowed, joined, np.inf)
+        better = new < after[across, along]
+        after[across, along][better] = new[better]
+        way[across, along][better] = i * size + j
+    return after, way
 
 
 def _extents(allowed: npt.NDArray[np.bool_]) -> list[slice]:

@@ -12,7 +12,7 @@ import torch
 
 from models.registry import build_model
 from parallel.draw.graph_svg import graph_svg
-from parallel.draw.model_view import ModelView
+from parallel.draw.outline import ModelView
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import partition_at
 from parallel.trace.trace import trace

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from parallel.draw.graph_layout import BOX_HEIGHT, Layout, Wire, lay_out
 from parallel.draw.graph_svg import graph_svg
-from parallel.draw.model_view import ModelView
-from parallel.draw.outline import Level, Outline, coarsen
+from parallel.draw.outline import Level, ModelView, Outline, coarsen
 from parallel.draw.svg_style import text_width
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, bytes_across, partition_at, partition_equal

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from parallel.draw.graph_text import graph_dot, graph_json, graph_text
-from parallel.draw.model_view import ModelView
-from parallel.draw.outline import Level
+from parallel.draw.outline import Level, ModelView
 from parallel.draw.svg_style import fitted, text_width
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import partition_at
