@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from benchmarks.out_of_core.problem import planner
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
@@ -11,6 +13,7 @@ from parallel.cost.stage_cost import LayerCost
 from parallel.plan.candidates import grids_of, in_teams
 from parallel.plan.part_graph import Halo, HaloTraffic
 from parallel.plan.plan import PlanRow
+from parallel.plan.search import Planner
 from parallel.plan.side_by_side import with_traffic
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
@@ -66,3 +69,28 @@ def test_rims_of_convolutions_are_counted_as_work() -> None:
     rows = {layer.name: [op.convolution for op in layer.ops if op.convolution] for layer in graph.layers}
     own, *rims = rows["layer1_0_conv1"]
     assert (own.size_out, [rim.size_out for rim in rims]) == ((32, 64), [(1, 64)])
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("model", ["resnet18", "unet"])
+def test_the_largest_boxes_that_fit_are_found(model: str) -> None:
+    """And no larger box needs more of the host."""
+    made = planner(model, 512, 1, 1000 * MIB, 1)
+    candidate, cluster = Strategy("single", 1, 1, 1), dataclasses.replace(made.cluster, kind="cuda", host_bytes=2**40)
+    made = Planner(made.task, cluster)
+    rows = {side: made.forecast(candidate.under(stream=side)) for side in made.stages.box_sides(candidate)}
+    host, peaks = ([getattr(row, name) for row in rows.values()] for name in ("host_bytes", "peak_bytes"))
+    assert len(rows) > 3
+    assert host == sorted(host, reverse=True)
+    assert peaks == sorted(peaks)
+    limits = [peaks[0][0] - 1, *(peak for (peak,) in peaks)]
+    for limit in limits + limits[::-1]:
+        memory = cluster.needed_bytes(limit)
+        on_gpu = Planner(made.task, dataclasses.replace(cluster, memory_bytes=memory))
+        row = on_gpu.in_boxes(candidate)  # whatever was found before
+        assert row is not None
+        fitting = [side for side, peak in zip(rows, peaks, strict=True) if peak[0] <= on_gpu.cluster.usable_bytes]
+        assert row.strategy.policy.stream == max(fitting, default=min(rows))
+        assert row.fits == bool(fitting)
