@@ -219,7 +219,9 @@ def run_on_threads(
 
 
 def _copy(send: ThreadWork, receive: ThreadWork) -> None:
-    source, target = in_memory_order(send.tensor), in_memory_order(receive.tensor)
+    source, target = send.tensor, receive.tensor
+    if source.shape != target.shape or source.stride() != target.stride():
+        source, target = in_memory_order(source), in_memory_order(target)
     assert source.dtype == target.dtype, f"{source.dtype} is sent, {target.dtype} expected"
     assert len(source) == len(target), f"{len(source)} numbers sent, {len(target)} expected"
     target.copy_(source)

@@ -66,7 +66,7 @@ class OrderedStatistics(RunningStatistics):
             yield
             self._next = i + 1
         else:
-            with untouched(self._active), _counted(self._active):
+            with untouched(self._active, self._flat), _counted(self._active):
                 self._flat.clear()
                 yield
                 if self._contributes:

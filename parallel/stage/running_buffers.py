@@ -42,23 +42,26 @@ class FlatBuffers:
         self.sizes = [*channels, *channels]
         self.width = sum(self.sizes)
         self._constants: dict[tuple[float, ...], Tensor] = {}
+        self.find_buffers()
+
+    def find_buffers(self) -> None:
+        """Find the layers' buffers, which are others once a module has been moved."""
+        means, variances, updates = zip(*map(buffers_of, self.layers), strict=True)
+        self._values, self._updates = [*means, *variances], list(updates)
+        self._dtype = functools.reduce(torch.promote_types, [buffer.dtype for buffer in self._values])
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return copies of the values and of the numbers of updates."""
-        values, updates = self._buffers()
-        return torch.cat(values), torch.stack(updates)
+        return torch.cat(self._values), torch.stack(self._updates)
 
     def write(self, values: Tensor, updates: Tensor) -> None:
         """Set what ``read`` gives."""
-        of_layers, counts = self._buffers()
-        values = values.to(functools.reduce(torch.promote_types, (buffer.dtype for buffer in of_layers)))
-        torch._foreach_copy_(of_layers, torch.split(values, self.sizes))
-        torch._foreach_copy_(counts, updates.unbind())
+        torch._foreach_copy_(self._values, torch.split(values.to(self._dtype), self.sizes))
+        torch._foreach_copy_(self._updates, updates.unbind())
 
     def clear(self) -> None:
         """Set the running statistics to 0."""
-        for buffers in self._buffers():
-            torch._foreach_zero_(buffers)
+        torch._foreach_zero_([*self._values, *self._updates])
 
     def constant(self, *numbers: float) -> Tensor:
         """Return ``numbers``, float64, on the device; they are copied there once."""
@@ -77,7 +80,8 @@ class FlatBuffers:
 
     @property
     def _device(self) -> torch.device:
-        return buffers_of(self.layers[0])[0].device
+        device: torch.device = self._values[0].device
+        return device
 
     def exchanged(self, records: dict[int, Tensor], m: int, ranks: Communicator) -> tuple[Tensor, Tensor]:
         """Return the records of all microbatches, in order: (m, 2 S) values and (m, L) counts. All ranks call it.
@@ -95,18 +99,14 @@ class FlatBuffers:
             ranks.all_reduce(table)
         return table[:, : self.width], table[:, self.width :]
 
-    def _buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        means, variances, updates = zip(*map(buffers_of, self.layers), strict=True)
-        return [*means, *variances], list(updates)
-
 
 @contextmanager
-def untouched(layers: Sequence[_NormBase]) -> Iterator[None]:
-    """Put the layers' buffers back at the end of the block."""
+def untouched(layers: Sequence[_NormBase], flat: FlatBuffers | None = None) -> Iterator[None]:
+    """Put the layers' buffers, which are those of ``flat``, back at the end of the block."""
     if not layers:
         yield
         return
-    flat = FlatBuffers(layers)
+    flat = flat or FlatBuffers(layers)
     before = flat.read()
     try:
         yield
@@ -132,6 +132,8 @@ class RunningStatistics(abc.ABC):
         self._active = [layer for layer in self._layers if layer.training]
         if self._flat is None or self._flat.layers != self._active:
             self._flat = FlatBuffers(self._active) if self._active else None
+        elif self._flat is not None:
+            self._flat.find_buffers()
         # Where no sum of several ranks comes before the update, layers update themselves within the step.
         self._before = self._flat.read() if self._flat and self._communicator.world == 1 else None
         self._m = m

@@ -96,7 +96,10 @@ class Maps:
         whole = self._whole.get(name)
         if whole is None:
             return self._boxes[name].box(*box)
-        part = self.part(name, box).detach()
+        part, held, dims = whole.detach(), self._held.get(name), self._dims[name]
+        for axis, (start, stop) in enumerate(box):
+            if stop - start != part.shape[dims[axis]]:
+                part = part.narrow(dims[axis], start - (held[axis].start if held else 0), stop - start)
         if name in self._here and part.shape == whole.shape:
             return part
         layout = self._layouts.get(name)

@@ -90,15 +90,6 @@ def run_box(
     return results
 
 
-def fetch_box(part: PartPlan, program: BoxProgram, place: tuple[int, int], maps: Maps) -> dict[str, Tensor]:
-    """Return what a box needs of each map that enters the part, by name."""
-    rows, columns = part.rows[place[0]], part.columns[place[1]]
-    fetched = {}
-    for name, _ in program.entering:
-        fetched[name] = maps.fetch(name, (rows[name], columns[name]))
-    return fetched
-
-
 def fetch_ahead(part: PartPlan, place: tuple[int, int], maps: Maps, gradients: Maps | None) -> None:
     """Begin to fetch what a box will take; with ``gradients``, in its backward pass."""
     program, (rows, columns) = part.program(*place), (part.rows[place[0]], part.columns[place[1]])

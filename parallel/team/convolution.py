@@ -23,6 +23,8 @@ from parallel.team.halo_exchange import BoundExchange, Slices, slices
 from parallel.team.team_comm import TeamComm
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
+Padding = tuple[tuple[int, int, int, int] | None, tuple[int, int]]
+"""(what the input is padded by before, as ``F.pad`` takes it; what the convolution pads)"""
 Operands = tuple[Tensor, Tensor | None, int]
 """(weight, bias, groups)"""
 
@@ -50,25 +52,35 @@ class HaloConvolution:
     """
 
     def __init__(self, exchange: BoundExchange, patch: Patch, rules: tuple[Any, Any]) -> None:
-        self.exchange, self.pads = exchange, patch.pads
+        self.exchange, self.pads = exchange, _padding(patch.pads)
         self.stride, self.dilation = [rule.stride for rule in rules], [rule.dilation for rule in rules]
         split = borders(rules, patch.box, exchange.box, exchange.own, patch.sides)
         self.split = None if split is None else _Split(exchange, patch.box, split)
 
-    def forward(self, x: Tensor, pads: Pads, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-        x, even = _padded(x, pads)
-        return F.conv2d(x, weight, bias, self.stride, even, self.dilation, groups)
+    def forward(self, x: Tensor, pads: Padding, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        before, even = pads
+        if before is not None:
+            x = F.pad(x, before)
+        return torch.conv2d(x, weight, bias, self.stride, even, self.dilation, groups)
 
     def backward(
-        self, gradient: Tensor, x: Tensor, pads: Pads, weight: Tensor, bias: list[int] | None, groups: int, wanted: Any
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        pads: Padding,
+        weight: Tensor,
+        bias: list[int] | None,
+        groups: int,
+        wanted: Any,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of ``x``, weight and bias."""
-        padded, even = _padded(x, pads)
+        before, even = pads
+        padded = x if before is None else F.pad(x, before)
         to_x, to_weight, to_bias = torch.ops.aten.convolution_backward(
             gradient, padded, weight, bias, self.stride, even, self.dilation, False, (0, 0), groups, list(wanted)
         )
-        if to_x is not None and padded is not x:
-            to_x = to_x.narrow(2, pads[0][0], x.shape[2]).narrow(3, pads[1][0], x.shape[3])
+        if to_x is not None and before is not None:
+            to_x = to_x.narrow(2, before[2], x.shape[2]).narrow(3, before[0], x.shape[3])
         return to_x, to_weight, to_bias
 
 
@@ -84,13 +96,17 @@ class _Split:
     def __init__(self, exchange: BoundExchange, made: Box, split: Borders) -> None:
         self.whole = split.base == exchange.own
         self.base = slices(DIMS, split.base, exchange.own)
-        self.pads = (split.pads[0], split.pads[0]), (split.pads[1], split.pads[1])
+        self.pads: Padding = None, split.pads
         self.strips = [
-            (exchange.concat_halo(strip.have), _between(strip.have, strip.need), slices(DIMS, strip.made, made))
+            (
+                exchange.concat_halo(strip.have),
+                _between(strip.have, strip.need),
+                slices(DIMS, strip.made, made),
+            )
             for strip in split.strips
         ]
         self.halos = [
-            (exchange.concat_halo(halo.box), halo.pads, slices(DIMS, halo.made, made)) for halo in split.halos
+            (exchange.concat_halo(halo.box), _padding(halo.pads), slices(DIMS, halo.made, made)) for halo in split.halos
         ]
         self.pieces: list[tuple[int, Slices]] = []
         for piece in exchange.exchange.recvs[exchange.member]:
@@ -172,14 +188,12 @@ def _backward_of_needed(ctx: Any, gradient: Tensor, own: Tensor, halos: Sequence
     return None if finish is None else finish(), to_weight, to_bias
 
 
-def _padded(x: Tensor, pads: Pads) -> tuple[Tensor, tuple[int, int]]:
-    """What is convolved, and what the convolution itself pads: all, where both sides are alike."""
+def _padding(pads: Pads) -> Padding:
+    """Let the convolution itself pad where both sides are alike."""
     (top, bottom), (left, right) = pads
-    if top == bottom and left == right:
-        return x, (top, left)
-    return F.pad(x, (left, right, top, bottom)), (0, 0)
+    return (None, (top, left)) if top == bottom and left == right else ((left, right, top, bottom), (0, 0))
 
 
-def _between(inner: Box, outer: Box) -> Pads:
+def _between(inner: Box, outer: Box) -> Padding:
     rows, columns = ((o.start, i.start, i.stop, o.stop) for i, o in zip(inner, outer, strict=True))
-    return (rows[1] - rows[0], rows[3] - rows[2]), (columns[1] - columns[0], columns[3] - columns[2])
+    return _padding(((rows[1] - rows[0], rows[3] - rows[2]), (columns[1] - columns[0], columns[3] - columns[2])))

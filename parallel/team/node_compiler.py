@@ -76,6 +76,9 @@ class NodeCompiler:
         """What member 0 computes alone, of whole maps; other members only visit the same exchanges."""
         loads = {source.name: self._whole(source) for source in node.all_input_nodes}
         if self._member:
+            (source, *others) = node.all_input_nodes or (None,)
+            if source is not None and not others and source.op != "get_attr" and self._is_stand_in(source):
+                return lambda known, _: known[source.name]
 
             def stand_in(known: Values, context: ForwardContext) -> Tensor:
                 leaves = tree_leaves([load(known) for load in loads.values()])
@@ -93,6 +96,10 @@ class NodeCompiler:
             return context.run_with_rng(lambda: run(stage, *values)[0]) if random else run(stage, *values)[0]
 
         return compute
+
+    def _is_stand_in(self, node: fx.Node) -> bool:
+        """Whether this member's value of a node is an empty tensor, made in this program."""
+        return node.name not in self._entering and self._plan.placement(node.name) == "rank0"
 
     def _whole(self, node: fx.Node) -> Load:
         """How member 0 takes a value: maps whole."""

@@ -27,7 +27,7 @@ from parallel.space.team import Grid
 from parallel.space.team_boxes import plan_team_boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, plan_part
-from parallel.streaming.part_run import fetch_ahead, fetch_box, resolver, run_box, run_plain
+from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plain
 from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.strip_maps import StripMaps, column_cuts
 from parallel.team.region_exchange import RegionExchange
@@ -183,10 +183,14 @@ class RegionRun:
             program = part.program(*place)
             if kept.maps.ahead and following:
                 fetch_ahead(part, following, kept.maps, None)
-            fetched = fetch_box(part, program, place, kept.maps)
+            rows, columns = part.rows[place[0]], part.columns[place[1]]
+            fetched = {}
+            for name, _ in program.entering:
+                fetched[name] = kept.maps.fetch(name, (rows[name], columns[name]))
             for name, value in run_box(module, part, program, place, fetched, kept.known, resolve).items():
                 if name in self.region.dims:
-                    kept.maps.write(name, part.box(name, *place), value)
+                    lines = part.cells[name]
+                    kept.maps.write(name, (lines[0][place[0]], lines[1][place[1]]), value)
                 elif name in kept.known:
                     merge = self.region.operations[name].merge
                     kept.known[name] = merge(kept.known[name], value) if merge else kept.known[name].add_(value)
@@ -263,9 +267,10 @@ class RegionRun:
                 fetch_ahead(part, following, kept.maps, back.maps)
             if names.isdisjoint(program.gives):
                 continue
-            fetched = fetch_box(part, program, place, kept.maps)
-            sources, inputs = [], []
-            for name, value in fetched.items():
+            rows, columns = part.rows[place[0]], part.columns[place[1]]
+            fetched, sources, inputs = {}, [], []
+            for name, _ in program.entering:
+                fetched[name] = value = kept.maps.fetch(name, (rows[name], columns[name]))
                 if name not in silent:
                     sources.append(name)
                     inputs.append(value.requires_grad_())
@@ -275,15 +280,17 @@ class RegionRun:
             for name, value in values.items():
                 if name in names and value.requires_grad:
                     outputs.append(value)
-                    is_map = name in region.dims
-                    pulled.append(back.maps.fetch(name, part.box(name, *place)) if is_map else back.known[name])
+                    if name in region.dims:
+                        lines = part.cells[name]
+                        pulled.append(back.maps.fetch(name, (lines[0][place[0]], lines[1][place[1]])))
+                    else:
+                        pulled.append(back.known[name])
             del values
             if not outputs:
                 continue
             inputs += [*leaves.values(), *back.parameters]
             found = torch.autograd.grad(outputs, inputs, pulled, allow_unused=True)
             del outputs, pulled, value
-            rows, columns = part.rows[place[0]], part.columns[place[1]]
             for name, gradient in zip(sources, found, strict=False):
                 if gradient is not None:
                     back.maps.add(name, (rows[name], columns[name]), gradient)

@@ -63,30 +63,27 @@ class PendingRecvs:
     Args:
         works: (member that a tensor comes from, None for a sum with all; the tensor; operation).
         comm: reports waits; None: nobody is told.
+        sums: they are added up, in the order of members, to the same bits on each.
     """
 
-    def __init__(self, tensors: list[Tensor], works: Sequence[Recv] = (), comm: TeamComm | None = None) -> None:
-        self._tensors, self._works, self._comm = tensors, works, comm
+    def __init__(
+        self, tensors: list[Tensor], works: Sequence[Recv] = (), comm: TeamComm | None = None, sums: bool = False
+    ) -> None:
+        self._tensors, self._works, self._comm, self._sums = tensors, works, comm, sums
 
     def wait(self) -> list[Tensor]:
-        report = None if self._comm is None else self._comm.report
+        comm = self._comm
+        report = None if comm is None else comm.report
         for peer, tensor, work in self._works:
-            if report is None or work.done():
+            if comm is None or report is None or work.done():
                 work.wait()
                 continue
-            assert self._comm is not None
-            report(self._comm.describe(peer, tensor))
+            report(comm.describe(peer, tensor))
             work.wait()  # where it fails, the run is over, and what it waited for stays reported
             report(None)
+        if self._sums:
+            self._tensors, self._sums = [functools.reduce(torch.add, self._tensors)], False
         self._works = ()
-        return self._tensors
-
-
-class PendingSum(PendingRecvs):
-    """A sum whose parts are on their way; added in the order of members, to the same bits on each."""
-
-    def wait(self) -> list[Tensor]:
-        self._tensors = [functools.reduce(torch.add, super().wait())]
         return self._tensors
 
 
@@ -180,7 +177,7 @@ class TeamComm:
         """Begin to sum over the members, in a backward pass; the sum arrives."""
         own = value.detach().clone(memory_format=torch.contiguous_format)
         if own.nbytes <= self._small_bytes and not own.is_cuda:  # a message to each, in place of a sum over all
-            return PendingSum(*self._exchange_small(own), self)
+            return PendingRecvs(*self._exchange_small(own), self, sums=True)
         return PendingRecvs([own], [(None, own, self._communicator.iall_reduce(own))] if self.members > 1 else (), self)
 
     def all_gather(self, value: Tensor, record: bool = True) -> list[Tensor]:

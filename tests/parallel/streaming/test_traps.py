@@ -19,6 +19,7 @@ from parallel.streaming.patch import Patch
 from tests.helpers.streaming import in_boxes, streaming_error
 
 EXACT = 1e-12
+MAXIMUM = "takes the largest of the whole image, which boxes do not add up: use an average pool"
 
 
 class Call(nn.Module):
@@ -40,44 +41,60 @@ def shifted(channels: int) -> FrozenBatchNorm2d:
     return norm
 
 
-def test_rows_outside_the_image_are_zero_at_every_layer() -> None:
-    """MPI4DL pads the image once, and computes convolution, norm and ReLU of what lies outside: 29 % off."""
-    layers = [part for _ in range(4) for part in (nn.Conv2d(3, 3, 3, padding=1), shifted(3), nn.ReLU())]
-    assert streaming_error(nn.Sequential(*layers), (2, 3, 23, 31), 8) <= EXACT
+def four_layers() -> nn.Module:
+    return nn.Sequential(*(part for _ in range(4) for part in (nn.Conv2d(3, 3, 3, padding=1), shifted(3), nn.ReLU())))
 
 
-def test_maxima_are_padded_by_minus_infinity() -> None:
-    """MPI4DL pads by 0, which is the largest where all is negative."""
-    net = Call(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1))
-    assert streaming_error(net, (2, 3, 23, 31), 8) <= EXACT
+class Resized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(self.conv(x), size=x.shape[-2:], mode="bilinear", align_corners=False)
 
 
-def test_first_needed_row_follows_the_stride() -> None:
-    """PhysicsNeMo takes a halo of half the kernel: 4 + 4 rows where there are 7, as in Inception's stem."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 3, 2), nn.MaxPool2d(3, 2))
-    assert streaming_error(net, (1, 3, 61, 67), 16) <= EXACT
+TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    # MPI4DL pads the image once, and computes convolution, norm and ReLU of what lies outside: 29 % off.
+    "rows outside the image are zero at every layer": (four_layers, (2, 3, 23, 31), 8),
+    # MPI4DL pads by 0, which is the largest where all is negative.
+    "maxima are padded by minus infinity": (
+        lambda: Call(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1)), (2, 3, 23, 31), 8),
+    "ties of maxima go to the px that torch takes": (
+        lambda: Call(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1)), (2, 3, 23, 31), 8),
+    # PhysicsNeMo takes a halo of half the kernel: 4 + 4 rows where there are 7, as in Inception's stem.
+    "the first needed row follows the stride": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 3, 2), nn.MaxPool2d(3, 2)), (1, 3, 61, 67), 16),
+    "even 'same' kernels pad at the end": (lambda: nn.Conv2d(3, 4, 4, padding="same"), (1, 3, 20, 20), 7),
+    # Rows whose window lies outside the image altogether.
+    "pads beyond the reach of the kernel": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 1, padding=5), nn.Conv2d(4, 4, 3, padding=4)), (1, 3, 13, 11), 4),
+    # Rows that no row of the input reaches, on both sides of a box.
+    "transposed strides beyond the kernel": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 5, output_padding=3), nn.Conv2d(4, 4, 3)), (1, 3, 9, 11), 3),
+    # XLA's halos ended at the neighbour: dilation 9 in boxes of 6 reaches over three of them.
+    "rims wider than a box": (lambda: nn.Conv2d(3, 4, 3, padding=9, dilation=9), (1, 3, 40, 37), 6),
+    # MPI4DL's are of each part, rims among them; diffusers' of VAE tiles leave out what is between parts.
+    "statistics count each px once and weigh uneven boxes": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)
+        ), (2, 3, 37, 29), 11),
+    # A map of one px is in one box; others are empty.
+    "norms of a single px": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 8, 8), shifted(4), nn.Conv2d(4, 4, 3, padding=1)), (2, 3, 15, 15), 4),
+    # That of a root is infinite at zero, and infinity times zero no number.
+    "norms of nothing have no gradient": (
+        lambda: Call(lambda x: x + F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True)), (1, 3, 18, 18), 8),
+    # A model that resamples to ``x.shape`` would resample to that of the box.
+    "sizes are those of the whole image": (Resized, (1, 3, 29, 22), 9),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-def test_even_same_kernels_pad_at_the_end() -> None:
-    assert streaming_error(nn.Conv2d(3, 4, 4, padding="same"), (1, 3, 20, 20), 7) <= EXACT
-
-
-def test_pads_beyond_the_reach_of_the_kernel() -> None:
-    """Rows whose window lies outside the image altogether."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 1, padding=5), nn.Conv2d(4, 4, 3, padding=4))
-    assert streaming_error(net, (1, 3, 13, 11), 4) <= EXACT
-
-
-def test_transposed_strides_beyond_the_kernel() -> None:
-    """Rows that no row of the input reaches, on both sides of a box."""
-    net = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 5, output_padding=3), nn.Conv2d(4, 4, 3))
-    assert streaming_error(net, (1, 3, 9, 11), 3) <= EXACT
-
-
-def test_rims_wider_than_a_box() -> None:
-    """XLA's halos ended at the neighbour: dilation 9 in boxes of 6 reaches over three of them."""
-    assert streaming_error(nn.Conv2d(3, 4, 3, padding=9, dilation=9), (1, 3, 40, 37), 6) <= EXACT
+@pytest.mark.parametrize("trap", TRAPS)
+def test_exact(trap: str) -> None:
+    make, shape, box = TRAPS[trap]
+    assert streaming_error(make(), shape, box) <= EXACT
 
 
 def test_coordinates_of_resampling_are_rounded_as_torch_rounds_them() -> None:
@@ -112,20 +129,6 @@ def test_values_changed_in_place_are_refused_where_their_name_is_used_again() ->
     torch.testing.assert_close(run(net, images)[0], net(images))
 
 
-def test_sizes_are_those_of_the_whole_image() -> None:
-    """A model that resamples to ``x.shape`` would resample to that of the box."""
-
-    class Resized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.interpolate(self.conv(x), size=x.shape[-2:], mode="bilinear", align_corners=False)
-
-    assert streaming_error(Resized(), (1, 3, 29, 22), 9) <= EXACT
-
-
 def test_moments_do_not_cancel() -> None:
     """Of sums of squares in float32, at a mean of 1,000 deviations, 6 % of the variance are left to chance."""
     net = nn.Sequential(nn.Identity(), nn.BatchNorm2d(1, affine=False))
@@ -134,12 +137,6 @@ def test_moments_do_not_cancel() -> None:
     variance = net[1].running_var
     assert isinstance(variance, Tensor)
     torch.testing.assert_close(10 * variance - 9, images.double().var()[None].float(), rtol=1e-4, atol=0.0)
-
-
-def test_statistics_count_each_px_once_and_weigh_uneven_boxes() -> None:
-    """MPI4DL's are of each part, rims among them; diffusers' of VAE tiles leave out what is between parts."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4))
-    assert streaming_error(net, (2, 3, 37, 29), 11) <= EXACT
 
 
 def test_parameters_whose_gradients_are_one_tensor_are_summed_apart() -> None:
@@ -162,29 +159,11 @@ def test_parameters_whose_gradients_are_one_tensor_are_summed_apart() -> None:
     assert net.first.grad.data_ptr() != net.second.grad.data_ptr()
 
 
-def test_norms_of_a_single_px() -> None:
-    """A map of one px is in one box; others are empty."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 8, 8), shifted(4), nn.Conv2d(4, 4, 3, padding=1))
-    assert streaming_error(net, (2, 3, 15, 15), 4) <= EXACT
-
-
-def test_ties_of_maxima_go_to_the_px_that_torch_takes() -> None:
-    net = Call(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1))
-    assert streaming_error(net, (2, 3, 23, 31), 8) <= EXACT
-
-
-def test_a_maximum_over_the_image_is_refused_by_name() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(1))
-    run = in_boxes(net, 8)
-    run(net, torch.randn(1, 3, 18, 18))
-    reason = "takes the largest of the whole image, which boxes do not add up: use an average pool"
-    assert run.planned.region.ends_at == ("_1 (1)", reason)
-
-
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
         (lambda x: torch.linalg.vector_norm(x, ord=1, dim=(2, 3)), "is a norm of order 1: use 2"),
+        (lambda x: F.adaptive_max_pool2d(x, 1), MAXIMUM),
         (lambda x: x.sum((2, 3), dtype=torch.float64), "is given dtype, which boxes do not take: leave it out"),
     ],
 )
@@ -196,12 +175,6 @@ def test_reductions_of_other_kinds_are_refused_by_name(function: Callable[[Tenso
     ends = run.planned.region.ends_at
     assert ends is not None
     assert ends[1] == reason
-
-
-def test_norms_of_nothing_have_no_gradient() -> None:
-    """That of a root is infinite at zero, and infinity times zero no number."""
-    net = Call(lambda x: x + F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True))
-    assert streaming_error(net, (1, 3, 18, 18), 8) <= EXACT
 
 
 def test_two_backward_passes_are_refused() -> None:

@@ -21,7 +21,8 @@ from parallel.space.rule import SAME, Window
 from parallel.space.team import Exchange, Grid, SpatialMesh
 from parallel.streaming import local_ops, read_norm, read_window
 from parallel.streaming.patch import Patch
-from parallel.team import convolution, node_compiler, norm, program, team_plan
+from parallel.team import node_compiler, norm, program, team_plan
+from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, patch_of
 from parallel.team.team_comm import PendingRecvs, TeamComm
 
@@ -101,9 +102,13 @@ def around_the_part(self: Window, rows: Span, side: int) -> Span:
     return Span(rows.start * self.stride - self.kernel // 2, rows.stop * self.stride + self.kernel // 2)
 
 
-def padded_by_ones(tensor: Tensor, pads: Any) -> tuple[Tensor, tuple[int, int]]:
-    (top, bottom), (left, right) = pads
-    return F.pad(tensor, (left, right, top, bottom), value=1.0), (0, 0)
+def padded_by_ones(
+    work: HaloConvolution, x: Tensor, pads: Any, *operands: Any, whole: Any = HaloConvolution.forward
+) -> Tensor:
+    before, (rows, columns) = pads
+    padded = F.pad(x, before or (columns, columns, rows, rows), value=1.0)
+    y: Tensor = whole(work, padded, (None, (0, 0)), *operands)
+    return y
 
 
 TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
@@ -112,7 +117,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         OPERATIONS["convolution 3x3"].make, replaced(TeamComm, "send_halo_grads", kept_gradients), GRID),
     # MPI4DL's fused halos pad once: rows outside the image become norm and ReLU of something.
     "rows outside the image are zero at every layer": (
-        Together, replaced(convolution, "_padded", padded_by_ones), GRID),
+        Together, replaced(HaloConvolution, "forward", padded_by_ones), GRID),
     # Rows that were fetched are counted by their owner.
     "statistics are of owned rows": (
         OPERATIONS["batch norm"].make, replaced(team_plan, "SAME", Window(3, 1, 1, 1, 1)), GRID),
@@ -246,9 +251,9 @@ def test_no_padded_copy_is_kept() -> None:
         own, weight = torch.randn(1, 4, 8, 8, requires_grad=True), torch.randn(4, 4, 3, 3, requires_grad=True)
         made = exchange.owned[member.member]
         patch = patch_of(exchange, member.member, None, made, (16, 8), (2, 3))
-        work = convolution.HaloConvolution(BoundExchange(exchange, member.member, (2, 3)), patch, (window, window))
+        work = HaloConvolution(BoundExchange(exchange, member.member, (2, 3)), patch, (window, window))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            convolution.sharded_convolution(member, own, work, (weight, None, 1))
+            sharded_convolution(member, own, work, (weight, None, 1))
         return sum(kept.values())
 
     own, halo, weight = 4 * 4 * 8 * 8, 4 * 4 * 8, 4 * 4 * 4 * 9
