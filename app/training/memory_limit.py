@@ -71,7 +71,7 @@ class MemoryLimit:
     def beside(self) -> Iterator[None]:
         """Around what another thread makes on the device for the steps: it counts in a step that is watched."""
         live = self._live
-        with live.beside() if live is not None else contextlib.nullcontext():
+        with live.on_other_thread() if live is not None else contextlib.nullcontext():
             yield
 
     @property

@@ -1,1 +1,1 @@
-"""Bytes: of layers, stages and ranks, whatever is kept, moved to the host or computed again."""
+"""Bytes: of layers, stages and ranks, whatever is saved, offloaded or recomputed."""

@@ -1,9 +1,9 @@
 """Pieces of memory that are live while consecutive layers run forward and backward.
 
-Takes a ``LayerGraph``; gives spans of positions over which pieces of memory live. Values are let go of after their
-last use, what autograd keeps after the backward pass of the layer that kept it, a gradient once the layer that made the
-value has used it. Gradients that are handed on unchanged, as by an addition, take no memory of their own, and a second
-one is added in place where torch's autograd does so. No torch here.
+Takes a ``LayerGraph``; gives spans of positions over which pieces of memory are live. A value is freed after its last
+use, a saved tensor after the backward pass of the layer that saved it. A gradient is freed once the layer that made the
+value has used it. Gradients that are handed on unchanged, as by an addition, take no memory, and a second one is added
+in place where torch's autograd does so. No torch here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HANDS_ON = ("add", "add_", "cat")
 
 
 class LiveRange(NamedTuple):
-    """A piece of memory that lives while the layers at positions ``first`` to ``last``, both included, run."""
+    """A piece of memory that is live while the layers at positions ``first`` to ``last``, both included, run."""
 
     first: int
     last: int
@@ -76,7 +76,7 @@ def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -
     """Memory of gradients of values in the backward pass of the layers from ``start`` to ``stop``, not included.
 
     Gradients of what later layers use are there from the beginning to the end, those of what earlier layers made stay
-    until the end: both are messages. What lives only while a layer runs is counted with its gradients.
+    until the end: both are messages. Work space of a layer is counted with its gradients.
     """
     stop = len(graph.layers) if stop is None else stop
     spans: tuple[LiveRange, ...] | None = graph.remembered.get(("gradients", start, stop))
@@ -93,7 +93,7 @@ class _Root:
         born: position of the layer whose backward pass takes it.
         whole: one gradient fills it.
         held: number of gradients in it that are waited for.
-        pinned: somebody else holds it, too.
+        pinned: another stage holds it, too.
     """
 
     born: int

@@ -1,8 +1,8 @@
 """Bytes that each rank takes at most in a training step, on its device and on the host, before it is run.
 
 Takes the bytes of stages, the schedule and the optimizer; gives ``RankBytes``. The actions of a rank are gone through
-one by one: what microbatches in flight keep, what lives only while an action runs (``stage_bytes``), and the messages
-beside it, which are received one action ahead and leave during the next. Buffers of modules, a few numbers per channel,
+one by one: what microbatches in flight keep, what is live only while an action runs (``stage_bytes``), and messages,
+which are received one action ahead and leave during the next. Buffers of modules, a few numbers per channel,
 are not counted. No torch here.
 """
 
@@ -31,7 +31,7 @@ class RankBytes:
     """Bytes of one rank at the fullest moment of a step.
 
     Attributes:
-        activations: kept for backward passes to come, that under way included.
+        activations: saved for backward passes to come, that under way included.
         transient: live only while the action runs: values and gradients on their way, gradients of a layer's
             parameters before they are added, and what the update works out.
         boundary: messages received ahead, and such that have not left.
@@ -98,10 +98,43 @@ def rank_bytes(
         device: kind of device, "cpu" or "cuda", which the optimizer's own memory depends on.
         summed: gradients of every stage are summed over ranks, those that ``mesh`` does not tell of among them.
     """
-    return [
-        _fullest(rank, actions, mesh, stages, slots, shard_optimizer, weights, device, summed)
-        for rank, actions in sorted(schedule.items())
-    ]
+
+    def fullest(rank: int, actions: Sequence[Action]) -> RankBytes:
+        of_rank = sorted({stage for stage, _ in mesh.held_by(rank)})
+        parameters = sum(stages[stage].parameters for stage in of_rank)
+        owned = [s for s in of_rank if not shard_optimizer or mesh.team_at(s, 0, rank // mesh.depth) == rank]
+        optimizer = slots * sum(stages[stage].parameters for stage in owned)
+        largest = max((stages[stage].largest_parameter for stage in owned), default=0)
+        # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.
+        gradients = {s: stages[s].parameters for s in of_rank if summed or len(mesh.teams_with(s)) > 1}
+        steps = list(held(actions))
+        scales = [1.0 if weights is None else weights[action.i] for action, _, _ in steps]
+        # By action: messages that it waits for, and that it has made.
+        boundary = [(0.0, 0.0)] * len(steps)
+        if mesh.depth > 1:
+            boundary = [_messages(a, stages[a.stage], weight) for (a, *_), weight in zip(steps, scales, strict=True)]
+        moments, kept = [], 0.0
+        for n, ((action, before, after), weight) in enumerate(zip(steps, scales, strict=True)):
+            stage, first = stages[action.stage], action.stage not in gradients
+            sizes = (0.0, stage.inputs * weight, stage.activations * weight)
+            fuller = max(before, after)
+            kept += sizes[fuller] - sizes[before]
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                during = float(stage.parameters * first)
+            elif action.kind in BEGINS_BACKWARD:
+                during = (stage.first_backward if first else stage.backward) * weight - sizes[fuller]
+            else:
+                during = (stage.forward if after is Held.ACTIVATIONS else stage.forward_only) * weight - sizes[fuller]
+            messages = sum(arriving for arriving, _ in boundary[n + 1 : n + 2])
+            messages += sum(leaving for _, leaving in boundary[max(0, n - 1) : n])
+            model = parameters, sum(gradients.values()), optimizer
+            moments.append((*model, round(kept), round(during), round(messages)))
+            if action.kind in (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT):
+                gradients[action.stage] = stage.parameters
+            kept += sizes[after] - sizes[fuller]
+        return _fuller(_update(parameters, optimizer, largest, slots, device), RankBytes(*max(moments, key=sum)))
+
+    return [fullest(rank, actions) for rank, actions in sorted(schedule.items())]
 
 
 def sharded_bytes(stage: StageBytes, ranks: int, *, several: bool, slots: int, device: str = "cpu") -> RankBytes:
@@ -119,7 +152,7 @@ def sharded_bytes(stage: StageBytes, ranks: int, *, several: bool, slots: int, d
 
 
 def _update(parameters: int, optimizer: int, largest: int, slots: int, device: str) -> RankBytes:
-    """While the optimizer updates: on a GPU torch takes all parameters at once, and a copy of them for what it works
+    """While the optimizer updates: on a GPU torch takes all parameters together, and a copy of them for what it works
     out; on a CPU one after the other.
 
     Args:
@@ -131,53 +164,6 @@ def _update(parameters: int, optimizer: int, largest: int, slots: int, device: s
 
 def _fuller(*moments: RankBytes) -> RankBytes:
     return max(moments, key=lambda moment: moment.total)
-
-
-def _fullest(
-    rank: int,
-    actions: Sequence[Action],
-    mesh: Mesh,
-    stages: Sequence[StageBytes] | Mapping[int, StageBytes],
-    slots: int,
-    shard_optimizer: bool,
-    weights: Sequence[float] | None,
-    device: str,
-    summed: bool,
-) -> RankBytes:
-    """Return the bytes of one rank; arguments as of ``rank_bytes``."""
-    of_rank = sorted({stage for stage, _ in mesh.held_by(rank)})
-    parameters = sum(stages[stage].parameters for stage in of_rank)
-    owned = [s for s in of_rank if not shard_optimizer or mesh.team_at(s, 0, rank // mesh.depth) == rank]
-    optimizer = slots * sum(stages[stage].parameters for stage in owned)
-    largest = max((stages[stage].largest_parameter for stage in owned), default=0)
-    # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.
-    gradients = {s: stages[s].parameters for s in of_rank if summed or len(mesh.teams_with(s)) > 1}
-    steps = list(held(actions))
-    scales = [1.0 if weights is None else weights[action.i] for action, _, _ in steps]
-    # By action: messages that it waits for, and that it has made.
-    boundary = [(0.0, 0.0)] * len(steps)
-    if mesh.depth > 1:
-        boundary = [_messages(a, stages[a.stage], weight) for (a, *_), weight in zip(steps, scales, strict=True)]
-    moments, kept = [], 0.0
-    for n, ((action, before, after), weight) in enumerate(zip(steps, scales, strict=True)):
-        stage, first = stages[action.stage], action.stage not in gradients
-        sizes = (0.0, stage.inputs * weight, stage.activations * weight)
-        fuller = max(before, after)
-        kept += sizes[fuller] - sizes[before]
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            during = float(stage.parameters * first)
-        elif action.kind in BEGINS_BACKWARD:
-            during = (stage.first_backward if first else stage.backward) * weight - sizes[fuller]
-        else:
-            during = (stage.forward if after is Held.ACTIVATIONS else stage.forward_only) * weight - sizes[fuller]
-        messages = sum(arriving for arriving, _ in boundary[n + 1 : n + 2])
-        messages += sum(leaving for _, leaving in boundary[max(0, n - 1) : n])
-        model = parameters, sum(gradients.values()), optimizer
-        moments.append((*model, round(kept), round(during), round(messages)))
-        if action.kind in (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT):
-            gradients[action.stage] = stage.parameters
-        kept += sizes[after] - sizes[fuller]
-    return _fuller(_update(parameters, optimizer, largest, slots, device), RankBytes(*max(moments, key=sum)))
 
 
 def _messages(action: Action, stage: StageBytes, weight: float) -> tuple[float, float]:

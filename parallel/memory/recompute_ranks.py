@@ -98,7 +98,7 @@ def _next_room(room: float, taken: int, limit: float) -> float:
 
 
 def _names(graph: LayerGraph, plans: Sequence[Plan]) -> Runs:
-    """First and last layer of each run that is computed again."""
+    """Return the first and last layer of each run that is recomputed."""
     return tuple(
         (graph.layers[segment.start].name, graph.layers[segment.stop - 1].name)
         for plan in plans

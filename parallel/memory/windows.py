@@ -43,7 +43,7 @@ class Windows:
         received_bytes: (P, P), of values made before the window and used in it, each once; the model's input is not
             received.
         returned_bytes: (P, P), of those whose gradients go back.
-        kept_bytes: (P, P), of memory kept for backward, each piece once, with what was received and the model's input.
+        kept_bytes: (P, P), of memory saved for backward, each piece once, with what was received and the model's input.
         entered_bytes: (P, P), of what recomputation keeps: values received, and the model's input.
         peak_bytes: (P, P), live at most while one microbatch goes through the window forward and backward: kept, on the
             way, gradients of values, and of a layer's parameters before they are added. An estimate where skips pass
@@ -129,12 +129,12 @@ class Windows:
         """(P, layers), as ``_rows`` gives."""
         return self._rows(r for piece in self._pieces for r in _kept(piece, len(self.graph.layers)))
 
-    def _peak(self, beside: Matrix) -> Matrix:
-        """The most of what is kept and what lives ``beside`` it, up to the end of each window."""
-        beside += self._kept
-        beside[np.arange(beside.shape[1])[None, :] < self._begin[:, None]] = 0
-        np.maximum.accumulate(beside, axis=1, out=beside)
-        most: Matrix = beside[:, self._end]
+    def _peak(self, more: Matrix) -> Matrix:
+        """The most of what is kept and of ``more``, up to the end of each window."""
+        more += self._kept
+        more[np.arange(more.shape[1])[None, :] < self._begin[:, None]] = 0
+        np.maximum.accumulate(more, axis=1, out=more)
+        most: Matrix = more[:, self._end]
         return most
 
     def _at_ends(self, rectangles: Iterable[Rectangle]) -> Matrix:
@@ -232,7 +232,7 @@ def _kept(piece: Piece, count: int, *, saved: bool = True) -> Iterator[Rectangle
 
 
 def _unsaved(piece: Piece) -> Iterator[Rectangle]:
-    """Values on their way from layer to layer that are not kept for backward, or not yet."""
+    """Values on their way from layer to layer that are not saved for backward, or not yet."""
     if piece.made and min(piece.made) >= 0:
         first = min(piece.made)
         last = max([*piece.made, *(use for _, use in piece.used)])
@@ -259,9 +259,9 @@ class SegmentWindows:
         forward_s: of each layer of the graph.
 
     Attributes:
-        held_again: bytes held between the passes of the stage of a segment that is computed again: what it gives.
+        held_again: bytes held between the passes of the stage of a segment that is recomputed: what it gives.
         held_kept: of one that is not: what it keeps, too.
-        work: live at most while it is computed again and goes backward, besides what is held of segments before it.
+        work: live at most while it is recomputed and goes backward, besides what is held of segments before it.
         seconds: of its forward pass.
         inputs: bytes that enter the stage, which are held anyway.
     """

@@ -1,7 +1,7 @@
 """Copies between a device and the host that overlap what the device computes.
 
 On a GPU each direction has a stream of its own, and a mark (an event) says when a copy is done. A CPU is its own host:
-there copies are real ones and done at once, so that everything built on them runs and is tested without a GPU.
+there copies are real ones and done immediately, so that everything built on them runs and is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from parallel.offload.live_bytes import not_counted
 
 Mark = Any
 """When a copy is done: a ``torch.cuda.Event``, or None where it is done already."""
-
-
 Direction = Literal["out", "back"]
 """Out to the host, back to the device."""
 
@@ -195,8 +193,7 @@ def read_later(tensor: Tensor) -> Callable[[], Tensor]:
 def copy_streams(device: torch.device) -> Mapping[Direction, Any]:
     """Return the streams of ``device`` for copies in this process.
 
-    torch hands out 32 streams in turn, to NCCL as well: beyond them a copy would share a stream with a receive, and
-    wait for it.
+    torch hands out 32 streams, round robin, to NCCL as well: beyond them a copy would wait for a receive.
     """
     return {
         "out": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]

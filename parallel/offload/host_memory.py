@@ -1,9 +1,8 @@
 """Host memory for what is moved off a device: buffers that are reused within a budget, and files beyond it.
 
-Page-locking memory takes far longer than a copy, so page-locked buffers are kept for the next use. Their sizes are
-rounded up to a few steps per power of two, so that a buffer fits many tensors. A file has no name from the moment it is
-made, so that the kernel frees it however the process ends, and all its blocks are there before anything is written: a
-full disk would otherwise end the process at whatever line writes next.
+Page-locking memory takes far longer than a copy, so page-locked buffers are reused. Their sizes are rounded up to a few
+steps per power of two, so that a buffer fits many tensors. A file has no name, so that the kernel frees it however the
+process ends. All its blocks are allocated first: a full disk would otherwise end the process at the next write.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class HostMemory:
 
     Attributes:
         bytes, peak_bytes: of memory in use, now and at most.
-        taken_bytes: of memory, in use or kept for the next use.
+        taken_bytes: of memory, in use or free for the next use.
         file_bytes, peak_file_bytes: of files, now and at most.
     """
 
@@ -74,7 +73,7 @@ class HostMemory:
         to be after all copies.
 
         Args:
-            locked: may be page-locked, which takes all of its memory at once.
+            locked: may be page-locked, which takes all of its memory immediately.
 
         Raises:
             OSError: it does not fit in memory, and the disk has no room for it.

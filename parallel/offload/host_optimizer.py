@@ -1,7 +1,7 @@
-"""The optimizer on the host: its state never takes the device's memory, and its step runs beside the backward pass.
+"""The optimizer on the host: its state never takes the device's memory, and its step overlaps the backward pass.
 
 Takes parameters; holds a copy of each on the host and an optimizer over these. A gradient that is final goes to the
-host while the backward pass goes on, and a thread there updates the host's copy; the device takes the new values when
+host while the backward pass continues, and a thread there updates the host's copy; the device takes the new values when
 the step is applied. After Ren et al. 2021, ZeRO-Offload, sections 4 and 5.
 """
 
@@ -29,7 +29,7 @@ class HostOptimizer:
 
     What is updated before ``apply`` can be taken back until then: what it replaces is kept on the host as long, so that
     a step is still refused as a whole. Such an update reads no other parameter's gradient: it is for optimizers that
-    update every number by itself, as SGD and Adam do.
+    update elementwise, as SGD and Adam do.
 
     Args:
         make_optimizer: over the named parameters it is given.
@@ -77,7 +77,7 @@ class HostOptimizer:
         self._copy_changed()
 
     def expect_final_grads(self, learning_rate: float, names: Iterable[str] | None = None) -> None:
-        """Gradients that are added next are final: the parameters are updated while the backward pass goes on.
+        """Gradients that are added next are final: the parameters are updated while the backward pass continues.
 
         Args:
             learning_rate: of this step.
@@ -160,13 +160,13 @@ class HostOptimizer:
             self._gradients.clear()
 
     def _on_host(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter that the optimizer is over. It has a ``grad`` of its own, also where the numbers are shared."""
+        """Return the parameter that the optimizer is over, with a ``grad`` of its own."""
         values = parameter.detach() if self.resident else self._copies.empty_like_on_host(parameter.detach())
         return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
     @torch.no_grad()
     def _copy_changed(self) -> None:
-        """The values of parameters that were changed by others: loaded, or received from another rank."""
+        """Copy the values of parameters that were changed by others: loaded, or received from another rank."""
         if self.resident:
             return
         marks = []

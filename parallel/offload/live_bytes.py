@@ -1,9 +1,9 @@
 """Counts the bytes of tensors that live at a time, operation by operation: what a device would have to hold.
 
 Takes what is computed in its block, backward passes included; gives the bytes now and at most. Storages count, so that
-views and changes in place add nothing. A storage is held by a weak reference and looked up again after each operation,
-which sees everything that goes through torch's dispatcher on this thread, and on others within ``beside``: on a CPU
-that is all of a training step. What an operation takes only while it runs, as work space of a convolution, is not seen.
+views and changes in place add nothing. Every operation that goes through torch's dispatcher is seen, on this thread and
+on others within ``on_other_thread``: on a CPU that is all of a training step. What an operation allocates only while it
+runs, as work space of a convolution, is not seen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THREAD = threading.local()
 @contextmanager
 def not_counted() -> Iterator[None]:
     """Return a context whose allocations on this thread never count: they are not in device memory."""
-    before = _leaving_out()
+    before = getattr(_THREAD, "leaving_out", False)
     _THREAD.leaving_out = True
     try:
         yield
@@ -33,22 +33,17 @@ def not_counted() -> Iterator[None]:
         _THREAD.leaving_out = before
 
 
-def _leaving_out() -> bool:
-    return getattr(_THREAD, "leaving_out", False)
-
-
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages that are made in its block, on this thread and within ``beside``, for as long as they live.
+    """Counts storages that are made in its block, on this thread and within ``on_other_thread``, until they are freed.
 
     What was there before, as the numbers of a tile just read, does not count unless ``add`` is given it.
 
     Args:
-        limit: an operation after which more bytes live raises ``torch.OutOfMemoryError``, as one that cannot get its
-            memory does on a GPU; None: counts only.
+        limit: an operation after which more bytes are live raises ``torch.OutOfMemoryError``, as one that cannot get
+            its memory does on a GPU; None: counts only.
 
     Attributes:
-        peak_bytes: the most that lived while one operation ran, its results included, since the start or
-            ``reset_peak``.
+        peak_bytes: the most while one operation ran, its results included, since the start or ``reset_peak``.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -59,7 +54,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
         self._changed = threading.Condition(threading.RLock())
         self._open = False
-        self._beside = 0
+        self._other_threads = 0
 
     def __enter__(self) -> Self:
         with self._changed:
@@ -68,20 +63,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Waits for the threads within ``beside``: torch notes for all threads together whether any has a mode."""
+        """Wait for the other threads first: torch notes for all threads together whether any has a mode."""
         with self._changed:
             self._open = False
-            self._changed.wait_for(lambda: not self._beside)
+            self._changed.wait_for(lambda: not self._other_threads)
             super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def on_other_thread(self) -> Iterator[None]:
         """Count on the thread that enters this as on that of the block; nothing once the block has ended."""
-        mode = _Beside(self)
+        mode = _OtherThread(self)
         with self._changed:
             counting = self._open
             if counting:
-                self._beside += 1
+                self._other_threads += 1
                 mode.__enter__()  # type: ignore[no-untyped-call]
         try:
             yield
@@ -89,43 +84,37 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if counting:
                 with self._changed:
                     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                    self._beside -= 1
+                    self._other_threads -= 1
                     self._changed.notify_all()
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that live now."""
+        """Return the bytes that are live now."""
+        total = 0
         with self._changed:
-            return self._living()
-
-    def _living(self) -> int:
-        total, gone = 0, []
-        for key, (memory, counts) in self._known.items():
-            storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
-            if storage is None:
-                gone.append(key)
-            elif counts:
-                total += storage.nbytes()  # anew: it may have been resized, as those of gathered parameters are
-        for key in gone:
-            del self._known[key]
+            for key, (memory, counts) in list(self._known.items()):
+                storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+                if storage is None:
+                    del self._known[key]
+                elif counts:
+                    total += storage.nbytes()  # anew: it may have been resized, as those of gathered parameters are
         return total
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of ``tensors``, too: parameters, or whatever else is there already."""
-        given = list(_tensors(list(tensors)))
         with self._changed:
-            for part in given:
+            for part in _tensors(list(tensors)):
                 self._count(part, counts=True)
             self._notice()
 
     def reset_peak(self) -> None:
-        """Let ``peak_bytes`` start again from what lives now."""
+        """Let ``peak_bytes`` start again from the bytes now."""
         self.peak_bytes = self.bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_memory(part).cdata for part in _tensors((args, kwargs))}
         value = func(*args, **(kwargs or {}))
-        leave_out = _leaving_out()
+        leave_out = getattr(_THREAD, "leaving_out", False)
         with self._changed:
             for part in _tensors(value):
                 if _memory(part).cdata not in given:
@@ -144,7 +133,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise torch.OutOfMemoryError(f"tensors take {self.peak_bytes} bytes of {self.limit}")
 
 
-class _Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OtherThread(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts for another thread's ``LiveBytes``."""
 
     def __init__(self, whole: LiveBytes) -> None:

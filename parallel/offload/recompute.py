@@ -1,9 +1,9 @@
 """A segment of a stage that is recomputed in the backward pass, from what entered it.
 
 The forward pass saves nothing: what autograd would keep becomes a ``RecomputeHandle``. When backward asks for the first
-of them, the segment runs again, with the same random numbers, counting nothing, and what autograd keeps then is what
-the handles stand for, in the same order. After Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; by
-saved-tensor hooks, so that any backward pass goes through it.
+of them, the segment runs again, with the same random numbers and without running statistics. What autograd keeps then
+is what the handles stand for, in the same order. After Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost;
+by saved-tensor hooks, so that any backward pass goes through it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random numbers of a stage: dropout draws what the plain model draws.
 
 The plain step seeds torch before each microbatch and draws through the model in order. The first stage that draws is
-given that seed; each later one goes on from the state the one before it ended with, sent along as one uint8 tensor.
+given that seed; each later one continues from the state the one before it ended with, sent along as one uint8 tensor.
 A recomputed forward pass starts again where the first one started.
 """
 

@@ -54,7 +54,7 @@ class SavedTensors:
         self._meter = meter
         self._keep_on_device: Packer = functools.partial(SavedTensor, meter=meter)
         self._overlap: OverlapOffload | None = None
-        if self.moves:
+        if rule.moves:
             self.pool = HostMemory(self.copies, rule.host_bytes)
             self._overlap = OverlapOffload(
                 self.copies, self.pool, ahead=rule.ahead, smallest=rule.smallest, meter=meter
@@ -70,15 +70,10 @@ class SavedTensors:
         self._hosts.append(host)
 
     @property
-    def moves(self) -> bool:
-        """Return whether activations go to the host."""
-        return self.rule.moves
-
-    @property
     def idle(self) -> bool:
         """Return whether autograd keeps everything on the device, and no meter counts it."""
         recomputes = self.rule.segmented or self.rule.stagewise
-        return not (self.moves or recomputes or self._meter is not None or self._hosts)
+        return not (self.rule.moves or recomputes or self._meter is not None or self._hosts)
 
     @contextlib.contextmanager
     def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[None]:
@@ -137,7 +132,7 @@ class SavedTensors:
         Args:
             received: ``values`` came from other stages, and are no activations of this one.
         """
-        packer = SavedTensor if received and not self.moves else self._packer
+        packer = SavedTensor if received and not self.rule.moves else self._packer
         packed, context = put_away(list(values), packer, self._state), self._recomputing(context)
         return CheckpointedSegment(compute, packed, self._packer, self._state, parameters, context)
 

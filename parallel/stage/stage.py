@@ -90,7 +90,7 @@ class Stage:
         self._uses_rng = uses_rng
         self._weights = weights
         self._saved_tensors = saved_tensors
-        self._moves = saved_tensors is not None and saved_tensors.moves
+        self._moves = saved_tensors is not None and saved_tensors.rule.moves
         state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._updated = [name for name, tensor in state if name in updated and not tensor.requires_grad]
         # Inductor's own random numbers would differ from those of the plain model.

@@ -150,7 +150,7 @@ def test_a_step_that_is_given_up_changes_nothing(optimizer: str, resident: bool)
 
 
 class Telling(torch.optim.SGD):
-    """Says when it has updated something, and fails if told to."""
+    """Says when it has updated something, and fails with ``fault``."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, lr=9.0)

@@ -145,7 +145,7 @@ def test_another_thread_counts_where_it_says_so() -> None:
     made: list[torch.Tensor] = []
 
     def make(size: int, live: LiveBytes | None) -> None:
-        with live.beside() if live else contextlib.nullcontext():
+        with live.on_other_thread() if live else contextlib.nullcontext():
             made.append(torch.ones(size * NUMBERS).exp_())
 
     def on_thread(size: int, live: LiveBytes | None) -> None:
@@ -175,7 +175,7 @@ def test_a_block_ends_after_the_threads_that_count_in_it() -> None:
     before = is_in_torch_dispatch_mode()
 
     def make(live: LiveBytes) -> None:
-        with live.beside():
+        with live.on_other_thread():
             entered.set()
             time.sleep(0.1)
             ended.append(torch.ones(NUMBERS))
@@ -192,7 +192,7 @@ def test_a_block_ends_after_the_threads_that_count_in_it() -> None:
 
 def test_two_threads_count_at_once() -> None:
     def make(live: LiveBytes) -> None:
-        with live.beside():
+        with live.on_other_thread():
             for _ in range(200):
                 torch.ones(10).add_(1)
 
@@ -212,7 +212,7 @@ def test_a_limit_holds_for_other_threads_too() -> None:
     faults: list[BaseException] = []
 
     def make(live: LiveBytes) -> None:
-        with live.beside():
+        with live.on_other_thread():
             try:
                 torch.ones(2 * NUMBERS)
             except torch.OutOfMemoryError as fault:

@@ -1,4 +1,4 @@
-"""Offload's rules: what leaves, what stays, what comes back when, and that nobody uses a copy before it is done."""
+"""Offload's rules: what leaves, what stays, what comes back when, and that no copy is used before it is done."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ LATE = {
 
 @pytest.mark.parametrize("policy", LATE.values(), ids=LATE)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "bidirectional"])
-def test_nobody_uses_a_copy_before_it_is_done(
+def test_no_copy_is_used_before_it_is_done(
     schedule: str, policy: ActivationPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Copies, "for_device", staticmethod(lambda device: LateCopies()))
