@@ -2,7 +2,7 @@
 
 ``local`` (one process), ``torch_comm`` (torch.distributed: Gloo, NCCL), ``mpi_comm`` (mpi4py), ``thread_comm`` (threads
 of one process) and ``mixed_comm`` (ranks on CPUs and GPUs) implement one protocol. Ranks are 0..world-1. There
-is no blocking send: a schedule that is free of deadlock with sends that return at once is so on every implementation.
+is no blocking send: a schedule that is free of deadlock with sends that do not wait is so on every implementation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Work(Protocol):
         ...
 
     def done(self) -> bool:
-        """Return whether ``wait`` would return at once, without blocking. May stay False until ``wait`` where the
+        """Return whether ``wait`` would return without blocking. May stay False until ``wait`` where the
         library does not report it."""
         ...
 
@@ -119,7 +119,7 @@ class Communicator(Protocol):
             order.append((peer, self.rank, number))
         works: dict[int, Work] = {}
         # All messages have one order that every rank keeps to: the first under way is one that both of its ranks have
-        # come to, and nobody waits in a circle where messages wait for their receives (Gloo, and MPI beyond its eager
+        # come to, and no ranks wait in a circle where messages wait for their receives (Gloo, and MPI beyond its eager
         # limit).
         messages = [*sends, *receives]
         for _, _, number in sorted(order):
@@ -160,8 +160,8 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """End all ranks, as this one has failed. A rank that is a process exits here; the launcher ends the others if
-        it does so by itself."""
+        """End all ranks, as this one has failed. A rank that is a process exits here; the launcher may end the
+        others."""
         ...
 
     def close(self) -> None:

@@ -20,12 +20,12 @@ from parallel.comm.objects import in_memory_order
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 BUCKET_BYTES = 25 << 20
-"""Of gradients that are summed at once, unless asked otherwise."""
+"""Default size of gradients that are summed in one operation."""
 
 
 class Bucket:
     """Parameters of one dtype whose gradients lie in one flat tensor, with one number behind them per parameter: how
-    many ranks had a gradient for it. One that nobody had stays None, so that the optimizer passes it over as it would
+    many ranks had a gradient for it. One that no rank had stays None, so that the optimizer passes it over as it would
     in a single process.
 
     Attributes:
@@ -61,7 +61,7 @@ class Bucket:
             self._ranks[number].zero_()
 
     def drop_unused_grads(self) -> None:
-        """After the sum: take the gradient from the parameters that nobody had one for. A rank that has them all knows
+        """After the sum: take the gradient from the parameters that no rank had one for. A rank that has them all knows
         without reading from the device, which would wait for the sum."""
         if without_grad := self._without_grad():
             ranks = self._ranks.tolist()
@@ -80,7 +80,7 @@ class GradReducer:
         parameters: of the stage; all dense.
         communicator: the ranks that hold a copy, this one among them.
         overlap: sum while the last backward pass still runs; not where gradients of parameters come after it.
-        bucket_bytes: of gradients summed at once; 0: all of one dtype; None: ``BUCKET_BYTES``.
+        bucket_bytes: of gradients summed in one operation; 0: all of one dtype; None: ``BUCKET_BYTES``.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], sou
 
 
 def on_gradient(parameter: nn.Parameter, method: Callable[..., None], *arguments: Any) -> None:
-    """Call ``method(*arguments)`` whenever a gradient was added to ``parameter``, for as long as its owner lives.
+    """Call ``method(*arguments)`` whenever a gradient was added to ``parameter``, until its owner is freed.
 
     The garbage collector does not see hooks: one that held its owner, which holds the parameter, would keep both.
     """

@@ -28,7 +28,7 @@ from parallel.comm.page_lock import page_lock
 Way = Literal["host", "device"]
 
 PART_BYTES = 32 << 20
-"""Summed at once, which holds a bucket of gradients. Longer tensors are summed in several parts, so that shared memory
+"""Summed in one operation, which holds a bucket of gradients. Longer tensors are summed in parts, so that shared memory
 does not grow with the model."""
 HEADER = mmap.PAGESIZE
 """Bytes that identify a segment: in another container a process may have the number of the one that made it."""
@@ -152,7 +152,7 @@ class SharedSums:
         self._segment = SharedSegment(self._crew, self._parts * part_bytes, pinned=pinned)
 
     def add(self, flat: Tensor) -> None:
-        """Sum ``flat`` (n,) over all ranks, in place; every rank calls it with as many numbers.
+        """Sum ``flat`` (n,) over all ranks, in place; every rank calls it with the same number of elements.
 
         Raises:
             CommunicationError: another rank is gone or did not answer in time.
@@ -255,7 +255,7 @@ class SharedSegment:
         self._unlock = page_lock(self._bytes) if pinned else None
 
     def part(self, number: int, part_bytes: int, like: Tensor) -> Tensor:
-        """Return as many numbers as ``like`` has, of its dtype, at the beginning of part ``number``."""
+        """Return a tensor of the size and dtype of ``like`` at the beginning of part ``number``."""
         begin = number * part_bytes
         return self._bytes[begin : begin + like.nbytes].view(like.dtype)
 

@@ -2,7 +2,7 @@
 
 Takes the ranks that mpirun or srun started. Tensors on a device go through pinned host memory unless this MPI says that
 it takes device memory; MEGATILE_CUDA_AWARE_MPI=0 in the environment says that it does not. Copies to the host run
-beside what the device computes, and operations are handed to MPI in order, each once its copy has ended.
+while the device computes, and operations are handed to MPI in order, each once its copy has ended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MpiCommunicator(Communicator):
 
     Args:
         timeout_s: how long an operation waits for the other ranks before it fails.
-        started: ranks that the launcher says it has started; None when nobody knows.
+        started: ranks that the launcher says it has started; None: unknown.
 
     Raises:
         CommunicationError: this MPI may not be called from several threads, or knows of other ranks than the launcher.
@@ -157,7 +157,7 @@ class MpiCommunicator(Communicator):
 
     def _reachable(self, tensor: Tensor, filled: bool) -> tuple[Tensor, Any]:
         """``tensor`` itself where MPI can read and write it, else a place in host memory for it; and the event of the
-        GPU after which MPI may, None where it may at once."""
+        GPU after which MPI may, None: now."""
         if not tensor.is_cuda:
             return tensor, None
         computing = torch.cuda.current_stream(tensor.device)
@@ -188,7 +188,7 @@ class MpiProgress:
         self._stopped = False
         self._thread = threading.Thread(target=on_current_device(self._run), name="MPI progress", daemon=True)
         self._thread.start()
-        # Before mpi4py's own farewell to MPI, which was registered earlier: nobody may call MPI after it.
+        # Before mpi4py's own farewell to MPI, which was registered earlier: no thread may call MPI after it.
         atexit.register(self.stop)
 
     def begin(self, work: MpiWork) -> None:
@@ -236,7 +236,7 @@ class MpiWork:
         timeout_s: how long ``wait`` waits for the other ranks.
         call: hands it to MPI, and returns MPI's request.
         arrive: what is left to do with the data once it is here.
-        ready: event of the GPU after which MPI may read and write the buffers; None: it may at once.
+        ready: event of the GPU after which MPI may read and write the buffers; None: they may now.
     """
 
     progress: MpiProgress

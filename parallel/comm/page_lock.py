@@ -1,4 +1,4 @@
-"""Page-locked host memory, which a GPU copies from and to beside what it computes.
+"""Page-locked host memory, which a GPU copies from and to while it computes.
 
 torch's own page-locked memory is rounded up to powers of two and never given back; this is memory that the caller has
 mapped. Takes a tensor that lies in it.

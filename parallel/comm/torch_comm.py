@@ -214,7 +214,7 @@ class TorchCommunicator(Communicator):
 class Links:
     """NCCL groups of two ranks, one for each direction in which one sends to the other.
 
-    NCCL knows no tags and performs the operations of a group in turn: two directions in one would block each other.
+    NCCL knows no tags and performs the operations of a group one by one: two directions in one would block each other.
 
     Args:
         rank: of the whole run, as are all others here.
@@ -234,8 +234,8 @@ class Links:
         """Make and connect this rank's links of ``pairs`` (sender, receiver), which are those of all ranks.
 
         Every rank of the run comes here with the same pairs. A group is named after the number of calls before it, so
-        that those outside a pair count with it. ``use_local_synchronization`` would spare them that, but counts what
-        each rank has made by itself: the two of a pair would wait for each other under different names.
+        that those outside a pair count with it. ``use_local_synchronization`` would spare them that, but counts
+        per rank: the two of a pair would wait for each other under different names.
 
         Args:
             by_all: every rank of the run calls this. If only some do, all ranks must have made these links before:

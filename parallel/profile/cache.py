@@ -98,9 +98,9 @@ def kept_at(key: dict[str, Any], what: str = "costs") -> Path | None:
 def own_torch_cache() -> None:
     """Let torch keep what it compiles in this user's cache, for this process and those it starts.
 
-    By itself it makes a folder under a name that anybody can guess in the temporary folder of all users, as soon as
-    there is an optimizer, and runs the code that it finds there. What the user has set stays. Without a cache it is a
-    temporary folder, gone with this process.
+    By default torch makes a folder in the temporary folder of all users, under a name that is easy to guess, and runs
+    the code that it finds there. What the user has set stays. Without a cache it is a temporary folder, gone with this
+    process.
     """
     if INDUCTOR in os.environ:
         return

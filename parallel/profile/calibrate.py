@@ -1,9 +1,8 @@
-"""Calibration: a model of what layers cost on a device, from some seconds of timed operations; kept for the next time.
+"""Calibration: a model of what layers cost on a device, from some seconds of timed operations; stored.
 
-Ranks that share a machine share its memory and its caches, so as many processes as will run together are timed
-together: each is this module as a program, which prints a JSON line for every reading, so that what it has read is kept
-whatever ends it early. Models are kept (``cache``) by device, number of cores, version of torch, threads, processes,
-type and memory layout; none is shipped.
+Ranks of a machine share its memory and its caches: the same number of processes are timed together. Each is this module
+as a program, which prints a JSON line for every reading; what ends it early loses no reading. Models are stored
+(``cache``) by device, number of cores, version of torch, threads, processes, type and memory layout.
 """
 
 from __future__ import annotations
@@ -218,13 +217,10 @@ def readings_of(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     set_tf32(settings["tf32"])
     setting = Setting(torch.device(settings["device"]), getattr(torch, settings["dtype"]), settings["channels_last"])
-    yield from _readings(setting, settings["seconds"], settings["seed"], settings["heap_kept"])
-
-
-def _readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> Iterator[dict[str, Any]]:
+    seconds = settings["seconds"]
     begin = time.perf_counter()
     left: Callable[[float], bool] = lambda share: time.perf_counter() - begin < share * seconds  # noqa: E731
-    if heap_kept:
+    if settings["heap_kept"]:
         keep_freed_memory()
     torch.empty(LARGEST_OF_HEAP, dtype=torch.uint8).fill_(1)  # glibc learns from it, as from any training step
     for size in FRESH_BYTES:
@@ -239,7 +235,7 @@ def _readings(setting: Setting, seconds: float, seed: int, heap_kept: bool) -> I
             op, reading = time_moving(name, images, setting)
             entry = {"what": "moving", "name": name, "forward": [forward_bytes(op), reading.forward_s]}
             yield entry | {"backward": [backward_bytes(op), reading.input_s]}
-    for number, (_, shape) in enumerate(products(seed)):
+    for number, (_, shape) in enumerate(products(settings["seed"])):
         if number >= sum(ROUND.values()) and not left(1.0):
             return
         if isinstance(shape, Product):

@@ -1,9 +1,7 @@
-"""The speed of copies between a device and the host, measured in a second and kept for the next time.
+"""The speed of copies between a device and the host, measured in a second and stored.
 
-Takes a device and how ranks will use it; gives a ``CopySpeed``. On a GPU copies go as offloading makes them: from and
-to page-locked memory, on streams of their own. A CPU is its own host: there they are copies in memory, made by as many
-threads at once as ranks will compute together, because these share the memory. Kept beside calibrations, one file for
-each device, number of cores, version of torch, threads and ranks; none is shipped.
+On a GPU copies go as offloading makes them: between device and page-locked memory, on streams of their own. On a CPU
+they are copies in memory, made by one thread for each rank that will compute, because the ranks share the memory.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ def gpu_copies(name: str) -> tuple[float, float]:
 
 
 def _in_memory(together: int) -> list[float]:
-    """Return seconds of copies from one place of memory to another, by ``together`` threads at once."""
+    """Return seconds of copies from one place of memory to another, by ``together`` threads together."""
     begin = threading.Barrier(together)
 
     def copy(_: int) -> list[float]:

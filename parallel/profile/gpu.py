@@ -1,7 +1,7 @@
 """GPUs of this machine: whether this torch can compute on them, how they fail, and what they are.
 
-A CUDA context takes up to 600 MB of its GPU for as long as the process lives, and a GPU in compute mode
-EXCLUSIVE_PROCESS admits one process with a context. A process that starts ranks or makes plans therefore asks another
+A CUDA context takes up to 600 MB of its GPU until the process ends. A GPU in compute mode EXCLUSIVE_PROCESS admits one
+process with a context. A process that starts ranks or makes plans therefore asks another
 process, which has ended when the next one starts. ``torch.cuda.is_available`` and ``torch.cuda.device_count`` open no
 context.
 """

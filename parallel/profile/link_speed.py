@@ -1,10 +1,9 @@
 """The speed of messages and sums between ranks of this machine, measured in some seconds and kept.
 
-Takes how many ranks will run on the machine's cores or GPUs; gives a ``LinkSpeed``. So many are started and talk as
-those of a run do. Over Gloo: messages there and back, messages between ranks that compute, sums by themselves, and the
-sums of gradients and gathered parameters of FSDP2 beside backward passes that need the same cores. On
-GPUs, over NCCL, or over Gloo where they share one: messages between neighbours, sums, and what NCCL allocates. Kept
-beside calibrations, one file for each device, number of cores, version of torch, threads and ranks; none is shipped.
+The ranks are started and communicate as those of a run do. Over Gloo: messages there and back, messages between ranks
+that compute, sums by themselves, and sums of gradients and gathered parameters of FSDP2 overlapped with backward
+passes. On GPUs, over NCCL, or over Gloo where they share one: messages between neighbours, sums, and what NCCL
+allocates.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The speed between the ranks of this machine while all of them talk at once.
+    """The speed between the ranks of this machine while all of them communicate.
 
     Attributes:
         message_bandwidth, message_s: bytes per second of a large message one way, and seconds of an empty one.
@@ -119,7 +118,7 @@ def measure_links(ranks: int, *, threads: int = 1, device: str = "cpu", rounds: 
 
 def speed_of(seconds: Mapping[str, float], ranks: int) -> LinkSpeed:
     """Return the speed that follows from ``seconds``, as ``link_worker`` measures them. GPUs are taken to sum and send
-    beside computation as fast as by themselves.
+    as fast during computation as without.
 
     A ring sends 2 (n - 1) / n of what n ranks sum, in 2 (n - 1) turns (Patarasuk and Yuan 2009).
     """

@@ -1,7 +1,7 @@
-"""The C library's heap: whether memory that a tensor gives back stays with the process.
+"""The C library's heap: whether memory that a tensor frees stays with the process.
 
-By default glibc hands blocks of 32 MiB and more, and a long free end of the heap, back to the kernel, which gives them
-out again page by page and zeroed. Layers that only move bytes then wait for the kernel several times longer than for
+By default glibc returns blocks of 32 MiB and more, and a long free end of the heap, to the kernel. The kernel zeroes
+them page by page when they are allocated again: layers that only move bytes wait for it several times longer than for
 memory. See mallopt(3).
 """
 

@@ -26,7 +26,7 @@ from parallel.graph.layers import Convolution, Op
 LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 5, 0.01
 """Runs of a pass after the first: at least, at most, and the time after which no more follow."""
 SIDE_BY_SIDE = 8
-"""Runs that an accelerator is given at once, so that launching them is not what is timed."""
+"""Runs that an accelerator is given together, so that launching them is not what is timed."""
 
 SWEPT = 48 << 20
 """Bytes that are read so that nothing else is in the caches; more than these hold."""
@@ -100,7 +100,7 @@ def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None 
 
 
 def sweep(setting: Setting) -> None:
-    """Fill the caches with what nobody needs. Those of accelerators are small beside what layers keep."""
+    """Fill the caches with unused data. Those of accelerators are small compared with what layers keep."""
     if setting.device.type == "cpu":
         _swept().sum()
 

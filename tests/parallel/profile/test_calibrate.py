@@ -223,9 +223,9 @@ def test_the_process_of_a_calibration_computes_as_it_is_told(monkeypatch: pytest
     settings |= {"heap_kept": False, "tf32": True, "seconds": 0.0, "seed": 0}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(settings)])
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-    monkeypatch.setattr(calibration, "_readings", lambda *_: iter(()))
-    monkeypatch.setattr(calibration, "set_tf32", switched.append)
-    calibration.main()
+    monkeypatch.setattr(calibration, "set_tf32", lambda allowed: switched.append(allowed) or pytest.exit("enough"))
+    with pytest.raises(pytest.exit.Exception):
+        calibration.main()
     assert switched == [True]
 
 
