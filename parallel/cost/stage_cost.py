@@ -54,33 +54,17 @@ class Costs:
         return [cost.seconds for cost in self.layers]
 
 
-def stage_costs(partition: Partition, costs: Costs, *, loss_bytes: int = 0) -> list[StageCost]:
-    """Return the costs of every stage.
-
-    Args:
-        loss_bytes: that the loss, computed with the last stage, keeps for its backward pass.
-    """
+def stage_costs(partition: Partition, costs: Costs) -> list[StageCost]:
+    """Return the costs of every stage."""
     stages = []
-    for stage in range(partition.depth):
+    for stage, begin in enumerate(partition.starts):
         layers = partition.layers_of(stage)
-        begin = partition.starts[stage]
         own = costs.layers[begin : begin + len(layers)]
+        backward = sum(cost.backward_s for cost in own)
+        backward_input = sum(cost.backward_input_s for cost in own)
         saved = dict(entry for layer in layers for entry in layer.saved)
-        forward = sum(cost.forward_s for cost in own)
-        backward, backward_input = (
-            sum(cost.backward_s for cost in own),
-            sum(cost.backward_input_s for cost in own),
-        )
-        last = stage == partition.depth - 1
-        stages.append(
-            StageCost(
-                forward_s=forward,
-                backward_s=backward,
-                backward_input_s=backward_input,
-                backward_weight_s=backward - backward_input,
-                activation_bytes=sum(saved.values()) + (loss_bytes if last else 0),
-            )
-        )
+        forward, weight = sum(cost.forward_s for cost in own), backward - backward_input
+        stages.append(StageCost(forward, backward, backward_input, weight, sum(saved.values())))
     return stages
 
 

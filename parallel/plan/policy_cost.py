@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from parallel.cost.stage_cost import Costs
 from parallel.graph.partition import Partition
@@ -19,19 +18,6 @@ from parallel.memory.liveness import Piece
 from parallel.memory.policy import ActivationPolicy, Segment, segments_of
 from parallel.memory.stage_memory import StageMemory
 from parallel.schedule.timeline import StageCost
-
-
-@dataclass(frozen=True)
-class MovedBytes:
-    """Bytes that offload moves, for a stage and one microbatch.
-
-    Attributes:
-        kept: that are moved out in a forward pass, and back before its backward pass.
-        again: kept by layers that are computed again, moved out and back within the backward pass.
-    """
-
-    kept: int
-    again: int
 
 
 def policy_costs(
@@ -67,11 +53,11 @@ def policy_costs(
         )
         forward_s, backward_s = stage.forward_s, stage.backward_s + again_s
         if policy.moves:
-            moved = moved_bytes(memory.touched((segments[0].start, segments[-1].stop)), segments, policy)
+            kept, again = moved_bytes(memory.touched((segments[0].start, segments[-1].stop)), segments, policy)
             # The action that computes a whole stage again counts as a forward pass, copies and all: instead of those
             # out it makes those back.
-            back = 0 if policy.stagewise else moved.kept
-            out_s, back_s = moved.kept / copy_bandwidth, (back + 2 * moved.again) / copy_bandwidth
+            back = 0 if policy.stagewise else kept
+            out_s, back_s = kept / copy_bandwidth, (back + 2 * again) / copy_bandwidth
             forward_s = max(forward_s, out_s) if beside else forward_s + out_s
             backward_s = max(backward_s, back_s) if beside else backward_s + back_s
         more = backward_s - stage.backward_s
@@ -83,8 +69,9 @@ def policy_costs(
     return result
 
 
-def moved_bytes(pieces: Iterable[Piece], segments: Sequence[Segment], policy: ActivationPolicy) -> MovedBytes:
-    """Return what offloading moves of a stage, whose layers ``segments`` cover.
+def moved_bytes(pieces: Iterable[Piece], segments: Sequence[Segment], policy: ActivationPolicy) -> tuple[int, int]:
+    """Return what offloading moves of a stage, whose layers ``segments`` cover: bytes that go out in a forward pass and
+    come back before its backward pass, and bytes that do so within the backward pass, of layers computed again.
 
     Args:
         pieces: of memory of the model's graph; those that the stage does not touch change nothing.
@@ -107,4 +94,4 @@ def moved_bytes(pieces: Iterable[Piece], segments: Sequence[Segment], policy: Ac
             kept += piece.bytes
         elif saved:
             again += piece.bytes
-    return MovedBytes(kept, again)
+    return kept, again

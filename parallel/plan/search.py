@@ -14,7 +14,7 @@ from parallel.cost.stage_cost import stage_costs
 from parallel.plan.candidates import ANY, BOXES, MemoryOptions, candidates, fewest_bytes, in_teams
 from parallel.plan.evaluate import Evaluator
 from parallel.plan.plan import SIMPLER, PlanRow, best_of
-from parallel.plan.step_time import by_speed, group_seconds, links_between, weights_of
+from parallel.plan.step_time import by_speed, links_between, weights_of
 from parallel.strategy import Strategy
 
 GAIN = 4 / 3
@@ -79,7 +79,7 @@ class Planner(Evaluator):
             return
         costs = self.stages.stage_costs(row.strategy, self.partition_of(row))
         links = links_between(candidate, self.partition_of(row), self.cluster)
-        shared = by_speed(candidate, *group_seconds(row.strategy, self.task.batch, costs, links, self.cluster))
+        shared = dataclasses.replace(candidate, shares=by_speed(row.strategy, costs, links, self.cluster))
         if [len(share) for share in shared.shares] != [len(candidate.share_of(g)) for g in range(candidate.groups)]:
             yield self.evaluate(shared, savings)
 
@@ -103,13 +103,8 @@ class Planner(Evaluator):
         for name in sorted(own, key=lambda name: name != "spatial"):
             speed = 0.0 if name == "spatial" or best is None else best.images_per_second or 0.0
             tried = own[name] if speed or name == "spatial" else fewest_bytes(own[name])
-            for bound, candidate in sorted(((self._bound(each), each) for each in tried), key=lambda pair: -pair[0]):
-                if bound <= (1 + SIMPLER) * speed:
-                    break
-                row = self.evaluate(candidate, savings)
-                if row.fits:
-                    speed = max(speed, row.images_per_second or 0.0)
-                    best = best_of([each for each in (best, row) if each])
+            for row in self._promising(tried, savings, speed, 1 + SIMPLER):
+                best = best_of([each for each in (best, row) if each])
                 yield row
 
     def _teams(
@@ -145,16 +140,17 @@ class Planner(Evaluator):
             return self.task.one_copy or self.task.in_teams()[1]
         return "no team of a node's ranks can divide such tiles, or the batch among its groups"
 
-    def _promising(self, own: Iterable[Strategy], savings: MemoryOptions) -> Iterator[PlanRow]:
-        """Yield rows of one strategy, those with the highest bound of images/s first, as long as it is above the
-        best."""
-        best = 0.0
-        for bound, candidate in sorted(((self._bound(each), each) for each in own), key=lambda pair: -pair[0]):
-            if bound <= best:
+    def _promising(
+        self, candidates: Iterable[Strategy], savings: MemoryOptions, speed: float = 0.0, margin: float = 1.0
+    ) -> Iterator[PlanRow]:
+        """Yield rows of one strategy, those with the highest bound of images/s first, as long as it is above
+        ``margin`` times the best, which is ``speed`` at the beginning."""
+        for bound, candidate in sorted(((self._bound(each), each) for each in candidates), key=lambda pair: -pair[0]):
+            if bound <= margin * speed:
                 return
             row = self.evaluate(candidate, savings)
             if row.fits:
-                best = max(best, row.images_per_second or 0.0)
+                speed = max(speed, row.images_per_second or 0.0)
             yield row
 
     def _bound(self, candidate: Strategy) -> float:

@@ -21,7 +21,7 @@ from parallel.schedule.action import Kind, Schedule
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_recompute
 from parallel.schedule.registry import build_schedule, mesh_for
-from parallel.schedule.shares import best_counts, consecutive, split_batch
+from parallel.schedule.shares import Shares, best_counts, consecutive, split_batch
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, StageCost, Timeline
 from parallel.strategy import Strategy
@@ -155,26 +155,12 @@ def _speeds(candidate: Strategy, cluster: Cluster, group: int) -> tuple[float, .
     return cluster.speeds_of(range(group * candidate.depth, (group + 1) * candidate.depth))
 
 
-def by_speed(candidate: Strategy, seconds: Sequence[float], fixed: Sequence[float] = ()) -> Strategy:
-    """Return ``candidate`` with the shares that end soonest.
-
-    Args:
-        seconds: of a microbatch, by group.
-        fixed: that a group's step takes besides.
-    """
-    return dataclasses.replace(candidate, shares=consecutive(best_counts(candidate.m, seconds, fixed)))
-
-
-def group_seconds(
-    candidate: Strategy,
-    batch: int,
-    costs: Sequence[StageCost],
-    links: dict[tuple[int, int], LinkCost],
-    cluster: Cluster,
-) -> tuple[list[float], list[float]]:
-    """Return, by group, what one more microbatch takes, and what the step takes besides all of its
-    microbatches: the pipeline fills and empties."""
-    more, fixed, known = [], [], {}
+def by_speed(
+    candidate: Strategy, costs: Sequence[StageCost], links: dict[tuple[int, int], LinkCost], cluster: Cluster
+) -> Shares:
+    """Return the shares that end soonest, by what one more microbatch takes each group, and what its
+    step takes besides all of its microbatches: the pipeline fills and empties."""
+    known: dict[tuple[float, ...], tuple[float, float]] = {}
     for group in range(candidate.groups):
         speeds = _speeds(candidate, cluster, group)
         if speeds not in known:
@@ -185,9 +171,8 @@ def group_seconds(
                 ends.append(simulate(schedule, mesh, costs, links, speeds=speeds).makespan_s)
             each = (ends[1] - ends[0]) / candidate.depth
             known[speeds] = each, ends[0] - 2 * candidate.depth * each
-        more.append(known[speeds][0])
-        fixed.append(known[speeds][1])
-    return more, fixed
+    more, fixed = zip(*(known[_speeds(candidate, cluster, group)] for group in range(candidate.groups)), strict=True)
+    return consecutive(best_counts(candidate.m, more, fixed))
 
 
 def _adding(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph, Op
 from parallel.graph.partition import (
     Edge,
     Partition,
@@ -19,7 +21,10 @@ from parallel.graph.partition import (
     single_value_cuts,
     values_across,
 )
+from parallel.graph.scale import KNOWN, GraphsBySide, with_tiles
+from parallel.trace.trace import trace
 from tests.helpers.drawn_graphs import graph_of, graphs
+from tests.helpers.small_nets import SkipNet
 
 
 def chain(
@@ -168,3 +173,89 @@ def test_a_skip_hides_what_it_spans() -> None:
     skip = graph_of((0,), (1,), (2,), (1, 3), (4,))
     assert single_value_cuts(skip) == [1, 2, 5]
     assert values_across(skip, 3) == ("v1", "v2")
+
+
+def traced(tiles: int) -> LayerGraph:
+    return trace(SkipNet(), (tiles, 3, 64, 64)).graph
+
+
+def kept(graph: LayerGraph) -> int:
+    return sum(dict(piece for layer in graph.layers for piece in layer.saved).values())
+
+
+def test_it_is_what_a_trace_with_more_tiles_gives() -> None:
+    scaled, real = with_tiles(traced(1), 3), traced(3)
+    for one, other in zip(scaled.layers, real.layers, strict=True):
+        assert (one.name, one.output_bytes, one.flops, one.param_bytes) == (
+            other.name,
+            other.output_bytes,
+            other.flops,
+            other.param_bytes,
+        )
+        assert one.output_storages == other.output_storages
+        assert [op.convolution for op in one.ops] == [op.convolution for op in other.ops]
+        reads = [[op.read_bytes for op in layer.ops if op.convolution] for layer in (one, other)]
+        assert reads[0] == reads[1]
+    assert kept(scaled) == pytest.approx(kept(real), rel=2e-3)
+
+
+def test_copies_that_autocast_makes_of_parameters_do_not_grow() -> None:
+    one, two = (with_tiles(trace(SkipNet(), (1, 3, 64, 64), autocast=torch.bfloat16).graph, n) for n in (1, 2))
+    real = trace(SkipNet(), (2, 3, 64, 64), autocast=torch.bfloat16).graph
+    assert kept(two) == pytest.approx(kept(real), rel=2e-3)
+    assert kept(two) < 2 * kept(one)
+
+
+def test_no_tiles_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one tile; got 0"):
+        with_tiles(traced(1), 0)
+
+
+SIDES = [64 * 2**k for k in range(KNOWN)]
+
+
+def graph_at(side: int, size: Callable[[int], int]) -> LayerGraph:
+    bytes_ = size(side)
+    op = Op("convolution", 10**9 * side**2, 3 * bytes_ + 5, bytes_)
+    layers = (
+        Layer("x", "input", (), output_bytes=12 * side**2),
+        Layer("y", "Conv2d", ("x",), "conv", bytes_, 640, 18 * bytes_, saved=((0, bytes_),), ops=(op,)),
+        Layer("z", "output", ("y",), output_bytes=8),
+    )
+    return LayerGraph(layers)
+
+
+def known(size: Callable[[int], int], sides: list[int] = SIDES) -> GraphsBySide:
+    graphs = GraphsBySide()
+    for side in sides:
+        graphs.add(side, graph_at(side, size))
+    return graphs
+
+
+@pytest.mark.parametrize("size", [lambda side: side**2, lambda side: 4 * (side // 2 - 3) ** 2 + 7, lambda side: 40])
+def test_polynomials_tell_the_sides_between(size: Callable[[int], int]) -> None:
+    graphs = known(size)
+    for side in range(SIDES[0], SIDES[-1] + 1, 64):
+        assert graphs.at(side) == graph_at(side, size)
+    assert graphs.at(SIDES[-1] + 64) is None
+
+
+def test_fewer_sides_tell_of_themselves_alone() -> None:
+    graphs = known(lambda side: side**2, SIDES[:-1])
+    assert graphs.at(SIDES[1]) == graph_at(SIDES[1], lambda side: side**2)
+    assert graphs.at(192) is None
+
+
+@pytest.mark.parametrize(
+    "size",
+    [lambda side: side**4, lambda side: (-(-side // 4 // 7) * 7) ** 2, lambda side: (side // 128 * 128) ** 2],
+    ids=["attention", "windows of 7", "stride 128"],
+)
+def test_what_is_no_polynomial_is_not_told(size: Callable[[int], int]) -> None:
+    assert known(size).at(192) is None
+
+
+def test_graphs_of_another_form_tell_nothing() -> None:
+    graphs = known(lambda side: side**2, SIDES[1:])
+    graphs.add(32, LayerGraph(graph_at(32, lambda side: side**2).layers[:2]))
+    assert graphs.at(192) is None
