@@ -14,7 +14,7 @@ from parallel.offload.host_memory import HostMemory
 from parallel.offload.rng import get_random_state, set_random_state
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums
-from parallel.streaming.read_region import NothingInBoxes
+from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_stage import TeamStage
@@ -66,7 +66,7 @@ def streamed(
     stage.train()
     images: Tensor = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
     planned = stage._run_training.nodes.planned(stage, plans(shape, True), (images,))  # type: ignore[union-attr]
-    if isinstance(planned, NothingInBoxes):
+    if isinstance(planned, NothingTileable):
         raise planned
     stage.train(module.training)
     return stage
@@ -74,7 +74,7 @@ def streamed(
 
 def planned_regions(
     stage: nn.Module, shape: tuple[int, ...], training: bool = True
-) -> list[PlannedRegion | NothingInBoxes]:
+) -> list[PlannedRegion | NothingTileable]:
     """Return what a stage has in boxes for tiles of ``shape``, of maps and of sums, in the order of their planning."""
     assert isinstance(stage, TeamStage)
     run: Any = stage._run_training if training else stage._run_evaluation

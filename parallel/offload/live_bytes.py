@@ -41,14 +41,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         limit: an operation after which more bytes are live raises ``torch.OutOfMemoryError``, as one that cannot get
             its memory does on a GPU; None: counts only.
+        without_data: count tensors on the meta device, too.
 
     Attributes:
         peak_bytes: the most while one operation ran, its results included, since the start or ``reset_peak``.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, *, without_data: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
+        self._without_data = without_data
         self.peak_bytes = 0
         # By address, which a weak reference keeps from being given to another storage; False if left out.
         self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
@@ -124,8 +126,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor, *, counts: bool) -> None:
         memory = _memory(tensor)
-        without_data = tensor.untyped_storage().device.type == "meta"  # as of a model that is traced
-        self._known[memory.cdata] = memory, counts and not without_data
+        there = self._without_data or tensor.untyped_storage().device.type != "meta"  # as of a model that is traced
+        self._known[memory.cdata] = memory, counts and there
 
     def _notice(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.bytes)

@@ -19,7 +19,7 @@ DIMS = (2, 3)
 """Rows and columns of what most operations take: (n, c, h, w)."""
 
 
-class SpansImage(Exception):
+class NotTileable(Exception):
     """An operation looks at the whole image, or cannot be shown not to; says why, and what to do about it."""
 
 

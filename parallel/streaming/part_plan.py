@@ -196,11 +196,7 @@ def plan_part(
     for name, user in last.items():
         if name not in kept:
             finished[user] = (*finished.get(user, ()), name)
-    alone = frozenset(
-        step.name
-        for step in own
-        if len(step.maps) == 1 and step.maps[0] in made - kept and _single(region, step.maps[0])
-    )
+    alone = frozenset(step.name for step in own if step.maps[0] in made - kept and region.may_change(step))
     users: dict[str, tuple[Step, ...]] = {}
     for step in own:
         for name in step.maps:
@@ -237,11 +233,6 @@ def places_of(cells: Mapping[str, tuple[Sequence[Span], ...]], numbers: tuple[ra
         for column in numbers[1]
         if any(rows[row].size and columns[column].size for rows, columns in cells.values())
     ]
-
-
-def _single(region: Region, name: str) -> bool:
-    """Whether the value is used once and lies in memory of its own."""
-    return len(region.nodes[name].users) == 1 and not region.operations[name].shares
 
 
 def _line(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from parallel.space.rule import SAME
-from parallel.streaming.operation import DIMS, Operation, Prior, Reading, SpansImage
+from parallel.streaming.operation import DIMS, NotTileable, Operation, Prior, Reading
 from parallel.streaming.read_window import bound
 
 MASK = "~mask"
@@ -28,7 +28,7 @@ def dropout(module: Any, reading: Reading, node: fx.Node) -> Operation:
         return identity(reading, node)
     if reading.once and isinstance(module, (nn.Dropout, SimpleNamespace)):
         return _drawn_whole(reading, node, module.p)
-    raise SpansImage(
+    raise NotTileable(
         "draws a number for each px of the image, in an order that boxes do not have: set its probability to 0"
     )
 
@@ -62,7 +62,7 @@ def dropped_channels(module: Any, reading: Reading, node: fx.Node) -> Operation:
     if not module.training or module.p == 0:
         return identity(reading, node)
     if len(reading.shape(source)) != 4 or reading.dims[source.name] != DIMS:
-        raise SpansImage("takes rows and columns as other dims than the last two of four")
+        raise NotTileable("takes rows and columns as other dims than the last two of four")
     return _masked(reading, source, (*reading.shape(source)[:2], 1, 1), module.p, always=False)
 
 

@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from parallel.streaming import read_dropout, read_pointwise, read_reduction, read_window
-from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage
+from parallel.streaming.operation import DIMS, NotTileable, Operation, Reading, attribute
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ADVICE = "use layers of torch.nn and torch.nn.functional, which docs/streaming.md lists"
@@ -26,7 +26,7 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
     """Return how a node that takes maps is computed.
 
     Raises:
-        SpansImage: not box by box.
+        NotTileable: not box by box.
     """
     _refuse_changed(reading, node)
     if node.op == "call_module":
@@ -39,7 +39,7 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
                     return ALONE[kind](module, reading, node)
                 _refuse_turned(reading, node)
                 return TURNED[kind](module, reading, node)
-        raise SpansImage(f"is a {type(module).__name__}, {UNKNOWN}")
+        raise NotTileable(f"is a {type(module).__name__}, {UNKNOWN}")
     target = node.target
     if getattr(target, "__name__", "") == "stochastic_depth":
         return read_dropout.dropped_paths(reading, node)
@@ -51,23 +51,23 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
     maps = reading.maps(node)
     if node.op == "call_function" and len(maps) == 1 and reading.of(node) is reading.of(maps[0]):
         return read_dropout.identity(reading, node)  # it looked at the whole image's size, and passes it on
-    raise SpansImage(UNKNOWN)
+    raise NotTileable(UNKNOWN)
 
 
 def _refuse_run_by_box(module: nn.Module) -> None:
     """Hooks, and parameters that count how often they are asked for, as those of a spectral norm."""
     if any(getattr(module, hooks) for hooks in HOOKS):
-        raise SpansImage("has hooks, which would run for each box: remove them")
+        raise NotTileable("has hooks, which would run for each box: remove them")
     kinds = getattr(module, "parametrizations", {})
     if any(True for name in kinds for _ in kinds[name].buffers()):
-        raise SpansImage("has a parameter that changes each time it is computed: take the parametrization away")
+        raise NotTileable("has a parameter that changes each time it is computed: take the parametrization away")
 
 
 def _refuse_other_forward(kind: type[nn.Module], known: type[nn.Module]) -> None:
     """A layer that is derived from a known one may compute something else."""
     for name in ("forward", "_conv_forward"):
         if getattr(kind, name, None) is not getattr(known, name, None) and known is not _BatchNorm:
-            raise SpansImage(f"is a {kind.__name__}, which computes other than {known.__name__}: {ADVICE}")
+            raise NotTileable(f"is a {kind.__name__}, which computes other than {known.__name__}: {ADVICE}")
 
 
 def changes_in_place(reading: Reading, node: fx.Node) -> bool:
@@ -86,7 +86,7 @@ def _refuse_changed(reading: Reading, node: fx.Node) -> None:
     source = reading.maps(node)[0]
     for other in in_same_memory(reading, node, source):
         if any(node < user for user in other.users):
-            raise SpansImage(f"changes {other.name} in place, which is used again by that name")
+            raise NotTileable(f"changes {other.name} in place, which is used again by that name")
 
 
 def in_same_memory(reading: Reading, node: fx.Node, source: fx.Node) -> list[fx.Node]:
@@ -108,7 +108,7 @@ def _refuse_turned(reading: Reading, node: fx.Node) -> None:
     for source in reading.maps(node):
         value = reading.of(source)
         if not isinstance(value, Tensor) or value.dim() != 4 or reading.dims[source.name] != DIMS:
-            raise SpansImage("takes rows and columns as other dims than the last two of four")
+            raise NotTileable("takes rows and columns as other dims than the last two of four")
 
 
 def has_tensors(value: object) -> bool:
@@ -117,3 +117,10 @@ def has_tensors(value: object) -> bool:
 
 def module_of(model: nn.Module, node: fx.Node) -> nn.Module | None:
     return model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def parameters_read(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
+    """Return the parameters that a node computes with."""
+    module = module_of(model, node)
+    read = [attribute(model, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    return [*(module.parameters() if module is not None else ()), *(v for v in read if isinstance(v, nn.Parameter))]

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.moments import merged, moments, normalised, share_of_moments
-from parallel.streaming.operation import DIMS, ChannelNorm, Operation, Prior, Reading, SpansImage
+from parallel.streaming.operation import DIMS, ChannelNorm, NotTileable, Operation, Prior, Reading
 from parallel.streaming.read_window import bound
 
 ADVICE = (
@@ -31,11 +31,11 @@ def batch_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
     (source,) = reading.maps(node)
     joined = _joined_with_activation(module)
     if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and not joined:
-        raise SpansImage(ADVICE)
+        raise NotTileable(ADVICE)
     if not module.training and module.track_running_stats:
         return Operation(lambda given: module(given.patch.tensor), dims=reading.dims[source.name])
     if type(module) is not nn.BatchNorm2d and not joined:
-        raise SpansImage(ADVICE)
+        raise NotTileable(ADVICE)
     count = _px(reading, source)
     running: tuple[Prior, ...] = ()
     if module.training and module.track_running_stats:
@@ -43,7 +43,7 @@ def batch_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
     norm = _Norm(count, (0, 2, 3), module.eps, lambda _: (module.weight, module.bias), running=running)
     if joined:
         if type(module.drop) is not nn.Identity:
-            raise SpansImage(
+            raise NotTileable(
                 f"drops by {type(module.drop).__name__} inside a norm, which boxes do not do: leave it out"
             )
         norm = replace(norm, then=module.act)
@@ -84,7 +84,7 @@ def group_norm(module: Any, reading: Reading, node: fx.Node) -> Operation:
     """Group and instance norm."""
     (source,) = reading.maps(node)
     if type(module) not in (nn.GroupNorm, nn.InstanceNorm2d) or getattr(module, "track_running_stats", False):
-        raise SpansImage(ADVICE)
+        raise NotTileable(ADVICE)
     groups = module.num_groups if isinstance(module, nn.GroupNorm) else reading.shape(source)[1]
     return _in_groups(reading, source, groups, module.eps, lambda _: (module.weight, module.bias))
 
@@ -103,7 +103,7 @@ def functional_instance_norm(reading: Reading, node: fx.Node) -> Operation:
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     numbers = bound(node, names)
     if numbers.get("running_mean") is not None or not reading.value(numbers.get("use_input_stats", True)):
-        raise SpansImage(ADVICE)
+        raise NotTileable(ADVICE)
     (source,) = reading.maps(node)
     affine = numbers.get("weight"), numbers.get("bias")
     eps = reading.value(numbers.get("eps", 1e-5))
@@ -158,7 +158,7 @@ class _Norm:
 
     def operation(self, reading: Reading, source: fx.Node) -> Operation:
         if reading.dims[source.name] != DIMS or len(reading.shape(source)) != 4 or self.count < 2:
-            raise SpansImage(ADVICE)
+            raise NotTileable(ADVICE)
         sums = Operation(self._gather, sums=True, merge=merged, again=self._gather_again)
         priors = (Prior(MOMENTS, sums), *self.running)
         norm = ChannelNorm(self.affine, self.eps, self.then, self.count) if self.over == (0, 2, 3) else None

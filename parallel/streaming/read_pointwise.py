@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.space.rule import Window
-from parallel.streaming.operation import Operation, Reading, SpansImage
+from parallel.streaming.operation import NotTileable, Operation, Reading
 from parallel.streaming.patch import narrowed
 from parallel.streaming.read_dropout import dropout, dropped_channels, functional_dropout, identity
 from parallel.streaming.read_norm import (
@@ -52,7 +52,7 @@ def pointwise(reading: Reading, node: fx.Node) -> Operation:
     """What ``node`` calls, on a box of each map it takes.
 
     Raises:
-        SpansImage: the maps differ in size, or something else has rows or columns.
+        NotTileable: the maps differ in size, or something else has rows or columns.
     """
     maps = reading.maps(node)
     count, dims = len(reading.shape(maps[0])), reading.dims[maps[0].name]
@@ -61,7 +61,7 @@ def pointwise(reading: Reading, node: fx.Node) -> Operation:
         or reading.sides[other.name] != reading.sides[maps[0].name]
         for other in maps[1:]
     ):
-        raise SpansImage("joins maps of different sizes")
+        raise NotTileable("joins maps of different sizes")
     for other in node.all_input_nodes:
         if other not in maps:
             _refuse_rows(reading, other, [dim - count for dim in dims])
@@ -80,7 +80,7 @@ def pointwise(reading: Reading, node: fx.Node) -> Operation:
 def _refuse_rows(reading: Reading, other: fx.Node, dims: list[int]) -> None:
     value = reading.of(other)
     if isinstance(value, Tensor) and any(-dim <= value.dim() and value.shape[dim] != 1 for dim in dims):
-        raise SpansImage(f"joins a map with {other.name}, which has rows of its own")
+        raise NotTileable(f"joins a map with {other.name}, which has rows of its own")
 
 
 def activation(module: Any, reading: Reading, node: fx.Node) -> Operation:
@@ -101,7 +101,7 @@ def over_last(reading: Reading, node: fx.Node, count: int) -> Operation:
     (source,) = reading.maps(node)
     dims, whole = reading.dims[source.name], len(reading.shape(source))
     if max(dims) >= whole - count:
-        raise SpansImage("works along rows or columns")
+        raise NotTileable("works along rows or columns")
     return Operation(lambda given: given.run(), dims=dims)
 
 
@@ -114,12 +114,12 @@ def joined(reading: Reading, node: fx.Node) -> Operation:
     sides = reading.sides[maps[0].name]
     for other in set(node.all_input_nodes) - set(maps):
         if not reading.once or [reading.shape(other)[dim] for dim in dims] != list(sides):
-            raise SpansImage("joins a map with something that has no rows")
+            raise NotTileable("joins a map with something that has no rows")
     at = reading.value(given.get("dim", 0)) % count
     if at in dims:
-        raise SpansImage("joins maps along rows or columns")
+        raise NotTileable("joins maps along rows or columns")
     if len({(reading.dims[m.name], reading.sides[m.name]) for m in maps}) > 1:
-        raise SpansImage("joins maps of different sizes")
+        raise NotTileable("joins maps of different sizes")
 
     def compute(arguments: Any) -> Tensor:
         rows, columns = next(iter(arguments.patches.values())).box
@@ -139,9 +139,9 @@ def stacked(reading: Reading, node: fx.Node) -> Operation:
     (first, *others) = reading.maps(node)
     dims, count = reading.dims[first.name], len(reading.shape(first)) + 1
     if len(others) + 1 != len(set(node.all_input_nodes)):
-        raise SpansImage("joins a map with something that has no rows")
+        raise NotTileable("joins a map with something that has no rows")
     if any((reading.dims[m.name], reading.sides[m.name]) != (dims, reading.sides[first.name]) for m in others):
-        raise SpansImage("joins maps of different sizes")
+        raise NotTileable("joins maps of different sizes")
     at = reading.value(given.get("dim", 0)) % count
     return Operation(lambda given: given.run(), dims=(dims[0] + (at <= dims[0]), dims[1] + (at <= dims[1])))
 
@@ -151,7 +151,7 @@ def along(reading: Reading, node: fx.Node, names: tuple[str, ...], usual: int, s
     (source,) = reading.maps(node)
     dims, count = reading.dims[source.name], len(reading.shape(source))
     if reading.value(bound(node, names).get("dim", usual)) % count in dims:
-        raise SpansImage("works along rows or columns")
+        raise NotTileable("works along rows or columns")
     return Operation(lambda given: given.run(), dims=dims, shares=shares)
 
 
@@ -181,7 +181,7 @@ def viewed(reading: Reading, node: fx.Node) -> Operation:
     before, after = reading.shape(source), reading.shape(node)
     turned = reading.dims[source.name] != (len(before) - 2, len(before) - 1)
     if turned or len(after) < 3 or after[-2:] != before[-2:]:
-        raise SpansImage("makes other dims of rows and columns")
+        raise NotTileable("makes other dims of rows and columns")
 
     def compute(given: Any) -> Any:
         tensor = given.patch.tensor
@@ -203,12 +203,12 @@ def indexed(reading: Reading, node: fx.Node) -> Operation:
         places[at : at + 1] = [slice(None)] * (len(shape) - len(places) + 1)
     places += [slice(None)] * (len(shape) - len(places))
     if len(places) != len(shape) or not all(isinstance(part, slice) for part in places):
-        raise SpansImage("takes single rows, or other than by slices")
+        raise NotTileable("takes single rows, or other than by slices")
     rules = []
     for dim in dims:
         start, stop, step = places[dim].indices(shape[dim])
         if step < 1:
-            raise SpansImage("turns rows round")
+            raise NotTileable("turns rows round")
         rules.append(Window(stride=step, before=-start, after=stop - shape[dim]))
         places[dim] = slice(None, None, step)
     whole = tuple(places)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from parallel.space.rule import Cells
 from parallel.streaming.local_ops import pool_cells
-from parallel.streaming.operation import Operation, Prior, Reading, SpansImage
+from parallel.streaming.operation import NotTileable, Operation, Prior, Reading
 from parallel.streaming.read_window import MEAN_POOL, bound, mean_pool, pair
 
 MEAN, SUM = "~mean", "~sum"
@@ -66,30 +66,30 @@ def reduction(reading: Reading, node: fx.Node, names: tuple[str, ...], kind: str
     asked = given.get("dim", given.get("axis"))
     other = {name for name, value in given.items() if value is not None} - KNOWN
     if other or isinstance(asked, bool):
-        raise SpansImage(f"is given {', '.join(sorted(other)) or 'no dim'}, which boxes do not take: leave it out")
+        raise NotTileable(f"is given {', '.join(sorted(other)) or 'no dim'}, which boxes do not take: leave it out")
     over = {d % count for d in ([asked] if isinstance(asked, int) else asked if asked is not None else range(count))}
     keep = bool(given.get("keepdim", False))
     if not over & set(dims):
         if not keep and max(over) > min(dims):
-            raise SpansImage("takes dims away before rows and columns")
+            raise NotTileable("takes dims away before rows and columns")
         shift = 0 if keep else len(over)
         return Operation(lambda given: given.run(), dims=(dims[0] - shift, dims[1] - shift))
     if not over >= set(dims):
-        raise SpansImage("adds up rows or columns alone")
+        raise NotTileable("adds up rows or columns alone")
     if kind in ("mean", "sum"):
         return summed(reading, node, over, keep=keep, mean=kind == "mean")
     if kind == "norm":
         return _norm(given, over, keep)
     if kind in ("var", "std"):
         return _spread(reading, source, given, over, keep=keep, root=kind == "std")
-    raise SpansImage(MAXIMUM)
+    raise NotTileable(MAXIMUM)
 
 
 def _norm(numbers: Mapping[str, Any], over: set[int], keep: bool) -> Operation:
     """The Euclidean norm, as global response norm takes it."""
     order = numbers.get("p", numbers.get("ord"))
     if order not in (2, "fro", None):
-        raise SpansImage(f"is a norm of order {order}: use 2")
+        raise NotTileable(f"is a norm of order {order}: use 2")
     dims = tuple(sorted(over))
 
     def squares(given: Any) -> Tensor:
@@ -107,7 +107,7 @@ def _spread(
     less = numbers.get("correction", numbers.get("unbiased"))
     divisor = count - (1 if less is None else int(less))
     if divisor < 1:
-        raise SpansImage("divides by no numbers")
+        raise NotTileable("divides by no numbers")
 
     def mean(given: Any) -> Tensor:
         total: Tensor = given.patch.tensor.sum(dims, keepdim=True) / count
@@ -144,7 +144,7 @@ def _count(reading: Reading, source: fx.Node, over: set[int]) -> int:
 
 def refuse_maximum(*_: Any) -> Operation:
     """Raise the reason why a maximum over the image ends the boxes."""
-    raise SpansImage(MAXIMUM)
+    raise NotTileable(MAXIMUM)
 
 
 def _pool_call(reading: Reading, node: fx.Node) -> Operation:

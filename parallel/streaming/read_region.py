@@ -20,8 +20,15 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from parallel.space.rule import Step
-from parallel.streaming.operation import DIMS, Operation, Reading, SpansImage, attribute
-from parallel.streaming.read_node import changes_in_place, has_tensors, in_same_memory, module_of, read_node
+from parallel.streaming.operation import DIMS, NotTileable, Operation, Reading
+from parallel.streaming.read_node import (
+    changes_in_place,
+    has_tensors,
+    in_same_memory,
+    module_of,
+    parameters_read,
+    read_node,
+)
 from parallel.streaming.read_norm import ADVICE
 from parallel.streaming.region import Forms, Region
 from parallel.trace.stage_module import Boxes
@@ -32,7 +39,7 @@ MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class NothingInBoxes(ValueError):
+class NothingTileable(ValueError):
     """No layer can be computed box by box; says which is the first, and why.
 
     Attributes:
@@ -78,7 +85,7 @@ def read_region(
         updated: paths of the buffers that forward passes update; the region ends where one is used.
 
     Raises:
-        NothingInBoxes: it would be empty.
+        NothingTileable: it would be empty.
         ValueError: it would end at a norm, which is told with what to do; not with ``once``.
     """
     reading, found = Reading(model, once), _Found()
@@ -110,7 +117,7 @@ def read_region(
             try:
                 _refuse_updated(node, updated)
                 _read(node, reading, found, refuse)
-            except SpansImage as reason:
+            except NotTileable as reason:
                 found.ends_at = found.ends_at or (_where(node), str(reason))
                 if not once:
                     break
@@ -126,7 +133,7 @@ def _refuse_updated(node: fx.Node, updated: Collection[str]) -> None:
     targets = [str(node.target)] if node.op == "call_module" else []
     for path in (*targets, *(str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr")):
         if name := next((name for name in updated if f"{name}.".startswith(f"{path}.")), None):
-            raise SpansImage(
+            raise NotTileable(
                 f"uses {name}, which each forward pass of training updates, and boxes would do so several times"
             )
 
@@ -162,7 +169,7 @@ def _read(node: fx.Node, reading: Reading, found: _Found, refuse: Callable[[tupl
     """Add what is known of ``node``."""
     maps = reading.maps(node)
     if barred := found.barred.intersection(argument.name for argument in node.all_input_nodes):
-        raise SpansImage(_barred(reading, barred))
+        raise NotTileable(_barred(reading, barred))
     if maps and node.op == "call_module":
         operation = read_node(reading, node)  # before it runs: a norm in training would count
         reading.of(node)
@@ -170,7 +177,7 @@ def _read(node: fx.Node, reading: Reading, found: _Found, refuse: Callable[[tupl
         try:
             value = reading.of(node)
         except Exception as fault:
-            raise SpansImage(f"cannot be followed without data: {fault}") from fault
+            raise NotTileable(f"cannot be followed without data: {fault}") from fault
         if not has_tensors(value):
             found.constants[node.name] = value
             return
@@ -181,7 +188,7 @@ def _read(node: fx.Node, reading: Reading, found: _Found, refuse: Callable[[tupl
     if not operation.of_sums and not operation.sums:
         value = next(leaf for leaf in tree_leaves(reading.of(node)) if isinstance(leaf, Tensor))
         if reason := refuse((value.shape[operation.dims[0]], value.shape[operation.dims[1]])):
-            raise SpansImage(reason)
+            raise NotTileable(reason)
     _local(node, operation, reading, found)
 
 
@@ -201,7 +208,7 @@ def _barred(reading: Reading, names: set[str]) -> str:
 def _plain(node: fx.Node, reading: Reading, found: _Found) -> None:
     """What is computed once, of sums and parameters."""
     others = tuple(argument.name for argument in node.all_input_nodes if argument.name in found.plain)
-    if not any(isinstance(p, nn.Parameter) for p in _read_by(reading.model, node)) and found.fixed.issuperset(others):
+    if not parameters_read(reading.model, node) and found.fixed.issuperset(others):
         found.fixed.add(node.name)
     else:
         module = module_of(reading.model, node)
@@ -209,23 +216,16 @@ def _plain(node: fx.Node, reading: Reading, found: _Found) -> None:
             counts = isinstance(part, _BatchNorm) and part.track_running_stats
             draws = isinstance(part, _DropoutNd) and part.p > 0
             if part.training and (counts or draws):  # computed again in the backward pass
-                raise SpansImage("counts or draws what has no rows any more, which boxes would do twice")
+                raise NotTileable("counts or draws what has no rows any more, which boxes would do twice")
     found.plain.add(node.name)
     found.steps.append(Step(node.name, others=others, global_op=True))
-
-
-def _read_by(model: nn.Module, node: fx.Node) -> list[Any]:
-    """Return the parameters, and tensors of the model, that a node computes with."""
-    module = module_of(model, node)
-    own = [*module.parameters()] if module is not None else []
-    return own + [attribute(model, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
 
 
 def _local(node: fx.Node, operation: Operation, reading: Reading, found: _Found) -> None:
     maps = reading.maps(node)
     tensors = [leaf for leaf in tree_leaves(reading.of(node)) if isinstance(leaf, Tensor)]
     if not all(tensor.is_floating_point() for tensor in tensors):
-        raise SpansImage("gives other than numbers with fractions")
+        raise NotTileable("gives other than numbers with fractions")
     numbers = sum(tensor.numel() for tensor in tensors)
     size = numbers * tensors[0].element_size()
     others = tuple(a.name for a in node.all_input_nodes if a.name in found.plain)
@@ -304,7 +304,7 @@ def _finished(
         steps = _asked_for(steps)
     if not any(step.flops and not step.sums for step in steps):
         layer, reason = found.ends_at or ("the model", "has no layer that takes maps")
-        raise NothingInBoxes(layer, reason)
+        raise NothingTileable(layer, reason)
     made = {step.name for step in steps}
     by_name = {node.name: node for node in nodes}
     inside = made | found.constants.keys()
@@ -321,7 +321,7 @@ def _finished(
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     flows = {n for n, value in {**entering, **tensors}.items() if isinstance(value, Tensor) and value.requires_grad}
     for step in steps:
-        trained = (isinstance(p, nn.Parameter) and p.requires_grad for p in _read_by(model, nodes_of[step.name]))
+        trained = (p.requires_grad for p in parameters_read(model, nodes_of[step.name]))
         if step.name not in found.fixed and (flows.intersection(step.inputs) or any(trained)):
             flows.add(step.name)
     pooled = {name: reading.values.get(name) for name in found.plain}

@@ -24,7 +24,7 @@ from parallel.streaming.local_ops import (
     resample,
     shuffle,
 )
-from parallel.streaming.operation import Operation, Reading, SpansImage
+from parallel.streaming.operation import NotTileable, Operation, Reading
 from parallel.trace.patched_kernels import conv2d
 
 Pair = tuple[int, int]
@@ -85,7 +85,7 @@ def read_convolution(
 def mirrors(mode: Any, before: Sequence[int], after: Sequence[int]) -> tuple[Mirrored, Mirrored]:
     """The rule of each axis of a pad by rows and columns of the map itself."""
     if mode not in ("reflect", "replicate"):
-        raise SpansImage(f"pads by {mode}, from the other end of the image: use zeros, reflect or replicate")
+        raise NotTileable(f"pads by {mode}, from the other end of the image: use zeros, reflect or replicate")
     rows, columns = (Mirrored(before[axis], after[axis], mode) for axis in (0, 1))
     return rows, columns
 
@@ -139,7 +139,7 @@ def bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
 
 def max_pool(numbers: Mapping[str, Any]) -> Operation:
     if numbers.get("return_indices"):
-        raise SpansImage("gives indices into the whole map")
+        raise NotTileable("gives indices into the whole map")
     kernel = numbers["kernel_size"]
     rules = windows(
         kernel,
@@ -163,7 +163,7 @@ def mean_pool(numbers: Mapping[str, Any]) -> Operation:
 def pad(reading: Reading, amounts: Any, mode: str, value: float | None) -> Operation:
     amounts = [int(amount) for amount in reading.value(amounts)]
     if any(amounts[4:]):
-        raise SpansImage("pads channels or tiles")
+        raise NotTileable("pads channels or tiles")
     left, right, top, bottom = (*amounts[:4], 0, 0, 0, 0)[:4]
     if mode != "constant":
         mirroring = mirrors(mode, (top, left), (bottom, right))
@@ -177,7 +177,7 @@ def upsample(reading: Reading, node: fx.Node, numbers: Mapping[str, Any]) -> Ope
     mode = numbers.get("mode", "nearest")
     kinds = {"nearest": "nearest", "nearest-exact": "nearest-exact", "bilinear": "linear"}
     if mode not in kinds or numbers.get("antialias"):
-        raise SpansImage(f"resamples by {mode}{', antialiased' if numbers.get('antialias') else ''}: use bilinear")
+        raise NotTileable(f"resamples by {mode}{', antialiased' if numbers.get('antialias') else ''}: use bilinear")
     how: Any = "corners" if numbers.get("align_corners") else kinds[mode]
     sizes = reading.shape(node)[2:]
     factor = numbers.get("scale_factor")

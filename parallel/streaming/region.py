@@ -56,6 +56,13 @@ class Region:
     ends_at: tuple[str, str] | None = None
     pooled: Forms = field(default_factory=dict)
 
+    def may_change(self, step: Step) -> bool:
+        """Return whether ``step`` takes one map, which lies in memory of its own and has no other user."""
+        source = step.maps[0]
+        if len(step.maps) != 1 or source not in self.operations:
+            return False
+        return len(self.nodes[source].users) == 1 and not self.operations[source].shares
+
     def on_paper(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> StreamedModel:
         """Return what a plan of boxes asks for.
 

@@ -1,7 +1,7 @@
-"""What the steps of a region keep and work with, found by running each once without data.
+"""Bytes that the steps of a region save for backward and work with, recorded by running each step once without data.
 
-Takes a module and its region; gives what a plan asks for of each step, by px, and the operations it computes. Tensors
-are on the meta device: nothing is computed, and nothing of the module changes.
+Takes a module and its region; returns the bytes of each step by px, and the operations that it computes. Tensors are on
+the meta device: nothing is computed, and nothing of the module changes.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.graph.layers import Op
+from parallel.offload.live_bytes import LiveBytes
 from parallel.space.grid import Span
 from parallel.space.rule import Step, Window
-from parallel.streaming.backward_work import backward_work, tensors_of
 from parallel.streaming.operation import Arguments
 from parallel.streaming.part_run import resolver, run_plain
-from parallel.streaming.patch import Patch
-from parallel.streaming.read_node import module_of
+from parallel.streaming.patch import Patch, cut_of, cut_value
+from parallel.streaming.read_node import module_of, parameters_read
 from parallel.streaming.region import Region
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
-from parallel.trace.without_data import replacements, state_of, swapped
+from parallel.trace.without_data import empty_like, replacements, state_of, swapped
+
+META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Of one step, as ``Step`` has it.
+    """Measured fields of one ``Step``.
 
     Attributes:
-        kept, work: bytes for each px of its value, of one tile.
-        ops: that its forward pass computes, on the side that was recorded.
+        kept, work: bytes for each px of the step's value, of one tile.
+        ops: operations of the forward pass, on the side that was recorded.
     """
 
     saves: tuple[str, ...]
@@ -51,13 +53,13 @@ class StepRecord:
 
 
 def record(module: nn.Module, region: Region) -> dict[str, StepRecord]:
-    """Return what the steps that take maps take besides.
+    """Return the records of the steps that take maps, by name.
 
     Args:
         module: has the modules and parameters, in the mode that they run in.
     """
     recording = _Recording(module, region)
-    with swapped(module, replacements(module, _without_data)):
+    with swapped(module, replacements(module, lambda tensor: empty_like(tensor, META))):
         recording.run()
     return recording.records
 
@@ -86,19 +88,19 @@ def _recorded(step: Step, known: StepRecord, tiles: int) -> Step:
 
 
 class _Recording:
-    """The steps of a region run one by one, each kind once."""
+    """Run of the steps of a region, one by one and each kind once."""
 
     def __init__(self, module: nn.Module, region: Region) -> None:
         self.module = module
-        meta = {name: (shape, dtype, torch.device("meta")) for name, (shape, dtype, _) in region.forms.items()}
-        self._region = replace(region, forms=meta)
-        self._values: dict[str, Any] = {
-            name: torch.empty(meta[name][0], dtype=meta[name][1], device="meta") for name in region.inputs
-        }
+        self._region = replace(region, forms={name: (*form[:2], META) for name, form in region.forms.items()})
+
+        def entering(names: Sequence[str]) -> dict[str, Any]:
+            return {n: torch.empty(region.forms[n][0], dtype=region.forms[n][1], device=META) for n in names}
+
+        self._values = entering(region.inputs)
         self.plain_steps = {step.name: step for step in region.steps if step.global_op}
         self._known = _Known(self)
-        for name in region.given:
-            self._known[name] = torch.empty(meta[name][0], dtype=meta[name][1], device="meta")
+        self._known.update(entering(region.given))
         self.records: dict[str, StepRecord] = {}
         self._alike: dict[Hashable, Step] = {}
 
@@ -116,9 +118,9 @@ class _Recording:
                 self._alike[key] = step
 
     def plain(self, name: str) -> Any:
-        """The value of a step without rows, without data: one that takes no map may name a device of its own."""
+        """Return the value of a step without rows; one that takes no map may name a device."""
         value = run_plain(self.module, self._region, self.plain_steps[name], self._known)
-        return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+        return tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, value)
 
     def _key(self, step: Step) -> Hashable:
         """Return what is equal for steps that are recorded alike; None for a step like no other."""
@@ -126,17 +128,13 @@ class _Recording:
         others = [self._form_of(step, name) for name in step.others]
         if not all(others):
             return None
-        calls = called(
-            module_of(self.module, node),
-            node,
-            {name: k for k, name in enumerate(step.maps)},
-            resolver(self.module, region, self._known),
-        )
+        numbers = {name: k for k, name in enumerate(step.maps)}
+        calls = called(module_of(self.module, node), node, numbers, resolver(self.module, region, self._known))
         if calls is None or not all(isinstance(self._values[name], Tensor) for name in step.maps):
             return None
         wants = tuple(name not in region.inputs or name in region.flows for name in step.maps)
         maps = tuple((form(self._values[n].detach()), region.sides[n], region.dims[n]) for n in step.maps)
-        known = (step.rules, step.sides, step.sums, self._alone(step))
+        known = (step.rules, step.sides, step.sums, self._region.may_change(step))
         return calls, step.name.removeprefix(node.name), maps, wants, tuple(others), known
 
     def _form_of(self, step: Step, name: str) -> Hashable:
@@ -154,10 +152,8 @@ class _Recording:
 
     def _as_before(self, step: Step, same: Step) -> None:
         """Take for ``step`` what was recorded of one that is alike."""
-        record, names = (
-            self.records[same.name],
-            dict(zip((*same.maps, same.name), (*step.maps, step.name), strict=True)),
-        )
+        record = self.records[same.name]
+        names = dict(zip((*same.maps, same.name), (*step.maps, step.name), strict=True))
         saves = tuple(names[name] for name in record.saves)
         self.records[step.name] = replace(record, saves=saves, aliases=names.get(record.aliases, ""))
         values = self._known if step.sums else self._values
@@ -165,10 +161,7 @@ class _Recording:
 
     def _run(self, step: Step, state: set[StorageWeakRef]) -> None:
         region, operation = self._region, self._region.operations[step.name]
-        leaves = {
-            name: _leaf(self._around(step, name), name not in region.inputs or name in region.flows)
-            for name in step.maps
-        }
+        leaves = {n: _leaf(self._around(step, n), n not in region.inputs or n in region.flows) for n in step.maps}
         others = {n: _leaf(self._known[n], True) for n in step.others if n not in region.fixed}
         known = collections.ChainMap(others, self._known)
         recorder = OpRecorder(state)
@@ -183,16 +176,18 @@ class _Recording:
             taken = {name: _copy(value) for name, value in leaves.items()}
             patches = {name: self._patch(step, name, value) for name, value in taken.items()}
             resolve = resolver(self.module, region, known)
-            given = Arguments(self.module, region.nodes[step.name], patches, resolve, self._alone(step), known)
+            given = Arguments(
+                self.module, region.nodes[step.name], patches, resolve, self._region.may_change(step), known
+            )
             with recorder, saved_tensors_hooks(pack, lambda tensor: tensor):
                 value = operation.compute(given)
         ops = tuple(recorder.ops)
-        takes = {storage_of(tensor): name for name, v in taken.items() for tensor in tensors_of(v)}
-        gives = dict.fromkeys((storage_of(tensor) for tensor in tensors_of(value)), step.name)
+        takes = {storage_of(tensor): name for name, v in taken.items() for tensor in _tensors(v)}
+        gives = dict.fromkeys((storage_of(tensor) for tensor in _tensors(value)), step.name)
         names = {**takes, **gives}
         px = math.prod(step.sides) * region.forms[region.inputs[0]][0][0]
         params = self._trained(step)
-        work, passes_grad_through = backward_work(value, list(leaves.values()), [*others.values(), *params])
+        work, passes_grad_through = _backward_work(value, list(leaves.values()), [*others.values(), *params])
         self.records[step.name] = StepRecord(
             tuple(dict.fromkeys(names[storage] for storage in kept if storage in names)),
             sum(size for storage, size in kept.items() if storage not in names) / px,
@@ -205,19 +200,8 @@ class _Recording:
         )
         (self._known if step.sums else self._values)[step.name] = value
 
-    def _alone(self, step: Step) -> bool:
-        """It is the only one to use what it takes, and may change it."""
-        operations, nodes = self._region.operations, self._region.nodes
-        source = step.maps[0]
-        return (
-            len(step.maps) == 1
-            and source in operations
-            and len(nodes[source].users) == 1
-            and not operations[source].shares
-        )
-
     def _around(self, step: Step, name: str) -> Any:
-        """A map with as many rows as the step asks for: a box in the middle is not padded."""
+        """Return a map with all rows that the step needs: a box in the middle is not padded."""
         value, dims = self._values[name], self._region.dims[name]
         if not isinstance(value, Tensor) or not any(isinstance(r, Window) and r.reach > 1 for r in step.rules):
             return value
@@ -227,32 +211,25 @@ class _Recording:
         return value.new_empty(shape)
 
     def _patch(self, step: Step, name: str, value: Any) -> Patch:
-        """All of a map, as a box that is the tile takes it."""
+        """Return all of a map, as a box that is the tile takes it."""
         sides, dims = self._region.sides[name], self._region.dims[name]
         box = (Span(0, step.sides[0]), Span(0, step.sides[1]))
         need = (step.rules[0].need(box[0], sides[0]), step.rules[1].need(box[1], sides[1]))
         if isinstance(value, Tensor) and all(value.shape[dims[axis]] == need[axis].size for axis in (0, 1)):
             return Patch(value, need, need, box, sides, dims)
         have = (need[0].within(sides[0]), need[1].within(sides[1]))
-        for axis in (0, 1):
-            if isinstance(value, Tensor):
-                value = value.narrow(dims[axis], have[axis].start, have[axis].size)
+        value = cut_value(value, dims, cut_of(have, (Span(0, sides[0]), Span(0, sides[1]))))
         return Patch(value, need, have, box, sides, dims)
 
     def _trained(self, step: Step) -> list[nn.Parameter]:
-        """That get a gradient from the step."""
-        node = self._region.nodes[step.name]
+        """Return the parameters that get a gradient from the step."""
         if step.name not in self._region.operations or "~" in step.name:
             return []
-        module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        params = [*module.parameters()] if module is not None else []
-        resolve = resolver(self.module, self._region, self._known)
-        params += [v for a in node.all_input_nodes if a.op == "get_attr" and isinstance(v := resolve(a), nn.Parameter)]
-        return [parameter for parameter in params if parameter.requires_grad]
+        return [p for p in parameters_read(self.module, self._region.nodes[step.name]) if p.requires_grad]
 
 
 class _Known(dict[str, Any]):
-    """Values without rows, worked out when they are first asked for."""
+    """Values without rows, computed at their first use."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()
@@ -262,7 +239,7 @@ class _Known(dict[str, Any]):
         return super().__contains__(name) or name in self._recording.plain_steps
 
     def made(self, name: str) -> bool:
-        """Return whether somebody asked for a value."""
+        """Return whether the value was computed."""
         return super().__contains__(name)
 
     def __missing__(self, name: str) -> Any:
@@ -270,9 +247,28 @@ class _Known(dict[str, Any]):
         return self[name]
 
 
-def _without_data(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+def _backward_work(value: Any, leaves: Sequence[Any], others: Sequence[Tensor]) -> tuple[int, bool]:
+    """Run the backward pass; return (bytes of work space, whether the gradient is passed on as it is).
+
+    Args:
+        leaves: of the maps.
+        others: parameters, and values without rows.
+    """
+    outputs, used = ([tensor for tensor in _tensors(each) if tensor.requires_grad] for each in (value, leaves))
+    if not outputs or not (used or others):
+        return 0, False
+    pulled = [torch.empty_like(output) for output in outputs]
+    with LiveBytes(without_data=True) as live:
+        gradients = torch.autograd.grad(outputs, [*used, *others], pulled, allow_unused=True)
+    given = {storage_of(tensor) for tensor in pulled}
+    fresh = {storage_of(g): g.untyped_storage().nbytes() for g in gradients if g is not None}
+    of_maps = [storage_of(g) for g in gradients[: len(used)] if g is not None]
+    made = sum(size for storage, size in fresh.items() if storage not in given)
+    return max(0, live.peak_bytes - made), bool(of_maps) and all(storage in given for storage in of_maps)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _leaf(value: Any, wants: bool) -> Any:
@@ -287,11 +283,11 @@ def _copy(value: Any) -> Any:
 
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
-"""Of a module: what it holds, beside its settings."""
+"""Attributes of a module that are no settings."""
 
 
 def called(module: nn.Module | None, node: fx.Node, names: dict[str, int], resolve: Callable[[Any], Any]) -> Hashable:
-    """Return what ``node`` calls and with what; equal for two that compute alike. None where that cannot be told.
+    """Return a key that is equal for nodes that compute alike: call, settings and arguments. None where it is unknown.
 
     Args:
         module: that the node calls, where it calls one.

@@ -19,7 +19,7 @@ from parallel.space.rule import Step
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums, beside, with_sums
 from parallel.streaming.operation import attribute
-from parallel.streaming.read_region import NothingInBoxes, read_region
+from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.team.program import NodeRun
@@ -162,7 +162,7 @@ class BoxedNodes(NodeRun):
         self, stage: nn.Module, context: ForwardContext, values: Sequence[Any], asked: BoxSums | None = None
     ) -> tuple[Any, ...]:
         planned = self.planned(stage, context.plan, values, () if asked is None else tuple(asked.targets.shape))
-        if isinstance(planned, NothingInBoxes):
+        if isinstance(planned, NothingTileable):
             return super().run(stage, context, [whole(v) if _is_boxes(v) else v for v in values], asked)
         known = dict(zip(self._inputs, values, strict=True))
         region = planned.run.region
@@ -176,7 +176,7 @@ class BoxedNodes(NodeRun):
 
     def planned(
         self, stage: nn.Module, plan: TeamPlan, values: Sequence[Any], targets: tuple[int, ...] = ()
-    ) -> PlannedRegion | NothingInBoxes:
+    ) -> PlannedRegion | NothingTileable:
         """Return what is computed box by box, planned for tiles as ``plan`` is, or why nothing is.
 
         Args:
@@ -186,15 +186,15 @@ class BoxedNodes(NodeRun):
         key = (self, targets, *map(_form, values)) if self._comm.members == 1 else (self, targets)
         if key not in plan.compiled:
             plan.compiled[key] = self._plan(stage, plan, values, targets)
-        planned: PlannedRegion | NothingInBoxes = plan.compiled[key]
+        planned: PlannedRegion | NothingTileable = plan.compiled[key]
         return planned
 
     def _plan(
         self, stage: nn.Module, plan: TeamPlan, values: Sequence[Any], targets: tuple[int, ...]
-    ) -> PlannedRegion | NothingInBoxes:
+    ) -> PlannedRegion | NothingTileable:
         try:
             region = self._region(stage, plan, values)
-        except NothingInBoxes as reason:
+        except NothingTileable as reason:
             return reason.with_traceback(None)
         with ONE_AT_A_TIME:
             self._records = self._records or record(stage, region)
@@ -241,7 +241,7 @@ class BoxedNodes(NodeRun):
             return read_region(stage, self._nodes, maps, others, updated=updated)
         region = None if plan.region is None else region_of_stage(plan.region, self._nodes, self._inputs)
         if region is None:
-            raise NothingInBoxes(*(plan.ends_at or ("the model", "has no layer that takes maps")))
+            raise NothingTileable(*(plan.ends_at or ("the model", "has no layer that takes maps")))
         return replace(region, forms={name: (*form[:2], self._device) for name, form in region.forms.items()})
 
 

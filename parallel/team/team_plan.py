@@ -17,7 +17,7 @@ from torch import fx, nn
 from parallel.space.rule import SAME
 from parallel.space.team import Box, Exchange, Grid, SpatialMesh
 from parallel.streaming.operation import Operation
-from parallel.streaming.read_region import NothingInBoxes, read_region
+from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
 from parallel.trace.trace import Traced
 from parallel.trace.without_data import preserve_module_state
@@ -99,7 +99,7 @@ def plan_team(
         return TeamPlan(mesh, None, ("the tile", fault))
     try:
         region = read_region(model, nodes, {entering: images}, refuse=mesh.fault, once=once)
-    except NothingInBoxes as reason:
+    except NothingTileable as reason:
         return TeamPlan(mesh, None, reason.ends_at)
     return TeamPlan(mesh, region, region.ends_at)
 

@@ -19,7 +19,7 @@ from parallel.memory.policy import Segment, segments_of
 from parallel.space.team import Grid, SpatialMesh
 from parallel.strategy import Strategy
 from parallel.streaming.operation import Reading
-from parallel.streaming.read_region import NothingInBoxes
+from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import TeamComm
@@ -95,7 +95,7 @@ def _have_boxes(
         assert isinstance(run, TeamRun)
         assert isinstance(run.nodes, BoxedNodes)
         planned = run.nodes.planned(stage, plan, [values.get(name) for name in stage.inputs])
-        if isinstance(planned, NothingInBoxes):
+        if isinstance(planned, NothingTileable):
             reasons.append(planned)
     if required and len(reasons) == len(stages):
         raise reasons[0]

@@ -27,7 +27,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from parallel.streaming.read_region import NothingInBoxes
+from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlans
@@ -134,7 +134,7 @@ def staged(name: str, ranks: int, grid: Grid | None = None, policy: Any = None, 
     return Strategy(name, ranks * members, 2, M, chunks, policy=boxes, grid=grid, **more)
 
 
-Plans = dict[int, list[PlannedRegion | NothingInBoxes]]
+Plans = dict[int, list[PlannedRegion | NothingTileable]]
 """By stage: what its training pass has in boxes, of maps and of sums."""
 Result = tuple[float, dict[str, Tensor], dict[str, Tensor], list[Tensor]]
 
@@ -254,13 +254,13 @@ def test_boxes_are_those_of_the_tile_in_stages_of_smaller_maps(strategy: Strateg
 @pytest.mark.parametrize("strategy", alone_or_teams("7"), ids=["alone", "teams"])
 def test_a_stage_without_anything_for_boxes_is_computed_whole(strategy: Strategy) -> None:
     plans = all_plans(classifier(3).double(), strategy)
-    assert [type(plan) for number in sorted(plans) for plan in plans[number]] == [PlannedRegion, NothingInBoxes]
+    assert [type(plan) for number in sorted(plans) for plan in plans[number]] == [PlannedRegion, NothingTileable]
 
 
 @pytest.mark.parametrize("strategy", alone_or_teams(), ids=["alone", "teams"])
 def test_no_stage_at_all_is_an_error(strategy: Strategy) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 40 * 56, 4), nn.ReLU(), nn.Linear(4, 3)).double()
-    with pytest.raises(NothingInBoxes, match=r"finds nothing to compute box by box: .*Leave --stream out"):
+    with pytest.raises(NothingTileable, match=r"finds nothing to compute box by box: .*Leave --stream out"):
         all_plans(net, strategy)
 
 
@@ -278,7 +278,7 @@ class _SpansFirst(nn.Module):
 
 def test_a_stage_after_one_that_spans_the_image_has_boxes_on_a_rank_alone() -> None:
     plans = all_plans(_SpansFirst().double(), alone_or_teams("last")[0])
-    assert [type(plans[number][0]) for number in (0, 1)] == [NothingInBoxes, PlannedRegion]
+    assert [type(plans[number][0]) for number in (0, 1)] == [NothingTileable, PlannedRegion]
 
 
 def test_split_backward_passes_are_refused() -> None:
