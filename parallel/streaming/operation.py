@@ -1,4 +1,4 @@
-"""An operation that can be computed box by box: its rules on paper, and what computes a box of it."""
+"""Operation that can be computed box by box: the rules of its rows and columns, and the computation of a box."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.space.rule import SAME, Rule
 from parallel.streaming.patch import Patch
@@ -20,23 +17,23 @@ DIMS = (2, 3)
 
 
 class NotTileable(Exception):
-    """An operation looks at the whole image, or cannot be shown not to; says why, and what to do about it."""
+    """Reason why an operation cannot be computed box by box, and what to do about it."""
 
 
 class Arguments:
-    """What a node is called with, for one box.
+    """Arguments of a node for one box.
 
     Args:
         model: has the modules that nodes call.
-        patches: of the maps it takes, by name.
+        patches: boxes of the maps that it takes, by name.
         resolve: value of any other node that it names.
-        may_change: nobody else uses the memory of the map it takes.
+        may_change: the memory of its map has no other user.
         known: values without rows, by name of the step.
-        template: nothing, in the type and on the device of the value.
-        stored: the value, where it is at hand.
+        template: empty tensor in the type and on the device of the node's value.
+        stored: the value, where it was computed before.
 
     Attributes:
-        patch: of the only map.
+        patch: box of the only map.
     """
 
     patch: Patch
@@ -55,26 +52,22 @@ class Arguments:
         self.patches = patches
         if len(patches) == 1:
             (self.patch,) = patches.values()
-        self.stored = stored
-        self.may_change = may_change
-        self._model = model
-        self._known = known
-        self._template = template
-        self._node = node
-        self._resolve = resolve
+        self.stored, self.may_change = stored, may_change
+        self._model, self._known, self._template = model, known, template
+        self._node, self._resolve = node, resolve
 
     @property
     def template(self) -> Tensor:
-        """Nothing, in the type and on the device of the node's value."""
+        """Return an empty tensor in the type and on the device of the node's value."""
         assert self._template is not None
         return self._template
 
     def prior(self, suffix: str) -> Any:
-        """What the node's own step before it gave, for all boxes alike."""
+        """Return the value of a step of the node before its own, for all boxes alike."""
         return self._known[self._node.name + suffix]
 
     def value(self, argument: Any) -> Any:
-        """``argument`` of the node with values in place of nodes."""
+        """Return ``argument`` of the node with values in place of nodes."""
         return fx.map_arg(argument, self._of)
 
     def _of(self, node: fx.Node) -> Any:
@@ -98,24 +91,23 @@ Compute = Callable[[Arguments], Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """How a node is computed box by box.
+    """Rules and computation of a node, box by box.
 
     Attributes:
-        compute: the box from its patches.
+        compute: gives a box from its patches.
         rules: (rows, columns).
-        dims: of rows and columns in its value.
-        sums: it adds up to a sum over all boxes.
-        merge: what two boxes give, put together; None adds them.
-        again: the value a second time, for its gradients alone: it is at hand, or nobody looks at it. None: as the
-            first time.
+        dims: dims of rows and columns in its value.
+        sums: its boxes add up to one value without rows.
+        merge: combines the sums of two boxes; None adds them.
+        again: recomputes a box for its gradients alone, whose value is at hand or has no reader; None: ``compute``.
         of_sums: its value is made of the sums in ``first`` alone, and has no rows.
-        shares: its value may lie in the memory of what it takes.
-        first: what has to be known before.
-        fresh: the gradient that it gives a map lies in memory that nobody else has.
-        flops_each: of each number it gives.
-        convolution: of one padded by zeros, (weight, bias, groups).
-        norm: of a batch norm by the statistics of the whole image, what it is made of.
-        drawn: what the map is multiplied by, drawn for the whole of it.
+        shares: its value may lie in the memory of its map.
+        first: steps of the node before this one.
+        fresh: the gradient that it gives a map lies in memory of its own.
+        flops_each: flops of each number that it gives.
+        convolution: (weight, bias, groups) of a convolution padded by zeros.
+        norm: constants of a batch norm by the statistics of the whole image.
+        drawn: draws the factors of the whole map.
     """
 
     compute: Compute
@@ -136,11 +128,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class ChannelNorm:
-    """Batch norm over all tiles, rows and columns.
+    """Constants of a batch norm over all tiles, rows and columns.
 
     Attributes:
-        affine: scale and shift.
-        then: what is done with its value.
+        affine: gives scale and shift.
+        then: activation behind it.
         count: px of all tiles.
     """
 
@@ -152,10 +144,10 @@ class ChannelNorm:
 
 @dataclass(frozen=True)
 class Prior:
-    """A step of a node before its own.
+    """Step of a node before its own.
 
     Attributes:
-        suffix: of its name, behind the node's.
+        suffix: part of its name behind the node's.
         once: it takes no map, and runs in the forward pass alone; else it is a sum over all boxes.
     """
 
@@ -164,61 +156,12 @@ class Prior:
     once: bool = False
 
 
-class Reading:
-    """What is known of a region while its nodes are read.
-
-    Args:
-        model: has the modules that nodes call.
-        once: every node is computed once, and may draw for the whole map.
-
-    Attributes:
-        dims: of rows and columns, by name of each map.
-        sides: rows and columns of each map.
-        aliases: name of a map -> the map whose memory it may share.
-        values: of nodes, run on tensors without data.
-    """
-
-    def __init__(self, model: nn.Module, once: bool = False) -> None:
-        self.model, self.once = model, once
-        self.dims: dict[str, tuple[int, int]] = {}
-        self.sides: dict[str, tuple[int, int]] = {}
-        self.aliases: dict[str, fx.Node] = {}
-        self.values: dict[str, Any] = {}
-
-    def maps(self, node: fx.Node) -> list[fx.Node]:
-        """The maps that a node takes."""
-        return [argument for argument in node.all_input_nodes if argument.name in self.dims]
-
-    def value(self, argument: Any) -> Any:
-        """An argument of a node with values in place of nodes."""
-        return fx.map_arg(argument, self.of)
-
-    def of(self, node: fx.Node) -> Any:
-        """The value of a node; found out when it is first asked for."""
-        if node.name not in self.values:
-            if node.op == "get_attr":
-                self.values[node.name] = attribute(self.model, node)
-            elif node.op == "call_module" and isinstance(self.model.get_submodule(str(node.target)), _BatchNorm):
-                self.values[node.name] = torch.empty_like(self.of(node.all_input_nodes[0]))  # run, it would count
-            else:
-                value = Arguments(self.model, node, {}, self.of).run()
-                if self._is_group_norm(node) and value.device.type == "cpu":
-                    value = torch.empty_like(self.of(node.all_input_nodes[0]))  # without data torch says other strides
-                self.values[node.name] = value
-        return self.values[node.name]
-
-    def _is_group_norm(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return isinstance(self.model.get_submodule(str(node.target)), nn.GroupNorm)
-        return node.target is F.group_norm
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        value = self.of(node)
-        assert isinstance(value, Tensor)
-        return tuple(value.shape)
-
-
 def attribute(model: nn.Module, node: fx.Node) -> Any:
     """The parameter, buffer or constant that a node names."""
     owner, _, name = str(node.target).rpartition(".")
     return getattr(model.get_submodule(owner), name)
+
+
+def module_of(model: nn.Module, node: fx.Node) -> nn.Module | None:
+    """Return the module that a node calls, if it calls one."""
+    return model.get_submodule(str(node.target)) if node.op == "call_module" else None

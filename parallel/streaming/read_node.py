@@ -1,25 +1,149 @@
-"""From a node of a traced model to how it is computed box by box, or why it cannot be."""
+"""Table of the layers that can be computed box by box, and why any other cannot.
+
+A new kind of layer is a row of ``ROWS``: a function that returns its rule (rows that it gives and needs) together with
+the computation of a box, and the layers, functions and names of methods that it reads.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from parallel.streaming import read_dropout, read_pointwise, read_reduction, read_window
-from parallel.streaming.operation import DIMS, NotTileable, Operation, Reading, attribute
+from parallel.streaming.layer import Layer, Reading
+from parallel.streaming.operation import NotTileable, Operation, attribute, module_of
+from parallel.streaming.read_norm import batch_norm, group_norm, instance_norm
+from parallel.streaming.read_pointwise import (
+    IN_PLACE,
+    activation,
+    along,
+    dropout,
+    dropped_channels,
+    dropped_paths,
+    identity,
+    indexed,
+    joined,
+    over_last,
+    permuted,
+    pointwise,
+    stacked,
+    transposed,
+    viewed,
+)
+from parallel.streaming.read_reduction import reduction, refuse_maximum
+from parallel.streaming.read_window import (
+    adaptive_pool,
+    average_pool,
+    convolution,
+    max_pool,
+    pad,
+    pixel_shuffle,
+    pixel_unshuffle,
+    transposed_convolution,
+    upsample,
+)
+from parallel.trace.patched_kernels import conv2d
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ADVICE = "use layers of torch.nn and torch.nn.functional, which docs/streaming.md lists"
 UNKNOWN = f"of a kind that boxes do not know: {ADVICE}"
 
-ALONE = read_pointwise.MODULES
+ACTIVATIONS = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish,
+    nn.Hardsigmoid, nn.Hardtanh, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Threshold,
+)  # fmt: skip
+FUNCTIONS = (
+    F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.hardtanh,
+    F.sigmoid, F.tanh, F.softplus, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.log, torch.abs, torch.sqrt,
+    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.neg, torch.clamp, torch.maximum, torch.minimum,
+    torch.square, torch.rsqrt, torch.addcmul,
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.iadd,
+    operator.imul, operator.isub, operator.itruediv,
+)  # fmt: skip
+METHODS = (
+    "add", "sub", "mul", "div", "neg", "pow", "sqrt", "exp", "log", "abs", "relu", "sigmoid", "tanh", "clamp", "square",
+    "add_", "mul_", "sub_", "div_", "relu_", "float", "to", "type_as", "contiguous", "clone", "sigmoid_", "clamp_",
+    "expand_as",
+)  # fmt: skip
+
+Row = tuple[Callable[[Layer], Operation], str, tuple[Any, ...]]
+"""(read, arguments of a call in order, layers, functions and names of methods)."""
+_BATCH_NORM = "input running_mean running_var weight bias"
+
+ROWS: tuple[Row, ...] = (
+    (activation, "", ACTIVATIONS),
+    (pointwise, "", (*FUNCTIONS, *METHODS)),
+    (over_last, "", (nn.Linear, F.linear)),
+    (over_last, "input normalized_shape", (nn.LayerNorm, F.layer_norm)),
+    (along, "input dim", (nn.Softmax, torch.softmax, F.softmax, "softmax")),
+    (partial(along, shares=True), "input size dim", (torch.chunk, "chunk", torch.split, "split")),
+    (joined, "tensors dim", (torch.cat, torch.concat)),
+    (stacked, "tensors dim", (torch.stack,)),
+    (permuted, "", (torch.permute, "permute")),
+    (transposed, "", (torch.transpose, "transpose")),
+    (viewed, "", ("view", "reshape", torch.reshape, torch.flatten, "flatten")),
+    (indexed, "", (operator.getitem,)),
+    (identity, "", (nn.Identity,)),
+    (dropout, "input p training", (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, F.dropout)),
+    (dropped_channels, "", (nn.Dropout2d,)),
+    (dropped_paths, "input p mode training", ("stochastic_depth",)),
+    (batch_norm, f"{_BATCH_NORM} training momentum eps", (_BatchNorm, F.batch_norm)),
+    (instance_norm, f"{_BATCH_NORM} use_input_stats momentum eps", (nn.InstanceNorm2d, F.instance_norm)),
+    (group_norm, "input num_groups weight bias eps", (nn.GroupNorm, F.group_norm)),
+    (partial(reduction, kind="mean"), "input dim keepdim", (torch.mean, "mean")),
+    (partial(reduction, kind="sum"), "input dim keepdim", (torch.sum, "sum")),
+    (partial(reduction, kind="max"), "input dim keepdim", (torch.amax, torch.amin, "amax", "amin")),
+    (partial(reduction, kind="var"), "input dim unbiased keepdim", (torch.var, "var")),
+    (partial(reduction, kind="std"), "input dim unbiased keepdim", (torch.std, "std")),
+    (partial(reduction, kind="norm"), "input p dim keepdim", (torch.norm, torch.linalg.vector_norm, "norm")),
+)
 """Layers whose maps may have rows and columns as any dims."""
-TURNED = read_window.MODULES | read_reduction.MODULES
+
+NCHW_ROWS: tuple[Row, ...] = (
+    (convolution, "input weight bias stride padding dilation groups", (nn.Conv2d, torch.conv2d, conv2d)),
+    (
+        transposed_convolution,
+        "input weight bias stride padding output_padding groups dilation",
+        (nn.ConvTranspose2d, F.conv_transpose2d),
+    ),
+    (
+        max_pool,
+        "input kernel_size stride padding dilation ceil_mode return_indices",
+        (nn.MaxPool2d, F.max_pool2d, torch.max_pool2d),
+    ),
+    (
+        average_pool,
+        "input kernel_size stride padding ceil_mode count_include_pad divisor_override",
+        (nn.AvgPool2d, F.avg_pool2d),
+    ),
+    (adaptive_pool, "input output_size", (nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)),
+    (refuse_maximum, "", (nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d)),
+    (
+        upsample,
+        "input size scale_factor mode align_corners recompute_scale_factor antialias",
+        (nn.Upsample, F.interpolate),
+    ),
+    (pad, "input pad mode value", (nn.ConstantPad2d, F.pad)),
+    (partial(pad, mode="reflect"), "", (nn.ReflectionPad2d,)),
+    (partial(pad, mode="replicate"), "", (nn.ReplicationPad2d,)),
+    (pixel_shuffle, "input upscale_factor", (nn.PixelShuffle, F.pixel_shuffle)),
+    (pixel_unshuffle, "input downscale_factor", (nn.PixelUnshuffle, F.pixel_unshuffle)),
+)
 """Layers that take rows and columns as the last two of four dims."""
-CALLS = read_pointwise.CALLS | read_reduction.REDUCTIONS
-"""Functions, and names of methods, likewise."""
-TURNED_CALLS = read_window.FUNCTIONS | read_reduction.POOLS
+
+KINDS = {
+    kind: (read, tuple(names.split()), nchw)
+    for nchw, rows in ((False, ROWS), (True, NCHW_ROWS))
+    for read, names, kinds in rows
+    for kind in kinds
+}
 
 
 def read_node(reading: Reading, node: fx.Node) -> Operation:
@@ -28,34 +152,32 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
     Raises:
         NotTileable: not box by box.
     """
-    _refuse_changed(reading, node)
-    if node.op == "call_module":
-        module = reading.model.get_submodule(str(node.target))
+    for changed in changed_and_used_later(reading, node):
+        raise NotTileable(f"changes {changed.name} in place, which is used again by that name")
+    module = module_of(reading.model, node)
+    key: Any = node.target
+    if module is not None:
         _refuse_run_by_box(module)
-        for kind in type(module).__mro__:
-            if kind in ALONE or kind in TURNED:
-                _refuse_other_forward(type(module), kind)
-                if kind in ALONE:
-                    return ALONE[kind](module, reading, node)
-                _refuse_turned(reading, node)
-                return TURNED[kind](module, reading, node)
-        raise NotTileable(f"is a {type(module).__name__}, {UNKNOWN}")
-    target = node.target
-    if getattr(target, "__name__", "") == "stochastic_depth":
-        return read_dropout.dropped_paths(reading, node)
-    if target in CALLS:
-        return CALLS[target](reading, node)
-    if target in TURNED_CALLS:
-        _refuse_turned(reading, node)
-        return TURNED_CALLS[target](reading, node)
+        key = next((kind for kind in type(module).__mro__ if kind in KINDS), None)
+        if key is None:
+            raise NotTileable(f"is a {type(module).__name__}, {UNKNOWN}")
+        _refuse_other_forward(type(module), key)
+    elif getattr(key, "__name__", "") == "stochastic_depth":  # torchvision's, which is not needed here
+        key = "stochastic_depth"
+    if key in KINDS:
+        read, names, nchw = KINDS[key]
+        layer = Layer(reading, node, names)
+        if nchw:
+            layer.refuse_turned()
+        return read(layer)
     maps = reading.maps(node)
     if node.op == "call_function" and len(maps) == 1 and reading.of(node) is reading.of(maps[0]):
-        return read_dropout.identity(reading, node)  # it looked at the whole image's size, and passes it on
+        return identity(Layer(reading, node))  # it looked at the whole image's size, and passes it on
     raise NotTileable(UNKNOWN)
 
 
 def _refuse_run_by_box(module: nn.Module) -> None:
-    """Hooks, and parameters that count how often they are asked for, as those of a spectral norm."""
+    """Refuse hooks, and parameters that count how often they are asked for, as those of a spectral norm."""
     if any(getattr(module, hooks) for hooks in HOOKS):
         raise NotTileable("has hooks, which would run for each box: remove them")
     kinds = getattr(module, "parametrizations", {})
@@ -64,59 +186,40 @@ def _refuse_run_by_box(module: nn.Module) -> None:
 
 
 def _refuse_other_forward(kind: type[nn.Module], known: type[nn.Module]) -> None:
-    """A layer that is derived from a known one may compute something else."""
+    """Refuse a layer that is derived from a known one and computes something else."""
     for name in ("forward", "_conv_forward"):
         if getattr(kind, name, None) is not getattr(known, name, None) and known is not _BatchNorm:
             raise NotTileable(f"is a {kind.__name__}, which computes other than {known.__name__}: {ADVICE}")
 
 
-def changes_in_place(reading: Reading, node: fx.Node) -> bool:
-    """Whether a node writes into what it takes first."""
+def _changes_in_place(reading: Reading, node: fx.Node) -> bool:
+    """Return whether a node writes into its first map."""
     if node.op == "call_module":
         return bool(getattr(reading.model.get_submodule(str(node.target)), "inplace", False))
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.target in read_pointwise.IN_PLACE or bool(node.kwargs.get("inplace"))
+    return node.target in IN_PLACE or bool(node.kwargs.get("inplace"))
 
 
-def _refuse_changed(reading: Reading, node: fx.Node) -> None:
-    """Boxes put what is written in place into memory of its own, which whoever uses the old name would miss."""
-    if not changes_in_place(reading, node):
-        return
-    source = reading.maps(node)[0]
-    for other in in_same_memory(reading, node, source):
-        if any(node < user for user in other.users):
-            raise NotTileable(f"changes {other.name} in place, which is used again by that name")
-
-
-def in_same_memory(reading: Reading, node: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """Return the maps made before ``node`` that may lie in the memory of ``source``, itself among them."""
-
-    root = source
+def changed_and_used_later(reading: Reading, node: fx.Node) -> list[fx.Node]:
+    """Return the maps that ``node`` changes in place, which share memory and which later nodes use."""
+    maps = reading.maps(node)
+    if not maps or not _changes_in_place(reading, node):
+        return []
+    root = maps[0]
     while root.name in reading.aliases:
         root = reading.aliases[root.name]
-    found, looked_at = [], [root]
+    changed, looked_at = [], [root]
     while looked_at:  # a map lies in the memory of one that it is made of, so that its owner's users lead to it
         other = looked_at.pop()
-        if other < node and other.name in reading.dims:
-            found.append(other)
+        if other < node and other.name in reading.dims and any(node < user for user in other.users):
+            changed.append(other)
         looked_at += [user for user in other.users if reading.aliases.get(user.name) is other]
-    return found
-
-
-def _refuse_turned(reading: Reading, node: fx.Node) -> None:
-    for source in reading.maps(node):
-        value = reading.of(source)
-        if not isinstance(value, Tensor) or value.dim() != 4 or reading.dims[source.name] != DIMS:
-            raise NotTileable("takes rows and columns as other dims than the last two of four")
+    return changed
 
 
 def has_tensors(value: object) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-
-
-def module_of(model: nn.Module, node: fx.Node) -> nn.Module | None:
-    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def parameters_read(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:

@@ -22,10 +22,10 @@ from parallel.graph.layers import Op
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.grid import Span
 from parallel.space.rule import Step, Window
-from parallel.streaming.operation import Arguments
+from parallel.streaming.operation import Arguments, module_of
 from parallel.streaming.part_run import resolver, run_plain
 from parallel.streaming.patch import Patch, cut_of, cut_value
-from parallel.streaming.read_node import module_of, parameters_read
+from parallel.streaming.read_node import parameters_read
 from parallel.streaming.region import Region
 from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
 from parallel.trace.without_data import empty_like, replacements, state_of, swapped

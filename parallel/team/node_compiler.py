@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from parallel.space.grid import Span
 from parallel.streaming.operation import Arguments, Operation
 from parallel.streaming.patch import Patch, cut_of, narrowed
-from parallel.streaming.read_dropout import MASK
 from parallel.streaming.read_norm import MOMENTS
+from parallel.streaming.read_pointwise import MASK
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, all_of_own, halo_exchange, patch_of, slices
 from parallel.team.norm import merged_moments, sharded_batch_norm

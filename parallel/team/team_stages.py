@@ -18,7 +18,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment, segments_of
 from parallel.space.team import Grid, SpatialMesh
 from parallel.strategy import Strategy
-from parallel.streaming.operation import Reading
+from parallel.streaming.layer import Reading
 from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
 from parallel.team.program import NodeRun
