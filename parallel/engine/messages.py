@@ -29,7 +29,7 @@ class TensorForm:
     """Shape, dtype and memory layout of a tensor: all that allocating another one takes.
 
     Attributes:
-        order: dims from the slowest to the fastest, so that channels_last stays channels_last.
+        stride: of dense memory, so that channels_last stays channels_last.
         needs_grad: a gradient will come back for it.
         on_host: in host memory, though the sender computes on another device, as random states are; the receiver puts
             it there, too. Otherwise it is on the device of each of them.
@@ -37,32 +37,26 @@ class TensorForm:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    order: tuple[int, ...] = field(compare=False)
+    stride: tuple[int, ...] = field(compare=False)
     needs_grad: bool
     on_host: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, device: torch.device = CPU) -> TensorForm:
         """Return the form of ``tensor``, which a rank that computes on ``device`` sends."""
-        order = list(range(tensor.dim()))
-        if not tensor.is_contiguous():
-            strides = tensor.stride()
-            order.sort(key=lambda dim: (-strides[dim], dim))
+        dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
         on_host = tensor.device.type == "cpu" and device.type != "cpu"
-        return cls(tuple(tensor.shape), tensor.dtype, tuple(order), tensor.requires_grad, on_host)
+        return cls(tuple(tensor.shape), tensor.dtype, dense.stride(), tensor.requires_grad, on_host)
 
     def empty(self, device: torch.device) -> Tensor:
         """Return memory for such a tensor, on a rank that computes on ``device``."""
-        device = CPU if self.on_host else device
-        dense = torch.empty([self.shape[dim] for dim in self.order], dtype=self.dtype, device=device)
-        return dense.permute([self.order.index(dim) for dim in range(len(self.order))])
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=CPU if self.on_host else device)
 
     def dense(self, tensor: Tensor) -> Tensor:
-        """``tensor`` laid out as this form says, copied only if it is not."""
-        if self.order == tuple(range(len(self.order))):
-            return tensor.contiguous()
-        permuted = tensor.permute(self.order)
-        return permuted.contiguous().permute([self.order.index(dim) for dim in range(len(self.order))])
+        """Return ``tensor`` laid out as this form says, copied only if it is not."""
+        if tensor.stride() == self.stride:
+            return tensor
+        return torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
     def __str__(self) -> str:
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}" + " on the CPU" * self.on_host
