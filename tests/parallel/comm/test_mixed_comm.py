@@ -139,25 +139,13 @@ def batches(dtype: torch.dtype, m: int) -> list[list[tuple[Tensor, Tensor]]]:
 
 def trained(communicator: Communicator, argument: Any) -> dict[str, dict[str, Tensor]]:
     """Gradients of the last step, and the state after it, of each type of number."""
-    mixed, shares = MixedCommunicator(communicator, table(argument["kinds"]), argument["way"]), SHARES
+    mixed = MixedCommunicator(communicator, table(argument["kinds"]), argument["way"])
     found = {}
     rule = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     for dtype in TOLERANCE:
-        model = net(dtype)
-        own = shares[mixed.world]
-        m = sum(map(len, own))
-        engine = whole_engine(
-            model,
-            F.cross_entropy,
-            rule,
-            mixed,
-            batch=BATCH,
-            m=m,
-            shape=(1, 3, 9, 9),
-            seed=SEED,
-            gradient_bytes=100,
-            shares=own,
-        )
+        model, own = net(dtype), SHARES[mixed.world]
+        m, form = sum(map(len, own)), {"shape": (1, 3, 9, 9), "seed": SEED, "gradient_bytes": 100, "shares": own}
+        engine = whole_engine(model, F.cross_entropy, rule, mixed, batch=BATCH, m=m, **form)
         for step, batch in enumerate(batches(dtype, m)):
             engine.step([Microbatch(*batch[i], tuple(batch[i][0].shape)) for i in engine.share], step, 0.1)
         found[f"{dtype} gradients"] = {name: value.clone() for name, value in engine.gradients().items()}

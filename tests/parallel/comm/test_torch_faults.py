@@ -31,14 +31,6 @@ DEVICE = torch.AcceleratorError("CUDA error: an illegal memory access was encoun
         (LOST, CommunicationError, True),
         (GLOO, CommunicationError, True),
     ],
-    ids=[
-        "out of memory",
-        "NCCL's calloc",
-        "NCCL out of memory",
-        "device fault",
-        "NCCL lost a rank",
-        "Gloo lost a rank",
-    ],
 )
 def test_faults_keep_their_kind(fault: RuntimeError, expected: type[RuntimeError], is_lost: bool) -> None:
     def wait() -> None:
