@@ -26,10 +26,8 @@ class DeviceCopy:
     """A parameter's copy on the device, which is freed with its last user."""
 
     def __init__(self, parameter: nn.Parameter, tensor: Tensor, mark: Mark, copies: Copies) -> None:
-        self.parameter = parameter
-        self.tensor = tensor
-        self._mark = mark
-        self._copies = copies
+        self.parameter, self.tensor = parameter, tensor
+        self._mark, self._copies = mark, copies
 
     def arrive(self) -> None:
         """Let computation wait for the copy."""
@@ -58,9 +56,7 @@ class Unit:
     """
 
     def __init__(self, scope: object, before: Unit | None, first: int) -> None:
-        self.scope = scope
-        self.before = before
-        self.first = first
+        self.scope, self.before, self.first = scope, before, first
         self.released = False
         self.copies: list[DeviceCopy] = []
         self.given: dict[tuple[int, bool], Tensor] = {}
@@ -75,10 +71,7 @@ class Unit:
 
     def visit(self, parameter: nn.Parameter, bring: Bring) -> Visit:
         """Return what the backward pass of this unit needs of ``parameter``."""
-        visit = self._visits.get(id(parameter))
-        if visit is None:
-            self._visits[id(parameter)] = visit = Visit(parameter, self, bring)
-        return visit
+        return self._visits.setdefault(id(parameter), Visit(parameter, self, bring))
 
     def come_back(self) -> None:
         """Bring what the backward pass of this unit needs, and begin to bring what the unit before it needs."""
@@ -97,8 +90,7 @@ class Visit:
     """A parameter that the backward pass of one unit needs: on the device from its first to its last use there."""
 
     def __init__(self, parameter: nn.Parameter, unit: Unit, bring: Bring) -> None:
-        self._parameter, self._unit = parameter, unit
-        self._bring = bring
+        self._parameter, self._unit, self._bring = parameter, unit, bring
         self._version = parameter._version
         self._copy: DeviceCopy | None = None
 

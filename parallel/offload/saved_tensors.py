@@ -140,9 +140,8 @@ class SavedTensors:
     def _recomputing(self, context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         """A part of a module is computed without the module being called."""
         with contextlib.ExitStack() as scopes:
-            for host in self._hosts:
-                scopes.enter_context(host.running())
-            scopes.enter_context(context)
+            for scope in (*(host.running() for host in self._hosts), context):
+                scopes.enter_context(scope)
             yield
 
     def flush(self, key: Any) -> None:
