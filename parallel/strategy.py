@@ -35,7 +35,7 @@ STREAMED = ("single", "ddp", SPATIAL.name)
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is spread over ranks.
+    """Spread of a model over ranks.
 
     Attributes:
         name: one of ``WHOLE``, or of the schedule.
@@ -44,7 +44,7 @@ class Strategy:
         m: microbatches of the global batch, over all groups.
         chunks: stages a rank holds of each replica; interleaved has 2 or more.
         cuts: names of layers or modules that begin a stage; empty: stages of equal cost.
-        policy: what becomes of what forward passes keep.
+        policy: what is saved for backward, recomputed or offloaded.
         shard_optimizer: each rank of a pair of inverted replicas keeps half of their optimizer state.
         schedule_csv: text of a schedule file, run in place of the named one's actions on the same mesh.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
@@ -123,7 +123,7 @@ class Strategy:
 
     @property
     def savings(self) -> str:
-        """What it does to need less memory, for people: "+recompute block +offload"; empty where it does nothing."""
+        """Return the measures that save memory, for people: "+recompute block +offload"; empty without any."""
         recompute = self.policy.recompute
         words = (
             {"none": "", "stage": "+recompute"}.get(recompute, f"+recompute {recompute}"),
@@ -174,7 +174,7 @@ class Strategy:
 
     @property
     def team_faults(self) -> list[str]:
-        """What teams cannot do, a line each."""
+        """Return what teams cannot do, a line each."""
         faults = []
         for set_, word in (
             (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),

@@ -87,8 +87,7 @@ class Cluster:
         return self.inside if first // self.per_node == second // self.per_node else self.between
 
     def told_link(self, members: int) -> LinkSpec:
-        """Return what joins the ``members`` of a team, the first ranks of a node: what they tell each other while they
-        compute."""
+        """Return the link between the ``members`` of a team, the first ranks of a node, while they compute."""
         return self.between if members > self.per_node else self.told or self.inside
 
     def exchange_s(self, messages: int, members: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,13 +42,9 @@ class Polynomial:
         ratios: Floats = np.exp(self.intercept + monomials @ np.asarray(self.coefficients, float))
         return ratios
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the regression as JSON holds it."""
-        return asdict(self)
-
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Polynomial:
-        """Return the polynomial from what ``to_dict`` gave, through JSON or not."""
+        """Return the polynomial from what ``asdict`` gives, through JSON or not."""
         return Polynomial(
             tuple(data["low"]),
             tuple(data["high"]),

@@ -1,4 +1,4 @@
-"""What a calibration times: convolutions and matrix products of all shapes that nets are made of, drawn at random.
+"""Shapes that a calibration times: convolutions and matrix products as nets have them, drawn at random.
 
 Takes a seed; gives shapes, without end, in an order in which every beginning is a fair sample of the whole: a budget
 may cut it anywhere. Lengths are drawn evenly in their logarithms. No torch here.
@@ -46,7 +46,7 @@ class Product:
 
 
 def kind_of(shape: Convolution) -> str:
-    """Which regression a convolution belongs to: those whose programs differ are kept apart."""
+    """Return the regression that a convolution belongs to; each program of the device has its own."""
     if shape.transposed:
         return "transposed"
     if shape.groups == 1:

@@ -220,7 +220,7 @@ class _Strip:
             y += BOX_HEIGHT
 
     def _free(self, part: int, x: float) -> bool:
-        """Whether no box stands between the part and a lane."""
+        """Return whether no box stands between the part and a lane."""
         return not any(self.x[part] < self.x[other] < x for other in self.in_row[self.rows[part]])
 
     def _leave(self, source: int, x: float) -> list[Point]:

@@ -82,7 +82,7 @@ WIDTHS = {
 
 
 def text_width(text: str, size: float) -> float:
-    """Of one line in px, rather too much than too little."""
+    """Return the width of a line in px, rather too much than too little."""
     return WIDER * size * sum(WIDTHS.get(character, 1000 * NARROW) for character in text) / 1000
 
 

@@ -1,4 +1,4 @@
-"""The strategies that a planner chooses from, and the ways of needing less memory that it may take.
+"""Strategies that a planner chooses from, and the ways of needing less memory that it may take.
 
 Takes the number of ranks and the global batch; gives every schedule on every mesh with every number of microbatches.
 ``MemoryOptions`` gives a strategy again with its optimizer state shared, parts of it recomputed, or what it keeps moved
@@ -127,7 +127,7 @@ class MemoryOptions:
     """Ways of needing less memory that a search may take.
 
     Attributes:
-        recompute: of ``ActivationPolicy``, the values it may have; "none" where nothing has to be computed again.
+        recompute: of ``ActivationPolicy``, the values it may have; "none" where nothing has to be recomputed.
         offload: whether what is kept may be moved to the host.
         stream: tiles may be computed box by box.
         beyond: known not to fit: of what it allows, nothing is tried.
@@ -144,8 +144,8 @@ class MemoryOptions:
         return self.stream and "none" in self.recompute and False in self.offload
 
     def escalation(self, candidate: Strategy) -> Iterator[list[Strategy]]:
-        """``candidate`` first, where nothing else is asked for; then variants of it that need less memory and more
-        time. Which of a tier is the fastest depends on the machine; those of a later tier need less memory."""
+        """Yield lists of variants of ``candidate``, each of which needs less memory and more time than the one before:
+        as it is; recomputed or offloaded; both. Which variant of a list is fastest depends on the machine."""
         again = [how for how in self.recompute if how != "none" and _can_recompute(candidate, how)]
         if self.recompute != ("optimal",):
             again = [how for how in again if how != "optimal"]  # takes long to find: for what is chosen in the end
@@ -161,14 +161,14 @@ class MemoryOptions:
                 yield [dataclasses.replace(variant, shard_optimizer=True) for variant in variants]
 
     def with_optimal(self, candidate: Strategy) -> Strategy | None:
-        """``candidate`` with the best choice of what is computed again in place of blocks or stages; None where it does
-        not compute again, or that is not open."""
+        """Return ``candidate`` with the best choice of what is recomputed; None where it recomputes nothing, or that is
+        not allowed."""
         chosen = candidate.under(recompute="optimal")
         rough = candidate.policy.recompute in ("stage", "block") and not candidate.policy.moves
         return chosen if rough and self._allow(chosen) and _can_recompute(candidate, "optimal") else None
 
     def refusal(self, candidate: Strategy) -> str:
-        """Why nothing that ``escalation`` gives can run."""
+        """Return why nothing that ``escalation`` yields can run."""
         if any(self.escalation(candidate)):
             return "no choice of what is computed again was found that fits the memory"
         asked = f"recompute {' or '.join(self.recompute)}" * ("none" not in self.recompute)
@@ -190,9 +190,9 @@ class MemoryOptions:
 ANY = MemoryOptions()
 PLAIN = MemoryOptions(("none",), (False,), stream=False)
 ON_DEVICE = MemoryOptions(offload=(False,), stream=False)
-"""Computing again, but moving nothing."""
+"""Recomputation without offload."""
 BOXES = MemoryOptions(("none",), (False,))
-"""Tiles computed box by box, where they do not fit as they are."""
+"""Tiles computed box by box, if they do not fit as they are."""
 
 
 def _can_recompute(candidate: Strategy, how: str) -> bool:

@@ -1,8 +1,8 @@
 """Evaluate a strategy: choose its cuts and how it saves memory, check that it fits, and estimate the time of a step.
 
-Takes a task and a cluster; gives a ``PlanRow`` for a strategy. What does not fit is tried again with cuts chosen within
-the memory, then with the optimizer state of a pair of replicas shared between its ranks, then with parts recomputed or
-moved to the host, then with both (``MemoryOptions``); each costs time, so the first that fits is taken. No torch here.
+Takes a task and a cluster; gives a ``PlanRow`` for a strategy. What does not fit is tried with cuts chosen within the
+memory, then with a shared optimizer state of pairs of replicas, then with parts recomputed or offloaded, then with both
+(``MemoryOptions``). Each costs time, so the first that fits is taken. No torch here.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class Plan:
 
 
 def best_of(rows: Iterable[PlanRow]) -> PlanRow | None:
-    """Return the fastest of those that fit; one that stands before it where that is hardly slower. Where nobody knows,
-    the one that does least to need less memory."""
+    """Return the fastest of those that fit, or one before it that is hardly slower; where times are not known, the one
+    that does least to need less memory."""
     best: PlanRow | None = None
     for row in rows:
         if row.fits and (best is None or _better(row, best)):
@@ -225,8 +225,8 @@ def limit_of(fullest: RankBytes, graph: LayerGraph, layers: Iterable[Layer]) -> 
 
 
 def working_set(graph: LayerGraph, layer: Layer) -> int:
-    """Return the bytes that have to be there at once for ``layer`` alone, forward or backward: what it is given, gives
-    and keeps, and the gradients of the former two beside the latter."""
+    """Return the bytes that ``layer`` alone needs at the same time: forward its inputs, outputs and saved tensors,
+    backward the saved tensors and the gradients of inputs and outputs."""
     given = [graph.by_name[name] for name in layer.inputs]
     saved = sum(size for _, size in layer.saved)
     shared = {number for number, _ in layer.saved}

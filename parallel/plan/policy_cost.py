@@ -1,7 +1,7 @@
 """Seconds that recomputation and offload add to the stages.
 
 Takes a partition, what its stages cost without either, the rule for what is kept, and the speed of copies; gives
-``StageCost`` anew. A GPU copies beside what it computes, so that only copies that take longer count; on a CPU copies
+``StageCost`` anew. On a GPU copies overlap the computation, so that only longer copies count; on a CPU copies
 are computed by the same cores and hide behind nothing. What goes out and what comes back at the same time shares the
 link. No torch here.
 """
@@ -30,13 +30,13 @@ def policy_costs(
     beside: bool,
     memory: StageMemory | None = None,
 ) -> list[StageCost]:
-    """Return ``stages`` with what ``policy`` adds. A stage that is computed again as a whole has an action for that,
-    whose time is its forward pass's.
+    """Return ``stages`` with what ``policy`` adds. A stage that is recomputed as a whole has an action for that, as
+    long as its forward pass.
 
     Args:
         costs: of the layers.
         copy_bandwidth: bytes per second, each way.
-        beside: copies run beside the computation.
+        beside: copies overlap the computation.
         memory: of the partition's graph, where it is known.
     """
     if not policy.moves and not policy.segmented:
@@ -54,7 +54,7 @@ def policy_costs(
         forward_s, backward_s = stage.forward_s, stage.backward_s + again_s
         if policy.moves:
             kept, again = moved_bytes(memory.touched((segments[0].start, segments[-1].stop)), segments, policy)
-            # The action that computes a whole stage again counts as a forward pass, copies and all: instead of those
+            # The action that recomputes a whole stage counts as a forward pass, copies and all: instead of those
             # out it makes those back.
             back = 0 if policy.stagewise else kept
             out_s, back_s = kept / copy_bandwidth, (back + 2 * again) / copy_bandwidth
@@ -71,7 +71,7 @@ def policy_costs(
 
 def moved_bytes(pieces: Iterable[Piece], segments: Sequence[Segment], policy: ActivationPolicy) -> tuple[int, int]:
     """Return what offloading moves of a stage, whose layers ``segments`` cover: bytes that go out in a forward pass and
-    come back before its backward pass, and bytes that do so within the backward pass, of layers computed again.
+    come back before its backward pass, and bytes that do so within the backward pass, of layers that are recomputed.
 
     Args:
         pieces: of memory of the model's graph; those that the stage does not touch change nothing.

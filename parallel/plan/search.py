@@ -18,7 +18,7 @@ from parallel.plan.step_time import by_speed, links_between, weights_of
 from parallel.strategy import Strategy
 
 GAIN = 4 / 3
-"""Times as fast, at most, as with all of it computed again: a forward pass is about a third of both."""
+"""Times as fast, at most, as with all of it recomputed: a forward pass is about a third of both."""
 PIPELINES = 16
 """Ranks up to which pipelines of teams are searched, when spatial is among the strategies, and grids of columns: of
 more, groups of as many do the same."""
@@ -154,8 +154,7 @@ class Planner(Evaluator):
             yield row
 
     def _bound(self, candidate: Strategy) -> float:
-        """Return images per second that no partition and no memory could raise: nobody waits but for the slowest
-        rank."""
+        """Return images per second that no partition and no memory could raise: ranks wait for the slowest alone."""
         _, costs = self.stages.of(candidate)
         microbatches = sum(weights_of(candidate, self.task.batch))
         slowest = sum(costs.seconds) / candidate.depth
@@ -169,8 +168,7 @@ class Planner(Evaluator):
         return self.task.batch * fastest / (microbatches * slowest) if slowest else math.inf
 
     def tune_recompute(self, rows: Sequence[PlanRow], savings: MemoryOptions = ANY) -> list[PlanRow]:
-        """Return ``rows``, the best of each strategy that may come to be the best of all with the best choice of what
-        it computes again."""
+        """Return ``rows`` with the best choice of what is recomputed, for strategies that may become the best by it."""
         refined, best = list(rows), best_of(rows)
         for name in dict.fromkeys(row.strategy.name for row in rows):
             own = best_of(row for row in rows if row.strategy.name == name)

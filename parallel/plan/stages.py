@@ -74,7 +74,7 @@ class Task:
 
 
 class StageCache:
-    """Stages of candidates.
+    """Cache of the stages of candidates.
 
     Args:
         task: what is to be trained.
@@ -164,7 +164,7 @@ class StageCache:
         return self.microbatch(*self._size(candidate))
 
     def _size(self, candidate: Strategy) -> _Size:
-        """Tiles of the largest microbatch, and the grid of the teams that compute them."""
+        """Return the tiles of the largest microbatch, and the grid of the teams that compute them."""
         return self.tiles(candidate), candidate.grid
 
     def partition(self, candidate: Strategy, *, within: bool) -> Partition | None:
@@ -201,7 +201,7 @@ class StageCache:
         return self._partitions[key]
 
     def _speeds(self, candidate: Strategy) -> list[float]:
-        """Of the seats; where groups differ, the slowest at each, since all of them cut the model alike."""
+        """Return the speed of each rank of a group, the slowest of all groups: they cut the model alike."""
         ranks = [range(group * candidate.depth, (group + 1) * candidate.depth) for group in range(candidate.groups)]
         if not self.cluster.speeds:
             return [1.0] * candidate.depth
@@ -209,8 +209,8 @@ class StageCache:
 
     def resolve_policy(self, candidate: Strategy, partition: Partition) -> Strategy | None:
         """Return a candidate with these stages' names and all that its policy leaves open; None where no choice of what
-        is computed again fits. Where copies run beside the computation, a little is left on the device and brought back
-        ahead, so that nobody waits for the first of them."""
+        is recomputed fits. Where copies overlap the computation, a little is left on the device and brought back ahead,
+        so that no rank waits for the first of them."""
         runs: Runs | None = ()
         if candidate.policy.recompute == "optimal":
             key = (candidate, partition.starts)

@@ -41,7 +41,7 @@ ADDING_PASSES = 3
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long one step takes.
+    """Seconds of one step.
 
     Attributes:
         bubble: part of the ranks' time until the last backward pass in which they do not compute.

@@ -173,7 +173,7 @@ def test_a_polynomial_is_recovered_and_bounded() -> None:
     assert polynomial(features[:5].tolist()) == pytest.approx(ratios[:5], rel=0.02)
     edge, beyond = polynomial([[features[:, 0].max(), 1.0, 1.0], [100.0, 1.0, 1.0]])
     assert beyond == pytest.approx(edge)
-    assert Polynomial.from_dict(polynomial.to_dict()) == polynomial
+    assert Polynomial.from_dict(dataclasses.asdict(polynomial)) == polynomial
 
 
 def test_few_readings_give_a_constant() -> None:
