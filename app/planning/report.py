@@ -123,7 +123,7 @@ def _box_note(task: Task) -> str:
     streamed, fault = task.in_boxes()
     if streamed is None:
         return f"not box by box: {fault}"
-    ends = streamed.model.ends_at
+    ends = streamed.region.ends_at
     return f"box by box up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole" if ends else ""
 
 
@@ -133,7 +133,7 @@ def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
     grid = best.strategy.grid if best else None
     if grid is None or planner.stages.teams is None:
         return ""
-    ends = planner.stages.teams.side(grid).ends_at
+    ends = planner.stages.teams.plan(grid).ends_at
     return (
         f"side by side on {grid} up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole"
         if ends

@@ -26,7 +26,7 @@ from parallel.engine.sharding_units import sharding_units
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.graph.scale import GraphsBySide
 from parallel.plan.largest_tile import LIMIT
-from parallel.plan.side_by_side import Divisible
+from parallel.plan.part_costs import Divisible
 from parallel.plan.stages import Task
 from parallel.plan.streamed import Streamed
 from parallel.space.team import Grid

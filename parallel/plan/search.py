@@ -129,7 +129,7 @@ class Planner(Evaluator):
         made = in_teams(ranks, batch, names=names, most_stages=most, most_members=members, depth=depth, m=m)
         if rows_alone or ranks > PIPELINES:
             made = (each for each in made if each.grid and each.grid.columns == 1)
-        return [each for each in made if each.grid and parts.side(each.grid).steps]
+        return [each for each in made if each.grid and parts.plan(each.grid).steps]
 
     def _no_teams(self, ranks: int) -> str:
         if ranks < 2:

@@ -26,9 +26,9 @@ from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
+from parallel.plan.part_costs import Divisible, TeamParts
 from parallel.plan.plan import Limit
 from parallel.plan.policy_cost import policy_costs
-from parallel.plan.side_by_side import Divisible, TeamParts
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.streamed import Streamed, StreamedStages
 from parallel.schedule.timeline import StageCost

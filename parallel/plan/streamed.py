@@ -1,6 +1,6 @@
 """Estimate seconds, device bytes and host bytes of a step whose tiles are computed box by box.
 
-Takes the region of a model (``StreamedModel``), the operations of its steps, and the graph of the whole model; gives
+Takes the region of a model (``PaperRegion``), the operations of its steps, and the graph of the whole model; gives
 what a search asks of a candidate. Each part's operations are timed at the size of its box, by the same costs as any
 other candidate's, and count as often as the boxes compute them: once without gradients, and once more with them before
 they go back. What follows the region is a stage of its own. No torch here.
@@ -17,18 +17,21 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import Costs, stage_costs
 from parallel.graph.layers import Layer, LayerGraph, Op
 from parallel.graph.partition import Partition
+from parallel.graph.scale import on_part
 from parallel.memory.rank_bytes import RankBytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
-from parallel.plan.part_graph import Sum
+from parallel.plan.halo_traffic import Sum, sum_in_team_s
+from parallel.plan.part_costs import convolved
 from parallel.plan.plan import Limit
-from parallel.plan.side_by_side import sum_in_team_s
 from parallel.schedule.timeline import StageCost
-from parallel.space.boxes import Boxes, StreamedModel, given_by, plan_boxes
+from parallel.space.boxes import Boxes, plan_boxes
 from parallel.space.phases import peak_stored_bytes, phases_of
+from parallel.space.region import PaperRegion
 from parallel.space.rule import Step
+from parallel.space.spatial_plan import divided_region
 from parallel.space.team import Grid
-from parallel.space.team_boxes import TeamBoxes, plan_team_boxes, side_by_side
+from parallel.space.team_boxes import TeamBoxes, plan_team_boxes
 from parallel.strategy import Strategy
 
 SIDES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -48,18 +51,18 @@ _Key = tuple[int, int, int | None, Grid | None]
 
 @dataclass(frozen=True)
 class Streamed:
-    """A model as streaming sees it.
+    """Model that can be computed box by box.
 
     Attributes:
-        model: the region, for one tile.
+        region: for one tile.
         ops: by name of a step, what its forward pass computes of a tile of ``side`` px.
         whole: the loss is computed with it, box by box: nothing follows.
-        estimate: gives what the layers of a graph cost, by tiles of a microbatch.
+        estimate: returns what the layers of a graph cost, by tiles of a microbatch.
         hints: by tiles of a microbatch and grid of teams, the side of boxes that a search begins with, which does not
             change what it finds: boxes take about as much on tiles of any size.
     """
 
-    model: StreamedModel
+    region: PaperRegion
     ops: Mapping[str, tuple[Op, ...]]
     side: int
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
@@ -68,7 +71,7 @@ class Streamed:
 
 
 class StreamedStages:
-    """What candidates take that compute tiles box by box.
+    """Bytes and costs of candidates that compute tiles box by box.
 
     Args:
         streamed: of the model.
@@ -77,8 +80,8 @@ class StreamedStages:
 
     def __init__(self, streamed: Streamed, cluster: Cluster) -> None:
         self._streamed, self._cluster = streamed, cluster
-        self._regions: dict[Grid | None, StreamedModel | None] = {None: streamed.model}
-        self._models: dict[tuple[int, Grid | None], StreamedModel] = {}
+        self._regions: dict[Grid | None, PaperRegion | None] = {None: streamed.region}
+        self._models: dict[tuple[int, Grid | None], PaperRegion] = {}
         self._crossing: dict[tuple[int, Grid | None], int] = {}
         self._boxes: dict[_Key, Boxes] = {}
         self._seconds: dict[_Key, tuple[float, float]] = {}
@@ -89,15 +92,15 @@ class StreamedStages:
 
     def sides(self, grid: Grid | None) -> list[int]:
         """Return the sides of boxes to try: smaller than the tile, or the part of a member of a team of ``grid``."""
-        rows, columns = self._streamed.model.side
+        rows, columns = self._streamed.region.side
         largest = max(rows, columns) if grid is None else max(-(-rows // grid.rows), -(-columns // grid.columns))
         return [side for side in SIDES if side < largest]
 
-    def _region(self, grid: Grid | None) -> StreamedModel | None:
-        """What is computed box by box: of members of a team, as far as every one has a part."""
+    def _region(self, grid: Grid | None) -> PaperRegion | None:
+        """Region that is computed box by box; for members of a team, as far as every one has a part."""
         if grid not in self._regions:
             assert grid is not None
-            self._regions[grid] = side_by_side(self._streamed.model, grid)
+            self._regions[grid] = divided_region(self._streamed.region, grid)
         return self._regions[grid]
 
     def boxes(self, strategy: Strategy, tiles: int) -> Boxes:
@@ -113,7 +116,7 @@ class StreamedStages:
             self._boxes[key] = made
         return self._boxes[key]
 
-    def _model(self, tiles: int, grid: Grid | None) -> StreamedModel:
+    def _model(self, tiles: int, grid: Grid | None) -> PaperRegion:
         if (tiles, grid) not in self._models:
             region = self._region(grid)
             assert region is not None, grid
@@ -162,7 +165,7 @@ class StreamedStages:
 
     def tile_bytes(self, tiles: int) -> int:
         """Return the bytes of the tiles of a microbatch, on the host."""
-        return tiles * TILE_PX_BYTES * math.prod(self._streamed.model.side)
+        return tiles * TILE_PX_BYTES * math.prod(self._streamed.region.side)
 
     def limit(self, strategy: Strategy, tiles: int, held: RankBytes) -> Limit:
         """Return what takes most of the device, or of the host where that lacks more.
@@ -215,7 +218,7 @@ class StreamedStages:
         link = self._cluster.link(0, members - 1)
         assert link is not None
         fetched = [size for size in boxes.fetched_of_others.values() if size]
-        sums = [step for phase, part in boxes.parts() for step in given_by(phase, part) if step.sums]
+        sums = [step for phase, part in boxes.parts() for step in phase.outputs(part) if step.sums]
         rims = sum(NEIGHBOURS * link.latency_s + size / link.bandwidth for size in fetched)
         return rims + sum(sum_in_team_s(Sum(step.value_bytes, True), members, self._cluster) for step in sums)
 
@@ -223,20 +226,20 @@ class StreamedStages:
         """Position in ``graph`` of what follows the region."""
         region = self._region(strategy.grid)
         assert region is not None
-        if self._streamed.whole and region is self._streamed.model:
+        if self._streamed.whole and region is self._streamed.region:
             return len(graph.layers)
         made = {step.name for step in region.steps}
         return 1 + max(position for name, position in graph.position.items() if name in made)
 
     def _region_s(self, strategy: Strategy, tiles: int) -> tuple[float, float]:
-        """(forward pass, backward pass with all computed again), seconds."""
+        """(forward pass, backward pass with all recomputed), seconds."""
         key = _key(strategy, tiles)
         if key not in self._seconds:
             boxes, layers, times, at_hand = self.boxes(strategy, 1), [], [], []
             for number, (phase, part) in enumerate(boxes.parts()):
                 usual, of_all = boxes.work(phase, part)
                 given = boxes.stored_by(phase, part)
-                for step in phase.steps[part.start : part.stop]:
+                for step in phase.steps_of(part):
                     if usual.get(step.name):
                         layers.append(self._layer(step, number, usual[step.name]))
                         times.append(of_all[step.name] / usual[step.name])
@@ -245,17 +248,21 @@ class StreamedStages:
             costs = self._streamed.estimate(LayerGraph(tuple(layers)))(tiles)
             timed = list(zip(costs.layers, times, at_hand, strict=True))
             once = sum(cost.forward_s * n for cost, n, _ in timed)
-            # Convolutions whose values are stored are not computed again.
+            # Convolutions whose values are stored are not recomputed.
             again = sum(cost.forward_s * n for cost, n, stored in timed if not stored)
             self._seconds[key] = once, again + sum(cost.backward_s * n for cost, n, _ in timed)
         return self._seconds[key]
 
     def _layer(self, step: Step, part: int, share: float) -> Layer:
-        """What one box computes of a step."""
-        scale = share * math.prod(self._streamed.model.side) / self._streamed.side**2
-        ops = tuple(_scaled(op, scale, step.param_bytes) for op in self._streamed.ops.get(step.name, ()))
+        """Return the work of one box in a step, as a layer."""
+        scale = share * math.prod(self._streamed.region.side) / self._streamed.side**2
         size = round(step.value_bytes * share)
-        return Layer(f"{step.name}@{part}", "box", (), "", size, step.param_bytes, ops=ops)
+        ops = self._streamed.ops.get(step.name, ())
+        layer = Layer(f"{step.name}@{part}", "box", (), "", size, step.param_bytes, ops=ops)
+        sides = (math.sqrt(scale),) * 2
+        shapes = [None if op.convolution is None else convolved(op.convolution, sides) for op in ops]
+        scaled = tuple(on_part(op, layer, scale, shape) for op, shape in zip(ops, shapes, strict=True))
+        return dataclasses.replace(layer, ops=scaled)
 
     def _moved(self, boxes: Boxes) -> float:
         """Bytes that are moved between device and host."""
@@ -266,23 +273,3 @@ class StreamedStages:
 def _key(strategy: Strategy, tiles: int) -> _Key:
     assert strategy.policy.stream is not None
     return strategy.policy.stream, tiles, strategy.policy.host_bytes, strategy.grid
-
-
-def _scaled(op: Op, scale: float, param_bytes: int) -> Op:
-    """Return ``op`` on a piece of its maps."""
-    shape = op.convolution
-    fixed = min(param_bytes, op.read_bytes) if shape is not None else 0
-    if shape is not None:
-        side = math.sqrt(scale)
-        shape = dataclasses.replace(
-            shape,
-            size_in=tuple(max(1, round(px * side)) for px in shape.size_in),
-            size_out=tuple(max(1, round(px * side)) for px in shape.size_out),
-        )
-    return dataclasses.replace(
-        op,
-        flops=round(op.flops * scale),
-        read_bytes=fixed + round((op.read_bytes - fixed) * scale),
-        written_bytes=round(op.written_bytes * scale),
-        convolution=shape,
-    )

@@ -10,10 +10,11 @@ which are looked up once for all of them. No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from parallel.space.grid import cell
+from parallel.space.grid import Span, cell
+from parallel.space.region import PaperRegion
 from parallel.space.rule import SAME, Step
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
@@ -22,7 +23,7 @@ Sides = Mapping[str, tuple[int, int]]
 
 
 class Needed(NamedTuple):
-    """What a box needs along one axis to compute a step.
+    """Rows that a box needs along one axis to compute a step.
 
     Attributes:
         size: rows of its value, or of what it sums; 0 where the box computes none.
@@ -79,16 +80,19 @@ class AxisNeeds:
             of_maps.append(need[1] - need[0])
         return Needed(own.stop - own.start, tuple(of_maps), lopsided)
 
+    def begin_with_all(self, steps: Sequence[Step]) -> dict[str, Span]:
+        """Let the part begin with all of ``steps``; return the rows, by name, of the maps that have any."""
+        for step in reversed(steps):
+            self.begin_with(step)
+        return {name: span for name, span in self.spans.items() if span.stop > span.start}
+
 
 class BoxBytes:
-    """Of a part that ends at some step and grows towards the start.
+    """Peak bytes of one box, of a part that ends at some step and grows towards the start.
 
     Args:
         across: steps whose values leave the part.
-        sides: rows and columns of every map.
-        sizes: bytes of every whole map.
         needs: (rows, columns) of the box, before any step.
-        images: names of maps that have no gradient.
 
     Attributes:
         fetched: bytes of the maps that the part fetches, by name; ``fetched_bytes``: of all of them.
@@ -97,12 +101,11 @@ class BoxBytes:
     def __init__(
         self,
         across: Sequence[Step],
-        sides: Sides,
-        sizes: Mapping[str, int],
+        region: PaperRegion,
         needs: tuple[AxisNeeds, AxisNeeds],
-        images: Collection[str] = (),
     ) -> None:
-        self._sides, self._sizes, self._images = sides, sizes, images
+        self._sides, self._sizes, self._images = region.sides, region.sizes, region.images
+        sizes = region.sizes
         own = {step.name: needs[0].own[step.name] * needs[1].own[step.name] for step in across}
         self._given = {
             step.name: sizes[step.name] * own[step.name] / math.prod(step.sides) for step in across if own[step.name]
@@ -175,7 +178,7 @@ class BoxBytes:
 
 
 class PartNeeds:
-    """The same of several boxes of a part.
+    """Needs and bytes of several boxes of a part.
 
     Args:
         places: (row, column) of each box.
@@ -185,18 +188,16 @@ class PartNeeds:
     def __init__(
         self,
         across: Sequence[Step],
-        sides: Sides,
-        sizes: Mapping[str, int],
+        region: PaperRegion,
         cuts: Cuts,
         places: Sequence[tuple[int, int]],
-        images: Collection[str] = (),
         square: bool = False,
     ) -> None:
         keys = [((0, row), (0 if square else 1, column)) for row, column in places]
         axes = dict.fromkeys(key for pair in keys for key in pair)
-        self._axes = {(axis, k): AxisNeeds(across, sides, cuts[axis], axis, k) for axis, k in axes}
+        self._axes = {(axis, k): AxisNeeds(across, region.sides, cuts[axis], axis, k) for axis, k in axes}
         self._keys = keys
-        self.boxes = [BoxBytes(across, sides, sizes, (self._axes[r], self._axes[c]), images) for r, c in keys]
+        self.boxes = [BoxBytes(across, region, (self._axes[r], self._axes[c])) for r, c in keys]
 
     def begin_with(self, step: Step) -> list[float]:
         """Let the part begin with ``step``; return the share of it that each box computes."""
@@ -206,5 +207,5 @@ class PartNeeds:
 
     @property
     def bytes(self) -> float:
-        """Of the fullest box."""
+        """Bytes of the fullest box."""
         return max(box.bytes for box in self.boxes)

@@ -9,102 +9,18 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from parallel.space.box_bytes import AxisNeeds, Cuts, PartNeeds
 from parallel.space.grid import tile_cuts
-from parallel.space.parts import Part, Tile, divide, wanted_from, worst_case_boxes
-from parallel.space.phases import maps_to_recompute, peak_stored_bytes, phases_of
-from parallel.space.rule import Step
+from parallel.space.parts import divide, worst_case_boxes
+from parallel.space.phases import Part, Phase, peak_stored_bytes, phases_of
+from parallel.space.region import PaperRegion
 
 STORED_PER_PX = 32
 """Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
-
-
-@dataclass(frozen=True)
-class StreamedModel:
-    """The region of a model that can be computed box by box, for tiles of one size.
-
-    Attributes:
-        steps: in the order of the model.
-        sides: rows and columns of every map.
-        side: rows and columns of the tile.
-        inputs: bytes of the maps that enter, by name.
-        leaving: names that are used after the region.
-        whole: names of values that cannot be stored.
-        images: names of what enters without a gradient.
-        tiles: of the microbatch.
-        ends_at: (layer, reason) that ended it; None where everything that has rows is in it.
-    """
-
-    steps: tuple[Step, ...]
-    sides: Mapping[str, tuple[int, int]]
-    side: tuple[int, int]
-    inputs: Mapping[str, int]
-    leaving: tuple[str, ...]
-    whole: frozenset[str] = frozenset()
-    images: frozenset[str] = frozenset()
-    tiles: int = 1
-    ends_at: tuple[str, str] | None = None
-    _again: dict[int, frozenset[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def of_tiles(self, tiles: int) -> StreamedModel:
-        """Return the region of one tile for microbatches of ``tiles``."""
-        assert self.tiles == 1, self.tiles
-        if tiles == 1:
-            return self
-        steps = (
-            replace(
-                step,
-                flops=step.flops * tiles,
-                value_bytes=step.value_bytes * tiles,
-                kept_bytes=step.kept_bytes * tiles,
-                work_bytes=step.work_bytes * tiles,
-            )
-            for step in self.steps
-        )
-        inputs = {name: size * tiles for name, size in self.inputs.items()}
-        return replace(self, steps=tuple(steps), inputs=inputs, tiles=tiles)
-
-    def again(self, limit: int) -> frozenset[str]:
-        """Return names of the maps to make again so that the others take no more than ``limit`` bytes on the host."""
-        if limit not in self._again:
-            self._again[limit] = maps_to_recompute(self.steps, self.leaving, self.sizes, self.images, limit)
-        return self._again[limit]
-
-    @functools.cached_property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every map."""
-        return {**self.inputs, **{step.name: step.value_bytes for step in self.steps}}
-
-    @functools.cached_property
-    def square(self) -> bool:
-        """Rows and columns are alike, in the tile and in every step."""
-        sides = (self.side, *self.sides.values())
-        return all(rows == columns for rows, columns in (*sides, *(step.rules for step in self.steps)))
-
-    @property
-    def box_bytes(self) -> float:
-        """Bytes that one box takes which is the whole tile: of smaller boxes without rims, their share of it."""
-        across = [step for step in self.steps if step.name in self.leaving and not step.global_op]
-        rows, columns = self.side
-        counted = PartNeeds(across, self.sides, self.sizes, ((0, rows), (0, columns)), [(0, 0)], self.images)
-        for step in reversed(self.steps):
-            if not step.global_op:
-                counted.begin_with(step)
-        return counted.bytes
-
-
-@dataclass(frozen=True)
-class PhaseParts:
-    """What can be computed once all sums before it are known: ``plain`` once, ``steps`` box by box in ``parts``."""
-
-    plain: tuple[Step, ...]
-    steps: tuple[Step, ...]
-    leaving: frozenset[str]
-    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -115,10 +31,10 @@ class Boxes:
         phases: in order.
     """
 
-    model: StreamedModel
-    phases: tuple[PhaseParts, ...]
+    model: PaperRegion
+    phases: tuple[Phase, ...]
 
-    def parts(self) -> Iterator[tuple[PhaseParts, Part]]:
+    def parts(self) -> Iterator[tuple[Phase, Part]]:
         """Yield every part with its phase, in order."""
         for phase in self.phases:
             for part in phase.parts:
@@ -157,10 +73,10 @@ class Boxes:
         pass ends, gradients come as parts go back, and both go with the part that made them."""
         parts = []
         for phase, part in self.parts():
-            steps = phase.steps[part.start : part.stop]
+            steps = phase.steps_of(part)
             made = {step.name for step in steps}
             fetched = {name for step in steps for name in step.maps} - made
-            parts.append(({step.name for step in given_by(phase, part)}, fetched - self.model.images))
+            parts.append(({step.name for step in phase.outputs(part)}, fetched - self.model.images))
         stored = set().union(*(given & other for given, _ in parts for _, other in parts))
         gradients: set[str] = set()
         most = 0
@@ -177,13 +93,13 @@ class Boxes:
         the gradients of parameters that there are by then."""
         most = summed = 0.0
         for phase, part in reversed(list(self.parts())):
-            own = sum(step.param_bytes for step in phase.steps[part.start : part.stop])
+            own = sum(step.param_bytes for step in phase.steps_of(part))
             several = any(sum(self.counts(part, axis).values()) > 1 for axis in range(2))
             most = max(most, summed + own * several + self.part_bytes(phase, part))
             summed += own
         return round(most)
 
-    def part_bytes(self, phase: PhaseParts, part: Part) -> float:
+    def part_bytes(self, phase: Phase, part: Part) -> float:
         """Return the bytes of the fullest box of a part."""
         rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
         return self._needs(phase, part, [(r, c) for r in rows for c in columns if r <= c or not self.square]).bytes
@@ -199,10 +115,10 @@ class Boxes:
             most = max(most, 3 * self.fetched_bytes(phase, part) / count + 2 * given)
         return round(most)
 
-    def work(self, phase: PhaseParts, part: Part) -> tuple[dict[str, float], dict[str, float]]:
+    def work(self, phase: Phase, part: Part) -> tuple[dict[str, float], dict[str, float]]:
         """Return by step the share of it that a usual box computes, and that all boxes compute together: 1 and what
         their rims add."""
-        steps, across = phase.steps[part.start : part.stop], given_by(phase, part)
+        steps, across = phase.steps_of(part), phase.outputs(part)
         usual, of_all = ({step.name: 1.0 for step in steps} for _ in range(2))
         for axis, (cuts, middle) in enumerate(zip(self.cuts(part), self._usual(part), strict=True)):
             counts = self.counts(part, axis)
@@ -213,11 +129,11 @@ class Boxes:
                 of_all[step.name] *= sum(count * sizes[kind] for kind, count in counts.items()) / step.sides[axis]
         return {name: share for name, share in usual.items() if share}, of_all
 
-    def stored_by(self, phase: PhaseParts, part: Part) -> set[str]:
+    def stored_by(self, phase: Phase, part: Part) -> set[str]:
         """Return names of the maps that a part gives to later ones."""
-        return {step.name for step in given_by(phase, part) if not step.sums} - set(self.model.leaving)
+        return {step.name for step in phase.outputs(part) if not step.sums} - set(self.model.leaving)
 
-    def fetched_bytes(self, phase: PhaseParts, part: Part) -> float:
+    def fetched_bytes(self, phase: Phase, part: Part) -> float:
         """Return the bytes that all boxes of a part fetch."""
         box = self._needs(phase, part, [self._usual(part)]).boxes[0]
         return box.fetched_bytes * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
@@ -225,11 +141,11 @@ class Boxes:
     def _usual(self, part: Part) -> tuple[int, int]:
         return worst_case_boxes(self.cuts(part))[0]
 
-    def _needs(self, phase: PhaseParts, part: Part, boxes: Sequence[tuple[int, int]]) -> PartNeeds:
+    def _needs(self, phase: Phase, part: Part, boxes: Sequence[tuple[int, int]]) -> PartNeeds:
         """What some boxes of a part take."""
-        model, across = self.model, given_by(phase, part)
-        needs = PartNeeds(across, model.sides, model.sizes, self.cuts(part), boxes, model.images, self.square)
-        for step in reversed(phase.steps[part.start : part.stop]):
+        across = phase.outputs(part)
+        needs = PartNeeds(across, self.model, self.cuts(part), boxes, self.square)
+        for step in reversed(phase.steps_of(part)):
             needs.begin_with(step)
         return needs
 
@@ -252,7 +168,7 @@ def _counts(cuts: Sequence[int]) -> dict[int, int]:
     return {kind: count - 2 if 0 < kind < count - 1 else 1 for kind in kinds}
 
 
-def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) -> Boxes:
+def plan_boxes(region: PaperRegion, box: int, stored_bytes: int | None = None) -> Boxes:
     """Return the region in boxes of ``box`` px, larger where maps are small.
 
     Args:
@@ -261,29 +177,33 @@ def plan_boxes(model: StreamedModel, box: int, stored_bytes: int | None = None) 
     Raises:
         ValueError: a value that is several maps would have to be stored.
     """
-    rows, columns = model.side
-    again = () if stored_bytes is None else model.again(stored_bytes)
-    phases = phases_of(model.steps, model.leaving, again)
-    left = STORED_PER_PX * rows * columns * model.tiles
+    recomputed = () if stored_bytes is None else region.maps_to_recompute(stored_bytes)
+    phases = phases_of(region.steps, region.leaving, recomputed)
+    left: float = STORED_PER_PX * math.prod(region.side) * region.tiles
     if stored_bytes is not None:
         # Maps within a phase may all have their gradients beside them.
-        left = max(0, min(left, (stored_bytes - peak_stored_bytes(phases, model.sizes, model.images)) // 2))
-    share = math.prod(min(1.0, box / side) for side in model.side)
-    tile = Tile(model.side, box, share * model.box_bytes, left, model.inputs, model.images, model.square)
+        left = max(0, min(left, (stored_bytes - peak_stored_bytes(phases, region.sizes, region.images)) // 2))
+    box_bytes = math.prod(min(1.0, box / side) for side in region.side) * _whole_tile_bytes(region)
     # A map has one place on the host: what several phases make none may store.
     made = Counter(step.name for phase in phases for step in phase.steps)
-    barred = model.whole.union(name for name, phases_with in made.items() if phases_with > 1)
+    barred = region.whole.union(name for name, phases_with in made.items() if phases_with > 1)
     planned = []
     for phase in phases:
-        if several := model.whole & phase.fetched:
+        if several := region.whole & phase.fetched:
             raise ValueError(f"--stream: {min(several)} is several maps, which are used on both sides of a sum")
-        parts = divide(phase.steps, phase.leaving, model.sides, tile, barred, model.steps) if phase.steps else []
-        planned.append(PhaseParts(phase.plain, phase.steps, phase.leaving, tuple(parts)))
-        within = [step for part in parts for step in given_by(planned[-1], part) if step.name not in phase.leaving]
-        tile = replace(tile, stored_bytes=max(0, tile.stored_bytes - sum(step.value_bytes for step in within)))
-    return Boxes(model, tuple(planned))
+        parts = divide(region, phase, box, box_bytes, left, barred) if phase.steps else []
+        planned.append(replace(phase, parts=tuple(parts)))
+        within = {step.name: step.value_bytes for part in parts for step in phase.outputs(part)}
+        left = max(0, left - sum(size for name, size in within.items() if name not in phase.leaving))
+    return Boxes(region, tuple(planned))
 
 
-def given_by(phase: PhaseParts, part: Part) -> list[Step]:
-    """Return the steps whose values leave a part."""
-    return wanted_from(phase.steps, part.stop, phase.leaving, part.start)
+def _whole_tile_bytes(region: PaperRegion) -> float:
+    """Bytes of one box that is the whole tile; smaller boxes without halos take their share of it."""
+    steps = [step for step in region.steps if not step.global_op]
+    rows, columns = region.side
+    across = [step for step in steps if step.name in region.leaving]
+    needs = PartNeeds(across, region, ((0, rows), (0, columns)), [(0, 0)])
+    for step in reversed(steps):
+        needs.begin_with(step)
+    return needs.bytes

@@ -1,7 +1,7 @@
-"""Where a region is cut into parts, between which maps are stored, and how large the boxes of each part are.
+"""Cut a phase into parts, between which maps are stored, and choose how large the boxes of each part are.
 
-A part's boxes compute a rim of rows that their neighbours compute, too, the wider the more operations it has; a cut
-ends the rim, and stores a map. Deeper maps are smaller, so that their boxes may be larger in the same memory. Which
+A part's boxes compute a halo of rows that their neighbours compute, too, the wider the more operations it has; a cut
+ends the halo, and stores a map. Deeper maps are smaller, so that their boxes may be larger in the same memory. Which
 cuts and boxes cost the least is found by dynamic programming over the places where little crosses.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from parallel.space.box_bytes import Cuts, PartNeeds
-from parallel.space.grid import Span, cells, tile_cuts
+from parallel.space.grid import Span, tile_cuts
+from parallel.space.phases import Part, Phase, wanted_from
+from parallel.space.region import PaperRegion
 from parallel.space.rule import Step
 
 MULTIPLES = (1, 2, 4, 8, 16)
@@ -31,96 +32,49 @@ STORE_PENALTIES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e6)
 are stored fit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Steps at positions ``start`` to ``stop``, not included, computed in boxes of ``box`` px of the tile."""
+def divide(
+    region: PaperRegion,
+    phase: Phase,
+    box: int,
+    box_bytes: float,
+    stored_bytes: float,
+    barred: Collection[str] = (),
+) -> list[Part]:
+    """Return the parts of a phase.
 
-    start: int
-    stop: int
-    box: int
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What is to be computed in boxes.
-
-    Attributes:
-        side: rows and columns of the tile.
+    Args:
         box: side of the boxes that are asked for, px.
         box_bytes: that a box may take on the device (``BoxBytes``); boxes of the asked side may take more.
         stored_bytes: that the maps between parts may take.
-        entering: bytes of the maps that enter the region, by name.
-        images: names of those of them that have no gradient.
-        square: rows and columns are alike, in the tile and in every step.
+        barred: names of values that cannot be stored.
     """
-
-    side: tuple[int, int]
-    box: int
-    box_bytes: float
-    stored_bytes: float
-    entering: Mapping[str, int]
-    images: frozenset[str] = frozenset()
-    square: bool = False
-
-    def sizes(self, steps: Sequence[Step]) -> dict[str, int]:
-        """Return the bytes of every map that ``steps`` make, or that enters."""
-        return {**self.entering, **{step.name: step.value_bytes for step in steps}}
-
-
-def divide(
-    steps: Sequence[Step],
-    leaving: Collection[str],
-    sides: Mapping[str, tuple[int, int]],
-    tile: Tile,
-    whole: Collection[str] = (),
-    known: Sequence[Step] = (),
-) -> list[Part]:
-    """Return the parts of the steps of one phase.
-
-    Args:
-        leaving: names that later phases, or what follows the region, use.
-        sides: of every map.
-        whole: names of values that cannot be stored.
-        known: steps of all phases, where there are others.
-    """
-    ends = [0, *_places(steps, leaving, whole), len(steps)]
-    sizes = tile.sizes(known or steps)
-    columns = {stop: _costs(steps, stop, ends, leaving, sides, tile, sizes) for stop in ends[1:]}
+    steps = phase.steps
+    ends = [0, *_places(phase, barred), len(steps)]
+    columns = {stop: _costs(region, phase, stop, ends, box, box_bytes) for stop in ends[1:]}
     parts: list[Part] = []
     each = sum(step.flops for step in steps) / max(1, sum(step.value_bytes for step in steps))
     for pressure in STORE_PENALTIES:
         best: dict[int, tuple[float, list[Part], float]] = {0: (0.0, [], 0.0)}
         for stop in ends[1:]:
             choices = []
-            for start, (cost, stored, box) in columns[stop].items():
+            for start, (cost, stored, side) in columns[stop].items():
                 before, earlier, kept = best[start]
                 price = before + cost + (FLOPS_PER_BYTE + pressure * each) * stored
-                choices.append((price, [*earlier, Part(start, stop, box)], kept + stored))
+                choices.append((price, [*earlier, Part(start, stop, side)], kept + stored))
             best[stop] = min(choices, key=lambda choice: choice[0])
         _, parts, stored = best[len(steps)]
-        if stored <= tile.stored_bytes:
+        if stored <= stored_bytes:
             break
     return parts
 
 
-def wanted_from(steps: Sequence[Step], stop: int, leaving: Collection[str], start: int = 0) -> list[Step]:
-    """Return those of ``steps[start:stop]`` whose values are used at ``stop`` or after it."""
-    later = {name for step in steps[stop:] for name in step.maps}.union(leaving)
-    return [step for step in steps[start:stop] if step.name in later]
-
-
-def owned(step: Step, cuts: tuple[tuple[int, ...], tuple[int, ...]], axis: int) -> tuple[Span, ...]:
-    """Return the rows of each box in the value of ``step``, or in what it sums."""
-    return cells(cuts[axis], step.sides[axis])
-
-
-def _places(steps: Sequence[Step], leaving: Collection[str], whole: Collection[str]) -> list[int]:
+def _places(phase: Phase, barred: Collection[str]) -> list[int]:
     """Positions between steps where little crosses."""
     crossing = []
-    for position in range(1, len(steps)):
-        across = wanted_from(steps, position, leaving)
-        barred = any(step.name in whole for step in across)
-        crossing.append(math.inf if barred else sum(step.value_bytes for step in across))
+    for position in range(1, len(phase.steps)):
+        across = wanted_from(phase.steps, position, phase.leaving)
+        fixed = any(step.name in barred for step in across)
+        crossing.append(math.inf if fixed else sum(step.value_bytes for step in across))
     dips = [
         k + 1
         for k, size in enumerate(crossing)
@@ -134,25 +88,20 @@ def _places(steps: Sequence[Step], leaving: Collection[str], whole: Collection[s
 
 
 def _costs(
-    steps: Sequence[Step],
-    stop: int,
-    ends: Sequence[int],
-    leaving: Collection[str],
-    sides: Mapping[str, tuple[int, int]],
-    tile: Tile,
-    sizes: Mapping[str, int],
+    region: PaperRegion, phase: Phase, stop: int, ends: Sequence[int], asked: int, box_bytes: float
 ) -> dict[int, tuple[float, float, int]]:
-    """By start of the part that ends at ``stop``: (flops of all boxes, bytes that it stores, side of its boxes)."""
-    across = wanted_from(steps, stop, leaving)
+    """Return by start of the part that ends at ``stop``: (flops of all boxes, bytes that it stores, box side)."""
+    steps, side = phase.steps, region.side
+    across = wanted_from(steps, stop, phase.leaving)
     stored_names = {step.name for step in across if not step.sums}
     best: dict[int, tuple[float, float, int]] = {}
     for multiple in MULTIPLES:
-        box = multiple * tile.box
-        if multiple > 1 and multiple // 2 * tile.box >= max(tile.side):
+        box = multiple * asked
+        if multiple > 1 and multiple // 2 * asked >= max(side):
             break
-        cuts = (tile_cuts(tile.side[0], box), tile_cuts(tile.side[1], box))
+        cuts = (tile_cuts(side[0], box), tile_cuts(side[1], box))
         count = math.prod(len(axis) - 1 for axis in cuts)
-        boxes = PartNeeds(across, sides, sizes, cuts, worst_case_boxes(cuts), tile.images, tile.square)
+        boxes = PartNeeds(across, region, cuts, worst_case_boxes(cuts), region.square)
         flops = stored = 0.0
         for position in range(stop - 1, -1, -1):
             step = steps[position]
@@ -161,10 +110,10 @@ def _costs(
             stored += step.value_bytes if step.name in stored_names else 0
             if position not in ends:
                 continue
-            excess = boxes.bytes / tile.box_bytes
+            excess = boxes.bytes / box_bytes
             if excess <= 1 or multiple == 1:
-                rims = boxes.boxes[0].fetched_bytes * count
-                cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * rims
+                halos = boxes.boxes[0].fetched_bytes * count
+                cost = flops * max(1.0, excess) + FETCHED_FLOPS_PER_BYTE * halos
                 if position not in best or cost < best[position][0]:
                     best[position] = cost, stored, box
             if excess > MAX_EXCESS:

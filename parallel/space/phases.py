@@ -1,9 +1,9 @@
-"""Phases of a region, and which maps are stored between them: the others are made again from those that are.
+"""Phases of a region, and which maps are stored between them; the others are recomputed from those.
 
-A phase is what can be computed box by box once all sums before it are known. What a later phase takes of an earlier one
-is stored, or made again in the later one, where all sums it asks for are known by then: the output of a block, which
-the next block adds its own to, is a few cheap operations away from convolutions' outputs that are stored anyway. A
-convolution made again costs its time; which ones save most bytes for it is for the memory of the host to say.
+A phase holds the steps that can be computed box by box once all sums before it are known. A map that a later phase
+takes is stored, or recomputed there. The output of a block, which the next block adds its own to, is a few cheap
+operations away from convolutions' outputs that are stored anyway. A recomputed convolution costs its time: as many
+are recomputed as the memory of the host asks for, those first that save most bytes for their time.
 """
 
 from __future__ import annotations
@@ -14,46 +14,70 @@ from dataclasses import dataclass
 from parallel.space.rule import SAME, Step, in_phases
 
 CHEAP_FLOPS_PER_BYTE = 25.0
-"""Of what is made again before any convolution is."""
+"""Of maps that are recomputed before any convolution is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Steps at positions ``start`` to ``stop``, not included, computed in boxes of ``box`` px of the tile."""
+
+    start: int
+    stop: int
+    box: int
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What can be computed once all sums before it are known.
+    """Steps that can be computed once all sums before them are known.
 
     Attributes:
-        plain: steps without rows, computed once.
-        steps: computed box by box, those that are made again among them.
+        global_steps: steps without rows, computed once.
+        steps: computed box by box, recomputed ones among them.
         leaving: names of those that later phases fetch, or that leave the region, and of sums.
         fetched: names of the maps of earlier phases, and of what enters the region, that it takes.
+        parts: of ``steps``, in order; empty until boxes are planned.
     """
 
-    plain: tuple[Step, ...]
+    global_steps: tuple[Step, ...]
     steps: tuple[Step, ...]
     leaving: frozenset[str]
     fetched: frozenset[str]
+    parts: tuple[Part, ...] = ()
+
+    def steps_of(self, part: Part) -> tuple[Step, ...]:
+        return self.steps[part.start : part.stop]
+
+    def outputs(self, part: Part) -> list[Step]:
+        """Return the steps whose values leave a part."""
+        return wanted_from(self.steps, part.stop, self.leaving, part.start)
 
 
-def phases_of(steps: Sequence[Step], leaving: Collection[str], again: Collection[str] = ()) -> list[Phase]:
+def wanted_from(steps: Sequence[Step], stop: int, leaving: Collection[str], start: int = 0) -> list[Step]:
+    """Return those of ``steps[start:stop]`` whose values are used at ``stop`` or after it."""
+    later = {name for step in steps[stop:] for name in step.maps}.union(leaving)
+    return [step for step in steps[start:stop] if step.name in later]
+
+
+def phases_of(steps: Sequence[Step], leaving: Collection[str], recomputed: Collection[str] = ()) -> list[Phase]:
     """Return the phases of a region.
 
     Args:
         leaving: names that are used after it.
-        again: names of maps that are not stored for later phases.
+        recomputed: names of maps that are not stored for later phases.
     """
-    return _phases(steps, in_phases(steps), leaving, again)
+    return _phases(steps, in_phases(steps), leaving, recomputed)
 
 
 def _phases(
     steps: Sequence[Step],
     base: Sequence[tuple[Sequence[Step], Sequence[Step]]],
     leaving: Collection[str],
-    again: Collection[str],
+    recomputed: Collection[str],
 ) -> list[Phase]:
-    """Return the same, of steps that ``in_phases`` has told apart."""
+    """Return the phases of steps that ``in_phases`` has separated into ``base``."""
     order = {step.name: k for k, step in enumerate(steps)}
     makers = {step.name: step for _, local in base for step in local if not step.sums}
-    stored = _crossing(steps, base) - set(again)
+    stored = _crossing(steps, base) - set(recomputed)
     closed: list[tuple[list[Step], set[str]]] = []
     for _, local in base:
         there, fetched = {step.name: step for step in local}, set[str]()
@@ -104,37 +128,36 @@ def maps_to_recompute(
     images: Collection[str],
     limit: float,
 ) -> frozenset[str]:
-    """Return names of the maps to make again so that the others take no more than ``limit`` bytes, those first that
+    """Return names of the maps to recompute so that the others take no more than ``limit`` bytes, those first that
     cost least for each byte; as many as help where even that is too much."""
-
     base = in_phases(steps)
 
-    def cost_of(again: Collection[str]) -> tuple[float, int]:
-        phases = _phases(steps, base, leaving, again)
+    def cost_of(chosen: Collection[str]) -> tuple[float, int]:
+        phases = _phases(steps, base, leaving, chosen)
         return sum(step.flops for phase in phases for step in phase.steps), peak_stored_bytes(phases, sizes, images)
 
-    again: frozenset[str] = frozenset()
-    flops, least = cost_of(again)
+    chosen: frozenset[str] = frozenset()
+    flops, least = cost_of(chosen)
     if least <= limit:
-        return again
+        return chosen
     by_name = {step.name: step for step in steps}
     across = _crossing(steps, base)
     cheap = {
         name for name in across if by_name[name].rules == (SAME, SAME) and _each(by_name[name]) <= CHEAP_FLOPS_PER_BYTE
     }
-    again, (flops, least) = frozenset(cheap), cost_of(cheap)
+    chosen, (flops, least) = frozenset(cheap), cost_of(cheap)
     gains = []
     for name in across - cheap if least > limit else ():
-        more, stored = cost_of(again | {name})
+        more, stored = cost_of(chosen | {name})
         if stored < least:
             gains.append(((more - flops) / (least - stored), name))
     for _, name in sorted(gains):
-        stored = cost_of(again | {name})[1]
+        stored = cost_of(chosen | {name})[1]
         if stored < least:
-            again, least = again | {name}, stored
+            chosen, least = chosen | {name}, stored
         if least <= limit:
             break
-    return again
+    return chosen
 
 
 def _each(step: Step) -> float:

@@ -12,7 +12,7 @@ sums alone, as the gate of a squeeze-and-excitation, has no rows: it is computed
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -78,7 +78,7 @@ class Transposed:
 
     @property
     def reach(self) -> int:
-        """As of a window."""
+        """Rows from the first to the last that one row of the input goes to."""
         return self.dilation * (self.kernel - 1) + 1
 
     def out(self, side: int) -> int:
@@ -246,26 +246,3 @@ def in_phases(steps: Sequence[Step]) -> list[tuple[list[Step], list[Step]]]:
             phases.append(([], []))
         phases[phase][0 if step.global_op else 1].append(step)
     return phases
-
-
-def needed_spans(
-    steps: Sequence[Step], wanted: Mapping[str, Span], sides: Mapping[str, tuple[int, int]], axis: int
-) -> dict[str, Span]:
-    """Return the rows of each map that are computed, or fetched where no step makes it, along one axis.
-
-    Args:
-        wanted: the rows of a map that the box is to give, or that it adds to a sum, by name of the step; all of them
-            not empty.
-        sides: rows and columns of every map.
-        axis: 0 for rows, 1 for columns.
-    """
-    spans = dict(wanted)
-    for step in reversed(steps):
-        rows = spans.get(step.name)
-        if rows is None:
-            continue
-        for name in step.maps:
-            side = sides[name][axis]
-            need = step.rules[axis].need(rows, side).touching(side)
-            spans[name] = need.hull(spans.get(name))
-    return spans

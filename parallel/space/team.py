@@ -76,7 +76,7 @@ class HaloPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who hands what of one map to whom before an operation.
+    """Exchange of one map among members before an operation.
 
     Attributes:
         needs: by member: what it needs, rows and columns outside the map among them.
@@ -97,7 +97,7 @@ class Exchange:
 
     @functools.cached_property
     def sends(self) -> tuple[tuple[tuple[int, Box], ...], ...]:
-        """By member: (target, box) of what it sends, in order of targets."""
+        """(target, box) of each message that a member sends, by member, in order of targets."""
         found: list[list[tuple[int, Box]]] = [[] for _ in self.pieces]
         for target, pieces in enumerate(self.recvs):
             for piece in pieces:
@@ -106,13 +106,35 @@ class Exchange:
 
     @functools.cached_property
     def recvs(self) -> tuple[tuple[HaloPiece, ...], ...]:
-        """By member: what it receives, in order of owners."""
+        """Pieces that a member receives, by member, in order of owners."""
         return tuple(tuple(p for p in pieces if p.owner != member) for member, pieces in enumerate(self.pieces))
 
-    @property
+    @functools.cached_property
     def px(self) -> int:
-        """Of all that is sent, by all members."""
-        return sum(p.box[0].size * p.box[1].size for pieces in self.recvs for p in pieces)
+        """Pixels that all members send together."""
+        return sum(box_px(piece.box) for pieces in self.recvs for piece in pieces)
+
+    @functools.cached_property
+    def received_px(self) -> int:
+        """Pixels that the member which fetches most receives."""
+        return max(sum(box_px(piece.box) for piece in pieces) for pieces in self.recvs)
+
+    @functools.cached_property
+    def messages(self) -> int:
+        """Messages to the member that is sent most of them."""
+        return max(map(len, self.recvs))
+
+    @functools.cached_property
+    def boxes_px(self) -> int:
+        """Pixels of the largest box that a member then has."""
+        return max(map(box_px, self.boxes))
+
+    @functools.cached_property
+    def padded_px(self) -> int:
+        """Pixels of the largest box with its padding, where a member pads one side more than the other; else 0."""
+        pairs = [pair for need, box in zip(self.needs, self.boxes, strict=True) for pair in zip(need, box, strict=True)]
+        lopsided = any(has.start - wants.start != wants.stop - has.stop for wants, has in pairs)
+        return max(map(box_px, self.needs)) if lopsided else 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +146,7 @@ class SpatialMesh:
 
     @functools.cached_property
     def cuts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of rows and of columns, in px of the tile."""
+        """Cuts of rows and of columns, in px of the tile."""
         return team_cuts(self.side[0], self.grid.rows), team_cuts(self.side[1], self.grid.columns)
 
     def owned(self, member: int, sides: Sides) -> Box:
@@ -135,6 +157,11 @@ class SpatialMesh:
     def all_owned(self, sides: Sides) -> tuple[Box, ...]:
         """Return the box of every member in a map of ``sides``."""
         return tuple(itertools.product(*self._axes(sides)))
+
+    def largest(self, sides: Sides) -> Sides:
+        """Return the most rows, and the most columns, that a member has of a map of ``sides``."""
+        rows, columns = self._axes(sides)
+        return max(span.size for span in rows), max(span.size for span in columns)
 
     def _axes(self, sides: Sides) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """Return the rows of each row of members, and the columns of each column."""
@@ -191,6 +218,10 @@ class SpatialMesh:
             )
             pieces.append(tuple(HaloPiece(r * width + c, (top, left)) for r, top in rows for c, left in columns))
         return Exchange(tuple(needs), tuple(boxes), tuple(pieces), tuple(itertools.product(*axes)))
+
+
+def box_px(box: Box) -> int:
+    return box[0].size * box[1].size
 
 
 def needs_of(rules: tuple[Rule, Rule], made: Sequence[Box], taken: Sides) -> list[Box]:

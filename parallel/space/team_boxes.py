@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from parallel.space.box_bytes import AxisNeeds, Cuts
-from parallel.space.boxes import Boxes, PhaseParts, StreamedModel, given_by, plan_boxes
-from parallel.space.parts import Part
-from parallel.space.side_by_side import divide_among
+from parallel.space.boxes import Boxes, plan_boxes
+from parallel.space.phases import Part, Phase
+from parallel.space.region import PaperRegion
 from parallel.space.team import Grid, SpatialMesh
 
 EXCHANGE_COPIES = 2
@@ -67,34 +67,29 @@ class TeamBoxes(Boxes):
         most = {name: [max(stop - start for start, stop in axis) for axis in axes] for name, axes in spans.items()}
         return {name: (rows, columns) for name, (rows, columns) in most.items()}
 
-    def _look(self, phase: PhaseParts, part: Part, spans: dict[str, list[list[tuple[int, int]]]]) -> None:
+    def _look(self, phase: Phase, part: Part, spans: dict[str, list[list[tuple[int, int]]]]) -> None:
         """Widen what members hold to where the first and the last of their boxes of a part look."""
-        steps, across, grid = phase.steps[part.start : part.stop], given_by(phase, part), self.mesh.grid
+        steps, across, grid = phase.steps_of(part), phase.outputs(part), self.mesh.grid
         for axis, count in enumerate((grid.rows, grid.columns)):
             for number in range(count):
                 boxes = self.places(number * grid.columns if axis == 0 else number, part)[axis]
                 for box in {boxes[0], boxes[-1]}:
                     needs = AxisNeeds(across, self.model.sides, self.cuts(part)[axis], axis, box)
-                    for step in reversed(steps):
-                        needs.begin_with(step)
-                    for name, span in needs.spans.items():
-                        if name in spans and span.stop > span.start:
+                    for name, span in needs.begin_with_all(steps).items():
+                        if name in spans:
                             start, stop = spans[name][axis][number]
                             spans[name][axis][number] = min(start, span.start), max(stop, span.stop)
 
     def map_bytes(self, name: str) -> int:
         """Return the bytes that the largest member holds of a map."""
         sides = self.model.sides[name]
-        px = self.held[name] if name in self.held else self._own(name)
+        px = self.held[name] if name in self.held else self.mesh.largest(sides)
         return round(self.model.sizes[name] * math.prod(px) / math.prod(sides))
 
     def own_bytes(self, name: str) -> int:
         """Return the bytes of a map that the largest member owns."""
-        return round(self.model.sizes[name] * math.prod(self._own(name)) / math.prod(self.model.sides[name]))
-
-    def _own(self, name: str) -> tuple[int, int]:
-        owned = self.mesh.all_owned(self.model.sides[name])
-        return max(rows.size for rows, _ in owned), max(columns.size for _, columns in owned)
+        sides = self.model.sides[name]
+        return round(self.model.sizes[name] * math.prod(self.mesh.largest(sides)) / math.prod(sides))
 
     @functools.cached_property
     def fetched_of_others(self) -> dict[str, int]:
@@ -104,10 +99,9 @@ class TeamBoxes(Boxes):
     @functools.cached_property
     def host_bytes(self) -> int:
         """Those of maps between parts, and of the member's part of the tile with what it looks at of others'."""
-        return self.stored_bytes + sum(self.map_bytes(name) for name, more in self._entering() if more)
-
-    def _entering(self) -> Iterator[tuple[str, int]]:
-        return ((name, self.fetched_of_others[name]) for name in self.model.inputs)
+        return self.stored_bytes + sum(
+            self.map_bytes(name) for name in self.model.inputs if self.fetched_of_others[name]
+        )
 
     @functools.cached_property
     def device_bytes(self) -> int:
@@ -121,11 +115,11 @@ class TeamBoxes(Boxes):
         return sum(self.own_bytes(name) for name in self.model.inputs)
 
 
-def plan_team_boxes(model: StreamedModel, box: int, grid: Grid, stored_bytes: int | None = None) -> TeamBoxes:
+def plan_team_boxes(model: PaperRegion, box: int, grid: Grid, stored_bytes: int | None = None) -> TeamBoxes:
     """Return the region in boxes of ``box`` px of the members' parts.
 
     Args:
-        model: of what a team of the grid computes side by side (``side_by_side``).
+        model: of what a team of the grid computes side by side (``divided_region``).
         stored_bytes: that maps between parts may take with each member; None: 32 for each px of its part.
 
     Raises:
@@ -136,18 +130,5 @@ def plan_team_boxes(model: StreamedModel, box: int, grid: Grid, stored_bytes: in
     return TeamBoxes(model, plan_boxes(model, box, of_all).phases, mesh)
 
 
-def side_by_side(model: StreamedModel, grid: Grid) -> StreamedModel | None:
-    """Return the region as far as a team of the grid computes it; None where nothing can be divided so."""
-    side = divide_among(model, grid)
-    if not side.steps:
-        return None
-    if len(side.steps) == len(model.steps):
-        return model
-    made = {step.name for step in side.steps}
-    later = {name for step in model.steps if step.name not in made for name in step.inputs}
-    leaving = tuple(step.name for step in side.steps if step.name in later.union(model.leaving))
-    return replace(model, steps=side.steps, leaving=leaving, ends_at=side.ends_at)
-
-
-def _maps(phase: PhaseParts, part: Part) -> Sequence[str]:
-    return [step.name for step in given_by(phase, part) if not step.sums]
+def _maps(phase: Phase, part: Part) -> Sequence[str]:
+    return [step.name for step in phase.outputs(part) if not step.sums]

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from torch import fx
 
-from parallel.space.box_bytes import Cuts
+from parallel.space.box_bytes import AxisNeeds, Cuts
 from parallel.space.grid import Span
-from parallel.space.parts import Part, owned, partition_faults, rule_faults, span_faults, wanted_from
-from parallel.space.rule import Step, needed_spans
+from parallel.space.grid import cells as cells_of
+from parallel.space.parts import partition_faults, rule_faults, span_faults
+from parallel.space.phases import Part, wanted_from
+from parallel.space.rule import Step
 from parallel.streaming.operation import Operation
 from parallel.streaming.patch import Box, Cut, available, cut_of, padded_need
 from parallel.streaming.region import Region
@@ -172,14 +174,11 @@ def plan_part(
     """
     own = tuple(steps[part.start : part.stop])
     given = tuple(wanted_from(steps, part.stop, leaving, part.start))
-    cells = {step.name: (owned(step, cuts, 0), owned(step, cuts, 1)) for step in given}
+    cells = {step.name: (cells_of(cuts[0], step.sides[0]), cells_of(cuts[1], step.sides[1])) for step in given}
     by_axis = []
     for axis in (0, 1):
-        spans = []
-        for k in range(len(cuts[axis]) - 1):
-            wanted = {name: places[axis][k] for name, places in cells.items() if places[axis][k].size}
-            spans.append(needed_spans(own, wanted, region.sides, axis))
-        by_axis.append(tuple(spans))
+        needs = [AxisNeeds(given, region.sides, cuts[axis], axis, k) for k in range(len(cuts[axis]) - 1)]
+        by_axis.append(tuple(need.begin_with_all(own) for need in needs))
     faults = [
         fault for axis in (0, 1) for spans in by_axis[axis] for fault in span_faults(own, spans, region.sides, axis)
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from parallel.space.boxes import StreamedModel
+from parallel.space.region import PaperRegion
 from parallel.space.rule import Step
 from parallel.streaming.operation import Operation
 
@@ -22,7 +22,7 @@ Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype, torch.device]]
 
 @dataclass(frozen=True)
 class Region:
-    """What is computed box by box.
+    """Region of a traced model that can be computed box by box.
 
     Attributes:
         steps: in the order of the model.
@@ -63,7 +63,7 @@ class Region:
             return False
         return len(self.nodes[source].users) == 1 and not self.operations[source].shares
 
-    def on_paper(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> StreamedModel:
+    def on_paper(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> PaperRegion:
         """Return what a plan of boxes asks for.
 
         Args:
@@ -74,7 +74,7 @@ class Region:
         sizes = {name: math.prod(self.forms[name][0]) * self.forms[name][1].itemsize for name in self.inputs}
         whole = frozenset(name for name in self.dims if name not in self.forms)
         tiles = self.forms[self.inputs[0]][0][0]
-        return StreamedModel(
+        return PaperRegion(
             self.steps,
             self.sides,
             (rows, columns),

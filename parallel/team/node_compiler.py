@@ -53,7 +53,7 @@ class NodeCompiler:
         self._member = context.comm.member
 
     def compile(self, node: fx.Node) -> Compute:
-        if node.name in self._plan.steps and node.op != "output":
+        if node.name in self._plan.by_name and node.op != "output":
             return self._sharded(node)
         compute = self._on_rank0(node)
         if node.name not in self._random or not self._others_draw_later(node):
@@ -70,7 +70,7 @@ class NodeCompiler:
         region = self._plan.region
         if region is None or not self._stage.training:
             return False
-        return any(node < region.nodes[name] for name in self._plan.steps & self._random)
+        return any(node < region.nodes[name] for name in self._plan.by_name.keys() & self._random)
 
     def _on_rank0(self, node: fx.Node) -> Compute:
         """What member 0 computes alone, of whole maps; other members only visit the same exchanges."""
@@ -166,7 +166,7 @@ class NodeCompiler:
     def _summed(self, node: fx.Node, name: str, operation: Operation, of: Operation) -> Any:
         """A sum over the parts of all members."""
         make, resolver, comm = self._arguments(node), self._without_rows(node), self._comm
-        load, is_norm = self._patches(node, operation), of.norm is not None
+        load, is_norm = self._patches(node, name), of.norm is not None
         if operation.merge is None:
             return lambda known, _, before=NO_PRIORS: all_reduce_sum(
                 comm, operation.compute(make(load(known), resolver(known), known=before))
@@ -189,7 +189,7 @@ class NodeCompiler:
         resolver, compute, norm = self._without_rows(node), operation.compute, operation.norm
         if operation.convolution is not None and (convolution := self._convolution(node, operation)):
             return convolution
-        make, load = self._arguments(node, self._may_change(node)), self._patches(node, operation)
+        make, load = self._arguments(node, self._may_change(node)), self._patches(node, node.name)
         if operation.drawn is not None:
             return self._drawn(node, operation, make, load)
         if norm is None:
@@ -206,7 +206,7 @@ class NodeCompiler:
     def _convolution(self, node: fx.Node, operation: Operation) -> Any:
         (source,) = self._sources(node)
         name, comm, operands, compute = source.name, self._comm, operation.convolution, operation.compute
-        exchange, patch = self._exchange(node, operation, source), self._patch(node, operation, source)
+        exchange, patch = self._exchange(node.name, source), self._patch(node.name, source)
         make, resolver = self._arguments(node), self._without_rows(node)
         if exchange.exchange.is_local:
             whole = all_of_own(exchange.exchange, self._member, patch)
@@ -226,7 +226,7 @@ class NodeCompiler:
         """A map times numbers that each member draws for the whole map, of which it takes its own box."""
         plan, draw, resolver = self._plan, operation.drawn, self._without_rows(node)
         assert draw is not None
-        rows, columns = plan.sides(node.name)
+        rows, columns = plan.sides[node.name]
         part = slices(plan.dims(node.name), plan.owned(node.name, self._member), (Span(0, rows), Span(0, columns)))
         mask, compute = node.name + MASK, operation.compute
 
@@ -240,23 +240,21 @@ class NodeCompiler:
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if self._plan.placement(source.name) == "shard"]
 
-    def _exchange(self, node: fx.Node, operation: Operation, source: fx.Node) -> BoundExchange:
-        exchange = self._plan.exchange(node.name, operation, source.name)
+    def _exchange(self, step: str, source: fx.Node) -> BoundExchange:
+        exchange = self._plan.exchange(step, source.name)
         return BoundExchange(exchange, self._member, self._plan.dims(source.name))
 
-    def _patch(self, node: fx.Node, operation: Operation, source: fx.Node) -> Patch:
-        """What the operation is handed of a map, without a tensor."""
+    def _patch(self, step: str, source: fx.Node) -> Patch:
+        """What the operation of a step is handed of a map, without a tensor."""
         plan, name = self._plan, source.name
-        made = plan.owned(name if operation.sums or operation.of_sums else node.name, self._member)
-        exchange = plan.exchange(node.name, operation, name)
-        return patch_of(exchange, self._member, None, made, plan.sides(name), plan.dims(name))
+        made = plan.mesh.owned(self._member, plan.by_name[step].sides)
+        return patch_of(plan.exchange(step, name), self._member, None, made, plan.sides[name], plan.dims(name))
 
-    def _patches(self, node: fx.Node, operation: Operation) -> Callable[[Values], dict[str, Patch]]:
-        """Return what gives the patches of all maps that a node takes, by name."""
+    def _patches(self, node: fx.Node, step: str) -> Callable[[Values], dict[str, Patch]]:
+        """Return what gives the patches of all maps that a step of a node takes, by name."""
         sources = [
-            (source.name, self._load_part(node, self._exchange(node, operation, source)), _frame(patch))
+            (source.name, self._load_part(node, self._exchange(step, source)), _frame(self._patch(step, source)))
             for source in self._sources(node)
-            for patch in (self._patch(node, operation, source),)
         ]
 
         def load(known: Values) -> dict[str, Patch]:

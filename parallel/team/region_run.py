@@ -99,7 +99,7 @@ class RegionRun:
         self.boxes = boxes = plan_team_boxes(region.on_paper(scale), box, grid, stored_bytes)
         self.phases = [
             Phase(
-                phase.plain,
+                phase.global_steps,
                 tuple(
                     plan_part(
                         region, phase.steps, part, phase.leaving, boxes.cuts(part), boxes.places(comm.member, part)

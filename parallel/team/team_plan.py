@@ -1,12 +1,10 @@
-"""What of a model a team computes side by side, for tiles of one shape: the region that has rows, and what follows.
+"""Plan what of a traced model a team computes side by side, for tiles of one shape.
 
-Takes a traced model in one of its two modes; gives for every value whether it lies in parts with the members, whole
-with each, or with member 0 alone. No parameter is read, nothing is sent.
+A value is sharded over the members, replicated, or on member 0 alone. No parameter is read, nothing is sent.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,9 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from parallel.space.rule import SAME
-from parallel.space.team import Box, Exchange, Grid, SpatialMesh
-from parallel.streaming.operation import Operation
+from parallel.space.spatial_plan import SpatialPlan
+from parallel.space.team import Grid, SpatialMesh
 from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
 from parallel.trace.trace import Traced
@@ -25,61 +22,30 @@ from parallel.trace.without_data import preserve_module_state
 MOST_PLANS = 64
 """Plans that are kept, each with its programs: tiles of whole slides have a shape each."""
 Placement = Literal["shard", "replicate", "rank0"]
-"""In parts with the members; whole with each of them; with member 0 alone."""
 
 
 @dataclass(frozen=True, eq=False)
-class TeamPlan:
-    """A model in one mode, for tiles of one shape and a team of one grid.
+class TeamPlan(SpatialPlan):
+    """Plan of a model in one mode, for tiles of one shape, with the nodes that compute its steps.
 
     Attributes:
-        region: what the members compute side by side; None where nothing can be.
-        ends_at: (layer, reason) that ended it; None where all that has rows is in it.
+        region: computed side by side; None where nothing can be.
         compiled: programs of this plan, by what runs them; they go with the plan.
     """
 
-    mesh: SpatialMesh
     region: Region | None
-    ends_at: tuple[str, str] | None
     compiled: dict[Any, Any] = field(default_factory=dict)
-
-    @functools.cached_property
-    def steps(self) -> frozenset[str]:
-        """Names of values of the region, and of their sums."""
-        return frozenset(step.name for step in self.region.steps) if self.region else frozenset()
 
     def placement(self, name: str) -> Placement:
         """Return where a value is."""
-        if self.region is None:
-            return "rank0"
-        if name in self.region.dims:
-            return "shard"
-        return "replicate" if name in self.steps or name in self.region.constants else "rank0"
-
-    def sides(self, name: str) -> tuple[int, int]:
-        """Return rows and columns of a map that lies in parts."""
-        assert self.region is not None
-        return self.region.sides[name]
+        if self.region is None or name in self.region.dims:
+            return "rank0" if self.region is None else "shard"
+        return "replicate" if name in self.by_name or name in self.region.constants else "rank0"
 
     def dims(self, name: str) -> tuple[int, int]:
-        """Return the dims of its rows and columns."""
+        """Return the dims of the rows and columns of a map."""
         assert self.region is not None
         return self.region.dims[name]
-
-    def owned(self, name: str, member: int) -> Box:
-        """Return the box of a map that ``member`` has."""
-        return self.mesh.owned(member, self.sides(name))
-
-    def exchange(self, node: str, operation: Operation, source: str) -> Exchange:
-        """Return what the step of ``node`` exchanges of the map ``source``."""
-        taken = self.sides(source)
-        made = taken if operation.sums or operation.of_sums else self.sides(node)
-        rules = (SAME, SAME) if operation.sums else operation.rules
-        return self.mesh.exchange(rules, made, taken)
-
-    def gathered(self, name: str) -> Exchange:
-        """Return the exchange that gives member 0 all of a map."""
-        return self.mesh.gathered(self.sides(name))
 
 
 def plan_team(
@@ -96,16 +62,16 @@ def plan_team(
     (entering,) = (node.name for node in nodes if node.op == "placeholder")
 
     if fault := mesh.fault(mesh.side):
-        return TeamPlan(mesh, None, ("the tile", fault))
+        return TeamPlan(mesh, (), {}, ("the tile", fault), None)
     try:
         region = read_region(model, nodes, {entering: images}, refuse=mesh.fault, once=once)
     except NothingTileable as reason:
-        return TeamPlan(mesh, None, reason.ends_at)
-    return TeamPlan(mesh, region, region.ends_at)
+        return TeamPlan(mesh, (), {}, reason.ends_at, None)
+    return TeamPlan(mesh, region.steps, region.sides, region.ends_at, region)
 
 
 def _put_on_one_device(model: nn.Module) -> None:
-    """Where a rank has moved its own stages to its device, put tensors on the CPU, without data, in place of all."""
+    """Put tensors on the CPU, without data, in place of all, if a rank has moved its own stages to its device."""
     held: list[dict[str, Any]] = [part for m in model.modules() for part in (m._parameters, m._buffers)]
     tensors = {id(tensor): tensor for values in held for tensor in values.values() if tensor is not None}
     if len({tensor.device for tensor in tensors.values()}) < 2:

@@ -32,7 +32,7 @@ from parallel.trace.without_data import preserve_module_state, replacements, swa
 
 def plan_alone(shape: tuple[int, ...], training: bool) -> TeamPlan:
     """Return the plan of a team of one, for tiles of ``shape`` (n, 3, h, w): nothing is divided."""
-    return TeamPlan(SpatialMesh(Grid(), (shape[2], shape[3])), None, None)
+    return TeamPlan(SpatialMesh(Grid(), (shape[2], shape[3])), (), {}, None, None)
 
 
 def stages_of_rank(

@@ -11,10 +11,9 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.stage_cost import LayerCost
 from parallel.plan.candidates import grids_of, in_teams
-from parallel.plan.part_graph import Halo, HaloTraffic
+from parallel.plan.halo_traffic import Halo, HaloTraffic, with_traffic
 from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
-from parallel.plan.side_by_side import with_traffic
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
@@ -43,19 +42,19 @@ def test_a_plan_is_read_back_with_its_grids() -> None:
 def test_where_a_region_ends_is_named() -> None:
     parts = planner("resnet18", 64, 4, GIB, 2).stages.teams
     assert parts is not None
-    ends = parts.side(Grid(4, 1)).ends_at
+    ends = parts.plan(Grid(4, 1)).ends_at
     assert ends is not None
     assert "of which not every member of a 4x1 team has a part" in ends[1]
-    assert parts.side(Grid(2, 1)).ends_at is None
+    assert parts.plan(Grid(2, 1)).ends_at is None
 
 
 def test_halos_hide_behind_the_computing_of_accelerators_and_on_the_way_between_nodes() -> None:
     link = LinkSpec("slow", 1e12, 2e-3)
-    cost, talk = LayerCost(3e-3, 1e-3, 1e-3), HaloTraffic((Halo(0, 0, 1, back=True, behind=True),))
+    cost, talk = LayerCost(3e-3, 1e-3, 1e-3), HaloTraffic([Halo(0, 0, 1, back=True, overlapped=True)])
     cluster = Cluster("test", GIB, 2, 2.0, link, link, 1e12, "cuda")
     hidden = with_traffic(cost, talk, 1, 2, cluster)
     assert (hidden.forward_s, hidden.backward_s) == (3e-3, 2e-3)  # 1 ms of the way back shows
-    apart = dataclasses.replace(talk, halos=(dataclasses.replace(talk.halos[0], behind=False),))
+    apart = dataclasses.replace(talk, halos=[dataclasses.replace(talk.halos[0], overlapped=False)])
     assert with_traffic(cost, apart, 1, 2, cluster).forward_s == 5e-3
     cores = dataclasses.replace(cluster, kind="cpu")
     assert with_traffic(cost, talk, 1, 2, cores).forward_s == 5e-3

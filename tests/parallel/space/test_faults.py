@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from parallel.space.box_bytes import AxisNeeds
 from parallel.space.grid import Span
 from parallel.space.parts import partition_faults, rule_faults, span_faults
-from parallel.space.rule import Step, Window, needed_spans
+from parallel.space.rule import Step, Window
 
 SIDES = {"image": (61, 61), "conv": (31, 31), "relu": (31, 31), "sum": (31, 31)}
 CONV = Step("conv", ("image",), rules=(Window(7, 2, 1, 3, 3),) * 2, sides=(31, 31))
@@ -12,13 +13,13 @@ STEPS = [CONV, Step("relu", ("conv",), sides=(31, 31)), Step("sum", ("relu", "co
 
 
 def test_needed_spans_lack_nothing() -> None:
-    spans = needed_spans(STEPS, {"sum": Span(15, 31)}, SIDES, 0)
+    spans = AxisNeeds(STEPS[-1:], SIDES, (0, 30, 61), 0, 1).begin_with_all(STEPS)
     assert spans == {"sum": Span(15, 31), "relu": Span(15, 31), "conv": Span(15, 31), "image": Span(27, 61)}
     assert not span_faults(STEPS, spans, SIDES, 0)
 
 
 def test_a_halo_of_the_wrong_width_is_named() -> None:
-    spans = {**needed_spans(STEPS, {"sum": Span(15, 31)}, SIDES, 0), "image": Span(28, 61)}
+    spans = {**AxisNeeds(STEPS[-1:], SIDES, (0, 30, 61), 0, 1).begin_with_all(STEPS), "image": Span(28, 61)}
     assert span_faults(STEPS, spans, SIDES, 0) == ["conv needs (27, 61) of image; there is (28, 61)"]
 
 

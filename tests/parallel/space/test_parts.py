@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.space.parts import MULTIPLES, Tile, divide
+from parallel.space.parts import MULTIPLES, divide
+from parallel.space.phases import Part, phases_of
+from parallel.space.region import PaperRegion
 from parallel.space.rule import SAME, Step, Window, in_phases
 
 WIDE, NARROW = 64_000, 4_000
-IMAGE = {"image": 0}
 
 
-def sides_of(steps: list[Step], side: int) -> dict[str, tuple[int, int]]:
-    return {"image": (side, side), **{step.name: step.sides for step in steps}}
+def divided(steps: list[Step], side: int, box_bytes: float, stored: float) -> list[Part]:
+    """Return the parts of steps that are one phase, in boxes of 64 px."""
+    sides = {"image": (side, side), **{step.name: step.sides for step in steps}}
+    region = PaperRegion(tuple(steps), sides, (side, side), {"image": 0}, (steps[-1].name,))
+    (phase,) = phases_of(region.steps, region.leaving)
+    return divide(region, phase, 64, box_bytes, stored)
 
 
-def chain(blocks: int, side: int) -> tuple[list[Step], dict[str, tuple[int, int]]]:
+def chain(blocks: int, side: int) -> list[Step]:
     """Blocks of two 3 x 3 convolutions; the value between two blocks is narrow."""
     steps: list[Step] = []
     before, conv = "image", Window(3, 1, 1, 1, 1)
@@ -25,15 +30,13 @@ def chain(blocks: int, side: int) -> tuple[list[Step], dict[str, tuple[int, int]
                 Step(name, (before,), (), (conv, conv), (side, side), flops=1e9, saves=(name,), value_bytes=size)
             )
             before = name
-    return steps, sides_of(steps, side)
+    return steps
 
 
 @pytest.mark.parametrize("stored", [0, 2 * NARROW, 1e9])
 def test_parts_cover_the_steps_and_cut_where_little_crosses(stored: float) -> None:
-    steps, sides = chain(6, 512)
-    parts = divide(
-        steps, {"b5"}, sides, Tile((512, 512), 64, 4 * sum(s.value_bytes for s in steps) / 64, stored, IMAGE)
-    )
+    steps = chain(6, 512)
+    parts = divided(steps, 512, 4 * sum(s.value_bytes for s in steps) / 64, stored)
     assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
     assert (parts[0].start, parts[-1].stop) == (0, len(steps))
     assert all(part.start % 2 == 0 for part in parts)
@@ -52,8 +55,7 @@ def test_deep_maps_are_computed_in_larger_boxes() -> None:
             Step(f"v{k}", (before,), (), (rule, rule), (side, side), flops=1e9, kept_bytes=size, value_bytes=1)
         )
         before = f"v{k}"
-    sides = sides_of(steps, 1024)
-    parts = divide(steps, {"v3"}, sides, Tile((1024, 1024), 64, sum(s.kept_bytes for s in steps) / 256, 1e9, IMAGE))
+    parts = divided(steps, 1024, sum(s.kept_bytes for s in steps) / 256, 1e9)
     assert len(parts) > 1
     assert parts[-1].box > parts[0].box == 64
 

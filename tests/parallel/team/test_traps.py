@@ -17,11 +17,11 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.offload.rng import DRAWING
 from parallel.space.grid import Span
-from parallel.space.rule import SAME, Window
+from parallel.space.rule import SAME, Step, Window
 from parallel.space.team import Exchange, Grid, SpatialMesh
-from parallel.streaming import local_ops, read_norm, read_window
+from parallel.streaming import local_ops, read_norm, read_region, read_window
 from parallel.streaming.patch import Patch
-from parallel.team import node_compiler, norm, program, team_plan
+from parallel.team import node_compiler, norm, program
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, patch_of
 from parallel.team.team_comm import PendingRecvs, TeamComm
@@ -64,6 +64,10 @@ def error(network: nn.Module, grid: Grid = GRID) -> float:
 
 def replaced(owner: Any, name: str, value: Any) -> Fault:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, value)
+
+
+def with_halos_of_sums(*values: Any, **named: Any) -> Step:
+    return Step(*values, **named, **({"rules": (Window(3, 1, 1, 1, 1),) * 2} if named.get("sums") else {}))
 
 
 def half_merged(before: Tensor, box: Tensor) -> Tensor:
@@ -120,7 +124,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         Together, replaced(HaloConvolution, "forward", padded_by_ones), GRID),
     # Rows that were fetched are counted by their owner.
     "statistics are of owned rows": (
-        OPERATIONS["batch norm"].make, replaced(team_plan, "SAME", Window(3, 1, 1, 1, 1)), GRID),
+        OPERATIONS["batch norm"].make, replaced(read_region, "Step", with_halos_of_sums), GRID),
     # MPI4DL's batch norm is of each part; torch's SyncBatchNorm weighed ranks alike.
     "statistics weigh uneven parts by their px": (
         OPERATIONS["batch norm"].make, replaced(norm, "merged", half_merged), GRID),
