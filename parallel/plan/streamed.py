@@ -31,7 +31,6 @@ from parallel.space.region import PaperRegion
 from parallel.space.rule import Step
 from parallel.space.spatial_plan import divided_region
 from parallel.space.team import Grid
-from parallel.space.team_boxes import TeamBoxes, plan_team_boxes
 from parallel.strategy import Strategy
 
 SIDES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -112,8 +111,7 @@ class StreamedStages:
         key = side, _, stored, grid = _key(strategy, tiles)
         if key not in self._boxes:
             model = self._model(tiles, grid)
-            made = plan_boxes(model, side, stored) if grid is None else plan_team_boxes(model, side, grid, stored)
-            self._boxes[key] = made
+            self._boxes[key] = plan_boxes(model, side, grid or Grid(), stored)
         return self._boxes[key]
 
     def _model(self, tiles: int, grid: Grid | None) -> PaperRegion:
@@ -200,7 +198,7 @@ class StreamedStages:
         backward = sum(cost.backward_s for cost in costs.layers[start:])
         once, again = self._region_s(strategy, tiles)
         moved = self._moved(boxes) / self._cluster.copy_bandwidth
-        if isinstance(boxes, TeamBoxes):
+        if strategy.grid:
             told = self._told_s(boxes)
             once, again = once + told, again + told
         return dataclasses.replace(
@@ -212,7 +210,7 @@ class StreamedStages:
             activation_bytes=0,
         )
 
-    def _told_s(self, boxes: TeamBoxes) -> float:
+    def _told_s(self, boxes: Boxes) -> float:
         """Seconds of what members tell each other in one pass: what they look at of others' maps, and sums."""
         members = boxes.mesh.grid.members
         link = self._cluster.link(0, members - 1)

@@ -1,7 +1,9 @@
-"""A region planned in boxes, on paper: phases, their parts, and what they take of the device and of the host.
+"""A region planned in boxes, on paper: phases, their parts, and the bytes that they take of device and host.
 
-Takes the steps of a region at one size of tile; gives ``Boxes``. What runs them, and what predicts them, have the same.
-No torch here.
+Takes the steps of a region at one size of tile, and the grid of a team, which may be of one rank; returns ``Boxes``,
+for the runner and the planner alike. Phases and parts are those of the whole tile, so that all members come to the same
+messages; boxes end where the parts of members do. Each member holds as much of a map between parts as its boxes look
+at. All bytes are those of the largest member. No torch here.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from parallel.space.box_bytes import AxisNeeds, Cuts, PartNeeds
-from parallel.space.grid import tile_cuts
 from parallel.space.parts import divide, worst_case_boxes
 from parallel.space.phases import Part, Phase, peak_stored_bytes, phases_of
 from parallel.space.region import PaperRegion
+from parallel.space.team import Grid, SpatialMesh
 
+EXCHANGE_COPIES = 2
+"""Of what a member fetches of others: the room it arrives in, and what it sends meanwhile, which is about as much."""
 STORED_PER_PX = 32
 """Bytes of maps for each px of the tile that may lie between parts, where nobody says: 8 GiB for 16,384 px."""
 
@@ -29,10 +33,12 @@ class Boxes:
 
     Attributes:
         phases: in order.
+        mesh: the members' parts of the tile.
     """
 
     model: PaperRegion
     phases: tuple[Phase, ...]
+    mesh: SpatialMesh
 
     def parts(self) -> Iterator[tuple[Phase, Part]]:
         """Yield every part with its phase, in order."""
@@ -40,32 +46,88 @@ class Boxes:
             for part in phase.parts:
                 yield phase, part
 
-    @property
+    @functools.cached_property
     def square(self) -> bool:
         """Rows and columns are alike, and cut alike."""
-        return self.model.square
+        return self.model.square and self.mesh.cuts[0] == self.mesh.cuts[1]
+
+    def cuts(self, part: Part) -> Cuts:
+        """Return where the boxes of a part begin and end."""
+        return self.mesh.boxed(part.box)
+
+    def places(self, member: int, part: Part) -> tuple[range, range]:
+        """Return the numbers of the rows and columns of boxes that ``member`` computes."""
+        return self.mesh.boxes_of(member, self.cuts(part))
+
+    def counts(self, part: Part, axis: int) -> dict[int, int]:
+        """Return number of a box -> how many are as large, of the member with most boxes along an axis: the first and
+        the last, and the largest between them."""
+        members = range(self.mesh.grid.members)
+        numbers = max((self.places(member, part)[axis] for member in members), key=len)
+        cuts, counts = self.cuts(part)[axis], {numbers[0]: 1, numbers[-1]: 1}
+        if inner := numbers[1:-1]:
+            counts[max(inner, key=lambda k: cuts[k + 1] - cuts[k])] = len(inner)
+        return counts
+
+    @functools.cached_property
+    def held(self) -> dict[str, tuple[int, int]]:
+        """(Most rows, most columns) that a member holds of each map between parts, or that enters; of one rank none."""
+        spans: dict[str, list[list[tuple[int, int]]]] = {}
+        grid = self.mesh.grid
+        if grid.members == 1:
+            return {}
+        for name in {
+            *self.model.inputs,
+            *(step.name for phase, part in self.parts() for step in phase.outputs(part) if not step.sums),
+        }:
+            sides = self.model.sides[name]
+            rows = [self.mesh.owned(row * grid.columns, sides)[0] for row in range(grid.rows)]
+            columns = [self.mesh.owned(column, sides)[1] for column in range(grid.columns)]
+            spans[name] = [[(span.start, span.stop) for span in axis] for axis in (rows, columns)]
+        for phase, part in self.parts():
+            self._look(phase, part, spans)
+        most = {name: [max(stop - start for start, stop in axis) for axis in axes] for name, axes in spans.items()}
+        return {name: (rows, columns) for name, (rows, columns) in most.items()}
+
+    def _look(self, phase: Phase, part: Part, spans: dict[str, list[list[tuple[int, int]]]]) -> None:
+        """Widen what members hold to where the first and the last of their boxes of a part look."""
+        steps, across, grid = phase.steps_of(part), phase.outputs(part), self.mesh.grid
+        for axis, count in enumerate((grid.rows, grid.columns)):
+            for number in range(count):
+                boxes = self.places(number * grid.columns if axis == 0 else number, part)[axis]
+                for box in {boxes[0], boxes[-1]}:
+                    needs = AxisNeeds(across, self.model.sides, self.cuts(part)[axis], axis, box)
+                    for name, span in needs.begin_with_all(steps).items():
+                        if name in spans:
+                            start, stop = spans[name][axis][number]
+                            spans[name][axis][number] = min(start, span.start), max(stop, span.stop)
 
     def map_bytes(self, name: str) -> int:
-        """Return the bytes of a map as it is stored."""
-        return self.model.sizes[name]
+        """Return the bytes that a member holds of a map."""
+        sides = self.model.sides[name]
+        px = self.held[name] if name in self.held else self.mesh.largest(sides)
+        return round(self.model.sizes[name] * math.prod(px) / math.prod(sides))
 
     def own_bytes(self, name: str) -> int:
-        """Return the bytes of a map that are made here."""
-        return self.model.sizes[name]
+        """Return the bytes of a map that a member owns."""
+        sides = self.model.sides[name]
+        return round(self.model.sizes[name] * math.prod(self.mesh.largest(sides)) / math.prod(sides))
+
+    @functools.cached_property
+    def fetched_of_others(self) -> dict[str, int]:
+        """Bytes that a member is sent of each map between parts, and of what enters."""
+        return {name: self.map_bytes(name) - self.own_bytes(name) for name in self.held}
 
     @property
     def entering_bytes(self) -> int:
-        """Of what enters and lies whole on the device: nothing, since tiles wait on the host."""
-        return 0
+        """Bytes of a member's part of the tile, on the device; a tile that one rank has alone waits on the host."""
+        return sum(map(self.own_bytes, self.model.inputs)) if self.mesh.grid.members > 1 else 0
 
-    def counts(self, part: Part, axis: int) -> dict[int, int]:
-        """Return by number of a kind of box along an axis how many of them are computed here."""
-        return _counts(self.cuts(part)[axis])
-
-    @property
+    @functools.cached_property
     def host_bytes(self) -> int:
-        """Of what lies on the host besides the tile."""
-        return self.stored_bytes
+        """Bytes of maps between parts, and of the member's part of the tile with halos of others'."""
+        entering = (name for name in self.model.inputs if self.fetched_of_others.get(name))
+        return self.stored_bytes + sum(map(self.map_bytes, entering))
 
     @functools.cached_property
     def stored_bytes(self) -> int:
@@ -97,7 +159,7 @@ class Boxes:
             several = any(sum(self.counts(part, axis).values()) > 1 for axis in range(2))
             most = max(most, summed + own * several + self.part_bytes(phase, part))
             summed += own
-        return round(most)
+        return max(round(most), EXCHANGE_COPIES * max(self.fetched_of_others.values(), default=0))
 
     def part_bytes(self, phase: Phase, part: Part) -> float:
         """Return the bytes of the fullest box of a part."""
@@ -149,11 +211,6 @@ class Boxes:
             needs.begin_with(step)
         return needs
 
-    def cuts(self, part: Part) -> Cuts:
-        """Return where the boxes of a part begin and end."""
-        rows, columns = self.model.side
-        return tile_cuts(rows, part.box), tile_cuts(columns, part.box)
-
 
 def _kinds(cuts: Sequence[int]) -> list[int]:
     """First, last, and the largest between them."""
@@ -162,21 +219,17 @@ def _kinds(cuts: Sequence[int]) -> list[int]:
     return sorted({0, len(sizes) - 1, *([max(inner, key=lambda k: sizes[k])] if inner else [])})
 
 
-def _counts(cuts: Sequence[int]) -> dict[int, int]:
-    """By number of a kind of box: how many there are."""
-    kinds, count = _kinds(cuts), len(cuts) - 1
-    return {kind: count - 2 if 0 < kind < count - 1 else 1 for kind in kinds}
-
-
-def plan_boxes(region: PaperRegion, box: int, stored_bytes: int | None = None) -> Boxes:
-    """Return the region in boxes of ``box`` px, larger where maps are small.
+def plan_boxes(region: PaperRegion, box: int, grid: Grid, stored_bytes: int | None = None) -> Boxes:
+    """Return the region in boxes of ``box`` px of the members' parts of a tile, larger where maps are small.
 
     Args:
-        stored_bytes: that maps between parts may take on the host; None: 32 for each px of the tile.
+        region: as far as a team of the grid computes it side by side (``divided_region``).
+        stored_bytes: that maps between parts may take on the host of each member; None: 32 for each px of its part.
 
     Raises:
         ValueError: a value that is several maps would have to be stored.
     """
+    stored_bytes = None if stored_bytes is None else stored_bytes * grid.members
     recomputed = () if stored_bytes is None else region.maps_to_recompute(stored_bytes)
     phases = phases_of(region.steps, region.leaving, recomputed)
     left: float = STORED_PER_PX * math.prod(region.side) * region.tiles
@@ -195,7 +248,7 @@ def plan_boxes(region: PaperRegion, box: int, stored_bytes: int | None = None) -
         planned.append(replace(phase, parts=tuple(parts)))
         within = {step.name: step.value_bytes for part in parts for step in phase.outputs(part)}
         left = max(0, left - sum(size for name, size in within.items() if name not in phase.leaving))
-    return Boxes(region, tuple(planned))
+    return Boxes(region, tuple(planned), SpatialMesh(grid, region.side))
 
 
 def _whole_tile_bytes(region: PaperRegion) -> float:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from parallel.space.boxes import Boxes as PlannedBoxes
 from parallel.space.grid import Span
 from parallel.space.team import Box, Exchange
-from parallel.space.team_boxes import TeamBoxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, places_of
 from parallel.streaming.region import Region
@@ -33,7 +33,9 @@ class RegionExchange:
         held: rows and columns of a map that this member holds, by name; of others all.
     """
 
-    def __init__(self, region: Region, boxes: TeamBoxes, parts: Sequence[Sequence[PartPlan]], comm: TeamComm) -> None:
+    def __init__(
+        self, region: Region, boxes: PlannedBoxes, parts: Sequence[Sequence[PartPlan]], comm: TeamComm
+    ) -> None:
         self._region, self._boxes, self._comm = region, boxes, comm
         exchanges = self._find(parts) if comm.members > 1 else {}
         self._exchanges = {name: each for name, each in exchanges.items() if not each.is_local}

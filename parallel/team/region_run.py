@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
+from parallel.space.boxes import plan_boxes
 from parallel.space.rule import Step
 from parallel.space.team import Grid
-from parallel.space.team_boxes import plan_team_boxes
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, plan_part
 from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plain
@@ -96,7 +96,7 @@ class RegionRun:
         random: Collection[str] = (),
     ) -> None:
         self.region, self._comm, self._host, self._random = region, comm, host, random
-        self.boxes = boxes = plan_team_boxes(region.on_paper(scale), box, grid, stored_bytes)
+        self.boxes = boxes = plan_boxes(region.on_paper(scale), box, grid, stored_bytes)
         self.phases = [
             Phase(
                 phase.global_steps,
