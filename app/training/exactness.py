@@ -30,7 +30,7 @@ from parallel.schedule.shares import Shares, microbatch_seed
 from parallel.space.grid import Span
 from parallel.stage.stage import Loss
 from parallel.trace.patched_kernels import patch_kernels
-from parallel.trace.stage_module import whole
+from parallel.trace.stage_module import as_tensor
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a tensor that passes, relative to the largest value of the tensor."""
@@ -220,7 +220,7 @@ class PlainTraining:
             images, targets, _ = trial.microbatch(step, i, NeededInputs(images=True, targets=True))
             assert targets is not None
             torch.manual_seed(microbatch_seed(trial.seed, step, i))
-            loss = trial.minimised(self.module(images), whole(targets)) * (size / sum(trial.sizes))
+            loss = trial.minimised(self.module(images), as_tensor(targets)) * (size / sum(trial.sizes))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         self.optimizer.step()
@@ -277,7 +277,7 @@ def _made(trial: ExactnessTrial, engine: TrainingEngine, step: int, i: int) -> M
     microbatch = trial.microbatch(step, i, engine.wants(i))
     if not trial.by_boxes or microbatch.images is None:
         return microbatch
-    return microbatch._replace(images=CroppedImages(whole(microbatch.images)))
+    return microbatch._replace(images=CroppedImages(as_tensor(microbatch.images)))
 
 
 class CroppedImages:

@@ -29,7 +29,7 @@ from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.offload.copies import read_later
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import SummedLoss
-from parallel.trace.stage_module import whole
+from parallel.trace.stage_module import as_tensor
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _begin_scores(
     if isinstance(score, BagLoss):
         of_bags = read_later(output.double())
         return lambda: sums.__setitem__(where, of_bags()[kept])
-    targets = whole(part.microbatch.targets)
+    targets = as_tensor(part.microbatch.targets)
     # One tile at a time: the mean over a microbatch cannot be taken apart again.
     each = [score(output[i : i + 1], targets[i : i + 1]) for i in kept.tolist()]
     of_losses, of_tiles = read_later(torch.stack(each).double()), read_later(output.softmax(1).double())

@@ -66,7 +66,7 @@ def _once(stages: Sequence[Stage], partition: Partition, images: Tensor) -> list
         # Leaves of its own for each stage, as a message makes them.
         given = {name: held[name].detach().requires_grad_(held[name].requires_grad) for name in stage.module.inputs}
         begun = time.perf_counter()
-        outputs = stage.forward(0, images.shape[0], given, random, targets=torch.zeros(()))
+        outputs = stage.forward(0, given, random, targets=torch.zeros(()))
         seconds.append(time.perf_counter() - begun)
         random = outputs.pop(RANDOM_STATE, random)
         held |= outputs

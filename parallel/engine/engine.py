@@ -289,7 +289,6 @@ class Engine(TrainingEngine):
         with self._computing(position, action):
             outputs = stage.forward(
                 i,
-                shape[0],
                 values,
                 microbatch_seed(self._seed, self._step, i) if random is None else random,
                 targets=feed.targets(i) if is_last else None,

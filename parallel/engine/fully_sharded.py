@@ -26,7 +26,7 @@ from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums
 from parallel.trace.patched_kernels import patch_kernels
-from parallel.trace.stage_module import whole
+from parallel.trace.stage_module import as_tensor
 
 
 class FullyShardedEngine(TrainingEngine):
@@ -123,10 +123,10 @@ class FullyShardedEngine(TrainingEngine):
         assert microbatch.targets is not None
         with (
             drawing(microbatch_seed(self._seed, step, i), self._device),
-            self._statistics.microbatch(i, microbatch.shape[0]),
+            self._statistics.microbatch(i),
             self._precision(),
         ):
-            return self._loss(run_sharded(self.module, whole(microbatch.images)), whole(microbatch.targets))
+            return self._loss(run_sharded(self.module, as_tensor(microbatch.images)), as_tensor(microbatch.targets))
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
@@ -142,7 +142,7 @@ class FullyShardedEngine(TrainingEngine):
         """Every rank takes part, within ``predicting`` or by a prediction of its own at the same time."""
         assert microbatch.images is not None
         self._agreed_shape(microbatch.shape)
-        output: Tensor = measured(self._predict(whole(microbatch.images)), microbatch, sums)
+        output: Tensor = measured(self._predict(as_tensor(microbatch.images)), microbatch, sums)
         return output
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.shares import microbatch_seed
 from parallel.streaming.box_sums import BoxSums, Sums
-from parallel.trace.stage_module import whole
+from parallel.trace.stage_module import as_tensor
 
 PREDICTION, REHEARSAL = (False, False), (True, False)
 """Whether a forward pass is one of training, and whether gradients follow it."""
@@ -82,7 +82,7 @@ def rehearse(
             outputs = stage.rehearse(values, microbatch_seed(*seed, i) if random is None else random, shape)
             work.transfers.stash_output(action, outputs, *REHEARSAL)
             if action.stage == work.mesh.stages - 1 and stage.module.counts:
-                found.append((i, outputs[stage.module.outputs[0]], whole(feed.targets(i))))
+                found.append((i, outputs[stage.module.outputs[0]], as_tensor(feed.targets(i))))
     work.messenger.finish()
     return found
 

@@ -19,7 +19,7 @@ from parallel.schedule.action import Schedule
 from parallel.schedule.shares import Shares
 from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
-from parallel.trace.stage_module import Boxes, whole
+from parallel.trace.stage_module import Boxes, as_tensor
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -79,7 +79,7 @@ def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:
     if sums is None or output is None:
         return output
     assert microbatch.targets is not None
-    return sums(output, whole(microbatch.targets))
+    return sums(output, as_tensor(microbatch.targets))
 
 
 def read_losses(losses: Mapping[int, tuple[Tensor, int]], m: int) -> Tensor:

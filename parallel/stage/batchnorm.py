@@ -1,14 +1,16 @@
 """Running statistics of normalisation layers, exact whoever computes which microbatch in which order.
 
 Takes a module and the ranks that hold a copy of it. ``OrderedStatistics`` gives what the plain step gives: one update
-per microbatch, in microbatch order; ``deferred_batchnorm`` has the other way. A pass that is not to update the layers
-itself starts from zeros and is put back after; what it left is kept.
+per microbatch, in microbatch order. ``DeferredStatistics`` gives torchgpipe's deferred batch norm (Kim et al. 2020,
+arXiv 2004.09910): each microbatch is normalised by itself, and layers are updated once per step. A pass that is not to
+update the layers itself starts from zeros and is put back after; what it left is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import abc
+from collections.abc import Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -17,8 +19,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from parallel.comm.communicator import Communicator
-from parallel.stage.deferred_batchnorm import DeferredStatistics
-from parallel.stage.running_buffers import RunningStatistics, buffers_of, untouched
+from parallel.stage.running_buffers import FlatBuffers, buffers_of, untouched
+from parallel.trace.updated_search import tracking_layers
+
+_DEFERRABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def running_statistics(
@@ -35,6 +39,53 @@ def running_statistics(
     if mode == "deferred":
         return DeferredStatistics(module, communicator)
     return OrderedStatistics(module, communicator, contributes)
+
+
+class RunningStatistics(abc.ABC):
+    """The running statistics of one module, kept right over a step; no layer of another module is touched.
+
+    Args:
+        module: its layers that track running statistics take part while they are in training mode.
+        communicator: the ranks that hold a copy of ``module``.
+    """
+
+    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
+        self._layers = tracking_layers(module)
+        self._communicator = communicator
+        self._flat: FlatBuffers | None = None
+
+    def begin_step(self, m: int) -> None:
+        """Begin a step of ``m`` microbatches over all ranks, for the layers now in training mode."""
+        self._active = [layer for layer in self._layers if layer.training]
+        if self._flat is None or self._flat.layers != self._active:
+            self._flat = FlatBuffers(self._active) if self._active else None
+        elif self._flat is not None:
+            self._flat.find_buffers()
+        # Where no sum of several ranks comes before the update, layers update themselves within the step.
+        self._before = self._flat.read() if self._flat and self._communicator.world == 1 else None
+        self._m = m
+        self._records: dict[int, Tensor] = {}
+
+    @abc.abstractmethod
+    def microbatch(self, i: int) -> AbstractContextManager[None]:
+        """Return a context for the forward pass of microbatch ``i``, numbered over all ranks; in any order."""
+
+    def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
+        """Return a context for a recomputed forward pass: its outputs are the same, and nothing is counted.
+
+        Args:
+            within: modules of which some are computed; None: all.
+        """
+        return untouched([layer for layer in self._active if within is None or layer in within])
+
+    def rollback(self) -> None:
+        """Give the step up before ``end_step``: statistics are as they were before it."""
+        if self._flat and self._before:
+            self._flat.write(*self._before)
+
+    @abc.abstractmethod
+    def end_step(self) -> None:
+        """Bring the statistics of every rank to those after the step; all ranks call it."""
 
 
 class OrderedStatistics(RunningStatistics):
@@ -59,7 +110,7 @@ class OrderedStatistics(RunningStatistics):
         self._next = 0
 
     @contextmanager
-    def microbatch(self, i: int, tiles: int) -> Iterator[None]:
+    def microbatch(self, i: int) -> Iterator[None]:
         """Let layers update themselves while the block runs in the right order, else record their addends."""
         # A rank that has all microbatches lets the layers update themselves for as long as the order is right.
         if self._flat is None or (self._communicator.world == 1 and i == self._next):
@@ -127,3 +178,98 @@ def _counted(layers: list[_NormBase]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class DeferredStatistics(RunningStatistics):
+    """Running statistics updated once per step, with mean and unbiased variance of all values of the batch, over all
+    microbatches and ranks.
+
+    Momentum 1 makes a pass leave its own mean and variance in the layer. Those of all microbatches are combined as in
+    Chan, Golub and LeVeque (1983): counts, means and sums of squared deviations, never sums of squares.
+
+    Args:
+        module: its BatchNorm layers that track running statistics take part while they are in training mode.
+        communicator: the ranks that hold a copy of ``module``.
+
+    Raises:
+        ValueError: other layers with running statistics. Those of InstanceNorm are means over tiles, not over the
+            values of a batch, and SyncBatchNorm already sees more than a microbatch.
+    """
+
+    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
+        super().__init__(module, communicator)
+        others = sorted({type(layer).__name__ for layer in self._layers if not isinstance(layer, _DEFERRABLE)})
+        if others:
+            raise ValueError(
+                f"deferred statistics are for BatchNorm1d, BatchNorm2d and BatchNorm3d, got {', '.join(others)}: "
+                "use per-microbatch statistics, or track_running_stats=False in these layers"
+            )
+
+    @contextmanager
+    def microbatch(self, i: int) -> Iterator[None]:
+        """Record the moments of what layers see while the block runs, and put the layers back."""
+        if self._flat is None:
+            yield
+            return
+        seen: dict[nn.Module, list[tuple[float, Tensor]]] = {layer: [] for layer in self._active}
+
+        def add_moments(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            assert isinstance(layer, _NormBase)
+            mean, variance, _ = buffers_of(layer)
+            count = inputs[0].numel() // layer.num_features
+            seen[layer].append((count, torch.stack([mean, variance * (count - 1)]).double()))
+
+        momenta = [layer.momentum for layer in self._active]
+        with untouched(self._active, self._flat):
+            hooks = [layer.register_forward_hook(add_moments) for layer in self._active]
+            try:
+                self._flat.clear()
+                for layer in self._active:
+                    layer.momentum = 1.0
+                yield
+            finally:
+                for layer, hook, momentum in zip(self._active, hooks, momenta, strict=True):
+                    hook.remove()
+                    layer.momentum = momentum
+        uses = [self._pooled_uses(layer, seen[layer]) for layer in self._active]
+        counts = self._flat.constant(*(float(count) for count, _ in uses))
+        self._records[i] = torch.cat(
+            [*(moments[0] for _, moments in uses), *(moments[1] for _, moments in uses), counts]
+        )
+
+    def _pooled_uses(self, layer: _NormBase, uses: list[tuple[float, Tensor]]) -> tuple[float, Tensor]:
+        """Return count, mean and sum of squared deviations, (2, C), over all uses of ``layer`` in a microbatch."""
+        assert self._flat is not None
+        if len(uses) == 1:
+            return uses[0]
+        if not uses:
+            return 0.0, buffers_of(layer)[0].new_zeros((2, layer.num_features), dtype=torch.float64)
+        counts = self._flat.constant(*(count for count, _ in uses))
+        means, squares = torch.stack([moments for _, moments in uses], 1)
+        return sum(count for count, _ in uses), torch.stack(_pooled(counts[:, None], means, squares))
+
+    def end_step(self) -> None:
+        """Update the layers with the moments of all microbatches; all ranks call it."""
+        flat = self._flat
+        if flat is None:
+            return
+        moments, counts = flat.exchanged(self._records, self._m, self._communicator)
+        values, updates = flat.read()
+        means, squares = moments.chunk(2, 1)
+        of_channels = flat.spread(counts)[:, : means.shape[1]]
+        mean, squared = _pooled(of_channels, means, squares)
+        batch = torch.cat([mean, squared / (of_channels.sum(0) - 1).clamp(min=1)])
+        used = counts.sum(0) > 0
+        updates = updates + used
+        momentum = flat.constant(*(layer.momentum or 0.0 for layer in flat.layers))
+        if any(layer.momentum is None for layer in flat.layers):
+            cumulative = flat.constant(*(float(layer.momentum is None) for layer in flat.layers)) > 0
+            momentum = torch.where(cumulative, 1 / updates.clamp(min=1).double(), momentum)
+        share = flat.spread(momentum * used)
+        flat.write(values * (1 - share) + batch * share, updates)
+
+
+def _pooled(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and sum of squared deviations over parts of given counts: all (parts, C), or counts (parts, 1)."""
+    mean = (counts * means).sum(0) / counts.sum(0).clamp(min=1)
+    return mean, (squares + counts * (means - mean).square()).sum(0)

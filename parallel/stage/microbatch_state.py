@@ -17,8 +17,8 @@ from parallel.offload.recompute import CheckpointedSegment
 class GradCapture:
     """Gradient of one received tensor that needs one; the stage need not hold the tensor.
 
-    A leaf of autograd's graph lives as long as the graph. What ``capture_grad`` gives is only an alias of the value: it
-    lives as long as layers use it or autograd saves it.
+    Autograd's graph keeps its leaves. ``capture_grad`` returns an alias of the value, which is freed once no layer uses
+    it and autograd has not saved it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -52,14 +52,14 @@ def capture_grad(value: Any) -> tuple[Any, list[GradCapture]]:
     """Return ``value`` as a stage is to use it, and the captures of its tensors that ask for a gradient, in order."""
     captures: list[GradCapture] = []
 
-    def enter(leaf: Any) -> Any:
+    def captured(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
         captures.append(GradCapture(leaf))
         anchor = torch.zeros((), requires_grad=True)
         return _CaptureGrad.apply(anchor, leaf.detach(), captures[-1])
 
-    return tree_map(enter, value), captures
+    return tree_map(captured, value), captures
 
 
 @dataclass

@@ -7,17 +7,15 @@ never reads them.
 
 from __future__ import annotations
 
-import abc
 import functools
-from collections.abc import Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from parallel.comm.communicator import Communicator
-from parallel.trace.updated_search import tracking_layers
 
 
 def buffers_of(layer: _NormBase) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,51 +110,3 @@ def untouched(layers: Sequence[_NormBase], flat: FlatBuffers | None = None) -> I
         yield
     finally:
         flat.write(*before)
-
-
-class RunningStatistics(abc.ABC):
-    """The running statistics of one module, kept right over a step; no layer of another module is touched.
-
-    Args:
-        module: its layers that track running statistics take part while they are in training mode.
-        communicator: the ranks that hold a copy of ``module``.
-    """
-
-    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
-        self._layers = tracking_layers(module)
-        self._communicator = communicator
-        self._flat: FlatBuffers | None = None
-
-    def begin_step(self, m: int) -> None:
-        """Begin a step of ``m`` microbatches over all ranks, for the layers now in training mode."""
-        self._active = [layer for layer in self._layers if layer.training]
-        if self._flat is None or self._flat.layers != self._active:
-            self._flat = FlatBuffers(self._active) if self._active else None
-        elif self._flat is not None:
-            self._flat.find_buffers()
-        # Where no sum of several ranks comes before the update, layers update themselves within the step.
-        self._before = self._flat.read() if self._flat and self._communicator.world == 1 else None
-        self._m = m
-        self._records: dict[int, Tensor] = {}
-
-    @abc.abstractmethod
-    def microbatch(self, i: int, tiles: int) -> AbstractContextManager[None]:
-        """Return a context for the forward pass of microbatch ``i`` of ``tiles`` tiles, numbered over all ranks; in any
-        order."""
-
-    def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
-        """Return a context for a recomputed forward pass: its outputs are the same, and nothing is counted.
-
-        Args:
-            within: modules of which some are computed; None: all.
-        """
-        return untouched([layer for layer in self._active if within is None or layer in within])
-
-    def rollback(self) -> None:
-        """Give the step up before ``end_step``: statistics are as they were before it."""
-        if self._flat and self._before:
-            self._flat.write(*self._before)
-
-    @abc.abstractmethod
-    def end_step(self) -> None:
-        """Bring the statistics of every rank to those after the step; all ranks call it."""

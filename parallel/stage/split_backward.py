@@ -1,9 +1,9 @@
 """A backward pass in two halves: gradients of the inputs at once, those of the weights when there is time.
 
-Takes a module; convolutions and linear layers put off their weight and bias gradients, everything else gets its own
-within the first half. Each use of such a layer has an autograd graph of its own, of one operation, which the first half
-asks for the gradient of the input, and the second for those of the parameters: gradients are those of plain autograd,
-and nothing is computed twice. This is the split of the backward pass in Qi et al., Zero Bubble Pipeline Parallelism
+Takes a module; convolutions and linear layers defer their weight and bias gradients, everything else gets its own
+within the first half. Each use of such a layer has an autograd graph of one operation: the first half asks it for the
+gradient of the input, the second half for those of the parameters. Both are those of plain autograd, computed once.
+This is the split of the backward pass in Qi et al., Zero Bubble Pipeline Parallelism
 (2023), sections 1 and 2. ``torch.distributed.pipelining`` asks one graph of the whole stage twice, which keeps all
 activations until the second half, and computes gradients between two weights twice.
 """

@@ -21,8 +21,8 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.rng import drawing, get_random_state
 from parallel.offload.saved_tensors import SavedTensors
+from parallel.stage.batchnorm import RunningStatistics
 from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of, renew_buffers
-from parallel.stage.running_buffers import RunningStatistics
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.team_comm import ReplayLog
@@ -41,7 +41,7 @@ Gradients = dict[str, list[Tensor]]
 
 @dataclass(frozen=True)
 class Compute:
-    """How stages compute.
+    """Device and precision in which stages compute.
 
     Attributes:
         device: where their parameters are, or come to.
@@ -107,7 +107,6 @@ class Stage:
     def forward(
         self,
         i: int,
-        tiles: int,
         values: dict[str, Any],
         random: int | Tensor,
         *,
@@ -118,7 +117,6 @@ class Stage:
         """Run the forward pass of microbatch ``i``.
 
         Args:
-            tiles: in the microbatch.
             values: what the module uses, by name. They belong to the stage until its backward pass.
             random: a seed, or the state handed on by an earlier stage.
             targets: for the loss, in the last stage.
@@ -136,7 +134,7 @@ class Stage:
         log = self.module.replay_log() if recomputed else None
         compute = functools.partial(self._compute, targets)
         with contextlib.ExitStack() as scopes:
-            scopes.enter_context(self.statistics.microbatch(i, tiles))
+            scopes.enter_context(self.statistics.microbatch(i))
             draws = scopes.enter_context(self._pass(random, shape, log))
             if self._weights is not None:
                 scopes.enter_context(self._weights.recording(i))

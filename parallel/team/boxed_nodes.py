@@ -27,7 +27,7 @@ from parallel.team.region_run import Kept, RegionRun
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan
-from parallel.trace.stage_module import Boxes, whole
+from parallel.trace.stage_module import Boxes, as_tensor
 from parallel.trace.without_data import ONE_AT_A_TIME
 
 
@@ -75,7 +75,7 @@ class PlannedRegion:
         """Return a value as what follows takes it: images by boxes are made whole where more than their shape is."""
         if isinstance(value, Tensor) or not isinstance(value, Boxes):
             return value
-        return whole(value) if name in self.filled else torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return as_tensor(value) if name in self.filled else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def parameters(self, stage: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of the region that are trained, each once."""
@@ -163,7 +163,7 @@ class BoxedNodes(NodeRun):
     ) -> tuple[Any, ...]:
         planned = self.planned(stage, context.plan, values, () if asked is None else tuple(asked.targets.shape))
         if isinstance(planned, NothingTileable):
-            return super().run(stage, context, [whole(v) if _is_boxes(v) else v for v in values], asked)
+            return super().run(stage, context, [as_tensor(v) if _is_boxes(v) else v for v in values], asked)
         known = dict(zip(self._inputs, values, strict=True))
         region = planned.run.region
         sums = beside(region, asked) if asked is not None and planned.sums else {}

@@ -20,7 +20,7 @@ from parallel.team.program import NodeRun
 from parallel.team.team_comm import ReplayLog, TeamComm, cut
 from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan
-from parallel.trace.stage_module import Boxes, SegmentRun, StageModule, whole
+from parallel.trace.stage_module import Boxes, SegmentRun, StageModule, as_tensor
 
 Plans = Callable[[tuple[int, ...], bool], TeamPlan]
 """(shape of the tiles, in training) -> plan."""
@@ -76,7 +76,7 @@ class TeamStage(StageModule):
             if (sums := self.sums_in_parts(values, asked)) is not None:
                 return loss.value(sums, asked.pixels)
         (output,) = run(*values)
-        result: Tensor = loss(output, whole(targets)) if self.counts else output.sum()
+        result: Tensor = loss(output, as_tensor(targets)) if self.counts else output.sum()
         return result
 
     def sums_in_parts(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
@@ -124,7 +124,7 @@ class TeamStage(StageModule):
             return images
         plan = self.plans(shape, self.training)
         if plan.region is None:
-            return whole(images)
+            return as_tensor(images)
         box = plan.mesh.owned(self.link.member, plan.mesh.side)
         if isinstance(images, Tensor):
             return own_part(images, plan.mesh.side, box)

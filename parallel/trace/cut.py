@@ -48,10 +48,7 @@ def cut_stage(
         slots = _slots(traced, partition, placed)
         evaluation = [node for node in traced.evaluation.graph.nodes if placed[node.name] == stage]
     module = kind(partition.inputs_of(stage), partition.outputs_of(stage))
-    _install(module, traced, training)
-    _install(module, traced, evaluation)
-    _install_aliases(module, traced, unused=stage == partition.depth - 1)
-    _order_as(traced.model, module)
+    _install(module, traced, [*training, *evaluation], unused=stage == partition.depth - 1)
     ends = module.inputs, module.outputs
     module._run_training = make_run(training, *ends, {}, f"stage {stage} in training")
     module._run_evaluation = make_run(evaluation, *ends, slots, f"stage {stage} in evaluation")
@@ -120,50 +117,50 @@ def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict
     return slots
 
 
-def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node]) -> None:
-    """Put the modules and tensors that ``nodes`` name where their paths say."""
-    for path in sorted(paths_of(nodes, "call_module"), key=len):  # a module before those inside it
-        owner, name = _owner(module, path)
-        if name not in owner._modules:
-            owner.add_module(name, traced.model.get_submodule(path))
-    for path in sorted(paths_of(nodes, "get_attr")):
-        _register(module, path, _tensor(traced, path), traced.model)
-
-
-def _install_aliases(module: StageModule, traced: Traced, *, unused: bool) -> None:
-    """Register what the stage holds under every name that the model's state has for it, and in the last stage (the one
-    with ``unused``) also what no layer uses."""
-    model = traced.model
-    state = state_of(model)
-    held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node], *, unused: bool) -> None:
+    """Give ``module`` what ``nodes`` use, under every name and in the order that the model has for it; the last stage
+    (the one with ``unused``) also what no layer uses."""
+    model, state = traced.model, state_of(traced.model)
+    held = _used(traced, nodes)
     if unused:
-        used: set[int] = set()
-        for graph in (traced.training.graph, traced.evaluation.graph):
-            for path in paths_of(graph.nodes, "call_module"):
-                layer = model.get_submodule(path)
-                used |= {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
-            used |= {id(_tensor(traced, path)) for path in paths_of(graph.nodes, "get_attr")}
-        held |= {id(tensor) for tensor in state.values()} - used
-    for path, tensor in state.items():
-        if id(tensor) in held:
-            _register(module, path, tensor, model)
+        everywhere = [*traced.training.graph.nodes, *traced.evaluation.graph.nodes]
+        held |= {id(tensor) for tensor in state.values()} - _used(traced, everywhere)
+    called = paths_of(nodes, "call_module")
+    values = {path: _value_at(traced, path) for path in sorted(paths_of(nodes, "get_attr"))}
+    values |= {path: tensor for path, tensor in state.items() if id(tensor) in held}
+    parents = {path[:k] for path in (*called, *values) for k, letter in enumerate(path) if letter == "."}
+    names_in: dict[str, list[str]] = {}
+    for path in values:
+        owner, _, name = path.rpartition(".")
+        names_in.setdefault(owner, []).append(name)
+
+    def fill(stage: nn.Module, source: nn.Module, path: str) -> None:
+        names = names_in.get(path, [])
+        for name in sorted(names, key=[*source._parameters, *source._buffers, *names].index):
+            persistent = name in source._buffers and name not in source._non_persistent_buffers_set
+            _register(stage, name, values[_join(path, name)], persistent)
+        for name, child in source._modules.items():
+            if child is None or (inner := _join(path, name)) not in called | parents:
+                continue
+            stage.add_module(name, child if inner in called else nn.Module())
+            if inner not in called:
+                fill(stage.get_submodule(name), child, inner)
+
+    fill(module, model, "")
 
 
-def _order_as(model: nn.Module, module: nn.Module) -> None:
-    """Put names in the order of the whole model: the first of two names of one tensor is the same in both."""
-    for registry in ("_parameters", "_buffers", "_modules"):
-        position = {name: k for k, name in enumerate(getattr(model, registry))}
-        entries = getattr(module, registry)
-        ordered = sorted(entries.items(), key=lambda item: position.get(item[0], len(position)))
-        entries.clear()
-        entries.update(ordered)
-    for name, child in module.named_children():
-        whole = model._modules[name]
-        if whole is not None and child is not whole:
-            _order_as(whole, child)
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
-def _tensor(traced: Traced, path: str) -> Any:
+def _used(traced: Traced, nodes: Sequence[fx.Node]) -> set[int]:
+    """Return the ids of the parameters, buffers and other tensors that ``nodes`` use."""
+    layers = [traced.model.get_submodule(path) for path in paths_of(nodes, "call_module")]
+    tensors = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+    return {*map(id, tensors), *(id(_value_at(traced, path)) for path in paths_of(nodes, "get_attr"))}
+
+
+def _value_at(traced: Traced, path: str) -> Any:
     """Return what the model has at ``path`` now: ``to()`` replaces buffers. Constants made while tracing are in the
     graph."""
     owner, _, name = path.rpartition(".")
@@ -173,35 +170,10 @@ def _tensor(traced: Traced, path: str) -> Any:
     raise AssertionError(path)
 
 
-def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the module that holds ``path``, and its name there; make modules on the way where there are none."""
-    *ancestors, name = path.split(".")
-    for ancestor in ancestors:
-        if ancestor not in module._modules:
-            module.add_module(ancestor, nn.Module())
-        child = module._modules[ancestor]
-        assert child is not None
-        module = child
-    return module, name
-
-
-def _register(module: nn.Module, path: str, value: Any, model: nn.Module) -> None:
-    owner, name = _owner(module, path)
-    if name in owner._parameters or name in owner._buffers or name in owner.__dict__:
-        return
+def _register(owner: nn.Module, name: str, value: Any, persistent: bool) -> None:
     if isinstance(value, nn.Parameter):
         owner.register_parameter(name, value)
     elif isinstance(value, Tensor):
-        owner.register_buffer(name, value, persistent=_persistent(model, path))
+        owner.register_buffer(name, value, persistent=persistent)
     else:
         setattr(owner, name, value)
-
-
-def _persistent(model: nn.Module, path: str) -> bool:
-    """Return whether the model's ``state_dict`` has the buffer; constants made while tracing are in no model."""
-    source, _, name = path.rpartition(".")
-    try:
-        owner = model.get_submodule(source)
-    except AttributeError:
-        return False
-    return name in owner._buffers and name not in owner._non_persistent_buffers_set

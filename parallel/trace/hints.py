@@ -34,11 +34,11 @@ SURE_MODULES = frozenset({
 })  # fmt: skip
 SURE_FUNCTIONS = frozenset({operator.add, operator.mul, torch.add, torch.flatten, torch.relu})
 SURE_METHODS = frozenset({"flatten", "mean", "relu"})
-"""They give one tensor where they are given tensors: nobody has to run them to know that."""
+"""They return one tensor where they are given tensors: this is known without a run."""
 
 
 class Hint:
-    """What is known of the value of a node.
+    """Value of a node, as far as it is known.
 
     Args:
         value: for the traced number of tiles.

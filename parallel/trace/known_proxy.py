@@ -1,8 +1,8 @@
 """Proxies for values while a model is traced: each says of itself what the value would say.
 
-A ``KnownProxy`` is an instance of ``Tensor`` where the value is one, has the attributes and the length that the value
-has, and where Python decides by a size, decides as the value would; what was decided is noted in the graph, as a node
-that refuses tiles for which it does not hold.
+A ``KnownProxy`` is an instance of ``Tensor`` where the value is one, and has the attributes and length of the value.
+Where Python decides by a size, it decides as the value would, and the graph notes the decision, as a node that refuses
+tiles for which it does not hold.
 """
 
 from __future__ import annotations
@@ -20,30 +20,10 @@ from torch.utils._pytree import tree_map_only
 from parallel.trace.hints import Hint
 
 
-class DecidingTracer(fx.Tracer):
-    """A tracer that can be asked for the values it traces.
-
-    Attributes:
-        by_side: tiles of another side might give another graph.
-        in_place: ``x += y`` is recorded as a change of the memory of ``x``.
-    """
-
-    by_side: bool
-    in_place: bool
-
-    def create_proxy(self, *args: Any, **options: Any) -> Any:  # fx.Tracer's, whose type is that of its own proxies
-        """Return what stands for the value of a new node."""
-        return super().create_proxy(*args, **options)
-
-    def decided(self, proxy: KnownProxy, convert: type) -> Any:
-        """Return ``convert`` of what ``proxy`` stands for, on which Python is about to decide."""
-        raise NotImplementedError
-
-
 class UnknownProxy(fx.Proxy):
-    """A proxy for what nobody knows without data, taken for a tensor."""
+    """A proxy for a value that is not known without data, taken for a tensor."""
 
-    tracer: DecidingTracer
+    tracer: Any  # a ``GraphTracer``
 
     @property
     def __class__(self) -> type:  # what isinstance() goes by
@@ -66,7 +46,7 @@ class UnknownProxy(fx.Proxy):
 class KnownProxy(UnknownProxy):
     """A proxy with a hint of the value that it stands for."""
 
-    def __init__(self, node: fx.Node, tracer: DecidingTracer, hint: Hint) -> None:
+    def __init__(self, node: fx.Node, tracer: Any, hint: Hint) -> None:
         super().__init__(node, tracer)
         self.hint = hint
 
@@ -117,7 +97,7 @@ class KnownProxy(UnknownProxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def _in_place(self, operation: Callable[..., Any], other: Any) -> Any:
-        """Change the value as it would be: a view in its base, else by name only where whoever traces asks for that."""
+        """Change the value as it would be: a view in its base, else by name, unless the tracer is ``in_place``."""
         value = self.hint.value
         self.tracer.by_side = True  # whether it is a view
         if isinstance(value, Tensor) and (value._is_view() or self.tracer.in_place):

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
+from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of, tensors_of
 from parallel.trace.tracer import scope_of
 from parallel.trace.without_data import Trial, swapped, trials
 
@@ -96,7 +95,7 @@ class _LayerInterpreter(fx.Interpreter):
         except Exception as error:
             where = f"module {n.target!r}" if called else f"{n.op} {n.name!r}"
             raise ValueError(f"the model does not run on the example input, at {where}: {error}") from error
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(value)
         self.changed += [(self._makers[storage], k) for storage in recorder.written if storage in self._makers]
         for tensor in tensors:
             self._makers.setdefault(storage_of(tensor), k)

@@ -6,7 +6,6 @@ Takes no part in what is computed, on fake tensors or real ones; gives ``Op``s. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from parallel.graph.layers import Convolution, Op
@@ -31,7 +31,7 @@ ALLOCATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What an operation's schema says of it.
+    """Facts of an operation from its schema.
 
     Attributes:
         arguments: their names in order.
@@ -110,9 +110,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if signature.uses_rng and arguments.get("dropout_p", 1) > 0:
             self.uses_rng = True
         if signature.written:
-            self.written |= {storage_of(tensor) for tensor in _tensors(map(arguments.get, signature.written))}
+            self.written |= {storage_of(tensor) for tensor in written_by(func, args, kwargs)}
         if func is _aten.native_batch_norm.default and (normed := _normed(*args)) is not None:
-            self.written |= {storage_of(tensor) for tensor in _tensors(args[3:5])}
+            self.written |= {storage_of(tensor) for tensor in tensors_of(args[3:5])}
             value, flops = normed, 0
         elif signature.composite:
             value, flops = self._decomposed(func, args, kwargs)
@@ -132,7 +132,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value, flops
 
     def _op(self, func: Any, name: str, arguments: dict[str, Any], value: Any, flops: int) -> Op:
-        read, written = _tensors(arguments.values()), _tensors((value,))
+        read, written = tensors_of([*arguments.values()]), tensors_of(value)
         return Op(
             name=name,
             flops=flops,
@@ -183,15 +183,16 @@ def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among ``values``, and those in lists."""
-    tensors = []
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += [element for element in value if isinstance(element, Tensor)]
-    return tensors
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, however deep."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of an operation that it changes."""
+    signature = _signature(func)
+    arguments = dict(zip(signature.arguments, args, strict=False)) | kwargs
+    return tensors_of([arguments.get(name) for name in signature.written])
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:

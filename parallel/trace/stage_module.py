@@ -32,17 +32,17 @@ class Boxes(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole; rows and columns last."""
+        """Shape of the whole; rows and columns last."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the boxes."""
+        """Type of the boxes."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """On which the boxes lie."""
+        """Device of the boxes."""
         ...
 
     def box(self, rows: Span, columns: Span) -> Tensor:
@@ -50,7 +50,7 @@ class Boxes(Protocol):
         ...
 
 
-def whole(value: Tensor | Boxes) -> Tensor:
+def as_tensor(value: Tensor | Boxes) -> Tensor:
     """Return all of it as a tensor."""
     if isinstance(value, Tensor):
         return value
@@ -136,7 +136,7 @@ class StageModule(nn.Module):
 
     def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Any:
         """Return what the first stage takes of tiles of ``shape`` (n, 3, h, w)."""
-        return images if isinstance(images, Tensor) else whole(images)
+        return images if isinstance(images, Tensor) else as_tensor(images)
 
     def part_of_tiles(self, shape: tuple[int, ...]) -> Box | None:
         """Return the rows and columns that this rank computes of tiles of ``shape``; None: it may want all."""
@@ -165,7 +165,7 @@ class StageModule(nn.Module):
     def loss(self, run: Run, loss: Callable[[Any, Any], Tensor], values: Iterable[Any], targets: Any) -> Tensor:
         """Return the ``loss`` of the output that ``run`` gives for ``values``, and ``targets``."""
         (output,) = run(*values)
-        return loss(output, whole(targets))
+        return loss(output, as_tensor(targets))
 
     def sums(self, values: Sequence[Any], asked: Any) -> Tensor | None:
         """Return the sums that are asked of the output; None on ranks that do not have it."""

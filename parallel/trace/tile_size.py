@@ -1,4 +1,4 @@
-"""Whether a model runs on tiles of a size: vision transformers are often made for one.
+"""Check that a model runs on tiles of a size: vision transformers are often made for one.
 
 Takes a model and the shape of a microbatch; refuses it in one message, before any slide is read.
 """

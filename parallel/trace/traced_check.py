@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel.trace.known_proxy import OtherPathError
-from parallel.trace.op_recorder import storage_of
-from parallel.trace.tracer import scope_of, user_line
+from parallel.trace.op_recorder import storage_of, tensors_of, written_by
+from parallel.trace.tracer import scope_of, user_frames
 from parallel.trace.without_data import Trial, preserve_module_state, state_of, swapped, trials
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def first_difference(traced: Traced, shape: tuple[int, ...], dtype: torch.dtype)
 
 @dataclass
 class _Run:
-    """What one run computed.
+    """Record of one run.
 
     Attributes:
         operations: each with its arguments, tensors by what made them.
@@ -122,16 +121,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_of((args, kwargs))
         value = _normed(func, *args) if self._fake and func in NORMS else func(*args, **kwargs)
         if func.namespace == "prim":  # asks where a tensor lies
             return value
-        made = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        made = tensors_of(value)
         if func in SILENT and given and given[0] in self.known:
             self.known[made[0]] = self.known[given[0]]
         elif any(tensor in self.known for tensor in given) or torch.Tag.nondeterministic_seeded in func.tags:
             number = len(self.operations)
-            written = _written(func, args, kwargs)
+            written = written_by(func, args, kwargs)
             # A sum in place is the sum, unless who holds the memory by another name looks at it afterwards.
             name = func._schema.name.removesuffix("_") if written else func._schema.name
             self.operations.append((name, tree_map(self.name, args), tree_map(self.name, kwargs)))
@@ -173,7 +172,7 @@ def _run(model: nn.Module, runner: nn.Module, trial: Trial) -> _Run:
             output = compute(trial.example)
     finally:
         random.setstate(random_state)
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = tensors_of(output)
     ends = [recorder.name(leaf) for leaf in leaves]
     return _Run(recorder.operations, recorder.origins, [*ends, *_backward(leaves, {id(t): n for t, n in names})])
 
@@ -190,14 +189,6 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.origin = (scope_of(n), n.name)
         return super().run_node(n)
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that ``func`` changes and gives."""
-    schema = func._schema.arguments
-    arguments = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
-    changed = (arguments.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write)
-    return [tensor for tensor in changed if isinstance(tensor, Tensor)]
 
 
 def _normed(func: Any, images: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -262,13 +253,10 @@ def _does_not_run(model: nn.Module, shape: tuple[int, ...], fault: Exception) ->
 
 def _origin(paths: dict[int, str]) -> tuple[str, str]:
     """Return (module, line of the user's code) that is at work: the innermost module that is not torch's."""
-    frame: Any = sys._getframe(1)
-    line = ""
-    while frame is not None:
-        if of_user := user_line(frame.f_code, frame.f_lineno):
-            line = line or of_user
-            owner = frame.f_locals.get("self")
-            if frame.f_code.co_name == "forward" and id(owner) in paths:
-                return paths[id(owner)], line
-        frame = frame.f_back
-    return "", line or "unknown"
+    innermost = ""
+    for frame, line in user_frames():
+        innermost = innermost or line
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and id(owner) in paths:
+            return paths[id(owner)], innermost
+    return "", innermost or "unknown"

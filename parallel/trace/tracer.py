@@ -11,10 +11,11 @@ import functools
 import inspect
 import os
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from torch.utils import checkpoint
 
 from parallel.trace.hints import Hints
 from parallel.trace.known_proxy import (
-    DecidingTracer,
     KnownNumber,
     KnownProxy,
     UnknownProxy,
@@ -34,6 +34,7 @@ from parallel.trace.known_proxy import (
     constant,
     detached,
 )
+from parallel.trace.op_recorder import tensors_of
 
 _NOT_OF_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
@@ -57,7 +58,7 @@ def scope_of(node: fx.Node) -> str:
     return str(node.meta.get(SCOPE, ""))
 
 
-class GraphTracer(DecidingTracer):
+class GraphTracer(fx.Tracer):
     """The tracer of one trace of one module.
 
     Args:
@@ -166,13 +167,7 @@ class GraphTracer(DecidingTracer):
         return tensor in self.tensor_attrs or any(tensor is buffer for buffer in self.root.buffers())
 
     def create_node(
-        self,
-        kind: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str | None = None,
-        type_expr: Any = None,
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
         """Return a new node, named after the module it is from, whose value the hints have learnt.
 
@@ -193,24 +188,15 @@ class GraphTracer(DecidingTracer):
             self._hints.learn(node)
         return node
 
-    def create_proxy(
-        self,
-        kind: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str | None = None,
-        type_expr: Any = None,
-        proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
-    ) -> Any:
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **options: Any) -> Any:
         """Return what stands for the value of a new node; its elements where it is a list or a dict; None where it is
         None."""
-        proxy: Any = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
+        proxy: Any = super().create_proxy(kind, target, args, kwargs, *more, **options)
         if kind in ("placeholder", "get_attr") or target is detached:
             return proxy
         hint = self._hints.of(proxy.node)
         if self._entered[0][0] and not torch.is_grad_enabled():
-            tensors = _tensors(hint.value) if hint else None
+            tensors = tensors_of(hint.value) if hint else None
             if tensors is None or any(tensor.requires_grad for tensor in tensors):
                 if kind == "call_method" and str(target).endswith("_") and not str(target).endswith("__"):
                     raise fx.proxy.TraceError(f"it changes a value in place, by {target}, while gradients are off")
@@ -253,7 +239,8 @@ class GraphTracer(DecidingTracer):
             raise fx.proxy.TraceError("its path depends on the type, layout or device of a tensor")
         if (node, convert) not in self._decided:
             self._decided[node, convert] = expected
-            self.create_node("call_function", as_traced, (node, expected, _deciding_line()), {})
+            where = next((line for _, line in user_frames()), "unknown")
+            self.create_node("call_function", as_traced, (node, expected, where), {})
         return expected
 
 
@@ -264,18 +251,13 @@ def user_line(code: CodeType, number: int) -> str:
     return f"{code.co_name}, {code.co_filename}:{number}"
 
 
-def _deciding_line() -> str:
-    """Return the line of the user's code that is being traced."""
-    frame = inspect.currentframe()
+def user_frames() -> Iterator[tuple[FrameType, str]]:
+    """Yield the frames of the user's code that are at work, innermost first, each with its line."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if line := user_line(frame.f_code, frame.f_lineno):
-            return line
+            yield frame, line
         frame = frame.f_back
-    return "unknown"
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _refuse_assigned(module: nn.Module) -> None:

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 from parallel.graph.layers import Op
-from parallel.trace.op_recorder import OpRecorder, storage_of
+from parallel.trace.op_recorder import OpRecorder, storage_of, tensors_of
 from parallel.trace.without_data import preserve_module_state, state_of, swapped, trials
 
 CHECKPOINTS = ("checkpoint", "_checkpoint_impl", "CheckpointFunction.forward")
@@ -155,7 +154,7 @@ class _Flow(OpRecorder):  # type: ignore[no-untyped-call]
 
 
 def _storages(values: Any) -> set[StorageWeakRef]:
-    return {storage_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+    return set(map(storage_of, tensors_of(values)))
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def skipped_statistic(patch: Patch) -> None:
     right = OrderedStatistics.microbatch
 
     @contextlib.contextmanager
-    def microbatch(statistics: OrderedStatistics, i: int, tiles: int) -> Iterator[None]:
-        with untouched(statistics._active if i == 1 else []), right(statistics, i, tiles):
+    def microbatch(statistics: OrderedStatistics, i: int) -> Iterator[None]:
+        with untouched(statistics._active if i == 1 else []), right(statistics, i):
             yield
         if i == 1 and i in statistics._records:  # for other ranks, or for later
             statistics._records[i].zero_()

@@ -192,7 +192,7 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         watch = LiveBytes()
         watch.add(given.values())
         with watch:
-            outputs = stage.forward(0, shape[0], given, 0)
+            outputs = stage.forward(0, given, 0)
         del given
         forward = watch.peak_bytes
         values |= {key: out.detach().clone().requires_grad_(out.requires_grad) for key, out in outputs.items()}

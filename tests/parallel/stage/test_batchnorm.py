@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.counts import Counts
 from parallel.comm.local import LocalCommunicator
-from parallel.stage.batchnorm import OrderedStatistics, running_statistics
-from parallel.stage.deferred_batchnorm import DeferredStatistics
-from parallel.stage.running_buffers import RunningStatistics
+from parallel.stage.batchnorm import DeferredStatistics, OrderedStatistics, RunningStatistics, running_statistics
 
 SIZES = (3, 1, 4, 2)
 M = len(SIZES)
@@ -76,7 +74,7 @@ def walk(module: nn.Module, statistics: RunningStatistics, order: Sequence[int],
         statistics.begin_step(M)
         outputs = []
         for i in (i for i in order if i in share):
-            with statistics.microbatch(i, SIZES[i]):
+            with statistics.microbatch(i):
                 output = module(parts[i].requires_grad_())
             with statistics.frozen():
                 assert torch.equal(module(parts[i]), output)
@@ -145,7 +143,7 @@ def test_deferred_counts_every_use_of_a_layer() -> None:
     statistics = DeferredStatistics(module, LocalCommunicator())
     statistics.begin_step(M)
     for i, part in enumerate(batches(0)):
-        with statistics.microbatch(i, SIZES[i]):
+        with statistics.microbatch(i):
             output = module(part)
         assert torch.equal(output, reference(part))
     statistics.end_step()
@@ -162,7 +160,7 @@ def test_a_single_holder_in_order_updates_by_itself() -> None:
     statistics = OrderedStatistics(module, LocalCommunicator())
     statistics.begin_step(1)
     x = torch.randn(2, 2, 3, 3)
-    with statistics.microbatch(0, 2):
+    with statistics.microbatch(0):
         module(x)
         plain(x)
         assert torch.equal(module.running_mean, plain.running_mean)
@@ -177,7 +175,7 @@ def test_an_error_in_a_pass_leaves_the_layer_as_it_was(mode: Any) -> None:
     statistics = running_statistics(module, LocalCommunicator(), mode)
     statistics.begin_step(2)
     both = nn.Sequential(module, nn.Flatten(), nn.Linear(1, 1))
-    with pytest.raises(RuntimeError, match="shapes"), statistics.microbatch(1, 2):
+    with pytest.raises(RuntimeError, match="shapes"), statistics.microbatch(1):
         both(torch.randn(2, 2, 3, 3))
     assert module.momentum == 0.1
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
@@ -203,7 +201,7 @@ def counted_step(module: nn.Module, mode: Any, forward: bool) -> Counts:
             with counts.counting() if step and k == 0 else contextlib.nullcontext():
                 statistics.begin_step(M)
                 for i in range(k, M, 2):
-                    with statistics.microbatch(i, 1):
+                    with statistics.microbatch(i):
                         if forward:
                             own(torch.ones(2, 2, 3, 3, dtype=torch.float64) + i)
                 statistics.end_step()
