@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel.cost.cluster import Cluster
@@ -60,13 +61,8 @@ class MemoryCheck:
         return max(0, over)
 
     @functools.cached_property
-    def _peaks(self) -> dict[int, int]:
-        return {}
-
-    def _peak(self, rank: int) -> int:
-        if rank not in self._peaks:
-            self._peaks[rank] = self.stages.rank_bytes(self.strategy, self.partition, rank).total
-        return self._peaks[rank]
+    def _peak(self) -> Callable[[int], int]:
+        return functools.cache(lambda rank: self.stages.rank_bytes(self.strategy, self.partition, rank).total)
 
 
 class Evaluator:
