@@ -49,18 +49,14 @@ def predict(work: RankProgram, microbatch: Microbatch, sums: Sums | None = None)
 
 
 def rehearse(
-    work: RankProgram,
-    actions: Iterable[Action],
-    feed: StepBatches,
-    seed: tuple[int, int],
-    observer: Observer | None,
+    work: RankProgram, actions: Iterable[Action], feed: StepBatches, seed: tuple[int, int], observer: Observer | None
 ) -> Outputs:
     """Return the outputs of the microbatches whose loss this rank computes, as a training step will have them.
 
     Args:
         actions: of the step, on this rank.
         seed: of the run, and number of the step.
-        observer: is told of every forward pass.
+        observer: is notified of every forward pass.
     """
     found: Outputs = []
     for stage in work.stages.values():

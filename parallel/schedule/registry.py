@@ -11,15 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel.schedule.action import Schedule
-from parallel.schedule.generators import (
-    bidirectional,
-    gpipe,
-    interleaved,
-    master,
-    mp_basic,
-    one_f_one_b,
-    zero_bubble,
-)
+from parallel.schedule.generators import bidirectional, gpipe, interleaved, master, mp_basic, one_f_one_b, zero_bubble
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.shares import Shares, share_of
 

@@ -159,13 +159,7 @@ def describe_action(action: Action, replicas: bool = False) -> str:
 
 
 def describe_fault(
-    schedule: Schedule | None,
-    rank: int,
-    position: int | None,
-    step: int,
-    shapes: str,
-    reason: str,
-    advice: str = "",
+    schedule: Schedule | None, rank: int, position: int | None, step: int, shapes: str, reason: str, advice: str = ""
 ) -> str:
     """Return the one message of a run in which ``rank`` failed.
 

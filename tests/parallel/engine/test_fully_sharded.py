@@ -355,10 +355,7 @@ def test_deferred_statistics_are_those_of_data_parallelism(ranks: list[dict[str,
 
 
 def test_ranks_that_cannot_hold_parts_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match="between 2 processes or more; got 1 ranks of a LocalCommunicator: start them",
-    ):
+    with pytest.raises(ValueError, match="between 2 processes or more; got 1 ranks of a LocalCommunicator: start them"):
         engine_of(CASES["one-each"], LocalCommunicator())
 
     def rank(communicator: Communicator, _: None) -> str:

@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 from parallel.schedule.action import Schedule
 from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
-from parallel.schedule.generators import (
-    bidirectional,
-    gpipe,
-    interleaved,
-    master,
-    mp_basic,
-    one_f_one_b,
-    zero_bubble,
-)
+from parallel.schedule.generators import bidirectional, gpipe, interleaved, master, mp_basic, one_f_one_b, zero_bubble
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
 from parallel.schedule.simulate import simulate
