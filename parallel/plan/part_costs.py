@@ -145,7 +145,7 @@ class _Parts:
         return 1.0 if source is None else self._plan.share(source)
 
     def _loss_of(self, layer: Layer) -> str | None:
-        """The map whose px the members compare with targets each in its own part, where the layer does that."""
+        """Return the map whose px each member compares with targets in its own part, if the layer does that."""
         if layer.kind != OUTPUT or len(layer.inputs) != 1:
             return None
         (source,) = layer.inputs
@@ -233,7 +233,7 @@ class _Parts:
         change.traffic.backward_copied += 2 * round(source.output_bytes * self._share(source)) * back
 
     def _saves(self, layer: Layer, source: Layer, size: int, change: _Change) -> bool:
-        """Whether the layer saves its input; the copy of ``size`` bytes then takes its place."""
+        """Return whether the layer saves its input, in whose place it then keeps the copy of ``size`` bytes."""
         keeps = {number for number, _ in source.output_storages}.intersection(number for number, _ in layer.saved)
         change.dropped |= keeps
         if keeps:

@@ -42,7 +42,7 @@ MAP_PASSES = 4
 STORED_PASSES = 3
 """Likewise of a map that is stored: written, and its gradient zeroed and read."""
 NEIGHBOURS = 2
-"""Members that one fetches rims of a map from."""
+"""Members that one fetches halos of a map from."""
 
 _Key = tuple[int, int, int | None, Grid | None]
 """Side of the boxes, tiles of a microbatch, bytes of maps that are stored, and the grid of the team."""
@@ -199,8 +199,8 @@ class StreamedStages:
         once, again = self._region_s(strategy, tiles)
         moved = self._moved(boxes) / self._cluster.copy_bandwidth
         if strategy.grid:
-            told = self._told_s(boxes)
-            once, again = once + told, again + told
+            exchanged = self._exchange_s(boxes)
+            once, again = once + exchanged, again + exchanged
         return dataclasses.replace(
             whole,
             forward_s=forward + once + moved / 3,
@@ -210,15 +210,15 @@ class StreamedStages:
             activation_bytes=0,
         )
 
-    def _told_s(self, boxes: Boxes) -> float:
-        """Seconds of what members tell each other in one pass: what they look at of others' maps, and sums."""
+    def _exchange_s(self, boxes: Boxes) -> float:
+        """Return the seconds of the exchanges of one pass: halos of maps, and sums."""
         members = boxes.mesh.grid.members
         link = self._cluster.link(0, members - 1)
         assert link is not None
         fetched = [size for size in boxes.fetched_of_others.values() if size]
         sums = [step for phase, part in boxes.parts() for step in phase.outputs(part) if step.sums]
-        rims = sum(NEIGHBOURS * link.latency_s + size / link.bandwidth for size in fetched)
-        return rims + sum(sum_in_team_s(Sum(step.value_bytes, True), members, self._cluster) for step in sums)
+        halos = sum(NEIGHBOURS * link.latency_s + size / link.bandwidth for size in fetched)
+        return halos + sum(sum_in_team_s(Sum(step.value_bytes, True), members, self._cluster) for step in sums)
 
     def _end(self, strategy: Strategy, graph: LayerGraph) -> int:
         """Position in ``graph`` of what follows the region."""

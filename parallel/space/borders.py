@@ -1,8 +1,8 @@
-"""What of a convolution a member can compute of its own part alone, and which strips of it need what others have.
+"""Split a convolution of one member into its own part and boundary strips that need what other members have.
 
-Takes the boxes of one exchange; gives the pads with which its own part alone has all of its output, right but in the
-strips, and the strips: computed again once the rows of others are here. Backward the input is taken apart: its own part
-and, beside it, halos; a convolution is linear in it.
+Takes the boxes of one exchange; returns the pads with which the own part alone gives all of the output, right but in
+the strips, and the strips, which are computed a second time once the halos have arrived. Backward splits the input into
+own part and halos; a convolution is linear in it.
 """
 
 from __future__ import annotations

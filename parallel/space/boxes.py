@@ -131,8 +131,8 @@ class Boxes:
 
     @functools.cached_property
     def stored_bytes(self) -> int:
-        """Of the maps between parts, and of their gradients, at the fullest moment: maps are there when the forward
-        pass ends, gradients come as parts go back, and both go with the part that made them."""
+        """Peak bytes of the maps between parts, and of their gradients. Maps are there when the forward pass ends;
+        gradients come as parts go back; both go with the part that made them."""
         parts = []
         for phase, part in self.parts():
             steps = phase.steps_of(part)
@@ -151,8 +151,8 @@ class Boxes:
 
     @functools.cached_property
     def device_bytes(self) -> int:
-        """That a step takes at most beside parameters, optimizer and what follows the region: of the fullest box, with
-        the gradients of parameters that there are by then."""
+        """Peak bytes of a step without parameters, optimizer and what follows the region: of the fullest box, with the
+        gradients of parameters that there are by then; or of a map's pieces on their way, if those are more."""
         most = summed = 0.0
         for phase, part in reversed(list(self.parts())):
             own = sum(step.param_bytes for step in phase.steps_of(part))
@@ -204,7 +204,7 @@ class Boxes:
         return worst_case_boxes(self.cuts(part))[0]
 
     def _needs(self, phase: Phase, part: Part, boxes: Sequence[tuple[int, int]]) -> PartNeeds:
-        """What some boxes of a part take."""
+        """Return the needs of some boxes of a part."""
         across = phase.outputs(part)
         needs = PartNeeds(across, self.model, self.cuts(part), boxes, self.square)
         for step in reversed(phase.steps_of(part)):

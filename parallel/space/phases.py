@@ -142,9 +142,8 @@ def maps_to_recompute(
         return chosen
     by_name = {step.name: step for step in steps}
     across = _crossing(steps, base)
-    cheap = {
-        name for name in across if by_name[name].rules == (SAME, SAME) and _each(by_name[name]) <= CHEAP_FLOPS_PER_BYTE
-    }
+    of_px = (by_name[name] for name in across if by_name[name].rules == (SAME, SAME))
+    cheap = {step.name for step in of_px if step.flops / max(1, step.value_bytes) <= CHEAP_FLOPS_PER_BYTE}
     chosen, (flops, least) = frozenset(cheap), cost_of(cheap)
     gains = []
     for name in across - cheap if least > limit else ():
@@ -158,8 +157,3 @@ def maps_to_recompute(
         if least <= limit:
             break
     return chosen
-
-
-def _each(step: Step) -> float:
-    """Flops for each byte of the value."""
-    return step.flops / max(1, step.value_bytes)
