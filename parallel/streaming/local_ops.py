@@ -1,7 +1,7 @@
-"""Operations on a piece of a map: convolutions, pools and resampling, with what lies outside the image padded.
+"""Convolutions, pools and resampling of a box, with the rows and columns outside the image padded.
 
-Each takes patches that ``parallel.space`` says are needed for a box, and gives exactly that box. Padding is of the
-whole image, at this very operation: zeros, or minus infinity for maxima.
+Each takes the patch that a box needs and returns exactly the box. Padding is of the whole image, at each operation:
+zeros, or minus infinity for maxima.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def _evenly_padded(patch: Patch) -> tuple[Tensor, tuple[int, int]]:
 def convolve_again(
     patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, groups: int, stored: Tensor | None
 ) -> Tensor:
-    """Return ``stored``, the box of a convolution, or numbers that nobody looks at; with the gradients of ``convolve``,
-    for which its value is not needed."""
+    """Return ``stored``, the box of a convolution, or any numbers; the gradients of ``convolve`` do not need them."""
     rows, columns = rules
     strides = ((rows.stride, columns.stride), (rows.dilation, columns.dilation))
     x, pads = _evenly_padded(patch)

@@ -30,7 +30,7 @@ Then = Callable[[Tensor], Tensor]
 
 
 def batch_norm(layer: Layer) -> Operation:
-    """By running statistics where they are used, else by those of the microbatch."""
+    """Batch norm by running statistics where they are used, else by those of the microbatch."""
     module, then = layer.module, unchanged
     training, statistics = layer.get("training", False), layer.get("running_mean") is not None
     if module is not None:

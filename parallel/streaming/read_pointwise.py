@@ -20,7 +20,7 @@ MASK = "~mask"
 
 
 def pointwise(layer: Layer) -> Operation:
-    """What a function or method computes on a box of each map that it takes.
+    """Function or method of pixels, on a box of each map that it takes.
 
     Raises:
         NotTileable: the maps differ in size, or something else has rows or columns.
@@ -46,7 +46,7 @@ def pointwise(layer: Layer) -> Operation:
 
 
 def activation(layer: Layer) -> Operation:
-    """In place only where the memory has no other user."""
+    """Activation, in place only where the memory has no other user."""
     module = layer.module
     if not getattr(module, "inplace", False):
         return layer.as_called()

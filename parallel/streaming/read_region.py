@@ -71,7 +71,7 @@ def read_region(
     """
     reader = _Reader(model, once, refuse)
     with without_data() as fake:
-        reader.enter(fake, entering, given)
+        reader.add_inputs(fake, entering, given)
         for node in nodes:
             if node.op in ("output", "get_attr") or node.name in entering or node.name in given:
                 continue
@@ -120,8 +120,10 @@ class _Reader:
         self.barred: set[str] = set()
         self.ends_at: tuple[str, str] | None = None
 
-    def enter(self, fake: FakeTensorMode, entering: Mapping[str, Tensor | Boxes], given: Mapping[str, Any]) -> None:
-        """Take what ``read_region`` is given."""
+    def add_inputs(
+        self, fake: FakeTensorMode, entering: Mapping[str, Tensor | Boxes], given: Mapping[str, Any]
+    ) -> None:
+        """Add the values that enter the region."""
         reading, once = self._reading, self._once
         layout = torch.channels_last if once and _channels_last(self._model) else torch.contiguous_format
         for name, value in entering.items():

@@ -1,4 +1,4 @@
-"""Convolutions, pools, pads and resampling of a traced model: the rule of each axis beside the computation of a box."""
+"""Convolutions, pools, pads and resampling of a traced model: rules of both axes, and the computation of a box."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def max_pool(layer: Layer) -> Operation:
 
 
 def average_pool(layer: Layer) -> Operation:
-    """A mean over the image where the only window is the whole of it."""
+    """Mean over the image where one window spans it, else a pool."""
     kernel, padding, divisor = layer.get("kernel_size"), layer.get("padding", 0), layer.get("divisor_override")
     whole = pair(kernel) == layer.sides and pair(padding) == (0, 0)
     if whole and not divisor and layer.reading.shape(layer.node)[-2:] == (1, 1):

@@ -98,7 +98,7 @@ class _Recording:
             return {n: torch.empty(region.forms[n][0], dtype=region.forms[n][1], device=META) for n in names}
 
         self._values = entering(region.inputs)
-        self.plain_steps = {step.name: step for step in region.steps if step.global_op}
+        self.global_steps = {step.name: step for step in region.steps if step.global_op}
         self._known = _Known(self)
         self._known.update(entering(region.given))
         self.records: dict[str, StepRecord] = {}
@@ -117,9 +117,9 @@ class _Recording:
             if key is not None:
                 self._alike[key] = step
 
-    def plain(self, name: str) -> Any:
+    def global_value(self, name: str) -> Any:
         """Return the value of a step without rows; one that takes no map may name a device."""
-        value = run_plain(self.module, self._region, self.plain_steps[name], self._known)
+        value = run_plain(self.module, self._region, self.global_steps[name], self._known)
         return tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, value)
 
     def _key(self, step: Step) -> Hashable:
@@ -141,10 +141,10 @@ class _Recording:
         """Return what is equal for values without rows that are recorded alike; None for one that ``step`` is the first
         to ask for, which is recorded with it, unless it is of the same node, and made of values that are there."""
         region = self._region
-        if name not in self.plain_steps or self._known.made(name):
+        if name not in self.global_steps or self._known.made(name):
             return form(self._known[name]), name in region.fixed
-        plain, of_node = self.plain_steps[name], region.nodes[step.name].name
-        there = all(other not in self.plain_steps or self._known.made(other) for other in plain.others)
+        plain, of_node = self.global_steps[name], region.nodes[step.name].name
+        there = all(other not in self.global_steps or self._known.made(other) for other in plain.others)
         if region.nodes[name].name != of_node or plain.maps or not there:
             return None
         made_of = tuple((form(self._known[other]), other in region.fixed) for other in plain.others)
@@ -236,14 +236,14 @@ class _Known(dict[str, Any]):
         self._recording = recording
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self._recording.plain_steps
+        return super().__contains__(name) or name in self._recording.global_steps
 
     def made(self, name: str) -> bool:
         """Return whether the value was computed."""
         return super().__contains__(name)
 
     def __missing__(self, name: str) -> Any:
-        self[name] = self._recording.plain(name)
+        self[name] = self._recording.global_value(name)
         return self[name]
 
 

@@ -50,6 +50,18 @@ def in_boxes(module: nn.Module, box: int) -> InBoxes:
     return InBoxes(nodes)
 
 
+def end_of_boxes(module: nn.Module, box: int = 8) -> tuple[str, str]:
+    """Return the layer that is not computed in boxes, and why; it and what follows are computed whole."""
+    plain, run, images = copy.deepcopy(module), in_boxes(module, box), torch.randn(1, 3, 18, 18)
+    torch.manual_seed(7)
+    expected = plain(images)
+    torch.manual_seed(7)
+    torch.testing.assert_close(run(module, images)[0], expected)
+    ends = run.planned.region.ends_at
+    assert ends is not None
+    return ends
+
+
 def streaming_error(module: nn.Module, shape: tuple[int, ...], box: int, dtype: torch.dtype = torch.float64) -> float:
     """Largest difference of outputs and gradients, relative to the largest value of each tensor, or of the gradients
     where that one is small."""

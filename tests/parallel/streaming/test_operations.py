@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from timm.layers import (
-    BatchNormAct2d,
-    BlurPool2d,
-    Conv2dSame,
-    DropPath,
-    EcaModule,
-    ScaledStdConv2d,
-)
+from timm.layers import BatchNormAct2d, BlurPool2d, Conv2dSame, DropPath, EcaModule, ScaledStdConv2d
 from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torchvision.ops import SqueezeExcitation, StochasticDepth
 
+from benchmarks.exactness.spatial_ops import Call, Network
 from models.blocks import ChannelNorm, FrozenBatchNorm2d
 from tests.helpers.streaming import streaming_error
 
@@ -28,40 +20,15 @@ EXACT = 1e-12
 numbers = st.integers
 
 
-class Net(nn.Module):
-    """A convolution before the operation and one behind it, so that boxes of both are of odd sizes."""
-
-    def __init__(self, operation: nn.Module, channels: int = 4) -> None:
-        super().__init__()
-        self.before = nn.Conv2d(2, 4, 3, padding=1)
-        self.operation = operation
-        self.after = nn.Conv2d(channels, 3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.after(self.operation(self.before(x)))
-        return y
-
-
-class Call(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 def exact(operation: nn.Module, height: int, width: int, box: int, channels: int = 4) -> None:
     torch.manual_seed(0)
     try:
         with torch.no_grad():
-            whole = Net(operation, channels)(torch.zeros(1, 2, height, width))
+            whole = Network(operation, channels)(torch.zeros(1, 2, height, width))
     except RuntimeError:  # a kernel larger than what it works on
         return
     if whole.numel():
-        assert streaming_error(Net(operation, channels), (2, 2, height, width), box) <= EXACT
+        assert streaming_error(Network(operation, channels), (2, 2, height, width), box) <= EXACT
 
 
 sides, boxes = numbers(7, 29), numbers(3, 13)
@@ -107,14 +74,10 @@ def test_resampling_by_a_factor(h: int, w: int, box: int, factor: float, aligned
     exact(nn.Upsample(scale_factor=factor, mode="bilinear", align_corners=aligned), h, w, box)
 
 
-@given(sides, sides, boxes, numbers(-2, 3), numbers(-2, 3))
-def test_pads_and_crops(h: int, w: int, box: int, before: int, after: int) -> None:
-    exact(Call(lambda x: F.pad(x, (before, after, after, before), value=0.5)), h, w, box)
-
-
-@given(sides, sides, boxes, numbers(-2, 6), numbers(-2, 6), st.sampled_from(["reflect", "replicate"]))
-def test_pads_by_rows_of_the_map(h: int, w: int, box: int, before: int, after: int, mode: str) -> None:
-    exact(Call(lambda x: F.pad(x, (before, after, after, before), mode=mode)), h, w, box)
+@given(sides, sides, boxes, numbers(-2, 6), numbers(-2, 6), st.sampled_from(["constant", "reflect", "replicate"]))
+def test_pads_and_crops(h: int, w: int, box: int, before: int, after: int, mode: str) -> None:
+    fill = 0.5 if mode == "constant" else None
+    exact(Call(lambda x: F.pad(x, (before, after, after, before), mode, fill)), h, w, box)
 
 
 @given(sides, sides, boxes, numbers(1, 4), numbers(1, 3), numbers(0, 4), st.sampled_from(["reflect", "replicate"]))

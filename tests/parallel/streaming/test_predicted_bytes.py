@@ -1,15 +1,19 @@
-"""Bytes of a streamed step on paper beside those that live: predicted before anything is computed."""
+"""Bytes of a streamed step: recorded once for steps that compute alike, and predicted before anything is computed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from app.planning.workload import Workload
 from benchmarks.in_boxes import planned_regions, streamed
 from models.registry import build_model
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.boxes import Boxes
+from parallel.streaming import step_record
+from parallel.streaming.step_record import record
 from parallel.team.boxed_nodes import PlannedRegion
+from parallel.trace.without_data import preserve_module_state
 
 
 def living(name: str, norm: str, tile: int, box: int) -> tuple[Boxes, int]:
@@ -20,10 +24,8 @@ def living(name: str, norm: str, tile: int, box: int) -> tuple[Boxes, int]:
         parameter.requires_grad_(parameter.numel() < 100_000)
     run = streamed(model, box, (1, 3, tile, tile))
     image = torch.rand(1, 3, tile, tile)
-    live = LiveBytes()
-    with live:
-        loss = run(image).square().mean()
-        loss.backward()
+    with LiveBytes() as live:
+        run(image).square().mean().backward()
     (plan,) = planned_regions(run, tuple(image.shape))
     assert isinstance(plan, PlannedRegion)
     return plan.run.boxes, live.peak_bytes
@@ -49,3 +51,20 @@ def test_boxes_keep_to_the_bytes_they_are_planned_for() -> None:
     allowed = boxes.model.box_bytes / 16
     for phase, part in boxes.parts():
         assert part.box == 64 or boxes.part_bytes(phase, part) <= 1.05 * allowed
+
+
+@pytest.mark.parametrize("name", ["resnet18", "torchvision:efficientnet_b0"])
+def test_records_are_those_of_every_step_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Workload(name, 64, 2)
+    traced = work._traced
+    region = work._region(traced)
+    runs = []
+    run = step_record._Recording._run
+    monkeypatch.setattr(step_record._Recording, "_run", lambda *given: (runs.append(1), run(*given))[1])
+    with preserve_module_state(traced.model):
+        traced.model.train()
+        few, fewer = record(traced.model, region), len(runs)
+        monkeypatch.setattr(step_record._Recording, "_key", lambda self, step: None)
+        each = record(traced.model, region)
+    assert few == each
+    assert fewer < (len(runs) - fewer) * 0.75

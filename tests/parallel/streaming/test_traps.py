@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -10,28 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.exactness.spatial_ops import Call
 from benchmarks.in_boxes import streamed
 from models.blocks import FrozenBatchNorm2d
 from parallel.space.grid import Span
 from parallel.space.rule import Resample
+from parallel.streaming import part_plan
 from parallel.streaming.local_ops import resample
 from parallel.streaming.patch import Patch
-from tests.helpers.streaming import in_boxes, streaming_error
+from tests.helpers.streaming import end_of_boxes, in_boxes, streaming_error
 
 EXACT = 1e-12
-MAXIMUM = "takes the largest of the whole image, which boxes do not add up: use an average pool"
 
 
-class Call(nn.Module):
-    """A convolution, and a function of what it gives."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.conv(x))
+def called(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A convolution, and a function of its value."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Call(function))
 
 
 def shifted(channels: int) -> FrozenBatchNorm2d:
@@ -59,9 +54,9 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "rows outside the image are zero at every layer": (four_layers, (2, 3, 23, 31), 8),
     # MPI4DL pads by 0, which is the largest where all is negative.
     "maxima are padded by minus infinity": (
-        lambda: Call(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1)), (2, 3, 23, 31), 8),
+        lambda: called(lambda x: F.max_pool2d(-x.abs() - 1, 3, 2, 1)), (2, 3, 23, 31), 8),
     "ties of maxima go to the px that torch takes": (
-        lambda: Call(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1)), (2, 3, 23, 31), 8),
+        lambda: called(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1)), (2, 3, 23, 31), 8),
     # PhysicsNeMo takes a halo of half the kernel: 4 + 4 rows where there are 7, as in Inception's stem.
     "the first needed row follows the stride": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 3, 2), nn.MaxPool2d(3, 2)), (1, 3, 61, 67), 16),
@@ -84,7 +79,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
         lambda: nn.Sequential(nn.Conv2d(3, 4, 8, 8), shifted(4), nn.Conv2d(4, 4, 3, padding=1)), (2, 3, 15, 15), 4),
     # That of a root is infinite at zero, and infinity times zero no number.
     "norms of nothing have no gradient": (
-        lambda: Call(lambda x: x + F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True)), (1, 3, 18, 18), 8),
+        lambda: called(lambda x: x + F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True)), (1, 3, 18, 18), 8),
     # A model that resamples to ``x.shape`` would resample to that of the box.
     "sizes are those of the whole image": (Resized, (1, 3, 29, 22), 9),
 }  # fmt: skip
@@ -109,24 +104,6 @@ def test_coordinates_of_resampling_are_rounded_as_torch_rounds_them() -> None:
         patch = Patch(row[:, :, slice(*has[0])], has, has, box, (side, 1), (2, 3))
         error = (resample(patch, rules) - expected[:, :, start : start + 384]).abs().max()
         assert error < 1e-5 * expected.abs().max()
-
-
-def test_values_changed_in_place_are_refused_where_their_name_is_used_again() -> None:
-    """Boxes give what is written in place memory of its own."""
-
-    def forgetful(x: Tensor) -> Tensor:
-        y = x * 1
-        y.relu_()
-        return y + 1
-
-    net = Call(forgetful)
-    images = torch.randn(1, 3, 12, 12)
-    run = in_boxes(net, 5)
-    run(net, images)
-    ends = run.planned.region.ends_at
-    assert ends is not None
-    assert "in place, which is used again by that name" in ends[1]
-    torch.testing.assert_close(run(net, images)[0], net(images))
 
 
 def test_moments_do_not_cancel() -> None:
@@ -159,22 +136,42 @@ def test_parameters_whose_gradients_are_one_tensor_are_summed_apart() -> None:
     assert net.first.grad.data_ptr() != net.second.grad.data_ptr()
 
 
+def forgetful(x: Tensor) -> Tensor:
+    y = x * 1
+    y.relu_()
+    return y + 1
+
+
+class Doubled(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return 2 * super()._conv_forward(x, weight, bias)
+
+
+SQUARE = functools.partial(nn.Conv2d, 4, 4, 1)
+LARGEST = "takes the largest of the whole image, which boxes do not add up: use an average pool"
+
+
 @pytest.mark.parametrize(
-    ("function", "reason"),
+    ("layer", "reason"),
     [
-        (lambda x: torch.linalg.vector_norm(x, ord=1, dim=(2, 3)), "is a norm of order 1: use 2"),
-        (lambda x: F.adaptive_max_pool2d(x, 1), MAXIMUM),
-        (lambda x: x.sum((2, 3), dtype=torch.float64), "is given dtype, which boxes do not take: leave it out"),
+        (lambda: nn.AdaptiveMaxPool2d(1), LARGEST),
+        (lambda: Call(lambda x: torch.linalg.vector_norm(x, ord=1, dim=(2, 3))), "is a norm of order 1: use 2"),
+        (
+            lambda: Call(lambda x: x.sum((2, 3), dtype=torch.float32)),
+            "is given dtype, which boxes do not take: leave it out",
+        ),
+        (lambda: Call(forgetful), "changes mul in place, which is used again by that name"),
+        (lambda: Doubled(4, 4, 1), "is a Doubled, which computes other than Conv2d: use layers"),
+        (lambda: nn.utils.spectral_norm(SQUARE()), "has hooks, which would run for each box"),
+        (lambda: nn.Dropout(0.5), "draws a number for each px"),
+        (lambda: Call(lambda x: x.flatten(2).softmax(-1)), "makes other dims of rows and columns"),
+        (lambda: Call(lambda x: F.conv2d(x, x[:, :, :3, :3])), "takes several maps where boxes know one"),
     ],
 )
-def test_reductions_of_other_kinds_are_refused_by_name(function: Callable[[Tensor], Tensor], reason: str) -> None:
-    """Read as those that are known they would give other numbers."""
-    net = Call(function)
-    run = in_boxes(net, 8)
-    run(net, torch.randn(1, 3, 18, 18))
-    ends = run.planned.region.ends_at
-    assert ends is not None
-    assert ends[1] == reason
+def test_the_first_layer_that_boxes_do_not_know_is_refused_by_name(layer: Callable[[], nn.Module], reason: str) -> None:
+    """Read as a kind that is known, it would give other numbers; from there on the model is computed whole."""
+    torch.manual_seed(0)
+    assert end_of_boxes(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer()))[1].startswith(reason)
 
 
 def test_two_backward_passes_are_refused() -> None:
@@ -227,3 +224,22 @@ def test_autocast_keeps_no_weight_without_data() -> None:
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert type(ours.grad) is Tensor
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.02)
+
+
+def pooled() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.MaxPool2d(2))
+
+
+def test_boxes_of_one_shape_share_a_program() -> None:
+    model = pooled()
+    run = in_boxes(model, 8)
+    run(model, torch.randn(1, 3, 48, 48))
+    part = run.planned.phases[0].parts[0]
+    assert len(part.places) == 36
+    assert len({id(part.program(*place)) for place in part.places}) == 9, "corners, edges and the inside"
+
+
+def test_programs_that_were_let_go_of_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_plan, "MOST_PROGRAMS", 2)
+    assert streaming_error(pooled(), (1, 3, 48, 40), 8) <= 1e-12
