@@ -65,7 +65,7 @@ def streamed(
     assert isinstance(stage, BoxedModel)
     stage.train()
     images: Tensor = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
-    planned = stage._run_training.nodes.planned(stage, plans(shape, True), (images,))  # type: ignore[union-attr]
+    planned = stage._run_training.planned(stage, plans(shape, True), (images,))  # type: ignore[union-attr]
     if isinstance(planned, NothingTileable):
         raise planned
     stage.train(module.training)
@@ -79,4 +79,4 @@ def planned_regions(
     assert isinstance(stage, TeamStage)
     run: Any = stage._run_training if training else stage._run_evaluation
     compiled = stage.plans(shape, training).compiled.items()
-    return [planned for key, planned in compiled if isinstance(key, tuple) and key[0] is run.nodes]
+    return [planned for key, planned in compiled if isinstance(key, tuple) and key[0] is run]

@@ -1,4 +1,4 @@
-"""From a user's model and a strategy to an engine: trace, cut, schedule, check, and put the stages to work.
+"""Build an engine from a user's model and a strategy: trace, cut, schedule, check, and put the stages to work.
 
 Takes the whole model on every rank, gives an ``Engine`` that holds only this rank's stages. Everything that can be
 wrong with a strategy is found here, before the first step.
@@ -126,7 +126,7 @@ def put_to_work(
     meter: ActivationMeter | None = None,
     host: HostMemory | None = None,
 ) -> RankProgram:
-    """What this rank of a traced model computes, and with what; for the rest see ``assemble``.
+    """Return the program of this rank of a traced model; for the other arguments see ``assemble``.
 
     Args:
         partition: of ``traced``, into the stages of ``strategy``.

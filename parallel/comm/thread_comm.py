@@ -223,7 +223,7 @@ def _copy(send: ThreadWork, receive: ThreadWork) -> None:
     if source.shape != target.shape or source.stride() != target.stride():
         source, target = in_memory_order(source), in_memory_order(target)
     assert source.dtype == target.dtype, f"{source.dtype} is sent, {target.dtype} expected"
-    assert len(source) == len(target), f"{len(source)} numbers sent, {len(target)} expected"
+    assert source.numel() == target.numel(), f"{source.numel()} numbers sent, {target.numel()} expected"
     target.copy_(source)
 
 

@@ -1,15 +1,15 @@
 """Values and gradients on their way between the stages of one rank and all others.
 
 A value goes from the stage that makes it straight to each stage that uses it, skips included, and is then freed; within
-a rank it goes without a message. Between teams, ``team.routes`` lists which member sends what to which, in one message;
+a rank it goes without a message. Between teams, ``parcels`` lists which member sends what to which, in one message;
 a rank alone is a team of one. The gradient of a part returns to its sender; those of a value sent to several add up.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action
 from parallel.schedule.mesh import Mesh
 from parallel.stage.stage import Gradients
-from parallel.team.routes import parcels
 from parallel.team.team_plan import TeamPlan
 
 Routes = Mapping[tuple[int, int], tuple[str, ...]]
@@ -35,6 +34,31 @@ Names = Mapping[int, tuple[str, ...]]
 
 PlanOf = Callable[[tuple[int, ...], bool], TeamPlan]
 """(shape of the tiles, in training) -> plan of every stage's team."""
+
+
+class Parcel(NamedTuple):
+    """A value, or a member's part of it, on its way from a member of one team to a member of the next."""
+
+    name: str
+    source: int
+    target: int
+
+
+def parcels(names: Iterable[str], plan: TeamPlan) -> list[Parcel]:
+    """Return all that goes between two teams of ``plan``, in the order that every member sends and receives it in.
+
+    All teams divide maps alike, so that each member sends its part of a map to the member of the same number. Member 0
+    sends what every member has, and what it alone has.
+    """
+    members, found = range(plan.mesh.grid.members), []
+    for name in names:
+        place = plan.placement(name)
+        if place == "shard":
+            found += [Parcel(name, p, p) for p in members if all(span.size > 0 for span in plan.owned(name, p))]
+        else:
+            everybody = name == RANDOM_STATE or place == "replicate"
+            found += [Parcel(name, 0, q) for q in (members if everybody else [0])]
+    return found
 
 
 class StageTransfers:

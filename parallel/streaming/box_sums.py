@@ -19,7 +19,7 @@ from parallel.streaming.patch import Box, Patch
 from parallel.streaming.region import Region
 from parallel.trace.stage_module import Boxes
 
-STEP, BESIDE = "~sums", "~beside"
+STEP, ASKED = "~sums", "~asked"
 KEEPS = 6.0
 """Bytes that the backward pass of a loss of pixels needs for each byte of the map: logarithms, probabilities, classes
 as integers of 8 bytes and products, for 4-byte numbers."""
@@ -46,7 +46,7 @@ Sums = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class BoxSums:
-    """What is summed over the boxes of a map (n, c, h, w).
+    """Sums over the boxes of a map (n, c, h, w).
 
     Attributes:
         targets: (n, h, w), on whatever device, or made box by box.
@@ -57,7 +57,7 @@ class BoxSums:
 
     @property
     def pixels(self) -> int:
-        """Of a tile."""
+        """Return the pixels of a tile."""
         rows, columns = self.targets.shape[1:]
         return int(rows * columns)
 
@@ -70,7 +70,7 @@ class BoxSums:
         return self.sums(output, self._targets(*box).to(output.device))
 
     def of_whole(self, output: Any) -> Tensor:
-        """Return the sums of what a model gave at once."""
+        """Return the sums of an output that a model gave whole."""
         rows, columns = (Span(0, side) for side in self.targets.shape[1:])
         targets = self._targets(rows, columns)
         return self.sums(output, targets.to(output.device) if isinstance(output, Tensor) else targets)
@@ -109,7 +109,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
         kept_bytes=int(KEEPS * size * kind.itemsize),
         value_bytes=8 * made[0],
     )
-    operation = Operation(lambda given: given.prior(BESIDE).of_box(given.patch), sums=True)
+    operation = Operation(lambda given: given.prior(ASKED).of_box(given.patch), sums=True)
     return replace(
         region,
         steps=(*region.steps, step),
@@ -120,6 +120,6 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
     )
 
 
-def beside(region: Region, asked: BoxSums) -> Mapping[str, Any]:
+def sums_by_name(region: Region, asked: BoxSums) -> Mapping[str, Any]:
     """Return what the last step of ``with_sums`` is computed with, by name."""
-    return {region.nodes[region.steps[-1].name].name + BESIDE: asked}
+    return {region.nodes[region.steps[-1].name].name + ASKED: asked}

@@ -19,7 +19,7 @@ Dims = Mapping[str, tuple[int, int]]
 
 
 class Maps:
-    """By name.
+    """Maps by name.
 
     Args:
         shapes: of whole maps.

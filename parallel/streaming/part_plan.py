@@ -87,7 +87,7 @@ class StepRun(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a box gives; without ``dims``, of a sum."""
+    """Result of a box; without ``dims``, of a sum."""
 
     name: str
     dims: tuple[int, int] | None
@@ -96,7 +96,7 @@ class Result(NamedTuple):
 
 
 class BoxProgram(NamedTuple):
-    """How boxes of one shape are computed.
+    """Program that computes boxes of one shape.
 
     Attributes:
         entering: (name, pieces) of the maps that a box fetches.
@@ -316,7 +316,7 @@ def _compiled(part: PartPlan, row: int, column: int) -> BoxProgram:
 
 
 def _split(region: Region, name: str, has: Box, haves: Mapping[str, Box], leaves: Box | None) -> list[Box]:
-    """Return the parts of a map that it is split into: none where nobody needs less of it, where it leaves whole, or
+    """Return the parts of a map that it is split into: none where no step needs less of it, where it leaves whole, or
     where one that needs all of it gives a gradient in memory that others have, too."""
     if name not in region.dims or leaves == has:
         return []

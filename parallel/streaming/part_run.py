@@ -106,7 +106,7 @@ def fetch_ahead(part: PartPlan, place: tuple[int, int], maps: Maps, gradients: M
 
 
 def resolver(module: nn.Module, region: Region, known: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """What nodes that are no maps stand for."""
+    """Return node -> value, of nodes that are no maps."""
 
     def resolve(node: Any) -> Any:
         if node.op == "get_attr":
@@ -119,7 +119,7 @@ def resolver(module: nn.Module, region: Region, known: Mapping[str, Any]) -> Cal
 
 
 def _template(region: Region, name: str) -> Tensor:
-    """Nothing, in the type and on the device of a map."""
+    """Return an empty tensor in the type and on the device of a map."""
     _, dtype, device = region.forms[name]
     return torch.empty(0, dtype=dtype, device=device)
 

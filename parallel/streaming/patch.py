@@ -31,8 +31,8 @@ def narrowed(value: Tensor, dims: tuple[int, int], cut: Cut) -> Tensor:
 def with_parts(value: Tensor, dims: tuple[int, int], cuts: Sequence[Cut]) -> list[Tensor]:
     """Return ``value`` and its parts.
 
-    Whoever uses it whole gives it a gradient in memory that nobody else has, as convolutions and pools do: those of the
-    parts are added to it.
+    A user of the whole value gives it a gradient in memory of its own, as convolutions and pools do: those of the parts
+    are added to it.
     """
     return list(_Parts.apply(value, dims, tuple(cuts)))
 
@@ -68,7 +68,7 @@ Box = tuple[Span, Span]
 
 @dataclass(slots=True)
 class Patch:
-    """What an operation is handed of a map.
+    """Part of a map as an operation takes it.
 
     Attributes:
         tensor: the needed rows and columns that the map has.
@@ -118,7 +118,7 @@ def available(need: Span, has: Span, side: int) -> Span:
 
 
 def padded_need(need: Span, have: Span) -> Span:
-    """Return ``need``, or as many rows next to an empty ``have``."""
+    """Return ``need``, or the same number of rows next to an empty ``have``."""
     return need if have.size else Span(have.start - need.size, have.stop)
 
 

@@ -122,7 +122,8 @@ def _normalisation(
 
     def wide(given: Any) -> Tensor:
         x = given.patch.tensor
-        return view(x.float() if x.dtype in HALVES else x)
+        x = x.float() if x.dtype in HALVES else x
+        return x if view is unchanged else view(x)
 
     def normalise(given: Any) -> Tensor:
         x, (total, mean, squares) = wide(given), given.prior(MOMENTS)
@@ -134,7 +135,8 @@ def _normalisation(
             y = ((x - mean) * (variance + eps).rsqrt()).reshape(given.patch.tensor.shape)
             y = y if weight is None else y * weight[:, None, None]
             y = y if bias is None else y + bias[:, None, None]
-        return then(y.to(given.patch.tensor.dtype))
+        y = y.to(given.patch.tensor.dtype)
+        return y if then is unchanged else then(y)
 
     sums = Operation(
         lambda given: moments(wide(given), over),

@@ -1,6 +1,6 @@
 """Maps of a GPU on the host: copied on side streams while boxes are computed, in strips of columns that lie dense.
 
-A copy runs beside the computation only between dense memory of the device and dense, page-locked memory of the host.
+A copy overlaps with the computation only between dense memory of the device and dense, page-locked memory of the host.
 So a map lies on the host in strips, cut at the columns where boxes begin and end, with rows first: some rows of a strip
 are one copy. Boxes are packed and unpacked, and overlapping gradients added, on the device. Boxes that are written
 leave while the next is computed; those that are fetched come one box ahead. The host waits for none.
@@ -163,7 +163,7 @@ class HostStrips:
 
 
 class StripMaps(Maps):
-    """As ``Maps``, for a device whose copies run beside its computation.
+    """Maps of a device whose copies overlap with its computation.
 
     Args:
         cuts: columns at which boxes of a map begin and end, by name.

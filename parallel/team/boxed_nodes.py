@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from parallel.offload.host_memory import HostMemory
 from parallel.space.rule import Step
 from parallel.space.team import Grid
-from parallel.streaming.box_sums import BoxSums, beside, with_sums
+from parallel.streaming.box_sums import BoxSums, sums_by_name, with_sums
 from parallel.streaming.operation import attribute
 from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
@@ -33,7 +33,7 @@ from parallel.trace.without_data import ONE_AT_A_TIME
 
 @dataclass(frozen=True)
 class BoxedParts:
-    """How a tile, or members' parts of it, is computed box by box: as for ``RegionRun``."""
+    """Sizes of boxes and memory for their maps, as for ``RegionRun``."""
 
     box: int
     stored_bytes: int | None = None
@@ -60,14 +60,14 @@ class PlannedRegion:
     read: tuple[fx.Node, ...]
 
     def leaving(
-        self, stage: nn.Module, context: ForwardContext, known: Mapping[str, Any], beside: Mapping[str, Any]
+        self, stage: nn.Module, context: ForwardContext, known: Mapping[str, Any], others: Mapping[str, Any]
     ) -> tuple[Tensor, ...]:
         """Compute the region, of the values that are ``known`` by name."""
         region, wants = self.run.region, torch.is_grad_enabled()
         self.run.context = context
         entering = [known[name] for name in (*region.inputs, *region.given)]
         values: tuple[Tensor, ...] = _InBoxes.apply(
-            self.run, stage, beside, len(entering), wants, *entering, *self.parameters(stage)
+            self.run, stage, others, len(entering), wants, *entering, *self.parameters(stage)
         )
         return values
 
@@ -92,7 +92,7 @@ class _InBoxes(torch.autograd.Function):
         ctx: Any,
         run: RegionRun,
         stage: nn.Module,
-        beside: Mapping[str, Any],
+        others: Mapping[str, Any],
         count: int,
         wants: bool,
         *tensors: Any,
@@ -105,9 +105,9 @@ class _InBoxes(torch.autograd.Function):
         region = run.region
         entering = [t.detach() if isinstance(t, Tensor) else t for t in tensors[:count]]
         maps = entering[: len(region.inputs)]
-        beside = {**beside, **dict(zip(region.given, entering[len(maps) :], strict=True))}
+        others = {**others, **dict(zip(region.given, entering[len(maps) :], strict=True))}
         with _precision(ctx):
-            leaving, kept = run.forward(stage, maps, wants, beside)
+            leaving, kept = run.forward(stage, maps, wants, others)
         ctx.kept = kept if wants else None
         silent = [value for name, value in zip(region.leaving, leaving, strict=True) if name not in region.flows]
         ctx.mark_non_differentiable(*silent)
@@ -128,13 +128,14 @@ class _InBoxes(torch.autograd.Function):
 
 
 def _precision(ctx: Any) -> torch.autocast:
-    """That of the forward pass. Casts are not remembered, or those made without gradients would be used with them."""
+    """Return the autocast of the forward pass. Casts are not cached: those made without gradients would be used with
+    them."""
     device, dtype, enabled = ctx.precision
     return torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)
 
 
 class BoxedNodes(NodeRun):
-    """As ``NodeRun``, with what the nodes have of the model's region in boxes, where they have any.
+    """Nodes of a stage, of which those in the region are computed box by box.
 
     Args:
         grid, comm: of the team.
@@ -166,7 +167,7 @@ class BoxedNodes(NodeRun):
             return super().run(stage, context, [as_tensor(v) if _is_boxes(v) else v for v in values], asked)
         known = dict(zip(self._inputs, values, strict=True))
         region = planned.run.region
-        sums = beside(region, asked) if asked is not None and planned.sums else {}
+        sums = sums_by_name(region, asked) if asked is not None and planned.sums else {}
         leaving = planned.leaving(stage, context, known, sums)
         if planned.sums:
             return leaving
@@ -281,7 +282,7 @@ def region_of_stage(region: Region, nodes: Iterable[fx.Node], inputs: Sequence[s
 
 
 def _leaves(region: Region, step: Step, made: Collection[str]) -> bool:
-    """Whether what follows, here or in a later stage, uses the value of a step."""
+    """Return whether nodes that follow, here or in a later stage, use the value of a step."""
     node = region.nodes[step.name]
     inside = {*made, *region.constants}
     return node.name == step.name and any(user.name not in inside for user in node.users)

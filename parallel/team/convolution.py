@@ -1,9 +1,9 @@
 """A convolution of a map that is sharded over a team, computed while halos travel.
 
 Forward: of its own part alone, while halos come in; then the boundary strips of its output again, with them. Backward:
-gradients of the halos first; while they travel, that of its own part and of the weights. So nothing is put together in
-a tensor of its own, and what is kept is this member's part and the halos. Where its part is mostly boundary strips,
-padded unlike, or smaller than the weights, it is put together after all, for one pass alone.
+gradients of the halos first; while they travel, that of its own part and of the weights. So this member's part
+and the halos are not copied into one tensor, and they alone are saved for backward. Where the part is mostly boundary
+strips, padded unlike, or smaller than the weights, they are copied into one tensor for one pass.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HaloConvolution:
         rules: windows of rows and columns.
 
     Attributes:
-        split: into own part and halos; None where all that is needed is put together.
+        split: into own part and halos; None where part and halos are copied into one tensor.
     """
 
     def __init__(self, exchange: BoundExchange, patch: Patch, rules: tuple[Any, Any]) -> None:
@@ -85,7 +85,7 @@ class HaloConvolution:
 
 
 class _Split:
-    """Where own part, boundary strips and halos lie in the tensors of a pass.
+    """Slices of own part, boundary strips and halos in the tensors of a pass.
 
     Attributes:
         strips: (puts its input together, its pads, where it lies in the output).
@@ -175,7 +175,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _backward_of_needed(ctx: Any, gradient: Tensor, own: Tensor, halos: Sequence[Tensor], weight: Tensor) -> Any:
-    """Gradients of the own part, weight and bias, where all that is needed is put together."""
+    """Gradients of the own part, weight and bias, where part and halos are in one tensor."""
     work, (to_input, weights, biases) = ctx.work, ctx.needs_input_grad[:3]
     needed, finish = work.exchange.needed(own, halos), None
     if to_input:

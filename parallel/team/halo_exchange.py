@@ -1,8 +1,8 @@
 """Halo exchange of a map: a member's own part and pieces of others in one tensor; gradients go back to their owners.
 
 The backward pass is the linear adjoint of the forward pass: gradients of rows that were fetched go to their owners and
-are added there. So each member's gradients are partial sums, and the sum over the members is exact whoever computed
-what (Hewett and Grady 2020, A linear algebraic approach to model parallelism in deep learning, section 3).
+are added there. So each member's gradients are partial sums, and the sum over the members is exact whichever member
+computed what (Hewett and Grady 2020, A linear algebraic approach to model parallelism in deep learning, section 3).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BoundExchange:
     Attributes:
         sends: (peer, where in its own part, sizes) of what it sends.
         recvs: (peer, where in the needed box, sizes) of what it receives.
-        needed: puts together the needed box (``concat_halo``).
+        needed: assembles the needed box (``concat_halo``).
     """
 
     def __init__(self, exchange: Exchange, member: int, dims: Dims) -> None:
@@ -122,7 +122,7 @@ def all_of_own(exchange: Exchange, member: int, patch: Patch) -> Patch | None:
     """Return a patch of this member's part as it is, in place of ``patch``, which leaves out its last rows or columns
     as a window that moves by several does not come to them; None where it begins elsewhere.
 
-    So the map is not copied, and neither is its gradient. A convolution makes no more of it: where nobody needs what
+    So the map is not copied, and neither is its gradient. A convolution makes no more of it: where no member needs what
     another has (``Exchange.is_local``), the next window begins beyond this part, or it would be this member's.
     """
     need, have, at = patch.need, patch.have, exchange.owned[member]

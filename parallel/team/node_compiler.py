@@ -73,7 +73,7 @@ class NodeCompiler:
         return any(node < region.nodes[name] for name in self._plan.by_name.keys() & self._random)
 
     def _on_rank0(self, node: fx.Node) -> Compute:
-        """What member 0 computes alone, of whole maps; other members only visit the same exchanges."""
+        """Compile a node that member 0 computes alone, of whole maps; other members visit the same exchanges."""
         loads = {source.name: self._whole(source) for source in node.all_input_nodes}
         if self._member:
             (source, *others) = node.all_input_nodes or (None,)
@@ -98,11 +98,11 @@ class NodeCompiler:
         return compute
 
     def _is_stand_in(self, node: fx.Node) -> bool:
-        """Whether this member's value of a node is an empty tensor, made in this program."""
+        """Return whether this member's value of a node is an empty tensor that this program made."""
         return node.name not in self._entering and self._plan.placement(node.name) == "rank0"
 
     def _whole(self, node: fx.Node) -> Load:
-        """How member 0 takes a value: maps whole."""
+        """Return what loads a value on member 0: maps whole."""
         name, load = node.name, operator.itemgetter(node.name)
         constant = self._plan.region is not None and name in self._plan.region.constants
         if constant or node.op == "get_attr" or self._plan.placement(name) != "shard":
@@ -245,7 +245,7 @@ class NodeCompiler:
         return BoundExchange(exchange, self._member, self._plan.dims(source.name))
 
     def _patch(self, step: str, source: fx.Node) -> Patch:
-        """What the operation of a step is handed of a map, without a tensor."""
+        """Return the patch of a map that a step takes, without a tensor."""
         plan, name = self._plan, source.name
         made = plan.mesh.owned(self._member, plan.by_name[step].sides)
         return patch_of(plan.exchange(step, name), self._member, None, made, plan.sides[name], plan.dims(name))

@@ -27,7 +27,7 @@ class Program:
     Attributes:
         constants: values by name that are known without computing.
         attributes: (name, module, its attribute) of parameters, buffers and constants that nodes take.
-        nodes: (name, what computes its value, names that nobody uses after it).
+        nodes: (name, what computes its value, names of values that are not used after it).
     """
 
     constants: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Program:
 
 
 class NodeRun:
-    """Runs consecutive nodes; a ``Run`` but for the context, which says what of them is sharded.
+    """Runs consecutive nodes, of which the context says what is sharded.
 
     Args:
         inputs, outputs: names of the values it takes and gives.
@@ -57,6 +57,10 @@ class NodeRun:
         self._nodes = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
         self._random = frozenset(random)
         self._output = next((node for node in self._nodes if node.op == "output"), None)
+
+    def __call__(self, stage: Any, *values: Any) -> tuple[Any, ...]:
+        """Run the nodes in the pass that ``stage`` has under way."""
+        return self.run(stage, stage._context, values, stage._asked)
 
     def run(
         self, stage: nn.Module, context: ForwardContext, values: Sequence[Any], asked: BoxSums | None = None

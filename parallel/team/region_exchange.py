@@ -50,7 +50,7 @@ class RegionExchange:
         else:
             maps.put(name, value)
 
-    def own(self, maps: Maps, name: str) -> Tensor:
+    def own_part(self, maps: Maps, name: str) -> Tensor:
         """Return this member's part of a map."""
         return maps.part(name, self._owned(name))
 

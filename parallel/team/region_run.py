@@ -1,9 +1,9 @@
 """Compute a region box by box, forward and backward: exact gradients, as sums over boxes of what each box gives.
 
-The boxes of a part are a partition of what it gives, so that the loss is a function of all of them together and each
-box's backward pass gives its share: of parameters, of values without rows, and of the maps that the part fetched, where
-rims of neighbouring boxes add up. Nothing is kept between the passes but maps and sums (Chen et al. 2016 over depth;
-Pinckaers et al. 2020 over space, in one part and without maps).
+The boxes of a part are a partition of its output. Each box's backward pass gives its share of the gradients: of
+parameters, of values without rows, and of the maps that the part fetched, where halos of neighbouring boxes add up.
+Only maps and sums are saved for backward (Chen et al. 2016 over depth; Pinckaers et al. 2020 over space, in one part
+and without maps).
 
 A member of a team computes the boxes of its part of the tile; a rank alone is a team of one, and exchanges nothing.
 """
@@ -33,11 +33,12 @@ from parallel.streaming.strip_maps import StripMaps, column_cuts
 from parallel.team.region_exchange import RegionExchange
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_context import ForwardContext
+from parallel.trace.stage_module import Boxes
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What can be computed once all sums before it are known."""
+    """Steps and parts that can be computed once all sums before them are known."""
 
     plain: tuple[Step, ...]
     parts: tuple[PartPlan, ...]
@@ -50,7 +51,7 @@ class Phase:
 
 @dataclass
 class Kept:
-    """What a forward pass leaves for the backward pass."""
+    """Maps and values that the forward pass saves for backward."""
 
     maps: Maps
     known: dict[str, Any]
@@ -63,11 +64,11 @@ class RegionRun:
 
     Args:
         region: as it was read.
-        box: side of the boxes, px.
+        box: box size, px.
         grid: of the team.
         comm: with the other members.
         stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
-            for each px of the tile.
+            per pixel of the tile.
         scale: rows and columns of the tile for each of the largest map that enters.
         host: where maps are; None: in memory.
         random: names of nodes that may draw.
@@ -112,8 +113,11 @@ class RegionRun:
         self._exchange = RegionExchange(region, boxes, [phase.parts for phase in self.phases], comm)
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._cuts = column_cuts(part for phase in self.phases for part in phase.parts)
-        self._last_uses = self._find_last_uses()
-        self._fetched = frozenset(name for phase in self.phases for part in phase.parts for name in part.entering)
+        last_use = {name: part for phase in self.phases for part in phase.parts for name in part.entering}
+        self._fetched, self._last_uses = last_use.keys(), dict[int, list[str]]()
+        for name, part in last_use.items():
+            if name not in region.leaving:
+                self._last_uses.setdefault(id(part), []).append(name)
 
     def _maps(self, device: torch.device, here: frozenset[str]) -> Maps:
         """Return where maps between parts, or their gradients, are kept."""
@@ -122,16 +126,16 @@ class RegionRun:
         return Maps(*forms) if self._host.copies.at_once else StripMaps(*forms, cuts=self._cuts)
 
     def forward(
-        self, module: nn.Module, entering: Sequence[Any], keep: bool, beside: Mapping[str, Any]
+        self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, others: Mapping[str, Any]
     ) -> tuple[tuple[Tensor, ...], Kept]:
         """Return what leaves the region, in order, and what its backward pass needs.
 
         Args:
             keep: there will be one.
-            beside: what else enters, and steps are computed with, by name.
+            others: values without rows that enter, by name.
         """
         region, exchange, device = self.region, self._exchange, entering[0].device
-        kept = Kept(self._maps(device, frozenset(region.leaving)), dict(beside))
+        kept = Kept(self._maps(device, frozenset(region.leaving)), dict(others))
         for name, value in zip(region.inputs, entering, strict=True):
             exchange.put(kept.maps, name, value)
             if name in exchange.names:
@@ -153,7 +157,7 @@ class RegionRun:
         results = []
         for name in region.leaving:
             if name in kept.maps:
-                value = exchange.own(kept.maps, name)
+                value = exchange.own_part(kept.maps, name)
                 # What follows may change it in place.
                 results.append(value.clone() if name in self._fetched and keep else value.detach())
                 if name not in self._fetched:
@@ -241,7 +245,7 @@ class RegionRun:
                 exchange.send_back(back.maps, name, kept.maps)
         for name in asked:
             if name in region.dims:
-                found[name] = exchange.own(back.maps, name) if name in back.maps else None
+                found[name] = exchange.own_part(back.maps, name) if name in back.maps else None
             else:
                 found[name] = back.known.get(name)
         return found, back.sums
@@ -298,7 +302,7 @@ class RegionRun:
             del fetched, found, inputs
 
     def _plain_backward(self, module: nn.Module, phase: Phase, kept: Kept, back: Gradients) -> None:
-        """Of what is computed once: all of a phase together."""
+        """Add the gradients of the steps of a phase that are computed once."""
         steps = [step for step in phase.plain if step.name not in self.region.fixed]
         names = [step.name for step in steps if step.name in back.known]
         if not names:
@@ -314,18 +318,6 @@ class RegionRun:
         outputs, pulled = [known[name] for name in names], [back.known[name] for name in names]
         found = torch.autograd.grad(outputs, [*leaves.values(), *back.parameters], pulled, allow_unused=True)
         back.count(leaves, found)
-
-    def _find_last_uses(self) -> dict[int, list[str]]:
-        """By part: the maps that no later part fetches."""
-        last: dict[str, PartPlan] = {}
-        for phase in self.phases:
-            for part in phase.parts:
-                last |= dict.fromkeys(part.entering, part)
-        found: dict[int, list[str]] = {}
-        for name, part in last.items():
-            if name not in self.region.leaving:
-                found.setdefault(id(part), []).append(name)
-        return found
 
 
 @dataclass

@@ -62,7 +62,7 @@ class PendingRecvs:
 
     Args:
         works: (member that a tensor comes from, None for a sum with all; the tensor; operation).
-        comm: reports waits; None: nobody is told.
+        comm: reports waits; None: waits are not reported.
         sums: they are added up, in the order of members, to the same bits on each.
     """
 
@@ -98,7 +98,7 @@ class TeamComm:
         sent_bytes: of pieces of maps and their gradients, since it was made.
         exchanges: with other members that were begun since then.
         log: of the pass under way; None: the pass is not recomputed.
-        report: is given what this rank waits for; None: nobody is.
+        report: is given what this rank waits for; None: waits are not reported.
     """
 
     def __init__(self, communicator: Communicator, ranks: Sequence[int] | None = None) -> None:

@@ -20,7 +20,7 @@ from parallel.team.program import NodeRun
 from parallel.team.team_comm import ReplayLog, TeamComm, cut
 from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan
-from parallel.trace.stage_module import Boxes, SegmentRun, StageModule, as_tensor
+from parallel.trace.stage_module import Boxes, Run, SegmentRun, StageModule, as_tensor
 
 Plans = Callable[[tuple[int, ...], bool], TeamPlan]
 """(shape of the tiles, in training) -> plan."""
@@ -52,15 +52,6 @@ class TeamStage(StageModule):
                 scopes.enter_context(self.link.on(log))
             yield self._context
 
-    def forward(self, *values: Any) -> Any:
-        """Return the values named in ``outputs``."""
-        context = self._context
-        if self.training and self.run_segment is not None and self.segments:
-            return self._in_segments(context, values)
-        run = self._run_training if self.training else self._run_evaluation
-        assert isinstance(run, TeamRun)
-        return run.nodes.run(self, context, values, self._asked)
-
     @property
     def counts(self) -> bool:
         return self.link.member == 0
@@ -83,8 +74,8 @@ class TeamStage(StageModule):
         """Return the sums that are asked of the model's output, over all members' parts of it; None where the output is
         with member 0 alone."""
         run = self._run_training if self.training else self._run_evaluation
-        assert isinstance(run, TeamRun)
-        if self.link.members > 1 and not run.nodes.gives_parts(self._context.plan, asked.targets.shape):
+        assert isinstance(run, NodeRun)
+        if self.link.members > 1 and not run.gives_parts(self._context.plan, asked.targets.shape):
             return None
         self._asked = asked
         try:
@@ -113,8 +104,8 @@ class TeamStage(StageModule):
         """Return the rows and columns whose targets this member holds against the model's output; None: it may want
         all."""
         for run, training in ((self._run_training, True), (self._run_evaluation, False)):
-            assert isinstance(run, TeamRun)
-            if not run.nodes.gives_parts(self.plans(shape, training), (shape[0], *shape[2:])):
+            assert isinstance(run, NodeRun)
+            if not run.gives_parts(self.plans(shape, training), (shape[0], *shape[2:])):
                 return None
         return self.part_of_tiles(shape)
 
@@ -130,32 +121,19 @@ class TeamStage(StageModule):
             return own_part(images, plan.mesh.side, box)
         return images.box(*box)
 
-    def _in_segments(self, context: ForwardContext, values: Sequence[Any]) -> tuple[Any, ...]:
-        assert self.run_segment is not None
-        known = dict(zip(self.inputs, values, strict=True))
-        for segment in self.segments:
-            entering = tuple(known[name] for name in segment.inputs)
-            for name in segment.finished:
-                del known[name]
-            made = self.run_segment(segment, self._computed(segment, context), entering)
-            known.update(zip(segment.outputs, made, strict=True))
-            del entering, made
-        return tuple(known[name] for name in self.outputs)
-
-    def _computed(self, segment: SegmentRun, context: ForwardContext) -> Callable[..., tuple[Any, ...]]:
-        """The segment's pass; a second one finds on log what the first was told."""
-        run = segment.run
-        assert isinstance(run, TeamRun)
-        asked = self._asked if segment is self.segments[-1] else None
+    def segment_pass(self, segment: SegmentRun) -> Run:
+        """Return the segment's pass; its recomputation replays the messages that the first one received."""
         if not segment.recompute:
-            return lambda *values: run.nodes.run(self, context, values, asked)
-        log, passes = ReplayLog(), iter((False, True))
+            return super().segment_pass(segment)
+        run, context, asked, log = segment.run, self._context, self._asked, ReplayLog()
+        assert isinstance(run, NodeRun)
+        passes = iter((False, True))
 
         def compute(*values: Any) -> tuple[Any, ...]:
             again = next(passes)
             with log.replayed() if again else contextlib.nullcontext(), self.link.on(log):
                 own = ForwardContext(context.plan, self.link, self.device) if again else context
-                return run.nodes.run(self, own, values, asked)
+                return run.run(self, own, values, asked)
 
         return compute
 
@@ -167,14 +145,3 @@ def own_part(value: Tensor, whole: tuple[int, int], box: Box) -> Tensor:
     part = cut(value, dims, box, (Span(0, whole[0]), Span(0, whole[1])))
     layout = torch.channels_last if value.dim() == 4 and value.stride(1) == 1 else torch.contiguous_format
     return part.contiguous(memory_format=layout)
-
-
-class TeamRun:
-    """Nodes of a stage, or of a segment of it, in the place of their code."""
-
-    def __init__(self, nodes: NodeRun) -> None:
-        self.nodes = nodes
-
-    def __call__(self, stage: Any, *values: Any) -> tuple[Any, ...]:
-        assert isinstance(stage, TeamStage)
-        return self.nodes.run(stage, stage._context, values)

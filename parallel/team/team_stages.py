@@ -24,7 +24,7 @@ from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import TeamPlan
-from parallel.team.team_stage import Plans, TeamRun, TeamStage
+from parallel.team.team_stage import Plans, TeamStage
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced
 from parallel.trace.without_data import preserve_module_state, replacements, swapped, without_data
@@ -92,9 +92,8 @@ def _have_boxes(
     reasons = []
     for stage in stages.values():
         run = stage.train()._run_training
-        assert isinstance(run, TeamRun)
-        assert isinstance(run.nodes, BoxedNodes)
-        planned = run.nodes.planned(stage, plan, [values.get(name) for name in stage.inputs])
+        assert isinstance(run, BoxedNodes)
+        planned = run.planned(stage, plan, [values.get(name) for name in stage.inputs])
         if isinstance(planned, NothingTileable):
             reasons.append(planned)
     if required and len(reasons) == len(stages):
@@ -127,7 +126,7 @@ def team_stages(
 
     Args:
         segments: that a stage is run in, where any are recomputed.
-        boxed: how members' parts are computed box by box; None: at once.
+        boxed: how members' parts are computed box by box; None: whole.
 
     Raises:
         ValueError: evaluation sends values between stages in the place of others, in a team of several.
@@ -136,7 +135,7 @@ def team_stages(
 
     def run(
         nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...], slots: dict[str, str], _: str
-    ) -> TeamRun:
+    ) -> NodeRun:
         if slots and comm.members > 1:
             raise ValueError(
                 f"evaluation sends {next(iter(slots))} where training sends {next(iter(slots.values()))}, and a team "
@@ -145,8 +144,8 @@ def team_stages(
         names = {slot: value for value, slot in slots.items()}  # what evaluation has in place of a value of training
         inside, leaving = (tuple(names.get(name, name) for name in ends) for ends in (inputs, outputs))
         if boxed is None:
-            return TeamRun(NodeRun(nodes, inside, leaving, random))
-        return TeamRun(BoxedNodes(nodes, inside, leaving, random, boxed, grid, comm, device, traced.updated))
+            return NodeRun(nodes, inside, leaving, random)
+        return BoxedNodes(nodes, inside, leaving, random, boxed, grid, comm, device, traced.updated)
 
     made: dict[int, TeamStage] = {}
     for number in numbers:

@@ -119,10 +119,14 @@ class StageModule(nn.Module):
             entering = tuple(known[name] for name in segment.inputs)
             for name in segment.finished:
                 del known[name]
-            made = self.run_segment(segment, functools.partial(segment.run, self), entering)
+            made = self.run_segment(segment, self.segment_pass(segment), entering)
             known.update(zip(segment.outputs, made, strict=True))
             del entering, made
         return tuple(known[name] for name in self.outputs)
+
+    def segment_pass(self, segment: SegmentRun) -> Run:
+        """Return what computes a segment, once or, where it is recomputed, twice."""
+        return functools.partial(segment.run, self)
 
     @property
     def root(self) -> nn.Module:

@@ -11,10 +11,9 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine import transfers as transfers_module
 from parallel.engine.messages import Messenger, TensorForm, take_apart
-from parallel.engine.transfers import StageTransfers
+from parallel.engine.transfers import Parcel, StageTransfers
 from parallel.schedule.action import Action
 from parallel.schedule.mesh import Mesh
-from parallel.team.routes import Parcel
 from tests.helpers.small_nets import Pair
 
 CPU = torch.device("cpu")

@@ -289,7 +289,7 @@ def test_split_backward_passes_are_refused() -> None:
 def test_maps_of_all_microbatches_in_flight_share_the_budget_of_the_host() -> None:
     policy = ActivationPolicy(stream=16, host_bytes=1000 * M)
     engine = engine_of(gated(), LocalCommunicator(), Strategy("gpipe", 1, 1, M, policy=policy))
-    assert engine._work.stages[0].module._run_training.nodes._boxed.stored_bytes == 1000  # type: ignore[union-attr]
+    assert engine._work.stages[0].module._run_training._boxed.stored_bytes == 1000  # type: ignore[union-attr]
 
 
 def test_boxes_are_on_the_device_of_their_stage() -> None:
@@ -305,7 +305,7 @@ def test_boxes_are_on_the_device_of_their_stage() -> None:
         plans, whole = functools.partial(TeamPlans(own, once=False).plan, STRIPS), Partition(own.graph, (0,))
         comm = TeamComm(communicator)
         stage = team_stages(own, whole, [0], STRIPS, comm, plans, device, boxed=BoxedParts(8))[0].train()
-        plan = stage._run_training.nodes.planned(stage, plans(shape, True), ())  # type: ignore[union-attr]
+        plan = stage._run_training.planned(stage, plans(shape, True), ())  # type: ignore[union-attr]
         return {place for _, _, place in plan.run.region.forms.values()}
 
     assert run_on_threads(2, member, [None] * 2) == [{device}] * 2
