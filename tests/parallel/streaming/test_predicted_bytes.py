@@ -9,7 +9,7 @@ from app.planning.workload import Workload
 from benchmarks.in_boxes import planned_regions, streamed
 from models.registry import build_model
 from parallel.offload.live_bytes import LiveBytes
-from parallel.space.boxes import Boxes
+from parallel.space.boxes import Boxes, _whole_tile_bytes
 from parallel.streaming import step_record
 from parallel.streaming.step_record import record
 from parallel.team.boxed_nodes import PlannedRegion
@@ -48,7 +48,7 @@ def test_the_bytes_of_the_fullest_box_are_foreseen(name: str, norm: str, tile: i
 def test_boxes_keep_to_the_bytes_they_are_planned_for() -> None:
     """A part that would not is cut, unless it is one step in boxes of the asked side."""
     boxes, _ = living("resnet18", "frozen", 256, 64)
-    allowed = boxes.model.box_bytes / 16
+    allowed = _whole_tile_bytes(boxes.model) / 16
     for phase, part in boxes.parts():
         assert part.box == 64 or boxes.part_bytes(phase, part) <= 1.05 * allowed
 
