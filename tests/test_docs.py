@@ -17,7 +17,7 @@ DOCUMENTS = sorted(
     (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "benchmarks").rglob("README.md"),
     )
 )

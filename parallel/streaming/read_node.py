@@ -52,7 +52,7 @@ from parallel.streaming.read_window import (
 from parallel.trace.patched_kernels import conv2d
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-ADVICE = "use layers of torch.nn and torch.nn.functional, which docs/streaming.md lists"
+ADVICE = "use layers of torch.nn and torch.nn.functional, which docs/design/streaming.md lists"
 UNKNOWN = f"of a kind that boxes do not know: {ADVICE}"
 
 ACTIVATIONS = (
