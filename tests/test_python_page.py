@@ -1,0 +1,30 @@
+"""The examples of docs/python.md run as they stand, and the names in its table exist."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("number", "prints"), [(0, r"loss \d+\.\d{4}, 122 tensors"), (1, r"0F0,.*\n1F0,")])
+def test_examples_run(number: int, prints: str) -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(EXAMPLES[number], "docs/python.md", "exec"), {"__name__": "example"})
+    assert re.search(prints, out.getvalue())
+
+
+def test_names_exist() -> None:
+    names = re.findall(r"^\| `([\w.]+)` \|", PAGE, re.MULTILINE)
+    assert len(names) == 4
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
