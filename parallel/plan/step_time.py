@@ -119,8 +119,8 @@ def step_time(
     work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / mesh.teams
     slowness = statistics.mean(1 / speed for speed in _speeds(candidate, cluster, group))
     more = units * slowness * sum(cost.forward_s + cost.backward_s for cost in added) / mesh.depth
-    bubble = 1 - (work + more) / (computed + left_out_s) if units else timeline.bubble
-    end = computed + exchange_s
+    total_s, end = computed + left_out_s, computed + exchange_s
+    bubble = 1 - (work + more) / total_s if units and total_s else timeline.bubble
     return StepTime(end + left_out_s + update_s, bubble * candidate.splits, exchange_s, update_s, timeline)
 
 

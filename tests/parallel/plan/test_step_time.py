@@ -127,6 +127,13 @@ def test_a_long_step_is_not_simulated_whole_and_takes_as_long(name: str, monkeyp
     assert split(name, 4, 4, 60, cluster()) == pytest.approx(whole)
 
 
+def test_a_long_step_whose_layers_are_not_estimated_takes_no_time() -> None:
+    """Whole slides are planned for their bytes alone."""
+    costs = [StageCost(0.0, 0.0, 0.0, 0.0, 0)]
+    step = step_time(Strategy("single", 1, 1, 8), 8, costs, {}, [0], 2, cluster())
+    assert (step.step_s, step.bubble) == (0, 0)
+
+
 def test_smaller_microbatches_of_a_long_step_take_less() -> None:
     assert whole("single", 1, 30, cluster(), batch=100) == pytest.approx(100 / 4 * 3)  # 10 of 4 tiles, 20 of 3
 
