@@ -1,8 +1,11 @@
-"""``make demo``: the main job on the shipped real slides and a few synthetic ones, on a CPU, in minutes.
+"""``make demo``: what MegaTile is for, on the shipped real slides and a few synthetic ones, on a CPU, in minutes.
 
-Trains the same classifier in one process, on two data-parallel ranks and split over two ranks with GEMS-MASTER, then a
-U-Net on real annotated tissue, and prints scores, images per second and where the reports are. Everything it makes is
-under ``demo-data/``.
+1. Nuclei in real tissue: a U-Net, with predicted masks.
+2. Images per second of one process, of data parallelism and of GEMS-MASTER, and a plan for a machine that is not here.
+3. A memory limit in which plain training and ddp stop, and recomputation, a spatial team and boxes train the same tile.
+4. Context: classes that only a larger tile can tell apart.
+
+Everything it makes is under ``demo-data/``.
 """
 
 from __future__ import annotations
@@ -13,8 +16,13 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,21 +35,30 @@ REAL_SLIDES = {
     "test3-TRITC-2-560.ndpi": ("fluorescence", "test3-TRITC"),
 }
 SYNTHETIC_SLIDES = 3
+LIMIT = "512MiB"
+PLAN = ("--model", "resnet50", "--tile", "2048", "--ranks", "4", "--device-spec", "v100-16gb")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of the demo."""
+    """One training run of the demo.
+
+    Attributes:
+        stops: it is to run out of the memory that it is given.
+    """
 
     title: str
     name: str
     arguments: tuple[str, ...]
+    stops: bool = False
 
 
-def command(module: str, *arguments: str) -> None:
+def command(module: str, *arguments: str, stops: bool = False) -> None:
     """Run one of the project's commands, showing it first as a user would type it."""
     print(f"\n$ python -m {module} {' '.join(arguments)}", flush=True)
-    subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=True)
+    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=not stops)
+    if stops and done.returncode == 0:
+        sys.exit("this run was expected to run out of memory, and did not")
 
 
 def collect_slides(data: Path) -> Path:
@@ -55,46 +72,73 @@ def collect_slides(data: Path) -> Path:
         rows.append((name, label, patient))
     synthetic = sorted(path.stem for path in slides.glob("*.tif") if not path.is_symlink())
     rows += [(name, "brightfield", name) for name in synthetic]
-    with (slides / "labels.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("slide", "label", "patient"), *rows])
+    write_labels(slides, rows)
     return slides
 
 
-def runs(slides: Path, steps: int) -> list[Run]:
+def draw_borders(data: Path, count: int = 20, side: int = 256) -> Path:
+    """A folder of pictures of two tissues, pink and violet: one of them all over, or both, with a border between.
+
+    A tile of 64 px sees one tissue, which both classes have; only a larger tile sees whether there are two.
+    """
+    folder, rng, rows = data / "borders", np.random.default_rng(0), []
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tissues = np.array([[205, 130, 165], [120, 80, 160]])
+    for number in range(count):
+        kinds = np.full((side, side), number // 2 % 2)
+        if number % 2:
+            kinds[:, side // 2 :] = 1 - kinds[0, 0]
+        pixels = tissues[kinds] + rng.normal(0, 12, (side, side, 3))
+        name = f"{number:02d}"
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{name}.png")
+        rows.append((name, ("one tissue", "border")[number % 2], name))
+    write_labels(folder, rows)
+    return folder
+
+
+def write_labels(folder: Path, rows: list[tuple[str, str, str]]) -> None:
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("slide", "label", "patient"), *rows])
+
+
+def runs(slides: Path, borders: Path, steps: int) -> Iterator[Run]:
+    nuclei = ("--slides", "data/nuclei/images", "--annotations", "data/nuclei/masks")
+    nuclei += ("--config", "configs/demo_segment.yaml", "--steps", str(3 * steps))
+    yield Run("nuclei in real tissue, U-Net", "nuclei", nuclei)
+
     classify = ("--slides", str(slides), "--config", "configs/demo_classify.yaml", "--steps", str(steps))
-    segment = ("--slides", "data/nuclei/images", "--annotations", "data/nuclei/masks")
-    return [
-        Run("brightfield or fluorescence, 1 process", "classify-1", classify),
-        Run("brightfield or fluorescence, 2 ranks as planned", "classify-2", (*classify, "--ranks", "2")),
-        Run(
-            "brightfield or fluorescence, MASTER on 2 ranks",
-            "classify-master",
-            (*classify, "--ranks", "2", "--parallel", "master"),
-        ),
-        Run(
-            "nuclei in real tissue, U-Net",
-            "segment-1",
-            (*segment, "--config", "configs/demo_segment.yaml", "--steps", str(3 * steps)),
-        ),
-    ]
+    yield Run("512 px, 1 process", "single", classify)
+    yield Run("512 px, 2 ranks, ddp", "ddp", (*classify, "--ranks", "2", "--parallel", "ddp"))
+    yield Run("512 px, 2 ranks, MASTER", "master", (*classify, "--ranks", "2", "--parallel", "master"))
+
+    large = ("--slides", str(slides), "--config", "configs/demo_large.yaml", "--memory", LIMIT)
+    two = ("--ranks", "2", "--parallel")
+    yield Run(f"1024 px in {LIMIT}, 1 process", "large-single", (*large, "--parallel", "single"), stops=True)
+    yield Run(f"1024 px in {LIMIT}, ddp", "large-ddp", (*large, *two, "ddp"), stops=True)
+    master = (*large, *two, "master", "--recompute", "block")
+    yield Run(f"1024 px in {LIMIT}, MASTER, recompute", "large-master", master)
+    spatial = (*large, *two, "spatial", "--recompute", "block")
+    yield Run(f"1024 px in {LIMIT}, spatial, recompute", "large-spatial", spatial)
+    yield Run(f"1024 px in {LIMIT}, boxes", "large-boxes", (*large, "--parallel", "single", "--stream", "512"))
+
+    context = ("--slides", str(borders), "--config", "configs/demo_context.yaml")
+    yield Run("border or one tissue, 64 px tiles", "context-64", (*context, "--tile", "64"))
+    yield Run("border or one tissue, 256 px tiles", "context-256", (*context, "--tile", "256", "--batch", "4"))
 
 
-def table(finished: list[tuple[Run, dict[str, object]]]) -> str:
-    """Scores and speed of the finished runs, aligned."""
-    lines = [("run", "score", "images/s", "waiting", "tiles", "wall")]
+def table(finished: list[tuple[Run, dict[str, Any] | None]]) -> str:
+    """Scores, speed and bytes of the runs, aligned."""
+    lines = [("run", "score", "images/s", "MiB a rank", "wall")]
     for run, summary in finished:
+        if summary is None:
+            lines.append((run.title, "out of memory", "-", "-", "-"))
+            continue
         metrics = summary["metrics"]
         name = "slide_auc" if summary["task"] == "classify" else "dice"
-        lines.append(
-            (
-                run.title,
-                f"{name} {number(metrics[name])}",
-                number(summary["images_per_second"]),
-                f"{100 * summary['data_wait_fraction']:.1f} %",
-                str(summary["images"]),
-                f"{summary['wall_s']:.0f} s",
-            )
-        )
+        score = f"{name} {number(metrics[name])}"
+        speed = number(summary["images_per_second"])
+        lines.append((run.title, score, speed, mebibytes(summary["device_bytes"]), f"{summary['wall_s']:.0f} s"))
     widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
@@ -103,21 +147,28 @@ def number(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else "-"
 
 
+def mebibytes(of_ranks: list[int | None]) -> str:
+    return " ".join("-" if size is None else str(round(size / (1 << 20))) for size in of_ranks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on the shipped slides and print scores and images/s.")
-    parser.add_argument("--steps", type=int, default=10, help="optimiser steps of the classifiers (default: 10)")
+    parser.add_argument("--steps", type=int, default=10, help="optimiser steps of the first runs (default: 10)")
     arguments = parser.parse_args()
     data = ROOT / "demo-data"
-    slides = collect_slides(data)
-    finished = []
-    for run in runs(slides, arguments.steps):
+    slides, borders = collect_slides(data), draw_borders(data)
+    finished: list[tuple[Run, dict[str, Any] | None]] = []
+    for run in runs(slides, borders, arguments.steps):
         out = data / run.name
         shutil.rmtree(out, ignore_errors=True)
-        command("app.train", *run.arguments, "--out", str(out))
-        finished.append((run, json.loads((out / "summary.json").read_text())))
+        command("app.train", *run.arguments, "--out", str(out), stops=run.stops)
+        finished.append((run, None if run.stops else json.loads((out / "summary.json").read_text())))
+    command("app.plan", *PLAN)
     print("\n" + table(finished))
-    for run, _ in finished:
-        print(f"report: {(data / run.name / 'report.html').relative_to(ROOT)}")
+    print("\nTwo ranks share the cores of one process here, so splitting makes room and no speed.")
+    for run, summary in finished:
+        if summary is not None:
+            print(f"report: {(data / run.name / 'report.html').relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

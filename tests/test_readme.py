@@ -30,8 +30,6 @@ SHORTER = {
 }
 """Put after what is shown of a command: it is read, checked and begun as typed, and has less to compute."""
 
-DEMO_TILE, SMALLER_TILE = "tile: 512\n", "tile: 256\n"
-
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -71,12 +69,16 @@ def run_python(folder: Path, *arguments: str) -> str:
 def test_demo(project: Path) -> None:
     """What ``make demo`` runs, shortened: tiles of a quarter of the px, and one step on them."""
     settings = project / "configs" / "demo_classify.yaml"
-    assert DEMO_TILE in settings.read_text()
-    settings.write_text(settings.read_text().replace(DEMO_TILE, SMALLER_TILE))
+    assert "tile: 512\n" in settings.read_text()
+    settings.write_text(settings.read_text().replace("tile: 512\n", "tile: 256\n"))
     said = run_python(project, "demo/run.py", "--steps", "1")
-    assert re.search(r"2 ranks as planned +slide_auc \d\.\d\d +\d+\.\d\d", said)
-    assert re.search(r"MASTER on 2 ranks +slide_auc \d\.\d\d +\d+\.\d\d", said)
-    assert said.count("report: demo-data/") == 4
+    assert re.search(r"nuclei in real tissue, U-Net +dice \d\.\d\d +\d+\.\d\d", said)
+    assert re.search(r"512 px, 2 ranks, MASTER +slide_auc \d\.\d\d +\d+\.\d\d", said)
+    assert "<- plan" in said
+    assert said.count("out of memory  ") == 2
+    assert re.search(r"MASTER, recompute +slide_auc (\d\.\d\d|-) +\d+\.\d\d", said)
+    assert re.search(r"256 px tiles +slide_auc 1\.00", said)
+    assert said.count("report: demo-data/") == 9
 
 
 @pytest.mark.parametrize("line", SHOWN)
