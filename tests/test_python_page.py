@@ -1,16 +1,18 @@
-"""The examples of docs/python.md run as they stand, and the names in its table exist."""
+"""The examples of docs/python.md run as they stand, its notebook has the same, and the names in its table exist."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import io
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
+PAGE_PATH = Path(__file__).parents[1] / "docs" / "python.md"
+PAGE = PAGE_PATH.read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -28,3 +30,8 @@ def test_names_exist() -> None:
     for name in names:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_the_notebook_has_the_same_examples() -> None:
+    cells = json.loads((PAGE_PATH.with_suffix(".ipynb")).read_text())["cells"]
+    assert ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code"] == EXAMPLES
