@@ -120,6 +120,7 @@ def test_gradients_are_those_of_contiguous_tiles(strategy: dict[str, Any], monke
 
 CHILD = """
 import sys, torch
+from parallel.trace.patched_kernels import patch_kernels
 if sys.argv[1] == "mended":
     patch_kernels()
 torch.set_num_threads(1)
