@@ -67,7 +67,7 @@ def scores(device: torch.device, pixels: bool, notes: list[str]) -> Any:
 
 @pytest.mark.parametrize("pixels", [False, True], ids=["tiles", "pixels"])
 def test_a_microbatch_is_waited_for_when_the_next_is_begun(pixels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "_classification", lambda *given: given[-3:-1])
+    monkeypatch.setattr(validation, "_tiles", lambda *given: given[-3:-1])
     monkeypatch.setattr(validation, "_segmentation", lambda *given: given[-2:])
     expected_sums, expected_loss = scores(torch.device("cpu"), pixels, [])
     notes: list[str] = []

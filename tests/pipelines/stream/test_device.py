@@ -106,7 +106,7 @@ def test_tile_and_mask_turn_together() -> None:
     feed = feed_of(AugmentSettings(stain_jitter=0, brightness=0), 2)
     batch = batch_of(16, masks=True)
     images, masks = made(feed, batch, [16])
-    mean, std = IMAGENET["imagenet"]
+    mean, std = IMAGENET
     red = torch.round((images[:, 0] * std[0] + mean[0]) * 255)
     assert torch.equal(red // 64, masks.float())
     assert masks.dtype == torch.uint8
@@ -136,7 +136,7 @@ def test_stains_change_as_the_numpy_version_changes_them() -> None:
     drawn = draw(settings, 9, batch.samples)
     assert drawn.matrix is not None
     assert drawn.shift is not None
-    mean, std = (np.array(v)[:, None, None] for v in IMAGENET["imagenet"])
+    mean, std = (np.array(v)[:, None, None] for v in IMAGENET)
     for k in range(4):
         expected = batch.images[k].copy()
         stain.apply(expected, drawn.matrix[k], drawn.shift[k])
