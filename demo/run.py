@@ -1,7 +1,7 @@
 """``make demo``: what MegaTile is for, on the shipped real slides and a few synthetic ones, on a CPU, in minutes.
 
 1. Nuclei in real tissue: a U-Net, with predicted masks.
-2. Images per second of one process and of data parallelism, and a plan for a machine that is not here.
+2. Images per second of data parallelism, and a plan for a machine that is not here.
 3. A memory limit in which plain training and ddp stop, and recomputation, a spatial team and boxes train the same tile.
 4. Context: classes that only a larger tile can tell apart.
 
@@ -104,11 +104,10 @@ def write_labels(folder: Path, rows: list[tuple[str, str, str]]) -> None:
 
 def runs(slides: Path, borders: Path, steps: int) -> Iterator[Run]:
     nuclei = ("--slides", "data/nuclei/images", "--annotations", "data/nuclei/masks")
-    nuclei += ("--config", "configs/demo_segment.yaml", "--steps", str(4 * steps))
+    nuclei += ("--config", "configs/demo_segment.yaml", "--steps", str(3 * steps))
     yield Run("nuclei in real tissue, U-Net", "nuclei", nuclei)
 
     classify = ("--slides", str(slides), "--config", "configs/demo_classify.yaml", "--steps", str(steps))
-    yield Run("512 px, 1 process", "single", classify)
     yield Run("512 px, 2 ranks, ddp", "ddp", (*classify, "--ranks", "2", "--parallel", "ddp"))
 
     large = ("--slides", str(slides), "--config", "configs/demo_large.yaml", "--memory", LIMIT)

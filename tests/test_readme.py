@@ -78,7 +78,7 @@ def test_demo(project: Path) -> None:
     assert said.count("out of memory  ") == 2
     assert re.search(r"MASTER, recompute +slide_auc - +\d+\.\d\d", said)
     assert re.search(r"256 px tiles +slide_auc 1\.00", said)
-    assert said.count("report: demo-data/") == 8
+    assert said.count("report: demo-data/") == 7
 
 
 @pytest.mark.parametrize("line", SHOWN)

@@ -74,7 +74,7 @@ class PlanCommand:
 
     @property
     def tiles(self) -> int:
-        """Of one optimiser step."""
+        """Tiles of one optimizer step."""
         return max(8, self.ranks) if self.batch is None else self.batch
 
     @property

@@ -1,4 +1,4 @@
-"""What ``app.plan`` says: the table of strategies on the terminal, and the files of ``--out``.
+"""Report of ``app.plan``: the table of strategies on the terminal, and the files of ``--out``.
 
 Takes the command; runs the planner. A row for each strategy, its best candidate; all candidates are in
 ``candidates.json``.

@@ -269,7 +269,7 @@ def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:
 
 @functools.lru_cache(maxsize=64)
 def _loss_layers(classes: int, side: int | None) -> tuple[Layer, ...]:
-    """Of the loss alone."""
+    """Return the layers of the loss alone."""
     shape = (1, classes) if side is None else (1, classes, side, side)
     loss = trace(_OnTargets(TileClassLoss() if side is None else PixelClassLoss()), shape).graph
     return loss.layers[3:]  # behind the input, the zero, and their sum

@@ -38,7 +38,7 @@ from pipelines.stream.tile_boxes import BoxMaker
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How a model is spread in prediction.
+    """Spread of a model over ranks in prediction.
 
     Attributes:
         communicator: to the ranks of this group, a stage each.

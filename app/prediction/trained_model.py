@@ -313,7 +313,7 @@ def _check_content(path: Path, state: dict[str, Any]) -> None:
 
 
 def _task(computation: Whole, name: str, classes: int, side: int) -> str:
-    """What a model is for, by what it gives for a blank tile."""
+    """Return the task of a model, by its output for a blank tile."""
     logits = computation.logits(np.full((1, side, side, 3), 255, np.uint8), (1, 3, side, side))
     assert logits is not None
     shape = tuple(logits.shape[1:])

@@ -127,22 +127,17 @@ def _scored(
     faults: list[str] = []
     size = Size(windows.width, windows.height)
 
-    def bands(blender: Blender) -> Iterator[NDArray[np.uint8]]:
-        row = 0
+    def probabilities() -> Iterator[tuple[int, Floats]]:
         for i, values in answers:
             if isinstance(values, str):
                 faults.append(values)
                 continue
-            if windows.y[i] > row:
-                row = int(windows.y[i])
-                yield from map(_as_bytes, blender.rows_above(row))
             if attention is not None:
                 attention[i] = values[-1]
             values = values[:classes].reshape(classes, *(values.shape[1:] or (1, 1)))
             scores[i] = values.mean((1, 2), dtype=np.float64)
             certainty[i] = values.max(0).mean(dtype=np.float64)
-            blender.add(int(windows.x[i]), row, values)
-        yield from map(_as_bytes, blender.rows_above(windows.height))
+            yield i, values
 
     factor = 1
     while classes * -(-size.width // factor) * -(-size.height // factor) > AREA_VALUES and factor < CHUNK_ROWS:
@@ -162,7 +157,7 @@ def _scored(
             )
             for c, name in model.shown.items()
         }
-        for chunk in chunks(bands(blender), CHUNK_ROWS):
+        for chunk in chunks(_blended(probabilities(), windows, blender), CHUNK_ROWS):
             for c, writer in writers.items():
                 writer.add(chunk[c])
             reduced.append(_reduced(chunk, factor))
@@ -173,28 +168,33 @@ def _scored(
     return Scored(scores, certainty, np.concatenate(reduced, axis=1), factor, fault, attention)
 
 
+def _blended(
+    values: Iterator[tuple[int, Floats]], windows: SlideWindows, blender: Blender
+) -> Iterator[NDArray[np.uint8]]:
+    """Put the maps of windows into ``blender``; yield the rows that are finished, uint8 (maps, some, width)."""
+    row = 0
+    for i, maps in values:
+        if windows.y[i] > row:
+            row = int(windows.y[i])
+            yield from map(_as_bytes, blender.rows_above(row))
+        blender.add(int(windows.x[i]), row, maps)
+    yield from map(_as_bytes, blender.rows_above(windows.height))
+
+
 def _write_attention(
     attention: NDArray[np.float64], windows: SlideWindows, folder: PredictionFolder, slide_id: str
 ) -> None:
     """Write the map of the attention weights, relative to the largest."""
     size, cells = Size(windows.width, windows.height), windows.cells
-    what = f"attention weights, 255 is {np.nanmax(attention):.3g} times the average"
+    largest = np.nanmax(attention)
+    what = f"attention weights, 255 is {largest:.3g} times the average"
+    readable = np.flatnonzero(~np.isnan(attention))
+    weights = ((int(i), np.full((1, 1, 1), attention[i] / largest, np.float32)) for i in readable)
     with (
         Blender(1, size.width, size.height, np.ones((cells, cells), np.float32), folder.path) as blender,
         HeatMapWriter(folder.heat_map(slide_id, "attention_weights"), size, windows.canvas_mpp, what) as writer,
     ):
-
-        def bands() -> Iterator[NDArray[np.uint8]]:
-            row = 0
-            for i in np.flatnonzero(~np.isnan(attention)):
-                if windows.y[i] > row:
-                    row = int(windows.y[i])
-                    yield from map(_as_bytes, blender.rows_above(row))
-                weight = np.full((1, 1, 1), attention[i] / np.nanmax(attention), np.float32)
-                blender.add(int(windows.x[i]), row, weight)
-            yield from map(_as_bytes, blender.rows_above(windows.height))
-
-        for chunk in chunks(bands(), CHUNK_ROWS):
+        for chunk in chunks(_blended(weights, windows, blender), CHUNK_ROWS):
             writer.add(chunk[0])
 
 

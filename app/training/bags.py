@@ -16,10 +16,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from app.training.session import Session
 from models.bag import BagLoss, bag_logits
 from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult
+
+Step = Callable[[Callable[[], Iterable[Microbatch]], int, float], StepResult]
+"""(microbatches of the engine's share, called once or more; number of the step; learning rate) -> its result."""
+
+
+def steps_of(session: Session) -> Step:
+    """Return what trains on a batch: the engine, or bags of tiles through it."""
+    engine, loss = session.engine, session.loss
+    if not isinstance(loss, BagLoss):
+        return lambda microbatches, step, learning_rate: engine.step(microbatches(), step, learning_rate)
+    assert isinstance(engine, Engine), "the settings refuse fsdp"
+    bag, classes = session.config.stream.bag, len(session.dataset.classes)
+    bags = BagSteps(engine, loss, session.placement.communicator, size=bag, classes=classes, ranges=session.ranges)
+    return bags.step
 
 
 class BagSteps:

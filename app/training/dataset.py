@@ -283,8 +283,15 @@ def _check_training_part(dataset: Dataset) -> None:
             )
 
 
-def class_counts(dataset: Dataset, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many of the tiles ``rows`` (classify), or points in a sample of them (segment), each class has: (C,)."""
+def class_counts(dataset: Dataset, rows: NDArray[np.int64], *, of_slides: bool = False) -> NDArray[np.int64]:
+    """Return how many of the tiles ``rows`` (classify), or points in a sample of them (segment), each class has: (C,).
+
+    Args:
+        of_slides: count their slides, where a slide is one sample.
+    """
+    if of_slides:
+        labels = [dataset.slide_labels[dataset.tiles.slides[k]] for k in np.unique(dataset.tiles.slide[rows])]
+        return np.bincount(labels, minlength=len(dataset.classes)).astype(np.int64)
     if dataset.tile_labels is not None:
         return np.bincount(dataset.tile_labels[rows], minlength=len(dataset.classes)).astype(np.int64)
     areas, unread = class_areas(dataset, rows[:: max(1, len(rows) // WEIGHT_SAMPLE)])

@@ -19,7 +19,7 @@ from app.checkpoint.file import keep_as, not_resumable, resume_state
 from app.checkpoint.periodic import Checkpoints
 from app.launch.signals import Interrupt
 from app.settings.cli import RunError
-from app.training.bags import BagSteps
+from app.training.bags import steps_of
 from app.training.idle_time import IdleTime
 from app.training.memory_limit import MemoryLimit
 from app.training.metrics_log import MetricsLog
@@ -33,8 +33,6 @@ from app.training.share import share
 from app.training.step_tiles import StepTiles
 from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
-from models.bag import BagLoss
-from parallel.engine.engine import Engine
 from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
 from pipelines.catalog.table import listed
@@ -96,13 +94,7 @@ class TrainingLoop:
             session.placement.device,
             self.outcome.step,
         )
-        self._bags = None
-        if isinstance(session.loss, BagLoss):
-            assert isinstance(session.engine, Engine), "the settings refuse fsdp"
-            bag, classes = session.config.stream.bag, len(session.dataset.classes)
-            self._bags = BagSteps(
-                session.engine, session.loss, self._communicator, size=bag, classes=classes, ranges=session.ranges
-            )
+        self._train = steps_of(session)
         self._checkpoint_asked = False
         self._last_batch: Batch | None = None
         experiment = session.config.mlflow if self._is_first else ""
@@ -169,10 +161,7 @@ class TrainingLoop:
             held = itertools.chain(session.engine.on_device(), self._tiles.held())
             microbatches, rate = functools.partial(self._tiles.microbatches, batch), session.learning_rate(step)
             with self.memory.watching(held):
-                if self._bags is None:
-                    result = session.engine.step(microbatches(), step, rate)
-                else:
-                    result = self._bags.step(microbatches, step, rate)
+                result = self._train(microbatches, step, rate)
         except NonFiniteLoss as fault:
             raise RunError(self._name_tiles(step, batch.first_sample, fault)) from fault
         session.watchdog.rest()

@@ -124,15 +124,15 @@ def build_loss(
     *,
     in_bags: bool = False,
 ) -> TileClassLoss | PixelClassLoss:
-    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``, as the first rank
-    counts them: what one rank cannot read another may, and all need the same weights.
+    """Return the loss of ``dataset``'s task; class weights are those of the tiles ``train_rows``, or of their slides
+    ``in_bags``, as the first rank counts them: what one rank cannot read another may, and all need the same weights.
 
     Raises:
         ValueError: ``settings.loss`` is of another task.
     """
     weights = None
     if settings.class_weights == "balanced":
-        weights = balanced_weights(share(communicator, lambda: class_counts(dataset, train_rows)))
+        weights = balanced_weights(share(communicator, lambda: class_counts(dataset, train_rows, of_slides=in_bags)))
     smoothing, gamma = settings.label_smoothing, settings.focal_gamma if settings.loss == "focal" else 0.0
     if dataset.task == "segment":
         dice = settings.loss in ("auto", "dice_ce")

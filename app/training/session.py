@@ -219,12 +219,17 @@ def build_session(
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
     communicator, bag = placement.communicator, config.stream.bag
+    if bag and not dataset.slide_labels:
+        raise ValueError(
+            "--bag gives the tiles of a slide one label, and these slides have none: annotations label tiles and "
+            "pixels. Give --labels FILE.csv, or leave out --bag"
+        )
     loss = build_loss(config.optimization, dataset, train_rows, communicator, in_bags=bag > 0).to(placement.device)
     engine_loss = BagGradient() if bag else loss
     engine, host = _engine_of(config, strategy, dataset, model, engine_loss, placement, watchdog)
 
     def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
-        """What turns tiles of ``rows`` into the model's input, whole or by the boxes that it asks for."""
+        """Return the maker of the model's input from tiles of ``rows``, whole or by boxes."""
         stains = dataset.stain_steps(rows)
         device, layout = placement.device, model.channels_last
         made = PixelMaker(device, augment, config.seed, model.normalisation, channels_last=layout, stains=stains)

@@ -100,3 +100,11 @@ def test_what_bags_do_not_go_with_is_refused(slides: Path, train: Train, tmp_pat
     assert done.returncode == 2
     for text in ("--batch counts tiles", "leave out --sample class", "leave out --parallel fsdp"):
         assert text in done.stderr
+
+
+def test_slides_without_labels_of_their_own_are_refused(segment_slides: Path, train: Train, tmp_path: Path) -> None:
+    """Annotations label tiles; the label of a bag's first tile would stand for all of it."""
+    model = ("--model", "tests.helpers.tiny_models:classifier", "--task", "classify", "--tile", "64")
+    done = train("--slides", segment_slides, *model, "--bag", "4", "--batch", "4", "--out", tmp_path / "run")
+    assert done.returncode in (1, 2)
+    assert "--bag gives the tiles of a slide one label, and these slides have none" in done.stderr

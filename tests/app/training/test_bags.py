@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from app.settings.optimization import OptimizerSettings
 from app.training.bags import BagSteps
+from app.training.dataset import class_counts
 from app.training.engines import build_engine, build_optimizer
 from models.bag import BagGradient, BagLoss, bag_logits, put_bag_head
 from parallel.comm.communicator import Communicator
@@ -185,3 +188,13 @@ def test_a_loss_that_is_not_finite_updates_nothing() -> None:
 def test_a_model_that_does_not_end_in_a_linear_layer_is_refused() -> None:
     with pytest.raises(ValueError, match="its last layer is no linear layer with one output for each of the 2 classes"):
         put_bag_head(nn.Sequential(nn.Conv2d(3, 2, 1)), "mine", 2)
+
+
+def test_classes_of_bags_are_counted_by_slide() -> None:
+    tiles = SimpleNamespace(slides=("a", "b", "c"), slide=np.array([0] * 90 + [1] * 5 + [2] * 5))
+    labels = {"a": 0, "b": 1, "c": 1}
+    dataset: Any = SimpleNamespace(
+        tiles=tiles, slide_labels=labels, classes=("x", "y"), tile_labels=np.repeat([0, 1], [90, 10])
+    )
+    assert class_counts(dataset, np.arange(100)).tolist() == [90, 10]
+    assert class_counts(dataset, np.arange(100), of_slides=True).tolist() == [1, 2]
