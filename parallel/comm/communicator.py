@@ -80,7 +80,7 @@ class Communicator(Protocol):
     """Number of this rank on its machine; chooses the device."""
 
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
-        """Prepare for ``isend`` and ``irecv`` of tensors on the device; tensors on the CPU do not need it.
+        """Connect the devices of ranks for ``isend`` and ``irecv``. Without it, messages go through host memory.
 
         Every rank calls it with the same pairs. Those of a subgroup must have been among the pairs of the whole run.
 

@@ -64,9 +64,9 @@ class TorchWork:
 class TorchCommunicator(Communicator):
     """All ranks of a torchrun job.
 
-    Between GPUs, messages go over NCCL along the links that ``connect`` has made, and exchanges over the group's own
-    communicator. NCCL refuses ranks that share a GPU: there, messages go through pinned host memory over Gloo, and Gloo
-    sums too.
+    Between GPUs, messages go over NCCL between the ranks that ``connect`` has connected, and exchanges over the group's
+    own communicator; messages of other ranks, and all where ranks share a GPU, which NCCL refuses, go through pinned
+    host memory over Gloo. There, Gloo sums too.
 
     Args:
         device: where the tensors of gradients live; CPU tensors always go over Gloo. Where some ranks compute on a CPU
@@ -93,7 +93,7 @@ class TorchCommunicator(Communicator):
         # On a time-out NCCL ends the process of the rank that waits; the watchdog, which names the cause, is earlier.
         self._timeout = timedelta(seconds=timeout_s + AFTER_WATCHDOG_S * (device.type == "cuda"))
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(LINK_CTAS))  # of exchanges, as links have it
-        self._links = Links(self.rank, self._timeout, device)
+        self._links = Links(self.rank, self.world, self._timeout, device)
         self._group: Any = None
         self._ranks = tuple(range(self.world))
         # Gloo reports that a message has left only to who waits for it: a rank that computes would hold on to it.
@@ -114,12 +114,12 @@ class TorchCommunicator(Communicator):
             return  # Gloo has connected all ranks
         with _named(Operation(self.rank, self.world, "connecting to the ranks of its pipeline")):
             links = ((self._ranks[source], self._ranks[target]) for source, target in pairs)
-            self._links.make(links, by_all=self._group is None)
+            self._links.connect(links, by_all=self._group is None)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         flat, target = in_memory_order(tensor.detach()), self._ranks[peer]
         with _named(operation := self._operation(SEND, tensor, peer, tag)):
-            if flat.is_cuda and self.nccl:
+            if flat.is_cuda and (self._ranks[self.rank], target) in self._links.pairs:
                 return TorchWork(self._links.isend(flat, target), [flat], operation)
             host = pinned_like(flat).copy_(flat) if flat.is_cuda else flat
             return self._send_reaper.add(TorchWork(dist.isend(host, target, self._group, tag), [host], operation).wait)
@@ -129,7 +129,7 @@ class TorchCommunicator(Communicator):
         with _named(operation := self._operation(RECEIVE, tensor, peer, tag)):
             if not flat.is_cuda:
                 return TorchWork(dist.irecv(flat, source, self._group, tag), [flat], operation)
-            if self.nccl:
+            if (source, self._ranks[self.rank]) in self._links.pairs:
                 return TorchWork(self._links.irecv(flat, source), [flat], operation)
             host = pinned_like(flat)
             work = dist.irecv(host, source, self._group, tag)
@@ -212,9 +212,11 @@ class TorchCommunicator(Communicator):
 
 
 class Links:
-    """NCCL groups of two ranks, one for each direction in which one sends to the other.
+    """Connections between pairs of GPUs: in two process groups of all ranks, one for messages to higher ranks and one for
+    messages to lower ranks.
 
-    NCCL knows no tags and performs the operations of a group one by one: two directions in one would block each other.
+    A process group connects two ranks, by an NCCL communicator of their own, at the first message between them. NCCL
+    knows no tags and performs the operations of a communicator one by one: two directions in one would block each other.
 
     Args:
         rank: of the whole run, as are all others here.
@@ -222,42 +224,41 @@ class Links:
         device: of the tensors that will be sent.
     """
 
-    def __init__(self, rank: int, timeout: timedelta, device: torch.device, backend: str = "nccl") -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world: int, timeout: timedelta, device: torch.device, backend: str = "nccl") -> None:
+        self._rank, self._world = rank, world
         self._timeout = timeout
         self._device = device
         self._backend = backend
-        self._asked: set[tuple[int, int]] = set()
-        self._groups: dict[tuple[int, int], Any] = {}
+        self._groups: list[Any] = []
+        self.pairs: set[tuple[int, int]] = set()
+        """(sender, receiver) of all ranks that were connected."""
 
-    def make(self, pairs: Iterable[tuple[int, int]], by_all: bool) -> None:
-        """Make and connect this rank's links of ``pairs`` (sender, receiver), which are those of all ranks.
-
-        Every rank of the run comes here with the same pairs. A group is named after the number of calls before it, so
-        that those outside a pair count with it. ``use_local_synchronization`` would spare them that, but counts
-        per rank: the two of a pair would wait for each other under different names.
+    def connect(self, pairs: Iterable[tuple[int, int]], by_all: bool) -> None:
+        """Connect this rank's pairs among ``pairs`` (sender, receiver), which are those of all ranks.
 
         Args:
-            by_all: every rank of the run calls this. If only some do, all ranks must have made these links before:
-                groups that make links by themselves give them the same names, and connect to each other's ranks.
+            by_all: every rank of the run calls this, with the same pairs. Process groups are made by all ranks.
         """
-        new = sorted(set(pairs) - self._asked)
-        assert by_all or not new, f"links {new} are made by some ranks only: connect the whole run before its subgroups"
-        self._asked.update(new)
-        made = {pair: dist.new_group(pair, self._timeout, self._backend, pg_options=self._options()) for pair in new}
-        own = {pair: group for pair, group in made.items() if self._rank in pair}
-        self._groups |= own
+        new = sorted(set(pairs) - self.pairs)
+        assert by_all or not new, f"{new} are connected by some ranks only: connect the whole run before its subgroups"
+        self.pairs.update(new)
+        if new and not self._groups:
+            ranks = range(self._world)
+            self._groups = [
+                dist.new_group(ranks, self._timeout, self._backend, pg_options=self._options()) for _ in range(2)
+            ]
         # NCCL connects at the first message, and the first of two ranks to come waits there for the other: all meet in
         # one order, as those of a schedule may be waited for in a circle.
-        for source, target in own:
-            word = torch.zeros(1, device=self._device)
-            (self.isend(word, target) if source == self._rank else self.irecv(word, source)).wait()
+        for source, target in new:
+            if self._rank in (source, target):
+                word = torch.zeros(1, device=self._device)
+                (self.isend(word, target) if source == self._rank else self.irecv(word, source)).wait()
 
     def isend(self, flat: Tensor, target: int) -> Any:
-        return dist.isend(bytes_of(flat), target, self._group(self._rank, target))
+        return dist.isend(bytes_of(flat), target, self._groups[self._rank < target])
 
     def irecv(self, flat: Tensor, source: int) -> Any:
-        return dist.irecv(bytes_of(flat), source, self._group(source, self._rank))
+        return dist.irecv(bytes_of(flat), source, self._groups[source < self._rank])
 
     def _options(self) -> Any:
         if self._backend != "nccl":
@@ -266,10 +267,6 @@ class Links:
         options._timeout = self._timeout
         options.config.max_ctas = LINK_CTAS
         return options
-
-    def _group(self, source: int, target: int) -> Any:
-        assert (source, target) in self._groups, f"rank {source} was never connected to send to rank {target}"
-        return self._groups[source, target]
 
 
 def bytes_of(flat: Tensor) -> Tensor:

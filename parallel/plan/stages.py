@@ -338,6 +338,5 @@ def communication_bytes(strategy: Strategy, cluster: Cluster) -> int:
     Stages are taken to send to their neighbours only; a skip over a stage adds two links.
     """
     members = strategy.members
-    peers = min(strategy.depth - 1, 2) * members
     groups = (strategy.copies * members > 1) + strategy.shard_optimizer + (members > 1)
-    return 2 * peers * cluster.link_bytes + groups * cluster.communicator_bytes
+    return 2 * min(strategy.depth - 1, 2) * cluster.link_bytes + groups * cluster.communicator_bytes

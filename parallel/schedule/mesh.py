@@ -103,8 +103,9 @@ class Mesh:
     def pairs(self, links: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
         """Return (sender, receiver) of all ranks between which stages hand something over.
 
-        A member sends its part of a map to the member of the same number, and whole values come from and go to member
-        0. Within a team, members exchange through a communicator of their own.
+        A member sends its part of a map to the member of the same number, and member 0 sends what it alone has to member
+        0. What every member has is small: it goes to the others through host memory. Within a team, members exchange
+        through a communicator of their own.
 
         Args:
             links: (source stage, target stage) -> a gradient comes back.
@@ -114,6 +115,5 @@ class Mesh:
             for (source, target), back in links.items():
                 way = self.team_at(source, replica, group), self.team_at(target, replica, group)
                 ways |= {way, way[::-1]} if back else {way}
-        both = [(p, q) for p, q in itertools.product(range(self.members), repeat=2) if p == q or 0 in (p, q)]
         teams = [(self.ranks_of(one), self.ranks_of(other)) for one, other in ways if one != other]
-        return tuple(sorted((senders[p], receivers[q]) for senders, receivers in teams for p, q in both))
+        return tuple(sorted(pair for senders, receivers in teams for pair in zip(senders, receivers, strict=True)))

@@ -41,16 +41,16 @@ def exchange(communicator: TorchCommunicator) -> list[float]:
 
 
 @pytest.mark.parametrize("late", [None, 0, 1])
-@pytest.mark.parametrize("gpus", [2, 1], ids=["a GPU each", "one GPU"])
+@pytest.mark.parametrize("gpus", [3, 2, 1], ids=["not connected", "a GPU each", "one GPU"])
 def test_messages_and_sums(gpus: int, late: int | None) -> None:
     with simulated(gpus, late) as simulation:
-        for each in run_ranks(simulation, 2, exchange if gpus == 2 else shared):
+        for each in run_ranks(simulation, 2, exchange if gpus == 2 else through_host):
             assert each == [6.0] * 4 + [2.0]
         assert not simulation.found
 
 
-def shared(communicator: TorchCommunicator) -> list[float]:
-    """``exchange`` between ranks of one GPU, over Gloo."""
+def through_host(communicator: TorchCommunicator) -> list[float]:
+    """``exchange`` between ranks that are not connected, or share a GPU: over Gloo."""
     other, own = 1 - communicator.rank, torch.full((4,), communicator.rank + 1.0, device="cuda")
     theirs = torch.empty_like(own)
     for work in (communicator.irecv(theirs, other, 0), communicator.isend(own, other, 0)):
