@@ -212,11 +212,11 @@ class TorchCommunicator(Communicator):
 
 
 class Links:
-    """Connections between pairs of GPUs: in two process groups of all ranks, one for messages to higher ranks and one for
+    """Connections between pairs of GPUs, in two process groups of all ranks: one for messages to higher ranks, one for
     messages to lower ranks.
 
-    A process group connects two ranks, by an NCCL communicator of their own, at the first message between them. NCCL
-    knows no tags and performs the operations of a communicator one by one: two directions in one would block each other.
+    A process group connects two ranks at their first message, by an NCCL communicator of both. NCCL knows no tags
+    and performs the operations of a communicator one by one: two directions in one would block each other.
 
     Args:
         rank: of the whole run, as are all others here.

@@ -103,8 +103,8 @@ class Mesh:
     def pairs(self, links: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
         """Return (sender, receiver) of all ranks between which stages hand something over.
 
-        A member sends its part of a map to the member of the same number, and member 0 sends what it alone has to member
-        0. What every member has is small: it goes to the others through host memory. Within a team, members exchange
+        A member sends its part of a map to the member of the same number, and member 0 sends to member 0 what it alone
+        has. What every member has is small, and goes to the others through host memory. Within a team, members exchange
         through a communicator of their own.
 
         Args:

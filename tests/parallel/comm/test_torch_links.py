@@ -48,9 +48,8 @@ class FakeDistributed:
             self.calls.append(tuple(ranks))
             self.options.append(pg_options)
             return len(self.calls) - 1
-        else:
-            self.subgroups.append((ranks, backend))
-            assert (timeout.total_seconds() >= 60, how) == (True, {"use_local_synchronization": False})
+        self.subgroups.append((ranks, backend))
+        assert (timeout.total_seconds() >= 60, how) == (True, {"use_local_synchronization": False})
         return ranks
 
     def isend(self, tensor: torch.Tensor, peer: int, group: int) -> FakeDistributed:
