@@ -20,6 +20,7 @@ from app.settings.cli import FAILED, OK, run_command
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
+from parallel.strategy import DELAYED, STALE
 
 if TYPE_CHECKING:
     import torch
@@ -169,6 +170,7 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     import torch
 
     from app.launch.place import connect, device_of
+    from app.training import delayed
     from app.training.exactness import TOLERANCE, Errors, verify_engine
     from parallel.comm.communicator import Communicator
     from parallel.profile.gpu import set_tf32
@@ -177,15 +179,17 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     set_tf32(False)
     trial = _trial(command, device_of(asked))
     make_engine = _engine_maker(command, trial.device)
-    deferred = asked.norm_statistics == "deferred"
+    compare = functools.partial(verify_engine, deferred=asked.norm_statistics == "deferred")
+    if asked.to_strategy(trial.device.type).stashes:
+        compare = functools.partial(compare, make_reference=delayed.reference)
 
     def run(communicator: Communicator, _: None = None) -> tuple[Errors | None, Errors | None]:
         """The errors, and those in float64 where float32 is above its tolerance."""
-        errors = verify_engine(trial, make_engine, communicator, deferred=deferred)
+        errors = compare(trial, make_engine, communicator)
         failed = torch.tensor([errors is not None and not errors.passed and trial.dtype == torch.float32]).int()
         communicator.broadcast(failed)
         wide = dataclasses.replace(trial, dtype=torch.float64)
-        return errors, verify_engine(wide, make_engine, communicator, deferred=deferred) if failed else None
+        return errors, compare(wide, make_engine, communicator) if failed else None
 
     name = command.talks_over
     if name == "threads":
@@ -282,6 +286,7 @@ def report(result: VerifyResult) -> str:
         f"{'passed' if result.passed else 'FAILED'}: {result.model} under {result.strategy} on {result.ranks} ranks, "
         f"{result.stages} a copy, {result.microbatches} microbatches ({result.communicator}, {result.dtype}): largest "
         f"relative error {_number(result.max_relative_error)}, allowed {result.tolerance:g}{_remark(result)}"
+        + (f"\n{DELAYED}: compared with one process that delays them alike" if result.strategy in STALE else "")
     )
 
 

@@ -43,6 +43,7 @@ from parallel.schedule.timeline import StageCost
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.split_backward import DeferredWeights
 from parallel.stage.stage import Compute, Loss, Stage
+from parallel.stage.weight_versions import WeightVersions
 from parallel.strategy import Strategy
 from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.team_comm import TeamComm
@@ -287,6 +288,7 @@ def _stage(
         weights=DeferredWeights(cut, meter) if splits else None,
         saved_tensors=None if saved_tensors.idle else saved_tensors,
         updated=updated,
+        versions=WeightVersions(cut) if strategy.stashes else None,
     )
 
 

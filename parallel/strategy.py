@@ -15,12 +15,12 @@ from typing import Any, Literal
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, partition_at, partition_equal
 from parallel.memory.policy import KEEP_ALL, ActivationPolicy
-from parallel.schedule.action import Schedule
+from parallel.schedule.action import Kind, Schedule
 from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.registry import SCHEDULES, SPATIAL, build_schedule, kind_of, mesh_for
+from parallel.schedule.registry import PIPEDREAM, SCHEDULES, SPATIAL, build_schedule, kind_of, mesh_for
 from parallel.schedule.shares import Changes, Shares, share_of
 from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import StageCost
@@ -31,6 +31,12 @@ WHOLE = ("single", "ddp", "fsdp")
 
 STREAMED = ("single", "ddp", SPATIAL.name)
 """Strategies whose tiles, or members' parts of them, are planned box by box."""
+
+DELAYED = "delayed gradients, not the plain step"
+"""Said wherever a strategy of ``STALE`` is reported."""
+
+STALE = (PIPEDREAM.name,)
+"""Strategies whose gradients are of older weights than those that they update; never chosen by a planner."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,16 @@ class Strategy:
         return self.name not in WHOLE
 
     @property
+    def delayed(self) -> bool:
+        """Gradients are of older weights than those that they update."""
+        return self.name in STALE
+
+    @property
+    def stashes(self) -> bool:
+        """Every microbatch updates the weights, of which older versions are kept."""
+        return self.name == PIPEDREAM.name
+
+    @property
     def paired(self) -> bool:
         """A rank holds two stages, one of each of two inverted replicas."""
         return self.splits and kind_of(self.name).replicas == 2
@@ -149,8 +165,8 @@ class Strategy:
         faults = []
         if self.depth < 1 or self.ranks % self.group_ranks:
             faults.append(f"{self.ranks} ranks cannot be grouped by {self.group_ranks} stages' ranks: choose a divisor")
-        faults += self.team_faults
-        known = self.name in SCHEDULES or self.name == SPATIAL.name
+        faults += self.team_faults + self.stash_faults
+        known = self.name in (*SCHEDULES, SPATIAL.name, PIPEDREAM.name)
         if self.shard_optimizer and known and kind_of(self.name).replicas < 2:
             faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
         policy = self.policy
@@ -190,6 +206,24 @@ class Strategy:
             faults.append("spatial divides each tile among the ranks of a team: say how, as --grid 2x1")
         return faults
 
+    @property
+    def stash_faults(self) -> list[str]:
+        """Return what does not go with updates after every microbatch, a line each."""
+        if not self.stashes:
+            return []
+        policy = self.policy
+        given = (
+            (self.ranks > self.group_ranks, f"data-parallel groups: give as many --stages as ranks, {self.ranks}"),
+            (self.grid is not None, "--grid"),
+            (self.compile, "--developer compile"),
+            (self.statistics == "deferred", "--developer norm-statistics=deferred"),
+            (policy.moves, f"--offload {policy.offload}"),
+            (policy.optimizer or policy.parameters, "--developer offload-state"),
+            (policy.stream is not None, f"--stream {policy.stream}"),
+        )
+        rule = "updates the weights after every microbatch, which was not tried with"
+        return [f"{self.name} {rule} {what}" for is_set, what in given if is_set]
+
     def partition(self, graph: LayerGraph) -> Partition:
         """Return the stages of the model.
 
@@ -222,6 +256,8 @@ class Strategy:
         else:
             schedule = from_csv(self.schedule_csv)
             check(schedule, mesh, links)  # errors show it as it was written; passes need a right one
+        if self.stashes != any(action.kind is Kind.UPDATE for row in schedule.values() for action in row):
+            raise ValueError("a schedule file has updates, such as 2U0, with pipedream and with no other strategy")
         lowered = lower(
             schedule,
             mesh,

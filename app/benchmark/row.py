@@ -13,6 +13,7 @@ from typing import Any
 from app.benchmark.case import Case
 from app.benchmark.trial import Trial
 from app.pages.bench_file import WORDS
+from parallel.strategy import DELAYED, STALE
 
 Row = dict[str, Any]
 
@@ -52,6 +53,7 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
         "model": model,
         "strategy": case.label,
         "parallel": case.parallel,
+        "delayed": case.parallel in STALE,
         "ranks": case.ranks,
         "stages": case.settings.depth if case.settings.depth > 1 else None,
         "grid": case.team or None,
@@ -90,6 +92,8 @@ def compare(rows: Sequence[Row]) -> None:
         row["baseline"] = base["strategy"] if base and base is not row else None
         row["times_baseline"] = _ratio(row, base) if base and base is not row else None
         row["claim"] = _claim(row, base) + _beside_saving(row, base, alike)
+        if row.get("delayed") and row["status"] == "ok":
+            row["claim"] += f"; {DELAYED}"
 
 
 def _is_baseline(row: Mapping[str, Any]) -> bool:
@@ -103,9 +107,9 @@ def _work(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _loss(row: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool | None]:
     """Relative difference of the first loss from that of the first row on as many ranks that has one, of that row from
-    the first of all, and whether it is rounding. None for the first of all."""
-    told = [other for other in alike if other["losses"]]
-    if not row["losses"] or told[0] is row:
+    the first of all, and whether it is rounding. None for the first of all, and where gradients are delayed."""
+    told = [other for other in alike if other["losses"] and not other.get("delayed")]
+    if not row["losses"] or row.get("delayed") or told[0] is row:
         return None, None
     nearest = next(other for other in told if other["ranks"] == row["ranks"])
     reference, tolerance = (told[0], OTHER_RANKS) if nearest is row else (nearest, LOSS_TOLERANCE)

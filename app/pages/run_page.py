@@ -110,6 +110,7 @@ def _what(files: RunFiles) -> list[str]:
         _tiles(summary),
         f"{format_value(summary['mpp'])} µm/px" if summary.get("mpp") else None,
         f"{summary['strategy']} on {ranks} {'rank' if ranks == 1 else 'ranks'}" if summary.get("strategy") else None,
+        summary.get("gradients"),
     ]
     return [str(word) for word in known if word]
 

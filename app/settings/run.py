@@ -354,6 +354,7 @@ class RunConfig:
             "--tile slide": self.index.tile == "slide",
             "--pictures resize": self.index.whole_pictures,
             "--parallel fsdp": self.strategy.name == "fsdp",
+            "--parallel pipedream": self.strategy.name == "pipedream",
             "--device mixed": self.strategy.is_mixed,
             "--developer twin-steps": self.twin_steps > 0,
             "--developer device-prefetch": self.stream.device_prefetch > 0,

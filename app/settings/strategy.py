@@ -36,6 +36,7 @@ Parallel = Literal[
     "mast",
     "master",
     "bidirectional",
+    "pipedream",
 ]
 
 AHEAD = {"cuda": None, "cpu": 0}
@@ -57,7 +58,8 @@ class StrategySettings:
     same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block; spatial: each
     tile is divided among the ranks of a team (--grid), which compute it side by side. The others split the model into
     stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model; mast, master,
-    bidirectional with two, the second in inverse order. auto: the fastest that fits the memory, as app.plan finds it;
+    bidirectional with two, the second in inverse order; pipedream: as 1f1b, but every microbatch updates the weights,
+    with delayed gradients, which is not the plain step. auto: the fastest that fits the memory, as app.plan finds it;
     among what --stages and --microbatches leave open."""
     memory: str | None = None
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,

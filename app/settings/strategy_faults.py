@@ -26,6 +26,8 @@ def strategy_faults(settings: StrategySettings) -> list[str]:
         faults.append(f"--developer timeout-s must be above 0; got {settings.timeout_s:g}")
     if not settings.join_timeout_s > 0:
         faults.append(f"--developer join-timeout-s must be above 0; got {settings.join_timeout_s:g}")
+    if not faults and not settings.undecided:
+        faults = [f"--parallel {fault}" for fault in settings.to_strategy("cpu").stash_faults]
     return faults
 
 

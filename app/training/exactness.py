@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -199,7 +199,12 @@ class PlainTraining:
     """The training loop of one process: forward, backward, gradients accumulated, update.
 
     Uses nothing of ours but the seeds, and the workarounds for faults of torch.
+
+    Attributes:
+        held_by_ranks: names of the parameters that each rank of the engine has gradients of.
     """
+
+    held_by_ranks: Sequence[Collection[str]] = ()
 
     def __init__(self, trial: ExactnessTrial) -> None:
         patch_kernels()
@@ -217,16 +222,24 @@ class PlainTraining:
         self.optimizer.zero_grad()
         total = 0.0
         for i, size in enumerate(trial.sizes):
-            images, targets, _ = trial.microbatch(step, i, NeededInputs(images=True, targets=True))
-            assert targets is not None
-            torch.manual_seed(microbatch_seed(trial.seed, step, i))
-            loss = trial.minimised(self.module(images), as_tensor(targets)) * (size / sum(trial.sizes))
+            loss = self.loss_of(step, i) * (size / sum(trial.sizes))
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         self.optimizer.step()
+        return self.outcome(total)
+
+    def loss_of(self, step: int, i: int) -> Tensor:
+        """Return the loss of microbatch ``i`` of ``step``."""
+        images, targets, _ = self._trial.microbatch(step, i, NeededInputs(images=True, targets=True))
+        assert targets is not None
+        torch.manual_seed(microbatch_seed(self._trial.seed, step, i))
+        return self._trial.minimised(self.module(images), as_tensor(targets))
+
+    def outcome(self, loss: float) -> StepOutcome:
+        """Return what the step left, whose mean loss was ``loss``."""
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
         states = {self._numbers[own]: values for own, values in self.optimizer.state_dict()["state"].items()}
-        return StepOutcome(total, gradients, {"model": self.module.state_dict(), "optimizer": {"state": states}})
+        return StepOutcome(loss, gradients, {"model": self.module.state_dict(), "optimizer": {"state": states}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an engine, with the options of this optimizer."""
@@ -240,7 +253,12 @@ class PlainTraining:
 
 
 def verify_engine(
-    trial: ExactnessTrial, make_engine: MakeEngine, communicator: Communicator, *, deferred: bool = False
+    trial: ExactnessTrial,
+    make_engine: MakeEngine,
+    communicator: Communicator,
+    *,
+    deferred: bool = False,
+    make_reference: Callable[[ExactnessTrial, MeasuredEngine], PlainTraining] = lambda trial, _: PlainTraining(trial),
 ) -> Errors | None:
     """Compare every step of an engine with the plain step from the same state.
 
@@ -249,12 +267,13 @@ def verify_engine(
 
     Args:
         deferred: running statistics differ from those of the plain step by intention, and are not compared.
+        make_reference: gives what the engine is held against.
 
     Returns:
         The errors on rank 0; None on the others.
     """
     engine = make_engine(trial.fresh_module(), trial.minimised, trial.make_optimizer, communicator)
-    plain = None if communicator.rank else PlainTraining(trial)
+    plain = None if communicator.rank else make_reference(trial, engine)
     errors = Errors()
     for step in range(trial.steps):
         if step and trial.shares:
@@ -265,6 +284,7 @@ def verify_engine(
         state = engine.state_dict()
         if plain is not None and ranks is not None:
             outcomes = [StepOutcome(loss, gradients, state) for loss, gradients in ranks]
+            plain.held_by_ranks = [outcome.gradients.keys() for outcome in outcomes]
             errors = errors.joined(compare(plain.step(step), outcomes, plain.parameters, deferred=deferred))
             plain.load_state_dict(state)
         communicator.barrier()  # ranks that are threads share torch's random numbers with the plain step

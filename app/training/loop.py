@@ -176,9 +176,10 @@ class TrainingLoop:
             f"{session.dataset.tiles.l0_y[row]})"
             for row in session.train_rows_of(samples)
         ]
+        state = "The updates of this step's microbatches were made" if fault.updated else "Nothing was updated"
         return (
-            f"loss is {fault.losses[0]} at step {step + 1}; tiles of that microbatch: {'; '.join(tiles)}. Nothing was "
-            f"updated; the last checkpoint is kept. Lower --lr (now {session.learning_rate(step):g}), use --precision "
+            f"loss is {fault.losses[0]} at step {step + 1}; tiles of that microbatch: {'; '.join(tiles)}. {state}; "
+            f"the last checkpoint is kept. Lower --lr (now {session.learning_rate(step):g}), use --precision "
             "fp32, or look at these tiles"
         )
 

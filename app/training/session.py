@@ -35,7 +35,7 @@ from models.weights_report import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_memory import HostMemory
 from parallel.schedule.shares import FINE, coarseness, split_batch
-from parallel.strategy import Strategy
+from parallel.strategy import DELAYED, Strategy
 from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind
 from pipelines.catalog.failures import FailedSlides
@@ -269,7 +269,7 @@ def build_session(
         watchdog,
         model.loaded,
         model.normalisation,
-        (*model.notes, *_share_notes(strategy)),
+        (*model.notes, *_strategy_notes(strategy)),
         failed,
         host,
         cache,
@@ -314,9 +314,11 @@ def _engine_of(
     return engine, host
 
 
-def _share_notes(strategy: Strategy) -> Iterator[str]:
-    """Which group computes what, and whether microbatches are too few to follow speeds."""
+def _strategy_notes(strategy: Strategy) -> Iterator[str]:
+    """Yield what the user should know of gradients, and of the shares of groups."""
     counts, groups = [len(share) for share in strategy.shares], strategy.groups
+    if strategy.delayed:
+        yield f"{strategy.name}: {DELAYED}"
     if strategy.shares:
         yield f"shares of the {strategy.m} microbatches of a step: {', '.join(map(str, counts))}"
     if strategy.rebalanced:

@@ -22,6 +22,7 @@ from app.training.session import Session
 from app.training.shares_log import changes_in
 from app.training.step_timeline import StepRecord, write_step
 from app.training.throughput import peak_resident_bytes
+from parallel.strategy import DELAYED
 from pipelines.cache.tile_cache import CacheCounts, TileCache
 from pipelines.catalog.counted import counted
 from pipelines.tiles.tile_table import three_sizes
@@ -164,6 +165,7 @@ class RunSummary:
             "parameters": session.parameters,
             "weights": session.loaded.summary if session.loaded else None,
             "strategy": strategy.name,
+            "gradients": DELAYED if strategy.delayed else None,
             "ranks": self._communicator.world,
             "stages": strategy.depth,
             "grid": str(strategy.grid) if strategy.grid else None,

@@ -37,6 +37,7 @@ REPLICAS: tuple[dict[Kind, Shade], ...] = (
         Kind.BACKWARD_INPUT: Shade("#1f66b1", "#ffffff"),
         Kind.BACKWARD_WEIGHT: Shade("#23828c", "#ffffff"),
         Kind.RECOMPUTE: Shade("#e3eefb", "#0d2f57"),
+        Kind.UPDATE: Shade("#1f2733", "#ffffff"),
     },
     {
         Kind.FORWARD: Shade("#fbcf9d", "#5c2c00"),
@@ -44,6 +45,7 @@ REPLICAS: tuple[dict[Kind, Shade], ...] = (
         Kind.BACKWARD_INPUT: Shade("#c25a0a", "#ffffff"),
         Kind.BACKWARD_WEIGHT: Shade("#8f6f00", "#ffffff"),
         Kind.RECOMPUTE: Shade("#fdeedd", "#5c2c00"),
+        Kind.UPDATE: Shade("#1f2733", "#ffffff"),
     },
 )
 """Blue and orange, which stay apart for colour-blind eyes and in grey."""
@@ -54,6 +56,7 @@ NAMES = {
     Kind.BACKWARD_INPUT: "backward, inputs",
     Kind.BACKWARD_WEIGHT: "backward, weights",
     Kind.RECOMPUTE: "recompute",
+    Kind.UPDATE: "update",
 }
 
 

@@ -77,9 +77,9 @@ class Engine(TrainingEngine):
         self._wants = {i: self._needed({a.stage for a in forwards if a.microbatch == i}) for i in work.share}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RECOMPUTE}
         # Sums in a backward pass hold a GPU until the other rank of a pair begins them, which may need that pass first.
-        completing = completing_backwards(self._actions) if work.mesh.replicas == 1 else ()
-        self._completing = frozenset(completing)
+        self._completing = frozenset(completing_backwards(self._actions) if work.mesh.replicas == 1 else ())
         self._finishing = frozenset(last_backwards(self._actions))
+        self._updates = any(action.kind is Kind.UPDATE for action in self._actions)
         self._texts: dict[tuple[int, tuple[int, ...]], str] = {}
         if self._observer:
             self._observer.follow(self.actions_of_ranks)
@@ -119,8 +119,7 @@ class Engine(TrainingEngine):
         self._learning_rate = learning_rate
         for reducer in work.reducers.values():
             reducer.begin_step()
-        self._marks = []
-        sent = self._sent_so_far
+        self._marks, sent = [], self._sent_so_far
         begun_s = time.perf_counter()
         self._feed, self._step, self._losses = StepBatches(microbatches, self.share), step, {}
         losses = self._walk()
@@ -136,14 +135,16 @@ class Engine(TrainingEngine):
         summed = self._clock.mark() if self._waits_for_sums else None
         try:
             loss = mean_loss(self._communicator, losses)
-        except NonFiniteLoss:
+        except NonFiniteLoss as fault:
+            fault.updated = self._updates
             work.update.rollback()
             for stage in work.stages.values():
                 stage.statistics.rollback()
             raise
         for number in sorted(work.stages):
             work.stages[number].statistics.end_step()
-        work.update.apply(learning_rate, scale=work.batch / int(losses[1].sum()))
+        if not self._updates:
+            work.update.apply(learning_rate, scale=work.batch / int(losses[1].sum()))
         if self._waits_for_sums:
             return StepResult(loss, tiles, self._own_seconds(), *self._clock.durations([(self._marks[-1][2], summed)]))
         if self.mesh.groups == 1 or work.messenger.device.type != "cpu":  # which computes behind the clock's back
@@ -249,8 +250,7 @@ class Engine(TrainingEngine):
         if action.kind is Kind.REDUCE:
             work.reducers[action.stage].begin()
             return
-        i, stage = action.microbatch, work.stages[action.stage]
-        assert i is not None
+        i, stage = action.i, work.stages[action.stage]
         match action.kind:
             case Kind.FORWARD:
                 self._forward(position, action, i)
@@ -262,6 +262,9 @@ class Engine(TrainingEngine):
             case Kind.RECOMPUTE:
                 with self._computing(position, action):
                     stage.recompute(i)
+            case Kind.UPDATE:
+                with self._computing(position, action):
+                    stage.update(i, functools.partial(work.update.apply_to, learning_rate=self._learning_rate))
             case Kind.OFFLOAD:
                 stage.flush(i)
             case Kind.PREFETCH:
@@ -314,7 +317,7 @@ class Engine(TrainingEngine):
         if position in self._finishing:
             work.update.expect_final_grads(stage.parameters, self._learning_rate)
         with self._computing(position, action):
-            incoming = stage.backward(i, gradients, weight=shape[0] / work.batch)
+            incoming = stage.backward(i, gradients, weight=1.0 if self._updates else shape[0] / work.batch)
         work.transfers.stash_gradients(action, incoming)
 
     @contextlib.contextmanager

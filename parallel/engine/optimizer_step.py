@@ -105,6 +105,23 @@ class OptimizerStep:
         if self._host is not None:
             self._host.rollback()
 
+    def apply_to(self, new: Mapping[nn.Parameter, nn.Parameter], learning_rate: float) -> None:
+        """Update after a microbatch.
+
+        Args:
+            new: parameter -> the one that takes its place in the optimizer from now on, with its state.
+        """
+        if new and self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
+            for old, parameter in new.items():
+                if old in self.optimizer.state:
+                    self.optimizer.state[parameter] = self.optimizer.state.pop(old)
+            self.owned = {name: new.get(parameter, parameter) for name, parameter in self.owned.items()}
+            self._unshared = tuple(new.get(parameter, parameter) for parameter in self._unshared)
+            self._held = tuple(new.get(parameter, parameter) for parameter in self._held)
+        self.apply(learning_rate, scale=1.0)
+
     @torch.no_grad()
     def apply(self, learning_rate: float, scale: float) -> None:
         """Update, after the gradients have been summed.

@@ -23,12 +23,15 @@ from parallel.trace.stage_module import Boxes, as_tensor
 
 
 class NonFiniteLoss(ArithmeticError):
-    """A loss that is NaN or infinite. Parameters and optimizer are as they were before the step.
+    """A loss that is NaN or infinite. Parameters and optimizer are as they were before the step, unless ``updated``.
 
     Attributes:
         microbatches: which of the step's microbatches, over all ranks, were not finite.
         losses: their values.
+        updated: every microbatch has updated the parameters, those that were not finite among them.
     """
+
+    updated = False
 
     def __init__(self, microbatches: list[int], losses: list[float]) -> None:
         super().__init__(f"loss {losses} in microbatches {microbatches}")

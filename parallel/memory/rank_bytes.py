@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from parallel.memory.offload_window import HostBytes
 from parallel.memory.stage_bytes import StageBytes
-from parallel.schedule.action import BEGINS_BACKWARD, Action, Held, Kind, Schedule, held
+from parallel.schedule.action import BEGINS_BACKWARD, Action, Held, Kind, Schedule, held, versions
 from parallel.schedule.mesh import Mesh
 
 GATHERED = 2
@@ -101,7 +101,9 @@ def rank_bytes(
 
     def fullest(rank: int, actions: Sequence[Action]) -> RankBytes:
         of_rank = sorted({stage for stage, _ in mesh.held_by(rank)})
-        parameters = sum(stages[stage].parameters for stage in of_rank)
+        updates = any(action.kind is Kind.UPDATE for action in actions)
+        single = sum(stages[stage].parameters for stage in of_rank)
+        parameters = single * versions(actions)[1]  # one stage a rank, where microbatches update it
         owned = [s for s in of_rank if not shard_optimizer or mesh.team_at(s, 0, rank // mesh.depth) == rank]
         optimizer = slots * sum(stages[stage].parameters for stage in owned)
         largest = max((stages[stage].largest_parameter for stage in owned), default=0)
@@ -131,8 +133,12 @@ def rank_bytes(
             moments.append((*model, round(kept), round(during), round(messages)))
             if action.kind in (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT):
                 gradients[action.stage] = stage.parameters
+                if updates:
+                    update = _update(single, optimizer, largest, slots, device)
+                    moments.append((parameters, single, optimizer, round(kept - sizes[fuller]), update.transient, 0))
+                    del gradients[action.stage]
             kept += sizes[after] - sizes[fuller]
-        return _fuller(_update(parameters, optimizer, largest, slots, device), RankBytes(*max(moments, key=sum)))
+        return _fuller(_update(single, optimizer, largest, slots, device), RankBytes(*max(moments, key=sum)))
 
     return [fullest(rank, actions) for rank, actions in sorted(schedule.items())]
 

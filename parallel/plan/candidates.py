@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from parallel.schedule.registry import SCHEDULES
+from parallel.schedule.registry import PIPEDREAM, kind_of
 from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
 
@@ -47,12 +47,13 @@ def candidates(
             if depth is None and (ranks == 1) == (name == "single"):
                 yield from (Strategy(name, ranks, 1, n) for n in _microbatches(name, ranks, batch, m))
             continue
-        chunks = 2 if SCHEDULES[name].chunks else 1
+        kind = kind_of(name)
+        chunks = 2 if kind.chunks else 1
         for ranks_of_group in _depths(ranks, depth):
-            if ranks_of_group * chunks > most_stages:
+            if ranks_of_group * chunks > most_stages or (kind is PIPEDREAM and ranks_of_group < ranks):
                 continue
             for n in _microbatches(name, ranks // ranks_of_group, batch, m):
-                least = ranks_of_group if chunks > 1 else SCHEDULES[name].replicas
+                least = ranks_of_group if chunks > 1 else kind.replicas
                 if n // (ranks // ranks_of_group) < least:
                     continue  # too few for all chunks or replicas to be at work: slower than without them
                 yield Strategy(name, ranks, ranks_of_group, n, chunks)
@@ -81,7 +82,7 @@ def in_teams(
             if "spatial" in names and depth in (None, 1):
                 for n in _microbatches("spatial", teams, batch, m):
                     yield Strategy("spatial", ranks, 1, n, grid=grid)
-            split = [name for name in names if name not in (*WHOLE, "spatial", "zero-bubble")]
+            split = [name for name in names if name not in (*WHOLE, "spatial", "zero-bubble", PIPEDREAM.name)]
             for each in candidates(teams, batch, names=split, most_stages=most_stages, depth=depth, m=m):
                 yield dataclasses.replace(each, ranks=ranks, grid=grid)
 
@@ -149,7 +150,7 @@ class MemoryOptions:
         again = [how for how in self.recompute if how != "none" and _can_recompute(candidate, how)]
         if self.recompute != ("optimal",):
             again = [how for how in again if how != "optimal"]  # takes long to find: for what is chosen in the end
-        moves = candidate.name != "fsdp"
+        moves = candidate.name not in ("fsdp", PIPEDREAM.name)
         recomputed = [candidate.under(recompute=how) for how in again]
         moving = [each for each in (candidate, *recomputed) if moves and each.policy.recompute != "optimal"]
         moved = [variant.under(offload="overlap") for variant in moving]
@@ -176,6 +177,8 @@ class MemoryOptions:
         reason = "cannot split the model's backward pass then"
         if candidate.name == "fsdp":
             reason = "gathers parameters as it goes along, and keeps all activations on the device"
+        elif candidate.stashes:
+            reason = "keeps all activations on the device"
         elif candidate.name != "zero-bubble":
             reason = "has no stage that could be computed again later"
         return f"{asked} is asked for, and {candidate.name} {reason}"

@@ -118,7 +118,7 @@ class Evaluator:
         return None if check is None else self.estimate_time(check)
 
     def _in_boxes(self, candidate: Strategy) -> MemoryCheck | None:
-        sides = self.stages.box_sides(candidate)
+        sides = () if candidate.stashes else self.stages.box_sides(candidate)
         if not sides:
             return None
 

@@ -101,7 +101,7 @@ def step_time(
         gradient_bytes: by stage, as many as of its parameters.
         slots: values that the optimizer keeps for each parameter.
     """
-    added = _adding(candidate, costs, gradient_bytes, cluster)
+    added = _adding(candidate, costs, gradient_bytes, slots, cluster)
     steps = {group: _step(candidate, batch, added, links, cluster, group) for group in _unlike(candidate, cluster)}
     group = max(steps, key=lambda each: steps[each][0].makespan_s + steps[each][3])
     timeline, mesh, units, left_out_s = steps[group]
@@ -113,12 +113,12 @@ def step_time(
     held = [{stage for stage, _ in mesh.held_by(rank)} for rank in range(mesh.teams)]
     most = max(sum(gradient_bytes[stage] for stage in stages) for stages in held)
     sharing = candidate.ranks if candidate.name == "fsdp" else 1 + candidate.shard_optimizer
-    update_s = _update_s(most / sharing, slots, cluster, candidate.ranks)
+    update_s = 0.0 if candidate.stashes else _update_s(most / sharing, slots, cluster, candidate.ranks)
     if candidate.shard_optimizer and (link := cluster.link(0, candidate.group_ranks - candidate.members)):
         update_s += most / link.bandwidth  # each rank of a pair gives the other what it has updated
     work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / mesh.teams
     slowness = statistics.mean(1 / speed for speed in _speeds(candidate, cluster, group))
-    more = units * slowness * sum(cost.forward_s + cost.backward_s for cost in added) / mesh.depth
+    more = units * slowness * sum(cost.forward_s + cost.backward_s + cost.update_s for cost in added) / mesh.depth
     total_s, end = computed + left_out_s, computed + exchange_s
     bubble = 1 - (work + more) / total_s if units and total_s else timeline.bubble
     return StepTime(end + left_out_s + update_s, bubble * candidate.splits, exchange_s, update_s, timeline)
@@ -176,10 +176,13 @@ def by_speed(
 
 
 def _adding(
-    candidate: Strategy, costs: Sequence[StageCost], gradient_bytes: Sequence[int], cluster: Cluster
+    candidate: Strategy, costs: Sequence[StageCost], gradient_bytes: Sequence[int], slots: int, cluster: Cluster
 ) -> list[StageCost]:
     """Return ``costs`` with what adding gradients up takes, in the mean over the microbatches of a replica: the first
-    has nothing to add to."""
+    has nothing to add to; or with the update that follows each microbatch."""
+    if candidate.stashes:  # nothing is added up, and every microbatch updates
+        seconds = [_update_s(size, slots, cluster, candidate.ranks) for size in gradient_bytes]
+        return [dataclasses.replace(cost, update_s=update_s) for cost, update_s in zip(costs, seconds, strict=True)]
     share = len(candidate.share_of(0)) / (2 if candidate.paired else 1)
     adding = []
     for cost, size in zip(costs, gradient_bytes, strict=True):

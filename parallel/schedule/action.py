@@ -38,11 +38,16 @@ class Kind(Enum):
     """Begin to bring back to the device what the backward pass needs first."""
     REDUCE = "REDUCE"
     """Begin to sum the stage's gradients over all ranks that hold a copy of it; the update waits for the sum."""
+    UPDATE = "U"
+    """Update the stage's parameters with the gradients of one microbatch, of which the next versions are made."""
 
     __hash__ = object.__hash__  # members are single: their names need not be hashed, as often as plans look actions up
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+"""Forward and backward passes, and their parts."""
+
+COMPUTE = PASSES | {Kind.UPDATE}
 """Actions that take the rank's time."""
 
 BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -62,7 +67,7 @@ PER_PEER = frozenset(_OTHER_END)
 
 _TEXT = re.compile(
     r"(?:(?P<replica>\d+):)?(?P<stage>\d+)"
-    r"(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|F|B|I|W|R|O|P)(?P<microbatch>\d+)?(?:[<>](?P<peer>\d+))?"
+    r"(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|F|B|I|W|R|O|P|U)(?P<microbatch>\d+)?(?:[<>](?P<peer>\d+))?"
 )
 
 
@@ -131,7 +136,7 @@ class Action:
                 return cls(kind, stage or 0, microbatch, replica or 0, peer)
         raise ValueError(
             f"{text!r} is no action: write stage, kind and microbatch as in 2F0 (F forward, B backward, I and W its "
-            "halves, R recompute, O offload, P prefetch), with the replica before a colon as in 1:2F0"
+            "halves, R recompute, O offload, P prefetch, U update), with the replica before a colon as in 1:2F0"
         )
 
 
@@ -150,8 +155,8 @@ class Held(IntEnum):
 
 
 def held(actions: Iterable[Action]) -> Iterator[tuple[Action, Held, Held]]:
-    """Yield each compute action of a rank with what is held of its microbatch and stage before it and after it."""
-    actions = [action for action in actions if action.kind in COMPUTE]
+    """Yield each pass of a rank with what is held of its microbatch and stage before it and after it."""
+    actions = [action for action in actions if action.kind in PASSES]
     recomputed = {action.key for action in actions if action.kind is Kind.RECOMPUTE}
     for action in actions:
         match action.kind:
@@ -163,3 +168,27 @@ def held(actions: Iterable[Action]) -> Iterator[tuple[Action, Held, Held]]:
                 yield action, Held.ACTIVATIONS, Held.ACTIVATIONS
             case _:
                 yield action, Held.ACTIVATIONS, Held.NOTHING
+
+
+def versions(actions: Iterable[Action]) -> tuple[dict[tuple[int, int], int], int]:
+    """Return the versions of the weights that a rank's microbatches are computed with, and the most held at a time.
+
+    A version is the number of updates that made it. It is held while it is the newest, or while a microbatch that went
+    forward with it has not updated the weights (weight stashing; Harlap et al., 2018, section 3.3).
+
+    Returns:
+        (stage, microbatch) -> version; 1 without updates.
+    """
+    newest: dict[int, int] = {}
+    used: dict[tuple[int, int], int] = {}
+    flying: dict[tuple[int, int], int] = {}
+    most = 1
+    for action in actions:
+        stage = action.stage
+        if action.kind is Kind.FORWARD:
+            used[stage, action.i] = flying[stage, action.i] = newest.get(stage, 0)
+        elif action.kind is Kind.UPDATE:
+            del flying[stage, action.i]
+            newest[stage] = newest.get(stage, 0) + 1
+            most = max(most, len({newest[stage], *(v for (s, _), v in flying.items() if s == stage)}))
+    return used, most

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallel.schedule.action import Action, Schedule
+from parallel.schedule.action import Action, Kind, Schedule
 from parallel.schedule.dependencies import Dependencies, begin_times, peer_rank, users_or_makers
 from parallel.schedule.mesh import Mesh
 
@@ -50,6 +50,8 @@ def _messages(schedule: Schedule, mesh: Mesh, between: Dependencies) -> list[_Me
         latest = len(positions)
         for message in reversed(messages):  # one action ahead of the user, and not behind those that come after
             needed_at = next(positions[user] for user in users_or_makers(message.receive) if user in positions)
+            if needed_at and schedule[message.target][needed_at - 1].kind is Kind.UPDATE:
+                needed_at -= 1  # too short for a message to travel meanwhile
             message.wanted = latest = min(latest, max(0, needed_at - 1))
     return [message for way in sorted(channels) for message in channels[way]]
 

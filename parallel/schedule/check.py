@@ -21,6 +21,7 @@ EARLIER = {
     Kind.RECOMPUTE: (Kind.FORWARD, Kind.OFFLOAD, Kind.PREFETCH),
     Kind.OFFLOAD: (Kind.FORWARD,),
     Kind.PREFETCH: (Kind.FORWARD, Kind.OFFLOAD),
+    Kind.UPDATE: (Kind.BACKWARD, Kind.BACKWARD_WEIGHT),
 }
 """What stands before an action of the same stage and microbatch, where it stands at all."""
 
@@ -78,6 +79,7 @@ def _repeats(schedule: Schedule) -> Iterator[ScheduleFault]:
 def _complete(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
     """Each microbatch goes forward and backward through all stages of one replica of one group."""
     present = {action for _, _, action in _cells(schedule)}
+    updates = any(action.kind is Kind.UPDATE for action in present)
     homes: dict[int, tuple[int, int]] = {}
     for rank, n, action in _cells(schedule):
         if action.microbatch is None:
@@ -96,7 +98,8 @@ def _complete(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
             forward = Action(Kind.FORWARD, stage, i, replica)
             whole, *both = map(forward.as_kind, (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
             halves = present.intersection(both)
-            for action in (forward, *(both if halves else [whole])):
+            update = [forward.as_kind(Kind.UPDATE)] if updates else []  # of every microbatch, or after all of them
+            for action in (forward, *(both if halves else [whole]), *update):
                 if action not in present:
                     yield ScheduleFault("is missing", _owner(action, mesh, group), None, action)
             if halves and whole in present:

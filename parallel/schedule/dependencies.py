@@ -22,6 +22,9 @@ Links = Mapping[tuple[int, int], bool]
 SECONDS = seconds_by_kind(StageCost(1.0, 2.0, 1.0, 1.0, 0))
 """Of the actions of any stage, to say which of two comes first."""
 
+_PART_BEFORE = {Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT, Kind.UPDATE: Kind.BACKWARD}
+"""What a computation follows on its own rank, where that is not the forward pass."""
+
 
 def users_or_makers(message: Action) -> tuple[Action, ...]:
     """Return the computations of which one uses what a receive brings, or makes what a send sends."""
@@ -151,8 +154,7 @@ class Dependencies:
                 if action.kind in COMPUTE:
                     before[action] = self.computed_before(action, rank)
                     if action.kind is not Kind.FORWARD:
-                        halves = action.kind is Kind.BACKWARD_WEIGHT
-                        before[action].append(action.as_kind(Kind.BACKWARD_INPUT if halves else Kind.FORWARD))
+                        before[action].append(action.as_kind(_PART_BEFORE.get(action.kind, Kind.FORWARD)))
         for actions in schedule.values():
             for receive in actions:
                 if receive.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):

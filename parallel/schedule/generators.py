@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from parallel.schedule.action import Action, Kind, Schedule
+from parallel.schedule.passes import add_updates
 from parallel.schedule.shares import split_batch
 
 DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
@@ -51,6 +52,16 @@ def one_f_one_b(depth: int, m: int) -> Schedule:
                 actions.append(Action(Kind.FORWARD, k, ahead + i))
         schedule[k] = actions
     return schedule
+
+
+def pipedream(depth: int, m: int) -> Schedule:
+    """1F1B in which every microbatch updates each stage behind its backward pass: PipeDream (Harlap et al., 2018).
+
+    Nothing is flushed between two minibatches, here called microbatches: one takes max(F + B + U), and rank k holds
+    D - k of them. Between two steps the pipeline is empty. Microbatch i goes through stage s, forward and backward,
+    with the weights that stage s had after max(0, i - (D - 1 - s)) updates of the step.
+    """
+    return add_updates(one_f_one_b(depth, m))
 
 
 def interleaved(depth: int, m: int, chunks: int) -> Schedule:

@@ -1,7 +1,7 @@
 """Passes that lower a compute-only schedule: recomputation, messages, sums of gradients, and copies of activations to
 the host and back.
 
-Four passes, each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
+Passes are each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
 2024); the schedule has passed ``check``. A receive only posts that a message is awaited; the compute action that needs
 it waits. ``announce`` posts it about one compute action ahead, so that messages travel while ranks compute.
 """
@@ -95,6 +95,18 @@ def _prefetched(between: Sequence[Action], stage: int, costs: Sequence[StageCost
         first -= 1
         room += seconds[first]
     return first
+
+
+def add_updates(schedule: Schedule) -> Schedule:
+    """An UPDATE right after each B: every microbatch updates each stage as soon as the stage has its gradients."""
+    return {
+        rank: [
+            each
+            for action in actions
+            for each in ([action, action.as_kind(Kind.UPDATE)] if action.kind is Kind.BACKWARD else [action])
+        ]
+        for rank, actions in schedule.items()
+    }
 
 
 def add_recompute(schedule: Schedule) -> Schedule:

@@ -11,7 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel.schedule.action import Schedule
-from parallel.schedule.generators import bidirectional, gpipe, interleaved, master, mp_basic, one_f_one_b, zero_bubble
+from parallel.schedule.generators import (
+    bidirectional,
+    gpipe,
+    interleaved,
+    master,
+    mp_basic,
+    one_f_one_b,
+    pipedream,
+    zero_bubble,
+)
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.shares import Shares, share_of
 
@@ -47,6 +56,9 @@ _KINDS = (
     ScheduleKind("bidirectional", bidirectional, replicas=2),
 )
 SCHEDULES: dict[str, ScheduleKind] = {kind.name: kind for kind in _KINDS}
+
+PIPEDREAM = ScheduleKind("pipedream", pipedream)
+"""Every microbatch updates the weights (PipeDream, Harlap et al., 2018): not the plain step, so only run by name."""
 
 SPATIAL = ScheduleKind("spatial", mp_basic, microbatches=1)
 """Each tile is divided among the ranks of a team (Dryden et al., IPDPS 2019): one stage, with nothing to pipeline."""
@@ -127,9 +139,10 @@ def kind_of(name: str) -> ScheduleKind:
     """
     if name in ONE_STAGE:
         return ONE_STAGE[name]
-    if name not in SCHEDULES:
-        raise ValueError(f"there is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
+    named = SCHEDULES | {PIPEDREAM.name: PIPEDREAM}
+    if name not in named:
+        raise ValueError(f"there is no schedule {name!r}; the schedules are {', '.join(named)}")
+    return named[name]
 
 
 def _mesh_faults(name: str, mesh: Mesh) -> list[str]:

@@ -199,7 +199,8 @@ class _Run:
                 self._waiting.setdefault(need, []).append(rank)
                 return False
             start = max(start, end)
-        seconds = self.overhead_s + self._seconds[action.stage][action.kind] * self.weight[action.i]
+        weight = 1.0 if action.kind is Kind.UPDATE else self.weight[action.i]
+        seconds = self.overhead_s + self._seconds[action.stage][action.kind] * weight
         if self.devices:
             self._computing[rank] = _Computing(action, start, seconds)
             return False

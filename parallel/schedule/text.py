@@ -144,6 +144,7 @@ _DOES = {
     Kind.RECEIVE_FORWARD: "receiving what stage {peer} made of microbatch {i} for stage {k}{replica}",
     Kind.SEND_BACKWARD: "sending gradients of microbatch {i} from stage {k}{replica} back to stage {peer}",
     Kind.RECEIVE_BACKWARD: "receiving gradients of microbatch {i} from stage {peer} for stage {k}{replica}",
+    Kind.UPDATE: "update of stage {k}{replica} with the gradients of microbatch {i}",
     Kind.REDUCE: "summing the gradients of stage {k}{replica} over the ranks that hold a copy of it",
 }
 

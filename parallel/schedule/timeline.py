@@ -20,6 +20,7 @@ class StageCost:
         backward_s: of a whole backward pass; the next two are of its halves.
         activation_bytes: kept from a forward pass for its backward pass.
         out_s, back_s: to copy those to the host and back, where they go there.
+        update_s: of an update of the parameters, where the schedule has any.
     """
 
     forward_s: float
@@ -29,6 +30,7 @@ class StageCost:
     activation_bytes: int
     out_s: float = 0.0
     back_s: float = 0.0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ def seconds_by_kind(cost: StageCost) -> dict[Kind, float]:
         Kind.BACKWARD: cost.backward_s,
         Kind.BACKWARD_INPUT: cost.backward_input_s,
         Kind.BACKWARD_WEIGHT: cost.backward_weight_s,
+        Kind.UPDATE: cost.update_s,
     }
 
 

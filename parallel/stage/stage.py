@@ -24,6 +24,7 @@ from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.batchnorm import RunningStatistics
 from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of, renew_buffers
 from parallel.stage.split_backward import DeferredWeights
+from parallel.stage.weight_versions import WeightVersions
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.team_comm import ReplayLog
 from parallel.trace.stage_module import Boxes, Run, SegmentRun, StageModule
@@ -67,6 +68,7 @@ class Stage:
         weights: of the module, where backward is called in two halves (zero bubble).
         saved_tensors: of the rank; says what becomes of what forward passes keep. None: autograd keeps it.
         updated: names of buffers that forward passes update, outside normalisation layers.
+        versions: of the module's weights, where every microbatch updates them by ``update``.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Stage:
         weights: DeferredWeights | None = None,
         saved_tensors: SavedTensors | None = None,
         updated: Collection[str] = (),
+        versions: WeightVersions | None = None,
     ) -> None:
         self.module = module
+        self._versions = versions
         self.statistics = statistics
         self._loss = loss
         self._no_grad_outputs = frozenset(no_grad_outputs)
@@ -127,6 +131,8 @@ class Stage:
             By name what later stages use, with ``RANDOM_STATE`` if the stage draws; ``LOSS`` in the last stage.
         """
         self._in_flight[i] = microbatch = MicrobatchState(values)
+        if self._versions is not None:
+            self._versions.begin(i)
         if self._updated:
             renew_buffers(self.module, self._updated)
         if recomputed and self._saved_tensors is None:
@@ -193,7 +199,8 @@ class Stage:
         """Run the forward pass of microbatch ``i`` again, keeping what backward needs; it is counted nowhere."""
         segment = self._in_flight[i].segment
         assert segment is not None
-        segment.recompute()
+        with self._weights_of(i):
+            segment.recompute()
 
     def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
         """Run the backward pass of microbatch ``i``; parameters' gradients add up in place.
@@ -213,7 +220,8 @@ class Stage:
             gradients = {LOSS: [torch.full((), weight, dtype=self._loss_dtype, device=self._device)]}
         edges = [*chain.from_iterable(microbatch.roots.values())]
         if edges:
-            torch.autograd.backward(edges, [*chain.from_iterable(map(gradients.__getitem__, microbatch.roots))])
+            with self._weights_of(i):  # parts of the model may be recomputed
+                torch.autograd.backward(edges, [*chain.from_iterable(map(gradients.__getitem__, microbatch.roots))])
         if self._saved_tensors is not None:
             self._saved_tensors.release((self, i))
         if microbatch.captures:
@@ -224,6 +232,11 @@ class Stage:
         """Add the gradients of the weights that ``backward`` of microbatch ``i`` put off."""
         assert self._weights is not None
         self._weights.backward_weight(i)
+
+    def update(self, i: int, step: Callable[[Mapping[nn.Parameter, nn.Parameter]], None]) -> None:
+        """Update the weights after the backward pass of microbatch ``i``; for ``step`` see ``WeightVersions``."""
+        assert self._versions is not None
+        self._versions.update(i, step)
 
     @torch.no_grad()
     def predict(
@@ -245,8 +258,14 @@ class Stage:
     def reset(self) -> None:
         """Drop every microbatch in flight, after a step that was given up."""
         self._in_flight.clear()
+        if self._versions is not None:
+            self._versions.clear()
         if self._saved_tensors is not None:
             self._saved_tensors.reset()
+
+    def _weights_of(self, i: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the module has the weights that microbatch ``i`` went forward with."""
+        return contextlib.nullcontext() if self._versions is None else self._versions.of(i)
 
     def _compute(self, targets: Tensor | Boxes | None, *values: Any) -> tuple[Any, ...]:
         if self._loss is None:

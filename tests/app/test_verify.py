@@ -16,6 +16,7 @@ from app.verify import VerifyCommand, main, verify
 from parallel.engine.engine import Engine
 from parallel.offload.copies import Copies
 from parallel.schedule.registry import SCHEDULES
+from parallel.strategy import STALE
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call, put_back
 
@@ -23,7 +24,7 @@ TINY = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "96", "--ba
 FIELDS = {"model", "strategy", "ranks", "communicator", "max_relative_error", "passed"}
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", *SCHEDULES])
+@pytest.mark.parametrize("strategy", ["single", "ddp", *SCHEDULES, *STALE])
 def test_every_strategy_is_exact(strategy: Any) -> None:
     asked = StrategySettings(parallel=strategy, ranks=1 if strategy == "single" else 2, batch=6)
     result = verify(VerifyCommand(asked, model="tests.helpers.tiny_models:classifier", tile=96, steps=2))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from app.settings.fields import BLOCK, developer_settings, flags_of
-from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
+from parallel.schedule.registry import PIPEDREAM, SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.text import to_csv
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def page_with_developer_settings(text: str) -> str:
 def schedules() -> dict[str, str]:
     """``NAME-D-m.csv`` -> its text, for a handful of each schedule; interleaved with 2 chunks a rank."""
     found = {}
-    for name, kind in SCHEDULES.items():
+    for name, kind in (SCHEDULES | {PIPEDREAM.name: PIPEDREAM}).items():
         for depth, m in [(2, 2), (4, 2)] if name == "mast" else [(2, 4), (3, 5), (4, 4), (4, 8)]:
             mesh = mesh_for(name, groups=1, depth=depth, chunks=2 if kind.chunks else 1)
             found[f"{name}-{depth}-{m}.csv"] = to_csv(build_schedule(name, mesh, m))

@@ -11,7 +11,7 @@ from app.settings.launcher import find_launch
 from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from parallel.schedule.registry import SCHEDULES
-from parallel.strategy import WHOLE
+from parallel.strategy import STALE, WHOLE
 
 LAUNCHERS = {
     "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
@@ -58,7 +58,7 @@ def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_schedule_can_be_asked_for() -> None:
-    assert set(get_args(Parallel)) == {"auto", *WHOLE, "spatial", *SCHEDULES}
+    assert set(get_args(Parallel)) == {"auto", *WHOLE, "spatial", *SCHEDULES, *STALE}
 
 
 @pytest.mark.parametrize(

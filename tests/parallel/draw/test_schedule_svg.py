@@ -113,4 +113,4 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 def test_kinds_of_one_replica_can_be_told_apart() -> None:
     for shades in REPLICAS:
         assert shades.keys() == COMPUTE
-        assert len({shades[kind].fill for kind in COMPUTE - {Kind.BACKWARD_INPUT}}) == 4
+        assert len({shades[kind].fill for kind in COMPUTE - {Kind.BACKWARD_INPUT}}) == 5

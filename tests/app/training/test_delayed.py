@@ -1,0 +1,181 @@
+"""``--parallel pipedream`` against its reference in one process: weights of the forward pass in the backward pass, an
+update after every microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from app.settings.optimization import OptimizerSettings
+from app.training import delayed
+from app.training.engines import build_engine, build_optimizer
+from app.training.exactness import Errors, ExactnessTrial, verify_engine
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.engine import Engine
+from parallel.engine.step import Microbatch, NonFiniteLoss
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy
+from parallel.schedule.action import versions
+from parallel.stage.weight_versions import WeightVersions
+from parallel.strategy import Strategy
+from tests.helpers.small_nets import SkipNet
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Trial(ExactnessTrial):
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=lambda: OptimizerSettings(optimizer="sgd"))
+
+    def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        return build_optimizer(self.optimizer, parameters)
+
+
+def trial(sizes: tuple[int, ...] = (2,) * 7, **settings: Any) -> Trial:
+    torch.manual_seed(3)
+    asked = OptimizerSettings(lr=0.05, **{"optimizer": "sgd", **settings})
+    return Trial(SkipNet(), sizes, 32, torch.float32, CPU, steps=2, lr=0.05, optimizer=asked)
+
+
+def engine_of(strategy: Strategy, each: Trial, *arguments: Any) -> Engine:
+    engine = build_engine(strategy, *arguments, batch=sum(each.sizes), tile=each.tile, seed=each.seed, device=CPU)
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def errors_of(each: Trial, depth: int, policy: ActivationPolicy = KEEP_ALL) -> Errors:
+    strategy = Strategy("pipedream", depth, depth, len(each.sizes), policy=policy)
+    make = functools.partial(engine_of, strategy, each)
+
+    def run(communicator: Communicator, _: None) -> Errors | None:
+        return verify_engine(each, make, communicator, make_reference=delayed.reference)
+
+    errors = run_on_threads(depth, run, timeout_s=60)[0]
+    assert errors is not None
+    return errors
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("recompute", ["none", "stage", "block"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_a_window_is_that_of_one_process_bit_for_bit(depth: int, optimizer: str, recompute: Any) -> None:
+    errors = errors_of(trial(optimizer=optimizer), depth, ActivationPolicy(recompute))
+    assert_same_bits(errors)
+
+
+def assert_same_bits(errors: Errors) -> None:
+    """The mean loss, which only the log shows, is a sum in float64 in another order."""
+    assert all(errors.of_tensors.values())
+    assert {error for of_kind in errors.of_tensors.values() for error in of_kind.values()} == {0.0}
+    assert errors.loss < 1e-15
+
+
+def test_microbatches_of_unequal_size_and_running_averages() -> None:
+    assert_same_bits(errors_of(trial((3, 2, 2, 1, 1), ema=0.9), 3))
+
+
+def test_without_the_old_weights_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New storage in the old ``Parameter`` objects: where versions are not counted, autograd says nothing, and
+    convolutions use the new weights."""
+    update = WeightVersions.update
+
+    def swap(self: WeightVersions) -> dict[nn.Parameter, nn.Parameter]:
+        for parameter in self._newest:
+            parameter.data = parameter.detach().clone()
+        return {}
+
+    def uncounted(self: WeightVersions, i: int, step: Callable[[Any], None]) -> None:
+        def quietly(new: Any) -> None:
+            with torch.autograd._unsafe_preserve_version_counter(self._newest):
+                step(new)
+
+        update(self, i, quietly)
+
+    monkeypatch.setattr(WeightVersions, "_renew", swap)
+    monkeypatch.setattr(WeightVersions, "update", uncounted)
+    errors = errors_of(trial(), 3)
+    assert errors.of_kind("gradients") > 1e-3
+    assert errors.of_kind("parameters") > 1e-4
+
+
+def steps(name: str, each: Trial) -> list[dict[str, Any]]:
+    """Return losses, gradients and state after three steps on two ranks."""
+
+    def run(communicator: Communicator, _: None) -> dict[str, Any]:
+        module = each.fresh_module()
+        strategy = Strategy(name, 2, 2, len(each.sizes))
+        engine = engine_of(strategy, each, module, each.minimised, each.make_optimizer, communicator)
+        losses = []
+        for step in range(3):
+            batch = (each.microbatch(step, i, engine.wants(i)) for i in engine.share)
+            losses.append(engine.step(batch, step, each.lr).loss)
+        state = engine.state_dict()
+        numbers = [state["model"], state["optimizer"]["state"]] if state else []
+        return {"losses": losses, "gradients": engine.gradients(), "state": numbers}
+
+    return run_on_threads(2, run, timeout_s=60)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_window_of_one_microbatch_is_1f1b_bit_for_bit(optimizer: str) -> None:
+    ours, plain = (steps(name, trial((3,), optimizer=optimizer)) for name in ("pipedream", "1f1b"))
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+
+
+def test_the_versions_are_those_of_the_paper() -> None:
+    """max(0, i - (D - 1 - s)) updates before the forward pass of microbatch i; D - s versions at a time."""
+    for depth in (2, 3, 4, 6):
+        schedule = Strategy("pipedream", depth, depth, 2 * depth).schedule({(s, s + 1): True for s in range(depth - 1)})
+        for stage, actions in schedule.items():
+            used, most = versions(actions)
+            assert used == {(stage, i): max(0, i - (depth - 1 - stage)) for i in range(2 * depth)}
+            assert most == depth - stage
+    assert versions(Strategy("1f1b", 3, 3, 9).schedule({(0, 1): True, (1, 2): True})[0])[1] == 1
+
+
+def test_a_rank_holds_as_many_weights_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    most: dict[int, int] = {}
+    begin = WeightVersions.begin
+
+    def counted(self: WeightVersions, i: int) -> None:
+        begin(self, i)
+        held = {id(version): version for version in (self._newest, *self._used.values())}.values()
+        storages = {p.untyped_storage().data_ptr() for version in held for p in version}
+        most[id(self)] = max(most.get(id(self), 0), len(storages) // len(self._newest))
+
+    monkeypatch.setattr(WeightVersions, "begin", counted)
+    errors_of(trial(), 4)
+    assert sorted(most.values()) == [1, 2, 3, 4]
+
+
+def test_a_loss_that_is_not_finite_says_that_weights_were_updated() -> None:
+    each = trial((2, 2, 2))
+
+    def run(communicator: Communicator, _: None) -> tuple[bool, list[int]]:
+        strategy = Strategy("pipedream", 2, 2, 3)
+        engine = engine_of(strategy, each, each.fresh_module(), each.minimised, each.make_optimizer, communicator)
+        before = {name: p.detach().clone() for s in engine._work.stages.values() for name, p in s.parameters.items()}
+        batch = [_broken(each.microbatch(0, i, engine.wants(i)), i == 1) for i in engine.share]
+        with pytest.raises(NonFiniteLoss) as raised:
+            engine.step(batch, 0, each.lr)
+        after = {name: p for s in engine._work.stages.values() for name, p in s.parameters.items()}
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+        return raised.value.updated, raised.value.microbatches
+
+    assert run_on_threads(2, run, timeout_s=60) == [(True, [1, 2])] * 2
+
+
+def _broken(microbatch: Microbatch, broken: bool) -> Microbatch:
+    images = microbatch.images
+    return (
+        microbatch._replace(images=images * float("nan")) if broken and isinstance(images, torch.Tensor) else microbatch
+    )
