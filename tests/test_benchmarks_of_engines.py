@@ -24,6 +24,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.teams.run --only hidden messages --rounds 1 --models unet_w2:64", "taken apart: a step, s"),
         ("benchmarks.balances.run --quick", "resnet101, 64 px"),
         ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
+        ("benchmarks.overlap.run --quick", "too few rounds to answer"),
         ("benchmarks.checkpoint_stall.run --quick", "(asked: 3.5%)"),
         ("benchmarks.checkpoint_stall.run --async-save --quick", "step after it"),
     ],

@@ -1,108 +1,213 @@
-"""What can be said of settings that were run: which help, which help together, and which fight.
+"""Compare settings round by round, and answer whether everything together is worse than one knob alone.
 
-Takes the images/s of every repeat of every setting; gives a row for each setting, and sentences. Speeds are medians of
-the repeats. Two speeds differ when their medians lie further apart than the repeats of either; closer than that, or
-with one repeat, nothing is claimed.
+Takes rows of ``measure``; gives tables and a paragraph. Ratios are of two windows of one round; one is called faster or
+slower where all of at least five rounds agree (two-sided sign test, p = 1/16), otherwise nothing is claimed.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from benchmarks.overlap.settings import Setting, label
+from benchmarks.overlap.settings import LEVELS, MACHINES, OFF, ON, Setting, Window, turned_on
 
-COLUMNS = ("on", "images/s", "range", "x nothing on", "x best of them alone", "verdict")
-HELPS, HURTS, SAME = "helps", "hurts", "no difference"
-TOGETHER, FIGHT, IDLE = "beats the best of them alone", "fight", "no better than nothing on"
-UNKNOWN = "one repeat says nothing"
-
-Speeds = Sequence[float]
-"""Images/s of each repeat; none of a setting that did not run."""
+MIN_ROUNDS = 5
+FASTER, SLOWER, SAME, FEW = "faster", "slower", "no difference", "too few rounds"
+PARALLEL_OF = {machine: "single" if machine == MACHINES[1] else "ddp" for machine in MACHINES}
+Ratios = Sequence[float]
 
 
-def difference(first: Speeds, second: Speeds) -> int | None:
-    """Return 1 when ``first`` is faster, -1 when it is slower, 0 when their medians lie no further apart than the
-    repeats of one of them; None when one of them has fewer than two repeats."""
-    if min(len(first), len(second)) < 2:
-        return None
-    apart = statistics.median(first) - statistics.median(second)
-    if abs(apart) <= max(max(speeds) - min(speeds) for speeds in (first, second)):
-        return 0
-    return 1 if apart > 0 else -1
+class Rounds(dict[tuple[str, Window], dict[int, Mapping[str, Any]]]):
+    """Rows by case and window, then by round."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Rounds:
+        rounds = cls()
+        for row in rows:
+            key = row["case"], Window(row["machine"], row["parallel"], Setting(*row["setting"]))
+            rounds.setdefault(key, {})[row["round"]] = row
+        return rounds
+
+    @property
+    def cases(self) -> list[str]:
+        return list(dict.fromkeys(case for case, _ in self))
+
+    def median(self, case: str, window: Window, what: str = "images_s") -> float:
+        return statistics.median(row[what] for row in self[case, window].values())
+
+    def ratios(self, case: str, ours: Window, theirs: Window) -> list[float]:
+        """Return images/s of ``ours`` over those of ``theirs`` in each round; empty where one was not measured."""
+        first, second = self.get((case, ours), {}), self.get((case, theirs), {})
+        return [first[k]["images_s"] / second[k]["images_s"] for k in sorted(first.keys() & second.keys())]
 
 
-def rows_of(measured: Mapping[Setting, Speeds]) -> list[dict[str, Any]]:
-    """Return a row for each setting, in the order given; ratios are None where something was not measured."""
-    return [_row(on, measured) for on in measured]
+def verdict(ratios: Ratios) -> str:
+    """Return what can be said of the first of two windows against the second."""
+    if len(ratios) < MIN_ROUNDS:
+        return FEW
+    return FASTER if min(ratios) > 1 else SLOWER if max(ratios) < 1 else SAME
 
 
-def _row(on: Setting, measured: Mapping[Setting, Speeds]) -> dict[str, Any]:
-    speeds, off = measured[on], measured[()]
-    alone = [measured.get((knob,), ()) for knob in on]
-    best = max(alone, key=statistics.median) if len(on) > 1 and all(alone) else ()
-    return {
-        "label": label(on),
-        "on": len(on),
-        "speeds": list(speeds),
-        "speed": statistics.median(speeds) if speeds else None,
-        "times_off": statistics.median(speeds) / statistics.median(off) if speeds and off else None,
-        "times_best": statistics.median(speeds) / statistics.median(best) if speeds and best else None,
-        "verdict": _verdict(len(on), speeds, off, best),
+def spread(ratios: Ratios) -> str:
+    """Return the median and the range of ``ratios`` as text."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
+
+
+def knobs_on(machine: str) -> list[str]:
+    """Return the knobs that do anything on ``machine``."""
+    return [knob for knob in ON if not (PARALLEL_OF[machine] == "single" and knob == "buckets")]
+
+
+LEVEL_COLUMNS = ("knob", "level", "images/s alone", "x off", "", "x off, others on", " ", "CPU s a step", "sums")
+LEVEL_COLUMNS += ("waits for pictures",)
+
+
+def level_rows(rounds: Rounds, case: str, machine: str) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each level of each knob, alone and with the others on, under ``LEVEL_COLUMNS``."""
+    everything, parallel = turned_on(*knobs_on(machine)), PARALLEL_OF[machine]
+    for knob in knobs_on(machine):
+        levels = [v for v in LEVELS[knob] if (case, Window(machine, parallel, OFF._replace(**{knob: v}))) in rounds]
+        for level in levels if len(levels) > 1 else ():
+            alone, off, among, without = (
+                Window(machine, parallel, start._replace(**{knob: value}))
+                for start in (OFF, everything)
+                for value in (level, LEVELS[knob][0])
+            )
+            cells: list[str] = []
+            for ratios in (rounds.ratios(case, alone, off), rounds.ratios(case, among, without)):
+                compared = level != LEVELS[knob][0] and len(ratios) > 0
+                cells += [spread(ratios), verdict(ratios)] if compared else ["1" if ratios else "-", ""]
+            figures = [rounds.median(case, alone, what) for what in ("images_s", "cpu_s", "sums", "wait")]
+            speed, cpu, sums, wait = (f"{value:.3g}" for value in figures)
+            yield (knob, str(level), speed, *cells, cpu, sums, f"{100 * float(wait):.0f} %")
+
+
+CHECKPOINT_COLUMNS = ("every", "written", "images/s", "between steps", "lost by a crash, s", "images/s, others on")
+
+
+def checkpoint_rows(rounds: Rounds, case: str, machine: str) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each number of steps between checkpoints and each way to write them."""
+    everything = turned_on(*knobs_on(machine))
+    for every in LEVELS["every"]:
+        for write in LEVELS["write"]:
+            off, on = (
+                Window(machine, PARALLEL_OF[machine], start._replace(every=every, write=write))
+                for start in (OFF, everything)
+            )
+            if (case, off) in rounds and (case, on) in rounds:
+                speed, between, lost = (rounds.median(case, off, what) for what in ("images_s", "between", "lost_s"))
+                among = rounds.median(case, on)
+                yield str(every), write, f"{speed:.3g}", f"{100 * between:.0f} %", f"{lost:.2f}", f"{among:.3g}"
+
+
+class Combination(NamedTuple):
+    """A strategy and knobs that a reference text runs together."""
+
+    name: str
+    parallel: str
+    knobs: tuple[str, ...]
+
+
+COMBINATIONS = (
+    Combination("two-phase checkpoints with data parallelism", "ddp", ("write",)),
+    Combination("prefetch with data parallelism", "ddp", ("read_ahead", "prefetch")),
+    Combination("two-phase checkpoints with PipeDream", "pipedream", ("write",)),
+    Combination("prefetch with PipeDream", "pipedream", ("read_ahead", "prefetch")),
+)
+COMBINATION_COLUMNS = ("combination", "neither, images/s", "knobs", "strategy", "both", "x by the knobs alone")
+COMBINATION_COLUMNS += ("x by the knobs, under the strategy", "")
+
+
+def combination_rows(rounds: Rounds, case: str, skipped: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each combination: on one rank with an idle core, and on two ranks.
+
+    Args:
+        skipped: strategy -> why it was not measured.
+    """
+    for name, parallel, knobs in COMBINATIONS:
+        if parallel in skipped:
+            yield (name, *5 * ("-",), "-", skipped[parallel])
+            continue
+        windows = [
+            Window(machine, strategy, setting)
+            for machine, strategy in ((MACHINES[1], "single"), (MACHINES[0], parallel))
+            for setting in (OFF, turned_on(*knobs))
+        ]
+        if all((case, window) in rounds for window in windows):
+            alone, under = (rounds.ratios(case, windows[k + 1], windows[k]) for k in (0, 2))
+            speeds = (f"{rounds.median(case, window):.3g}" for window in windows)
+            yield (name, *speeds, spread(alone), spread(under), verdict(under))
+
+
+def everything_over_best_alone(rounds: Rounds, case: str, machine: str) -> list[float]:
+    """Return images/s with every knob on over those of the best knob alone, round by round. Which knob is the best is
+    decided by the other rounds, as chance favours the best of a few in the rounds that choose it."""
+    parallel, knobs = PARALLEL_OF[machine], knobs_on(machine)
+    alone = [rounds.get((case, Window(machine, parallel, turned_on(knob))), {}) for knob in knobs]
+    everything = rounds.get((case, Window(machine, parallel, turned_on(*knobs))), {})
+    common = sorted(everything.keys() & set.intersection(*(set(of_round) for of_round in alone)))
+    ratios = []
+    for k in common if len(common) > 1 else ():
+        best = max(alone, key=lambda of_round: statistics.median(of_round[j]["images_s"] for j in common if j != k))
+        ratios.append(everything[k]["images_s"] / best[k]["images_s"])
+    return ratios
+
+
+HYPOTHESIS_COLUMNS = ("model, px", "machine", "everything over the best knob alone", "", "everything over nothing")
+
+
+def hypothesis_rows(rounds: Rounds) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each case and machine, under ``HYPOTHESIS_COLUMNS``."""
+    for case in rounds.cases:
+        for machine in MACHINES:
+            if ratios := everything_over_best_alone(rounds, case, machine):
+                parallel = PARALLEL_OF[machine]
+                everything = Window(machine, parallel, turned_on(*knobs_on(machine)))
+                over_off = rounds.ratios(case, everything, Window(machine, parallel, OFF))
+                yield case, machine, spread(ratios), verdict(ratios), spread(over_off)
+
+
+def answer(rounds: Rounds) -> str:
+    """Return one paragraph on "all together is worse than one alone, above all for small models"."""
+    measured = {
+        (case, machine): ratios
+        for case in rounds.cases
+        for machine in MACHINES
+        if (ratios := everything_over_best_alone(rounds, case, machine))
     }
-
-
-def _verdict(on: int, speeds: Speeds, off: Speeds, best: Speeds) -> str:
-    if not speeds:
-        return "did not run"
-    if on == 0:
-        return "what the others are held against"
-    against = best if on > 1 else off
-    if not against:
-        return "nothing to be held against"
-    beside = difference(speeds, against)
-    if beside is None:
-        return UNKNOWN
-    if on == 1 or beside == 0:
-        return {1: HELPS, 0: SAME, -1: HURTS}[beside]
-    if beside < 0:
-        return FIGHT
-    return TOGETHER if off and difference(speeds, off) == 1 else IDLE
-
-
-def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``row`` as text, under ``COLUMNS``."""
-    speeds = row["speeds"]
-    return (
-        row["label"],
-        f"{row['speed']:.3g}" if speeds else "-",
-        f"{min(speeds):.3g}-{max(speeds):.3g}" if speeds else "",
-        *("" if row[key] is None else f"{row[key]:.3g}" for key in ("times_off", "times_best")),
-        row["verdict"],
+    if min(map(len, measured.values()), default=0) < MIN_ROUNDS:
+        return f"Everything at once against one knob alone: too few rounds to answer; measure {MIN_ROUNDS} or more."
+    verdicts = [verdict(ratios) for ratios in measured.values()]
+    counts = {said: verdicts.count(said) for said in (SLOWER, FASTER, SAME)}
+    text = (
+        f"Everything at once is slower than the best knob alone in {counts[SLOWER]} of {len(verdicts)} combinations of "
+        f"model, size and machine, faster in {counts[FASTER]}, and no different in {counts[SAME]}. "
+    )
+    medians = {case: statistics.median(_of_case(measured, case)) for case in rounds.cases}
+    smallest, largest = min(medians, key=_size), max(medians, key=_size)
+    text += f"Median ratio by model: {', '.join(f'{case} {ratio:.2f}' for case, ratio in medians.items())}. "
+    holds = counts[SLOWER] > len(verdicts) / 2
+    text += f"The hypothesis that it is worse {'holds' if holds else 'does not hold'} here"
+    if smallest == largest:
+        return text + "; models were not compared."
+    pairs = [(_of(measured, smallest, machine), _of(measured, largest, machine)) for machine in MACHINES]
+    apart = [max(small) < min(large) for small, large in pairs if small and large]
+    return text + (
+        f"; on {sum(apart)} of {len(apart)} machines all rounds of the smallest model lie below all of the largest, so "
+        f"it is {'' if apart and all(apart) else 'not '}shown to be worse above all for small models."
     )
 
 
-def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what can be said of all settings: which help, which help together, which fight, and the fastest."""
-    if any(row["verdict"] == UNKNOWN for row in rows):
-        return ["With one repeat nothing can be said of what helps: measure twice or more."]
-    told = []
-    for verdict, said in (
-        (HELPS, "Alone, what helps"),
-        (HURTS, "Alone, what hurts"),
-        (TOGETHER, "Together faster than the best of them alone"),
-        (FIGHT, "Together slower than the best of them alone"),
-    ):
-        names = [row["label"] for row in rows if row["verdict"] == verdict]
-        told.append(f"{said}: {'; '.join(names) or 'none'}.")
-    ran = [row for row in rows if row["speeds"]]
-    if ran:
-        best = max(ran, key=lambda row: row["speed"])
-        ratio = "" if best["times_off"] is None else f", {best['times_off']:.2f} times that of nothing on"
-        told.append(f"Fastest: {best['label']}, {best['speed']:.3g} images/s{ratio}.")
-        fewer = [row for row in ran if row["on"] < best["on"] and difference(row["speeds"], best["speeds"]) == 0]
-        if fewer:
-            fewest = min(fewer, key=lambda row: row["on"])
-            told.append(f"Not slower beyond what repeats differ by, with fewer on: {fewest['label']}.")
-    return told
+def _of(measured: Mapping[tuple[str, str], Ratios], case: str, machine: str) -> Ratios:
+    return measured.get((case, machine), ())
+
+
+def _of_case(measured: Mapping[tuple[str, str], Ratios], case: str) -> list[float]:
+    return [ratio for machine in MACHINES for ratio in _of(measured, case, machine)]
+
+
+def _size(case: str) -> tuple[int, int]:
+    """Return px and depth of a case, in the order of the work of an image."""
+    model, px = case.split("@")
+    return int(px), int(model.removeprefix("resnet"))

@@ -1,96 +1,162 @@
-"""Which of the settings that run something beside the computation help, which help together, and which fight.
+"""Levels of what overlaps with computation, alone and together, on small and large models: images/s round by round.
 
-    python -m benchmarks.overlap.run [--models resnet18] [--repeats 2] [--steps 10] [--knobs NAME ...] [--spare]
-        [--write]
+    python -m benchmarks.overlap.run [--cases CASE ...] [--rounds 5] [--exhaustive] [--length] [--tables] [--write]
 
-Runs ``app.train`` on real slides with each setting: on as many data-parallel ranks as there are cores, or with
-``--spare`` on one rank of one thread, which leaves the other cores to what runs beside it, as a GPU would. Runs that
-were made before are kept in ``bench-data/overlap``. Wants an otherwise idle machine.
+Draws class folders of pictures shaped as CIFAR's (32 px) or ImageNet's (500 x 375 px), prints about how long it will
+take, and measures every window once a round in an order of the round, on two ranks. Rows are appended to
+``bench-data/overlap/rows.jsonl``; the tables are made from the file. Wants an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import dataclasses
+import itertools
+import json
+import tempfile
+import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from app.benchmark.case import Case
-from app.benchmark.trial import Trial, run_trial
-from app.settings.run import DataSettings, RunConfig, SplitSettings
-from app.training.dataset import prepare
-from app.training.run_folder import RunFolder
-from benchmarks.overlap.findings import COLUMNS, cells, findings, rows_of
-from benchmarks.overlap.settings import KNOBS, Setting, arguments, label, settings_of
+import cv2
+import numpy as np
+
+from app.settings.strategy import Parallel
+from benchmarks.overlap.findings import (
+    CHECKPOINT_COLUMNS,
+    COMBINATION_COLUMNS,
+    HYPOTHESIS_COLUMNS,
+    LEVEL_COLUMNS,
+    MIN_ROUNDS,
+    Rounds,
+    answer,
+    checkpoint_rows,
+    combination_rows,
+    hypothesis_rows,
+    level_rows,
+)
+from benchmarks.overlap.settings import CASES, EXHAUSTIVE_WINDOWS, MACHINES, ON, Case, Window, estimated_s, windows_of
+from benchmarks.overlap.tune import TUNED_COLUMNS, tuned_rows
+from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
-from demo.run import collect_slides
-from pipelines.tiles.index_settings import IndexSettings
 
-OUT = Path(__file__).parents[2] / "bench-data" / "overlap"
+OUT, ROWS = Path(__file__).parents[2] / "bench-data" / "overlap", "rows.jsonl"
 README = Path(__file__).with_name("README.md")
-RANKS, TILE, BATCH, EVERY, LONGEST_S = os.cpu_count() or 1, 512, 8, 5, 3600.0
-SHARED = {"min-tissue": "0.1", "validation": "0.0", "checkpoint-every": str(EVERY)}
+RANKS, CLASSES, PER_CLASS, LONGEST_S = 2, 8, 48, 6 * 3600.0
 
 
-def measure(model: str, asked: argparse.Namespace) -> Iterator[str]:
-    """Run every setting of a model, all of them once before any a second time; give a paragraph, a table and what can
-    be said of it."""
-    if not (OUT / "slides" / "labels.csv").exists():
-        collect_slides(OUT)
-    tiles = OUT / "tiles"
-    tiles.mkdir(exist_ok=True)
-    index = IndexSettings(tile=TILE, min_tissue=float(SHARED["min-tissue"]))
-    prepare(RunConfig(DataSettings(OUT / "slides"), index, SplitSettings(0.0), out=tiles), RunFolder(tiles), print)
-    ranks = 1 if asked.spare else RANKS
-    case = Case("ddp" if ranks > 1 else "single", (), ranks, TILE, BATCH, 2 * ranks)
-    shared = ["--slides", str(OUT / "slides"), "--model", model, "--steps", str(asked.steps)]
-    shared += ["--developer", "twin-steps=0"]
-    shared += [word for name, value in SHARED.items() for word in (f"--{name}", value)]
-    # There are no buckets where no gradients are summed.
-    knobs = [k for k in KNOBS if k.name in asked.knobs and (ranks > 1 or k.name != "gradient-buckets")]
-    trials: dict[Setting, list[Trial]] = {on: [] for on in settings_of(knobs)}
-    for repeat in range(asked.repeats):
-        for on, done in trials.items():
-            folder = OUT / f"{model}-{ranks}x-{asked.steps}" / label(on).replace(" ", "") / str(repeat + 1)
-            if not (folder / "trial.json").exists():
-                run_trial(case, [*shared, *arguments(knobs, on)], tiles, folder, LONGEST_S)
-            done.append(Trial.load(folder / "trial.json"))
-            print(f"run {repeat + 1}, {label(on)}: {done[-1].status} {done[-1].reason}", flush=True)
-    rows = rows_of({on: _speeds(done) for on, done in trials.items()})
-    minutes = sum(trial.wall_s for done in trials.values() for trial in done) / 60
-    on_ranks = f"{ranks} ranks of one thread under ddp" if ranks > 1 else "one rank of one thread"
-    yield (
-        f"{model}, {on_ranks}, {TILE} px, batch {BATCH}, a checkpoint every {EVERY} of {asked.steps} steps, "
-        f"{asked.repeats} runs of each; {minutes:.0f} min.\n"
-    )
-    yield markdown_table(COLUMNS, map(cells, rows))
-    yield "".join(f"- {finding}\n" for finding in findings(rows))
+def read_rows(out: Path = OUT) -> list[dict[str, Any]]:
+    """Return the rows measured so far."""
+    rows = out / ROWS
+    return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
 
 
-def _speeds(trials: list[Trial]) -> list[float]:
-    """Images/s with what came between steps, as checkpoints count; none where a run failed."""
-    if any(trial.status != "ok" for trial in trials):
-        return []
-    return [trial.summary["images_per_second_sustained"] for trial in trials]
+def draw_pictures(root: Path, px: int) -> None:
+    """Draw a folder of pictures for each class: stripes of its own width under smooth noise, as PNG of 32 px, or JPEG
+    of ImageNet's mean size."""
+    numbers = np.random.default_rng(0)
+    width, height = (32, 32) if px == 32 else (500, 375)
+    for c, k in itertools.product(range(CLASSES), range(PER_CLASS)):
+        folder = root / f"class_{c}"
+        folder.mkdir(parents=True, exist_ok=True)
+        stripes = 60 * np.sin(np.arange(width) * (c + 1) / 8 + k)[None, :, None]
+        noise = cv2.resize(numbers.normal(128, 50, (height // 4, width // 4, 3)), (width, height))
+        pixels = np.clip(stripes + noise, 0, 255).astype(np.uint8)
+        cv2.imwrite(str(folder / f"{k}.{'png' if px == 32 else 'jpg'}"), pixels)
+
+
+def skipped_strategies() -> dict[str, str]:
+    """Return the strategies of the study that ``app.train`` does not have, and why their rows are empty."""
+    known = typing.get_args(Parallel)
+    return {name: f"skipped: no --parallel {name} yet" for name in ("pipedream",) if name not in known}
+
+
+def measure(case: Case, windows: list[Window], rounds: int, out: Path) -> None:
+    """Measure ``windows`` of a case and append their rows to the file in ``out``."""
+    folder = out / case.name
+    if not (folder / "pictures").exists():
+        draw_pictures(folder / "pictures", case.px)
+    argument = {
+        "case": case,
+        "windows": [dataclasses.astuple(window) for window in windows],
+        "rounds": rounds,
+        "folder": str(folder),
+        "rows": str(out / ROWS),
+    }
+    run_on_ranks(RANKS, "benchmarks.overlap.measure:measure", argument, timeout_s=LONGEST_S)
+
+
+def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the paragraphs and tables of what was measured."""
+    rounds, skipped = Rounds.of(rows), skipped_strategies()
+    yield f"{answer(rounds)}\n"
+    if hypothesis := list(hypothesis_rows(rounds)):
+        yield markdown_table(HYPOTHESIS_COLUMNS, hypothesis)
+    for case in rounds.cases:
+        parts: list[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]]]] = []
+        for machine in MACHINES:
+            parts += [
+                (f"{machine}: levels", LEVEL_COLUMNS, level_rows(rounds, case, machine)),
+                (
+                    f"{machine}: checkpoints",
+                    CHECKPOINT_COLUMNS,
+                    checkpoint_rows(rounds, case, machine),
+                ),
+            ]
+        parts += [
+            ("combinations", COMBINATION_COLUMNS, combination_rows(rounds, case, skipped)),
+            ("knobs set by tune.py", TUNED_COLUMNS, tuned_rows(rounds, case)),
+        ]
+        for title, columns, cells in parts:
+            if body := list(cells):
+                yield f"### {case}, {title}\n\n{markdown_table(columns, body)}"
+
+
+def about(rows: list[dict[str, Any]]) -> str:
+    """Return what was measured, a line for each case."""
+    lines = []
+    for name in dict.fromkeys(row["case"] for row in rows):
+        own = [row for row in rows if row["case"] == name]
+        on = ", ".join(dict.fromkeys(row["measured_on"] for row in own))
+        lines.append(f"- {name}, batch {CASES[name].batch}: {len({row['round'] for row in own})} rounds; {on}")
+    return "\n".join([*lines, "\nTwo ranks of one thread over Gloo, AdamW, float32.\n"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["resnet18"])
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
-    names = [knob.name for knob in KNOBS]
-    parser.add_argument("--knobs", nargs="+", choices=names, default=names)
-    parser.add_argument("--spare", action="store_true", help="one rank of one thread, with the other cores idle")
-    parser.add_argument("--write", action="store_true", help="write the tables of README.md")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["resnet18@32", "resnet18@224"])
+    parser.add_argument("--machines", nargs="+", choices=MACHINES, help="default: all for 32 px, two for 224 px")
+    parser.add_argument("--knobs", nargs="+", choices=ON, default=[*ON])
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
+    parser.add_argument("--exhaustive", action="store_true", help="all combinations of levels, no core to spare")
+    parser.add_argument("--length", action="store_true", help="print about how long it takes, and end")
+    parser.add_argument("--tables", action="store_true", help="make the tables of what was measured, measure nothing")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    parser.add_argument("--quick", action="store_true", help="one round of a few windows: does it run?")
     asked = parser.parse_args()
-    if asked.spare:
-        os.environ["OMP_NUM_THREADS"] = "1"
-    written = [part for model in asked.models for part in measure(model, asked)]
-    text = results(f"python -m benchmarks.overlap.run{' --spare' if asked.spare else ''} --write", *written)
+    if asked.quick:
+        asked.cases, asked.machines, asked.knobs, asked.rounds = ["resnet18@32"], [MACHINES[2]], ["prefetch"], 1
+    skipped, measured = skipped_strategies(), {}
+    for case in map(CASES.__getitem__, () if asked.tables else asked.cases):
+        windows = EXHAUSTIVE_WINDOWS if asked.exhaustive else windows_of(asked.machines or case.machines, asked.knobs)
+        measured[case] = [window for window in windows if window.parallel not in skipped]
+    lengths_s = {case: estimated_s(case, windows, asked.rounds) for case, windows in measured.items()}
+    for case, windows in measured.items():
+        print(f"{case.name}: {len(windows)} windows, {asked.rounds} rounds, about {lengths_s[case] / 60:.0f} min")
+    print(f"about {sum(lengths_s.values()) / 60:.0f} min in all, on two idle cores", flush=True)
+    if asked.length:
+        return
+    with tempfile.TemporaryDirectory() as quick:
+        out = Path(quick) if asked.quick else OUT
+        out.mkdir(parents=True, exist_ok=True)
+        for case, windows in measured.items():
+            measure(case, windows, asked.rounds, out)
+        rows = read_rows(out)
+    text = results("python -m benchmarks.overlap.run --tables --write", about(rows), *tables(rows))
     print(text)
     if asked.write:
-        write_results(README, text, "spare cores" if asked.spare else "busy cores")
+        write_results(README, text)
 
 
 if __name__ == "__main__":

@@ -1,53 +1,159 @@
-"""What is varied: settings of a run that let parts of it overlap, and which of their combinations are run."""
+"""Levels of the knobs that overlap something with computation, and the settings and machines that are measured."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-MOST = 16
-"""Combinations that are few enough to run them all."""
+
+class Setting(NamedTuple):
+    """One level of each knob.
+
+    Attributes:
+        every: steps from checkpoint to checkpoint.
+        write: how a checkpoint is written, as ``--developer checkpoint-write``.
+        buckets: MiB of gradients summed together during the backward pass; 0: all after it.
+        read_ahead: batches in memory, with the one that is computed.
+        prefetch: microbatches made on the device before they are asked for.
+    """
+
+    every: int
+    write: str
+    buckets: int
+    read_ahead: int
+    prefetch: int
+
+
+LEVELS: dict[str, tuple[Any, ...]] = {
+    "every": (20, 5, 1),
+    "write": ("blocking", "two-phase"),
+    "buckets": (0, 1, 4, 25),
+    "read_ahead": (1, 2, 8),
+    "prefetch": (0, 1, 2),
+}
+"""Of each knob; the first overlaps nothing, or asks least."""
+
+OFF = Setting(5, "blocking", 0, 1, 0)
+ON: dict[str, Any] = {"write": "two-phase", "buckets": 25, "read_ahead": 8, "prefetch": 1}
+"""The level of each knob where it is on among others: the default of ``app.train``, or the least that overlaps."""
+
+
+def turned_on(*knobs: str, off: Setting = OFF) -> Setting:
+    """Return ``off`` with ``knobs`` on."""
+    return off._replace(**{knob: ON[knob] for knob in knobs})
+
+
+def label(setting: Setting) -> str:
+    """Return the levels that are not off, as text."""
+    parts = [f"checkpoint every {setting.every}"]
+    parts += [f"{knob} {getattr(setting, knob)}" for knob in ON if getattr(setting, knob) != LEVELS[knob][0]]
+    return ", ".join(parts)
+
+
+MACHINES = ("busy", "spare-core", "2ms-links", "slow-disk")
+"""Two ranks on two cores; one rank, the other core idle; the first with slower messages; the first with files that come
+and go as over a slow network."""
+
+
+class Case(NamedTuple):
+    """A model and pictures, and what a step of it costs.
+
+    Attributes:
+        batch: tiles of a step over all ranks, in 4 microbatches.
+        step_s, checkpoint_s: of one rank among two, and of a blocking checkpoint, for the estimate of the length.
+    """
+
+    model: str
+    px: int
+    batch: int
+    step_s: float
+    checkpoint_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}@{self.px}"
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """Machines that it is measured on unless others are asked for: large pictures hide links and disks."""
+        return MACHINES if self.px == 32 else MACHINES[:2]
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("resnet18", 32, 16, 0.15, 0.2),
+        Case("resnet18", 224, 4, 0.4, 0.2),
+        Case("resnet50", 32, 16, 0.3, 0.4),
+        Case("resnet50", 224, 4, 0.9, 0.4),
+    )
+}
 
 
 @dataclass(frozen=True)
-class Knob:
-    """A developer setting of ``app.train`` that overlaps something.
+class Window:
+    """Some steps that are measured in one go.
 
     Attributes:
-        off: the value with which nothing overlaps; ``on``: one with which something does.
+        machine: one of ``MACHINES``.
+        parallel: strategy.
     """
 
-    name: str
-    off: str
-    on: str
+    machine: str
+    parallel: str
+    setting: Setting
+
+    @property
+    def steps(self) -> int:
+        """Steps from one checkpoint to the next, 5 at least."""
+        return max(self.setting.every, 5)
+
+    @property
+    def checkpoints(self) -> int:
+        return self.steps // self.setting.every
 
 
-KNOBS = (
-    Knob("read-ahead", "1KiB", "1GiB"),
-    Knob("read-threads", "1", "2"),
-    Knob("device-prefetch", "0", "1"),
-    Knob("gradient-buckets", "0", "25MiB"),
-    Knob("checkpoint-write", "blocking", "two-phase"),
-)
-"""A budget of 1 KiB holds one batch: the next is read once it has been computed."""
-
-Setting = tuple[Knob, ...]
-"""The knobs that are on, in the order of ``KNOBS``."""
+WARM_UP = 1
+"""Step before those of a window, in which reading ahead starts from nothing."""
 
 
-def settings_of(knobs: Sequence[Knob], most: int = MOST) -> list[Setting]:
-    """Return what is run, fewest on first: every combination where those are at most ``most``, otherwise nothing on,
-    each alone, every two together, and all at once."""
-    count = len(knobs)
-    sizes = range(count + 1) if 2**count <= most else (0, 1, 2, count)
-    return [on for size in sizes for on in itertools.combinations(knobs, size)]
+def level_settings(knobs: Sequence[str]) -> list[Setting]:
+    """Return each level of each of ``knobs``, with the others off and with the others on.
+
+    Both reading knobs on are added, and with ``write`` every level of ``every``, written both ways.
+    """
+    settings = [OFF, turned_on(*knobs), turned_on(*({"read_ahead", "prefetch"} & {*knobs}))]
+    for start, knob in itertools.product((OFF, turned_on(*knobs)), knobs):
+        settings += [start._replace(**{knob: level}) for level in LEVELS[knob]]
+    for start, every, write in itertools.product((OFF, turned_on(*knobs)), LEVELS["every"], LEVELS["write"]):
+        settings += [start._replace(every=every, write=write)] if "write" in knobs else []
+    return list(dict.fromkeys(settings))
 
 
-def arguments(knobs: Sequence[Knob], on: Setting) -> list[str]:
-    """Return the words for ``app.train`` that put each of ``knobs`` on or off."""
-    return [word for knob in knobs for word in ("--developer", f"{knob.name}={knob.on if knob in on else knob.off}")]
+EXHAUSTIVE = [Setting(*levels) for levels in itertools.product(*LEVELS.values())]
 
 
-def label(on: Setting) -> str:
-    return " + ".join(f"{knob.name} {knob.on}" for knob in on) or "nothing on"
+def windows_of(machines: Collection[str], knobs: Collection[str]) -> Iterator[Window]:
+    """Yield what is measured of a case on ``machines`` of ``knobs``, each window once."""
+    for machine in machines:
+        alone = machine == MACHINES[1]
+        # There are no buckets where no gradients are summed.
+        used = [knob for knob in ON if knob in knobs and not (alone and knob == "buckets")]
+        yield from (Window(machine, "single" if alone else "ddp", setting) for setting in level_settings(used))
+    if MACHINES[0] in machines:
+        pairs = ((), ("write",), ("read_ahead", "prefetch"), ("write", "read_ahead", "prefetch"))
+        yield from (Window(MACHINES[0], "pipedream", turned_on(*pair)) for pair in pairs if {*pair} <= {*knobs})
+
+
+EXHAUSTIVE_WINDOWS = [Window(MACHINES[0], "ddp", setting) for setting in EXHAUSTIVE]
+
+
+def estimated_s(case: Case, windows: Iterable[Window], rounds: int) -> float:
+    """Return about how many seconds ``rounds`` of ``windows`` take."""
+    steps, checkpoints = 0, 0
+    for window in windows:
+        steps += window.steps + WARM_UP
+        checkpoints += window.checkpoints * (5 if window.machine == "slow disk" else 1)
+    return rounds * (steps * case.step_s + checkpoints * case.checkpoint_s)

@@ -22,16 +22,18 @@ class Delayed:
     """``inner``, whose messages and sums take ``delay_s`` longer.
 
     Attributes:
+        delay_s: of what is sent from now on; changed only where nothing is under way.
+        sums: that were begun.
         noted: what is sent and received now counts.
         sent: by peer: when each message was sent, on the clock of all processes of a machine.
         asked: by peer: when each message was first waited for, in the order of receives.
     """
 
     def __init__(self, inner: Communicator, delay_s: float) -> None:
-        self.rank, self.world, self.noted = inner.rank, inner.world, True
+        self.rank, self.world, self.noted, self.sums = inner.rank, inner.world, True, 0
         self.sent: dict[int, list[float]] = defaultdict(list)
         self.asked: dict[int, list[float]] = defaultdict(list)
-        self._inner, self._delay_s = inner, delay_s
+        self._inner, self.delay_s = inner, delay_s
         self._under_way: queue.SimpleQueue[tuple[float, Callable[[], Work], _Late]] = queue.SimpleQueue()
         threading.Thread(target=self._hand_on, name="delayed messages", daemon=True).start()
 
@@ -51,6 +53,7 @@ class Delayed:
         return _Watched(self._inner.irecv(tensor, peer, tag), self.asked[peer], number)
 
     def iall_reduce(self, tensor: Tensor) -> Work:
+        self.sums += 1
         return self._later(lambda: self._inner.iall_reduce(tensor))
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -60,8 +63,10 @@ class Delayed:
         return getattr(self._inner, name)
 
     def _later(self, begin: Callable[[], Work]) -> Work:
+        if not self.delay_s:
+            return begin()
         late = _Late()
-        self._under_way.put((time.perf_counter() + self._delay_s, begin, late))
+        self._under_way.put((time.perf_counter() + self.delay_s, begin, late))
         return late
 
     def _hand_on(self) -> None:

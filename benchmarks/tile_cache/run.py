@@ -14,7 +14,8 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +64,18 @@ class Storage:
             return read
 
         def slowly(region: Region, out: NDArray[np.uint8]) -> None:
-            bytes_before, calls_before = _bytes_and_calls()
-            read(region, out)
-            bytes_after, calls_after = _bytes_and_calls()
-            time.sleep((bytes_after - bytes_before) / self.bytes_s + (calls_after - calls_before - 1) * self.wait_s)
+            with self.waiting():
+                read(region, out)
 
         return slowly
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for what the calling thread reads within, as it would on this storage."""
+        bytes_before, calls_before = _bytes_and_calls()
+        yield
+        bytes_after, calls_after = _bytes_and_calls()
+        time.sleep((bytes_after - bytes_before) / self.bytes_s + (calls_after - calls_before - 1) * self.wait_s)
 
 
 MEMORY = Storage("memory")
