@@ -158,8 +158,7 @@ def put_to_work(
         if mesh.members > 1:
             holders.team.all_reduce(torch.zeros(1, device=device))  # connects its GPUs
             link, plan_of = comm, plans
-        stored = _stored_bytes(policy, schedule[team])
-        boxed = None if policy.stream is None else BoxedParts(policy.stream, stored, host)
+        boxed = None if policy.stream is None else _boxed(policy, policy.stream, schedule[team], device, host)
         cuts = stages_of_rank(traced, partition, numbers, strategy, comm, plans, shape, device, boxed)
     else:
         cuts = {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
@@ -242,11 +241,14 @@ def _plans(traced: Traced, strategy: Strategy) -> Plans:
     return functools.partial(TeamPlans(traced, once=strategy.policy.stream is None).plan, strategy.grid)
 
 
-def _stored_bytes(policy: ActivationPolicy, actions: Sequence[Action]) -> int | None:
-    """Return what maps of one microbatch may take of the host, by the most that are between their forward and backward
-    passes at a time; None: as much as is asked for."""
-    steps = (bool(after) - bool(before) for _, before, after in held(actions))
-    return policy.host_bytes and policy.host_bytes // max(accumulate(steps), default=1)
+def _boxed(
+    policy: ActivationPolicy, side: int, actions: Sequence[Action], device: torch.device, host: HostMemory | None
+) -> BoxedParts:
+    """Return the boxes of ``side`` px. Microbatches between their forward and backward passes share the bytes of host
+    and GPU."""
+    most = max(accumulate(bool(after) - bool(before) for _, before, after in held(actions)), default=1)
+    here = (policy.map_bytes or 0) // most if device.type == "cuda" else 0
+    return BoxedParts(side, policy.host_bytes and policy.host_bytes // most, host, here)
 
 
 def _stage(

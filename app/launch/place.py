@@ -48,6 +48,9 @@ share a queue (of 8 by default) would wait behind it."""
 
 NO_GPU = "--device {}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu"
 
+MODEL_COPIES = 4
+"""Parameters, their gradients, and two moments of an optimizer."""
+
 OTHERS_SPEAK_S = 8.0
 """A launcher that ends all ranks once one has failed does so in less."""
 
@@ -152,6 +155,19 @@ def host_share() -> int:
     is free."""
     launch = find_launch()
     return memory_bytes()[1] // (launch.local_world if launch else 1) // 2
+
+
+def map_share(device: torch.device, limit: int | None, model_bytes: int) -> int:
+    """Return the bytes that maps between boxes may take of this rank's GPU by default: half of what the model leaves.
+
+    Args:
+        limit: bytes that the rank may use; None: what is free, shared by the ranks of the GPU.
+        model_bytes: of the parameters.
+    """
+    launch = find_launch()
+    ranks = -(-(launch.local_world if launch else 1) // torch.cuda.device_count())
+    free = torch.cuda.mem_get_info(device)[0] // ranks
+    return max(0, min(free, limit or free) - MODEL_COPIES * model_bytes) // 2
 
 
 def host_memory(device: torch.device, folder: Path, most_bytes: int | None = None) -> HostMemory:

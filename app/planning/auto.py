@@ -88,6 +88,7 @@ def follow(settings: StrategySettings, row: PlanRow, device: str) -> Strategy:
         offload=policy.offload if policy.moves else asked.policy.offload,
         ahead=policy.ahead if policy.ahead and settings.offload_ahead is None else asked.policy.ahead,
         stream=policy.stream,
+        map_bytes=policy.map_bytes,
         host_bytes=asked.policy.host_bytes if policy.host_bytes is None else policy.host_bytes,
     )
     return dataclasses.replace(asked, **{name: getattr(row.strategy, name) for name in PLANNED})

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from app.launch.place import RankPlace, host_memory, host_share
+from app.launch.place import RankPlace, host_memory, host_share, map_share
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
 from app.settings.run import EPOCHS, RunConfig
@@ -288,6 +288,9 @@ def _engine_of(
     """Return the engine of this rank, and the host memory of tiles that are computed box by box."""
     policy = strategy.policy
     host = None if policy.stream is None else host_memory(placement.device, config.out, policy.host_bytes)
+    if policy.stream is not None and policy.map_bytes is None and placement.device.type == "cuda":
+        size = sum(parameter.nbytes for parameter in model.module.parameters())
+        policy = dataclasses.replace(policy, map_bytes=map_share(placement.device, config.strategy.memory_bytes, size))
     if policy.moves and policy.host_bytes is None:
         policy = dataclasses.replace(policy, host_bytes=host_share())
     engine = build_engine(

@@ -63,6 +63,7 @@ class ActivationPolicy:
         parameters: they are, too, and come to the device layer by layer; implies ``optimizer``.
         stream: side in px of the boxes that a tile is computed in, one after the other; None: the whole tile.
         host_bytes: that a rank may take on the host; what does not fit there stays on the device. None: no limit.
+        map_bytes: of maps between boxes that a rank leaves on its GPU; others are moved to the host. None: not decided.
     """
 
     recompute: Recompute = "none"
@@ -71,6 +72,7 @@ class ActivationPolicy:
     ahead: int | None = 0
     smallest: int = SMALLEST
     host_bytes: int | None = None
+    map_bytes: int | None = None
     optimizer: bool = False
     parameters: bool = False
     stream: int | None = None

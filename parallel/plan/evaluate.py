@@ -145,7 +145,14 @@ class Evaluator:
                 middle = (low + at) // 2
             at = max(low, 0)
         hints[key] = sides[at]
-        return fitting(sides[at])
+        return self._with_maps_on_device(fitting(sides[at]))
+
+    def _with_maps_on_device(self, check: MemoryCheck) -> MemoryCheck:
+        """Return ``check`` with the maps between boxes on the GPU that it has room for."""
+        if self.cluster.kind != "cuda":
+            return check
+        room = max(0, self.cluster.usable_bytes - max(check.peak_bytes))
+        return dataclasses.replace(check, strategy=check.strategy.under(map_bytes=room))
 
     def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:
         """Return False where moving what is kept takes ``candidate`` longer than ``row``, however the model is cut."""

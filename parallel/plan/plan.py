@@ -79,6 +79,7 @@ class PlanRow:
             "stream_px": strategy.policy.stream,
             "host_bytes": self.host_bytes,
             "host_limit_bytes": strategy.policy.host_bytes,
+            "map_bytes": strategy.policy.map_bytes,
         }
 
     @classmethod
@@ -95,6 +96,7 @@ class PlanRow:
             row["ahead_bytes"],
             host_bytes=row.get("host_limit_bytes"),
             stream=row.get("stream_px"),
+            map_bytes=row.get("map_bytes"),
         )
         ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
         grid = Grid.parse(row["grid"]) if row["grid"] else None

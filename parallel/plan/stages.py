@@ -132,6 +132,7 @@ class StageCache:
     def limit_in_boxes(self, candidate: Strategy) -> Limit:
         """Return what stands in the way of a larger tile, of a candidate that is computed box by box."""
         assert self._streamed is not None
+        candidate = candidate.under(map_bytes=0)  # maps on the device take what is left
         held = self.rank_bytes(candidate, Partition(self.of(candidate)[0], (0,)), 0)
         return self._streamed.limit(candidate, self.tiles(candidate), held)
 

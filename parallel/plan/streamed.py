@@ -129,13 +129,14 @@ class StreamedStages:
         """
         boxes, graph = self.boxes(strategy, tiles), memory.graph
         parameters, box, start = sum(graph.owned_bytes), self._box_bytes(boxes), self._end(strategy, graph)
+        here = boxes.on_device(strategy.policy.map_bytes or 0)
         of_rest = after = forward = 0
         if start < len(graph.layers):
             rest = memory.of_layers((start, len(graph.layers)))
             of_rest, after, forward = max(rest.first_backward, rest.forward), rest.parameters, rest.forward
         # What leaves the region as a map waits on the device for its gradient while boxes go back.
         leaving = sum(2 * boxes.own_bytes(name) for name in boxes.model.leaving if name in boxes.model.sides)
-        own = boxes.entering_bytes
+        own = boxes.entering_bytes + boxes.peak_bytes(here)
         first = own + max(of_rest, after + leaving + box)
         # Gradients that a team sums lie in buckets, which is counted elsewhere.
         beside = 0 if strategy.grid else parameters
@@ -149,7 +150,9 @@ class StreamedStages:
 
     def host_bytes(self, strategy: Strategy, tiles: int) -> int:
         """Return the bytes of maps between parts, and of the tiles of a microbatch."""
-        return self.boxes(strategy, tiles).host_bytes + self.tile_bytes(tiles)
+        boxes = self.boxes(strategy, tiles)
+        here = boxes.on_device(strategy.policy.map_bytes or 0)
+        return boxes.host_bytes - boxes.stored_bytes + boxes.on_host(here) + self.tile_bytes(tiles)
 
     def fits_host(self, strategy: Strategy, tiles: int, limit: float) -> bool:
         """Return whether ``host_bytes`` are within ``limit``; known without a plan where maps between phases alone take
@@ -197,7 +200,7 @@ class StreamedStages:
         forward = sum(cost.forward_s for cost in costs.layers[start:])
         backward = sum(cost.backward_s for cost in costs.layers[start:])
         once, again = self._region_s(strategy, tiles)
-        moved = self._moved(boxes) / self._cluster.copy_bandwidth
+        moved = _moved(boxes, boxes.on_device(strategy.policy.map_bytes or 0)) / self._cluster.copy_bandwidth
         if strategy.grid:
             exchanged = self._exchange_s(boxes)
             once, again = once + exchanged, again + exchanged
@@ -262,10 +265,11 @@ class StreamedStages:
         scaled = tuple(on_part(op, layer, scale, shape) for op, shape in zip(ops, shapes, strict=True))
         return dataclasses.replace(layer, ops=scaled)
 
-    def _moved(self, boxes: Boxes) -> float:
-        """Bytes that are moved between device and host."""
-        fetched = sum(boxes.fetched_bytes(phase, part) for phase, part in boxes.parts())
-        return MAP_PASSES * fetched + STORED_PASSES * boxes.stored_bytes
+
+def _moved(boxes: Boxes, here: frozenset[str]) -> float:
+    """Bytes that are moved between device and host, where maps ``here`` stay on the device."""
+    fetched = sum(boxes.fetched_bytes(phase, part, here) for phase, part in boxes.parts())
+    return MAP_PASSES * fetched + STORED_PASSES * boxes.on_host(here)
 
 
 def _key(strategy: Strategy, tiles: int) -> _Key:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -130,24 +130,44 @@ class Boxes:
         return self.stored_bytes + sum(map(self.map_bytes, entering))
 
     @functools.cached_property
-    def stored_bytes(self) -> int:
-        """Peak bytes of the maps between parts, and of their gradients. Maps are there when the forward pass ends;
-        gradients come as parts go back; both go with the part that made them."""
+    def _stored(self) -> tuple[frozenset[str], list[tuple[set[str], set[str]]]]:
+        """Names of the maps between parts; of each part those that it gives and fetches."""
         parts = []
         for phase, part in self.parts():
             steps = phase.steps_of(part)
             made = {step.name for step in steps}
             fetched = {name for step in steps for name in step.maps} - made
             parts.append(({step.name for step in phase.outputs(part)}, fetched - self.model.images))
-        stored = set().union(*(given & other for given, _ in parts for _, other in parts))
-        gradients: set[str] = set()
-        most = 0
-        for given, fetched in reversed(parts):
-            gradients |= fetched & stored
-            most = max(most, sum(map(self.map_bytes, (*stored, *gradients))))
-            stored -= given
+        return frozenset().union(*(given & other for given, _ in parts for _, other in parts)), parts
+
+    def peak_bytes(self, names: Collection[str]) -> int:
+        """Return the peak bytes of some maps between parts, and of their gradients. Maps are there when the forward
+        pass ends; gradients come as parts go back; both go with the part that made them."""
+        left, gradients, most = set(names), set[str](), 0
+        for given, fetched in reversed(self._stored[1]):
+            gradients |= fetched & left
+            most = max(most, sum(map(self.map_bytes, (*left, *gradients))))
+            left -= given
             gradients -= given
         return most
+
+    def on_device(self, most: int) -> frozenset[str]:
+        """Return names of maps between parts, the largest first, that take at most ``most`` bytes of a device, with
+        their gradients."""
+        chosen: set[str] = set()
+        for name in sorted(self._stored[0] if most > 0 else (), key=lambda name: (-self.map_bytes(name), name)):
+            if self.peak_bytes({*chosen, name}) <= most:
+                chosen.add(name)
+        return frozenset(chosen)
+
+    def on_host(self, here: frozenset[str]) -> int:
+        """Return the peak bytes of all maps between parts but those ``here``, and of their gradients."""
+        return self.peak_bytes(self._stored[0] - here) if here else self.stored_bytes
+
+    @functools.cached_property
+    def stored_bytes(self) -> int:
+        """Peak bytes of the maps between parts, and of their gradients."""
+        return self.peak_bytes(self._stored[0])
 
     @functools.cached_property
     def device_bytes(self) -> int:
@@ -195,10 +215,11 @@ class Boxes:
         """Return names of the maps that a part gives to later ones."""
         return {step.name for step in phase.outputs(part) if not step.sums} - set(self.model.leaving)
 
-    def fetched_bytes(self, phase: Phase, part: Part) -> float:
-        """Return the bytes that all boxes of a part fetch."""
+    def fetched_bytes(self, phase: Phase, part: Part, here: frozenset[str] = frozenset()) -> float:
+        """Return the bytes that all boxes of a part fetch, of maps that are not ``here``."""
         box = self._needs(phase, part, [self._usual(part)]).boxes[0]
-        return box.fetched_bytes * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
+        fetched = box.fetched_bytes - sum(size for name, size in box.fetched.items() if name in here)
+        return fetched * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
 
     def _usual(self, part: Part) -> tuple[int, int]:
         return worst_case_boxes(self.cuts(part))[0]

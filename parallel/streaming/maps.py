@@ -1,4 +1,5 @@
-"""Maps between the parts of a region, and their gradients: whole, on the host, written and read box by box.
+"""Maps between the parts of a region, and their gradients: whole, on the host or the device, written and read box by
+box.
 
 Images may be there without being anywhere: boxes of them are made when they are fetched.
 """

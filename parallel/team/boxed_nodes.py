@@ -38,6 +38,7 @@ class BoxedParts:
     box: int
     stored_bytes: int | None = None
     host: HostMemory | None = None
+    map_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +213,7 @@ class BoxedNodes(NodeRun):
             self._grid,
             self._comm,
             stored_bytes=self._boxed.stored_bytes,
+            map_bytes=self._boxed.map_bytes,
             scale=scale_of(region, plan.mesh.side),
             host=self._boxed.host,
             random=self._random,

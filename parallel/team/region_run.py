@@ -69,6 +69,7 @@ class RegionRun:
         comm: with the other members.
         stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
             per pixel of the tile.
+        map_bytes: that maps between parts may take of a GPU.
         scale: rows and columns of the tile for each of the largest map that enters.
         host: where maps are; None: in memory.
         random: names of nodes that may draw.
@@ -92,6 +93,7 @@ class RegionRun:
         comm: TeamComm,
         *,
         stored_bytes: int | None = None,
+        map_bytes: int = 0,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
         host: HostMemory | None = None,
         random: Collection[str] = (),
@@ -111,6 +113,7 @@ class RegionRun:
             for phase in boxes.phases
         ]
         self._exchange = RegionExchange(region, boxes, [phase.parts for phase in self.phases], comm)
+        self._on_device = boxes.on_device(map_bytes)
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._cuts = column_cuts(part for phase in self.phases for part in phase.parts)
         last_use = {name: part for phase in self.phases for part in phase.parts for name in part.entering}
@@ -122,7 +125,7 @@ class RegionRun:
     def _maps(self, device: torch.device, here: frozenset[str]) -> Maps:
         """Return where maps between parts, or their gradients, are kept."""
         self._host = self._host or HostMemory(Copies.for_device(device))
-        forms = self._shapes, self.region.dims, device, self._host, here, self._exchange.held
+        forms = self._shapes, self.region.dims, device, self._host, here | self._on_device, self._exchange.held
         return Maps(*forms) if self._host.copies.at_once else StripMaps(*forms, cuts=self._cuts)
 
     def forward(

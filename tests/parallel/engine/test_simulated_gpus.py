@@ -3,10 +3,14 @@ race, whether kernels and messages run at once, as late as their order allows, o
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from parallel.memory.policy import ActivationPolicy
+from parallel.offload.copies import CudaCopies
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import assert_equal, on_gpus, plain, steps_of, strategy_for
@@ -14,6 +18,8 @@ from tests.helpers.lanes import long_where
 
 M = 3
 STRIPS = Grid(2, 1)
+SOME_MAPS = 40_000
+"""Bytes of maps of one microbatch of two."""
 OFFLOAD = ActivationPolicy(offload="overlap", smallest=0)
 STRATEGIES = {
     **{name: strategy_for(name, 2, m=M) for name in ("gpipe", "interleaved", "zero-bubble", "mast", "master")},
@@ -36,6 +42,9 @@ STRATEGIES = {
     "ddp, streamed": Strategy("ddp", 2, 1, 2, policy=ActivationPolicy(stream=8)),
     "spatial, streamed": Strategy("spatial", 2, 1, 2, grid=STRIPS, policy=ActivationPolicy(stream=8)),
     "1f1b, streamed": Strategy("1f1b", 2, 2, 2, policy=ActivationPolicy(stream=8)),
+    "spatial, streamed, maps on the device": Strategy(
+        "spatial", 2, 1, 2, grid=STRIPS, policy=ActivationPolicy(stream=8, map_bytes=1 << 20)
+    ),
 }
 
 
@@ -54,6 +63,24 @@ def test_strategies(name: str, late: int | None) -> None:
     strategy = STRATEGIES[name]
     ranks = on_gpus("skips", strategy, steps_of(strategy.m), late)
     assert_equal(ranks, plain("skips", strategy.m), torch.float64, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("late", [0])
+def test_maps_of_boxes_stay_on_the_device_while_they_fit(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline, of which one rank has several microbatches under way."""
+    moved, copied = [0], CudaCopies._copied
+
+    def counted(copies: CudaCopies, direction: Any, source: Tensor, target: Tensor) -> Any:
+        moved[-1] += source.nbytes
+        return copied(copies, direction, source, target)
+
+    monkeypatch.setattr(CudaCopies, "_copied", counted)
+    for most in (0, SOME_MAPS, 1 << 20):
+        strategy = Strategy("1f1b", 2, 2, 2, policy=ActivationPolicy(stream=8, map_bytes=most))
+        assert_equal(on_gpus("skips", strategy, steps_of(2), late), plain("skips", 2), torch.float64, tolerance=1e-12)
+        moved.append(0)
+    all_moved, some, none, _ = moved
+    assert all_moved > some > none == 0
 
 
 SHARP = ("1f1b", "interleaved", "master", "mast", "bidirectional", "hybrid")

@@ -93,3 +93,11 @@ def test_the_largest_boxes_that_fit_are_found(model: str) -> None:
         fitting = [side for side, peak in zip(rows, peaks, strict=True) if peak[0] <= on_gpu.cluster.usable_bytes]
         assert row.strategy.policy.stream == max(fitting, default=min(rows))
         assert row.fits == bool(fitting)
+        if fitting:  # what is left holds maps
+            assert row.strategy.policy.map_bytes == on_gpu.cluster.usable_bytes - peaks[len(fitting) - 1][0]
+            assert max(row.peak_bytes) <= on_gpu.cluster.usable_bytes
+            assert row.host_bytes <= host[len(fitting) - 1]
+    row = Planner(made.task, dataclasses.replace(cluster, memory_bytes=100 * max(limits))).in_boxes(candidate)
+    assert row is not None
+    assert row.host_bytes == 3 * 512**2  # the tile
+    assert max(row.peak_bytes) > peaks[-1][0]
