@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.planning.command import PlanCommand
+from app.planning.delayed_notes import delayed_notes
 from app.planning.machine import Machine, devices_named, named_machine, this_machine
 from app.planning.table import print_largest, print_rows
 from app.planning.unequal import unequal_notes
@@ -90,6 +91,8 @@ def report(command: PlanCommand) -> int:
         print(f"\n{note}")
     if note := _team_note(planner, rows):
         print(note)
+    if best is not None and best.strategy.stashes:
+        print("\n" + "\n".join(delayed_notes(planner, best, command.tile)))
     if planner.cluster.speeds:
         print("\n" + "\n".join(_unequal(command, planner, rows, work, names)))
     if best is None:

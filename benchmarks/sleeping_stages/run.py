@@ -43,7 +43,7 @@ DEPTH, FORWARD, BACKWARD = 4, 1, 2
 WARM_UP = 1
 SHAPE = (1, 3, 2, 2)
 DEVIATION = 0.02
-PICTURED = ("1f1b", "master", "bidirectional")
+PICTURED = ("1f1b", "master", "bidirectional", "pipedream")
 
 Spans = Mapping[str, list[tuple[str, float, float]]]
 """Rank -> action, start and end of each span, as JSON holds it."""
@@ -85,6 +85,7 @@ CASES = (
     Case("1f1b", 8, "(m + D - 1)(F + B)", 33),
     Case("interleaved", 8, "m (F + B) + (D - 1)(F + B) / 2", 28.5),
     Case("bidirectional", 8, "simulated only", None),
+    Case("pipedream", 16, "m (F + B) + (D - 1)(F + B)", 57),
 )
 
 

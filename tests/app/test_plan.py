@@ -56,6 +56,19 @@ def test_a_split_is_drawn(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "graph.json").read_text())
 
 
+def test_delayed_gradients_are_planned_by_name_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--model", "tests.helpers.tiny_models:top_heavy", "--tile", "64", "--ranks", "4", "--batch", "32", *V100)
+    assert main((*model, "--parallel", "pipedream", "--microbatches", "32", "--out", str(tmp_path))) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "pipedream: delayed gradients, not the plain step" in printed
+    assert "pipedream sends less below" in printed
+    rows = json.loads((tmp_path / "candidates.json").read_text())["rows"]
+    assert {(row["strategy"], row["depth"], row["m"]) for row in rows} == {("pipedream", 4, 32)}
+    assert "3U31" in (tmp_path / "schedule.csv").read_text()
+    main(model)
+    assert "pipedream" not in capsys.readouterr().out
+
+
 def test_too_little_memory_for_anything_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--model", "resnet18", "--tile", "512", "--ranks", "2", "--memory", "64MiB", *V100)
     assert main(asked) == 1

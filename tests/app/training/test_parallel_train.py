@@ -275,6 +275,19 @@ def interrupted_after(steps: int) -> Callable[..., bool]:
     return finish_step
 
 
+def test_an_interrupted_run_of_delayed_gradients_goes_on_bit_by_bit(run: Run, single: Ran, tmp_path: Path) -> None:
+    """Between two steps the pipeline is empty: checkpoints and validation are as ever; the weights are others."""
+    asked = {"optimizer": "adamw", "parallel": "pipedream", "ranks": 3, "recompute": "stage"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLoop, "_finish_step", interrupted_after(2))
+        half = run(**asked)
+    resumed, undisturbed = run(resume=tmp_path / "0", **asked), run(**asked)
+    assert (len(half.losses), resumed.losses) == (2, undisturbed.losses)
+    assert different(resumed.state, undisturbed.state) == []
+    assert undisturbed.losses[1:] != pytest.approx(single.losses[1:], rel=1e-3)
+    assert undisturbed.metrics.keys() == single.metrics.keys()
+
+
 OUT_OF_CORE = {"offload": "overlap", "recompute": "block", "offload_state": "parameters"}
 
 

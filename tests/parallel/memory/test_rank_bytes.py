@@ -147,6 +147,21 @@ def test_ranks_of_every_schedule(name: str) -> None:
     assert sum(rank.total for rank in again) <= sum(rank.total for rank in ranks)
 
 
+def test_versions_of_the_weights_are_counted() -> None:
+    """D - k of rank k, gradients of one minibatch, and the update while other minibatches are in flight."""
+    mesh = mesh_for("pipedream", groups=1, depth=3)
+    partition, schedule = partition_equal(resnet50(), 3), build_schedule("pipedream", mesh, 8)
+    stages = stage_bytes(partition)
+    plain = rank_bytes(stages, mesh, build_schedule("1f1b", mesh, 8), slots=2)
+    for k, (found, of_1f1b) in enumerate(zip(rank_bytes(stages, mesh, schedule, slots=2), plain, strict=True)):
+        own = stages[k].parameters
+        assert (found.parameters, found.optimizer) == ((3 - k) * own, 2 * own)
+        assert found.gradients <= own
+        assert (2 - k) * own - own <= found.total - of_1f1b.total <= (2 - k) * own + stages[k].largest_parameter
+        least = (3 - k) * own + own + 2 * own + (2 - k) * stages[k].activations  # at an update
+        assert found.total >= least
+
+
 def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
     graph = resnet50()
     mesh = mesh_for("master", groups=1, depth=2)
