@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -35,10 +35,12 @@ BUSY = MACHINES[0]
 EVERYTHING = turned_on(*ON)
 
 
-def rows_of(case: str, speeds: dict[Setting, Iterable[float]], machine: str = BUSY) -> list[dict[str, Any]]:
+def rows_of(
+    case: str, speeds: Mapping[Setting, Iterable[float]], machine: str = BUSY, parallel: str = "ddp"
+) -> list[dict[str, Any]]:
     figures = {"lost_s": 1.0, "wait": 0.0, "between": 0.0, "cpu_s": 1.0, "sums": 2.0}
     return [
-        {"case": case, "machine": machine, "parallel": "ddp", "setting": [*setting], "round": number}
+        {"case": case, "machine": machine, "parallel": parallel, "setting": [*setting], "round": number}
         | {**figures, "images_s": speed}
         for setting, of_rounds in speeds.items()
         for number, speed in enumerate(of_rounds)
@@ -111,9 +113,12 @@ def test_the_hypothesis_is_answered_from_the_table() -> None:
     assert "too few rounds" in answer(Rounds.of(row for row in small if row["round"] < 4))
 
 
-def test_a_strategy_that_is_not_there_keeps_its_rows_and_the_reason() -> None:
-    rows = [*combination_rows(Rounds.of(()), "resnet18@32", {"pipedream": "no such strategy"})]
-    assert [row[-1] for row in rows] == ["no such strategy"] * 2
+def test_a_combination_compares_the_gain_of_its_knobs_on_one_rank_and_under_the_strategy() -> None:
+    alone = rows_of("m@32", {OFF: [10.0] * 5, turned_on("write"): [12.0] * 5}, MACHINES[1], "single")
+    under = rows_of("m@32", {OFF: [20.0] * 5, turned_on("write"): [18.0] * 5}, BUSY, "pipedream")
+    (row,) = combination_rows(Rounds.of(alone + under), "m@32")
+    assert row[1:5] == ("10", "12", "20", "18")
+    assert row[5:] == ("1.20 (1.20-1.20)", "0.90 (0.90-0.90)", "slower")
 
 
 def made_up(setting: Setting) -> Cost:

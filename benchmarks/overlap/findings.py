@@ -119,16 +119,9 @@ COMBINATION_COLUMNS = ("combination", "neither, images/s", "knobs", "strategy", 
 COMBINATION_COLUMNS += ("x by the knobs, under the strategy", "")
 
 
-def combination_rows(rounds: Rounds, case: str, skipped: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each combination: on one rank with an idle core, and on two ranks.
-
-    Args:
-        skipped: strategy -> why it was not measured.
-    """
+def combination_rows(rounds: Rounds, case: str) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each combination: on one rank with an idle core, and on two ranks."""
     for name, parallel, knobs in COMBINATIONS:
-        if parallel in skipped:
-            yield (name, *5 * ("-",), "-", skipped[parallel])
-            continue
         windows = [
             Window(machine, strategy, setting)
             for machine, strategy in ((MACHINES[1], "single"), (MACHINES[0], parallel))

@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import tempfile
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 import cv2
 import numpy as np
 
-from app.settings.strategy import Parallel
 from benchmarks.overlap.findings import (
     CHECKPOINT_COLUMNS,
     COMBINATION_COLUMNS,
@@ -66,12 +64,6 @@ def draw_pictures(root: Path, px: int) -> None:
         cv2.imwrite(str(folder / f"{k}.{'png' if px == 32 else 'jpg'}"), pixels)
 
 
-def skipped_strategies() -> dict[str, str]:
-    """Return the strategies of the study that ``app.train`` does not have, and why their rows are empty."""
-    known = typing.get_args(Parallel)
-    return {name: f"skipped: no --parallel {name} yet" for name in ("pipedream",) if name not in known}
-
-
 def measure(case: Case, windows: list[Window], rounds: int, out: Path) -> None:
     """Measure ``windows`` of a case and append their rows to the file in ``out``."""
     folder = out / case.name
@@ -89,7 +81,7 @@ def measure(case: Case, windows: list[Window], rounds: int, out: Path) -> None:
 
 def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the paragraphs and tables of what was measured."""
-    rounds, skipped = Rounds.of(rows), skipped_strategies()
+    rounds = Rounds.of(rows)
     yield f"{answer(rounds)}\n"
     if hypothesis := list(hypothesis_rows(rounds)):
         yield markdown_table(HYPOTHESIS_COLUMNS, hypothesis)
@@ -105,7 +97,7 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
                 ),
             ]
         parts += [
-            ("combinations", COMBINATION_COLUMNS, combination_rows(rounds, case, skipped)),
+            ("combinations", COMBINATION_COLUMNS, combination_rows(rounds, case)),
             ("knobs set by tune.py", TUNED_COLUMNS, tuned_rows(rounds, case)),
         ]
         for title, columns, cells in parts:
@@ -137,10 +129,10 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.quick:
         asked.cases, asked.machines, asked.knobs, asked.rounds = ["resnet18@32"], [MACHINES[2]], ["prefetch"], 1
-    skipped, measured = skipped_strategies(), {}
+    measured = {}
     for case in map(CASES.__getitem__, () if asked.tables else asked.cases):
         windows = EXHAUSTIVE_WINDOWS if asked.exhaustive else windows_of(asked.machines or case.machines, asked.knobs)
-        measured[case] = [window for window in windows if window.parallel not in skipped]
+        measured[case] = [*windows]
     lengths_s = {case: estimated_s(case, windows, asked.rounds) for case, windows in measured.items()}
     for case, windows in measured.items():
         print(f"{case.name}: {len(windows)} windows, {asked.rounds} rounds, about {lengths_s[case] / 60:.0f} min")
