@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.activation_bytes.run import deviations
-from benchmarks.checkpoint_stall.run import added
 from benchmarks.machine import measured_on
+from benchmarks.overlap.checkpoints import added
+from benchmarks.plan_accuracy.activation_bytes import deviations
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "bench-data"
@@ -78,16 +78,17 @@ def planning(name: str) -> Callable[[Any], float]:
 
 
 RUNS = {
-    "tile_reading": ("--rounds", "0.5"),
-    "data_wait": (),
-    "engine": (),
-    "schedules": ("--rounds", "3"),
-    "sleeping_stages": ("--steps", "3"),
-    "activation_bytes": (),
-    "checkpoint_stall": ("--rounds", "3"),
-    "plan_speed": (),
-    "workers": ("--steps", "100"),
+    "tile_reading": ("tile_reading.run", "--rounds", "0.5"),
+    "data_wait": ("tile_reading.data_wait",),
+    "engine": ("schedules.engine",),
+    "schedules": ("schedules.run", "--rounds", "3"),
+    "sleeping_stages": ("schedules.sleeping", "--steps", "3"),
+    "activation_bytes": ("plan_accuracy.activation_bytes",),
+    "checkpoint_stall": ("overlap.checkpoints", "--rounds", "3"),
+    "plan_speed": ("plan_accuracy.plan_speed",),
+    "workers": ("workers.run", "--steps", "100"),
 }
+"""Name of a benchmark's JSON -> its module, and shortened arguments."""
 GIVEN = "megatile into a given array"
 BUDGETS = [
     Budget("tile reading, 2048 px, over OpenSlide", "tile_reading", ratio(GIVEN, "openslide"), 4.5, True),
@@ -140,9 +141,9 @@ BUDGETS = [
 
 def main() -> None:
     print(measured_on())
-    for name, arguments in RUNS.items():
-        print(f"running benchmarks.{name}", flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{name}.run", *arguments]
+    for name, (module, *arguments) in RUNS.items():
+        print(f"running benchmarks.{module}", flush=True)
+        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
         # A benchmark that misses its own target exits with 1; the table says so.
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode not in (0, 1) or not (OUT / f"{name}.json").exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.all_reduce_ways.model import WAYS, Machine, crossings, fit_stand_ins
+from benchmarks.workers.all_reduce_model import WAYS, Machine, crossings, fit_stand_ins
 from tests.helpers.benchmark_run import assert_runs
 
 SIZES = [4 << 10, 1 << 20, 64 << 20]
@@ -38,4 +38,4 @@ def test_more_gpus_cross_the_host_more_often_and_the_ring_is_longer() -> None:
 
 @pytest.mark.bench
 def test_the_sweep_runs() -> None:
-    assert_runs("benchmarks.all_reduce_ways.run --largest 1 --rounds 2", "By the formula alone, for 100 MB")
+    assert_runs("benchmarks.workers.all_reduce --largest 1 --rounds 2", "By the formula alone, for 100 MB")

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from benchmarks.balances.published import BALANCES, cut_places, published_cuts
+from benchmarks.plan_accuracy.published_balances import BALANCES, cut_places, published_cuts
 from models.registry import build_model
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import partition_at

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.layer_times.measured import measure
+from benchmarks.plan_accuracy.layer_measured import measure
 from parallel.trace.trace import trace
 from tests.helpers.small_nets import FourierNet, SkipNet, TwoOutputs
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.big_slide.run import resident
+from benchmarks.many_slides.big_slide import resident
 from benchmarks.results import markdown_table, results, write_results
 
 ROOT = Path(__file__).parents[2]

@@ -21,9 +21,9 @@ from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.settings.optimization import OptimizerSettings
 from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine, build_optimizer
-from benchmarks.memory.run import resident, settle
 from benchmarks.out_of_core.problem import BATCH, CLASSES
 from benchmarks.out_of_core.trial import LR, loss, microbatches
+from benchmarks.plan_accuracy.memory import resident, settle
 from benchmarks.ranks import run_on_ranks
 from models.registry import build_model
 from parallel.comm.communicator import Communicator

@@ -20,8 +20,8 @@ from torch import Tensor
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from app.training.throughput import peak_resident_bytes
-from benchmarks.memory.run import resident, settle
 from benchmarks.out_of_core.problem import CLASSES, strategy_of
+from benchmarks.plan_accuracy.memory import resident, settle
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator

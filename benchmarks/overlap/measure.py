@@ -34,7 +34,7 @@ from app.training.session import Session, build_session
 from benchmarks.machine import measured_on
 from benchmarks.overlap.settings import MACHINES, WARM_UP, Case, Setting, Window
 from benchmarks.teams.delayed import Delayed
-from benchmarks.tile_cache.run import SHARE
+from benchmarks.tile_reading.cache import SHARE
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from pipelines.catalog.failures import FailedSlides

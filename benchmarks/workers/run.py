@@ -29,7 +29,7 @@ from app.training.run_folder import RunFolder
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, results, write_results
-from benchmarks.sleeping_stages.model import SleepingModel
+from benchmarks.schedules.sleeping_model import SleepingModel
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, StepResult

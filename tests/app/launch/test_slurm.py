@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from app.settings.slurm import expand_hosts
-from benchmarks.fault_drill.starts import rank_of
+from benchmarks.faults.starts import rank_of
 from tests.app.conftest import QUICK, ROOT, summary_of, train_command
 from tests.helpers.slurm import NODES, Slurm
 

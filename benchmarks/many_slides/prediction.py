@@ -1,0 +1,169 @@
+"""Whole slides predicted: px per second beside MONAI's sliding window on the same model, and memory on a large slide.
+
+Takes nothing; draws two slides, writes a checkpoint of an untrained narrow U-Net, predicts the small slide with
+``app.predict`` and with MONAI's ``sliding_window_inference``, holds the two maps against each other, and predicts the
+large slide while its memory is sampled. Both blend probabilities with the same Gaussian at the same places.
+
+    python -m benchmarks.many_slides.prediction [--size 50000] [--peer-size 4096] [--tile 512] [--overlap 0.25]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import tifffile
+
+from benchmarks.many_slides.big_slide import resident
+from benchmarks.results import markdown_table, results, write_results
+
+ROOT = Path(__file__).parents[2]
+OUT = ROOT / "bench-data" / "prediction"
+README = Path(__file__).with_name("README.md")
+MODEL, MPP, BATCH = "unet_w4", 0.5, 4
+EVERY_S = 0.1
+
+
+def write_checkpoint(path: Path, tile: int) -> None:
+    """A checkpoint of the model with random weights, as ``app.train`` writes it, that looks at every window."""
+    import torch
+
+    from app.checkpoint.file import save_checkpoint
+    from app.settings.fields import flat
+    from app.settings.run import DataSettings, ModelSettings, RunConfig
+    from models.registry import build_model
+    from pipelines.tiles.index_settings import IndexSettings
+
+    torch.manual_seed(0)
+    net = build_model(MODEL, classes=2)
+    index = IndexSettings(tile=tile, mpp=MPP, min_tissue=0)
+    config = RunConfig(DataSettings(Path("slides")), index=index, net=ModelSettings(model=MODEL))
+    state = {"model": net.state_dict(), "classes": ["background", "gland"], "settings": flat(config), "step": 0}
+    state["task"] = "segment"
+    save_checkpoint(path, state)
+
+
+def predicted(slides: Path, checkpoint: Path, out: Path, overlap: float) -> dict[str, Any]:
+    """Run ``app.predict`` on the one slide of a folder: seconds of the slide, and resident bytes of all processes of
+    the command, and of the largest."""
+    words = ["--slides", slides, "--checkpoint", checkpoint, "--out", out, "--overlap", overlap, "--batch", BATCH]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "app.predict", *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    root, total, largest = psutil.Process(command.pid), 0, 0
+    while command.poll() is None:
+        now = resident(root) if root.is_running() else []
+        total, largest = max(total, sum(now)), max(largest, *now, 0)
+        time.sleep(EVERY_S)
+    assert command.stdout is not None
+    printed = command.stdout.read()
+    if command.returncode or "failed" in printed:
+        sys.exit(f"app.predict failed: {printed}")
+    told = re.search(r": (\d+) windows, .* ([\d.]+) s\n", printed)
+    assert told, printed
+    return {"windows": int(told[1]), "seconds": float(told[2]), "total_bytes": total, "largest_bytes": largest}
+
+
+def by_monai(slide: Path, checkpoint: Path, tile: int, overlap: float) -> tuple[float, np.ndarray]:
+    """Seconds that MONAI takes for the whole slide, reading included, and its map of class 1."""
+    import torch
+    from monai.inferers import sliding_window_inference
+
+    from models.registry import build_model
+    from pipelines.backends.registry import open_slide
+    from pipelines.slides.geometry import Region
+    from pipelines.stream.augment import AugmentSettings
+    from pipelines.stream.device_pixels import PixelMaker
+
+    module = build_model(MODEL, classes=2).to(memory_format=torch.channels_last).eval()
+    module.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    pixel_maker = PixelMaker(torch.device("cpu"), AugmentSettings(augment="none"), 0, channels_last=True)
+    begun_s = time.perf_counter()
+    with open_slide(slide, mpp=None, backend="auto") as opened:
+        level = opened.levels[0]
+        pixels = opened.read(Region(0, 0, level.width, level.height, MPP))
+    images = pixel_maker.floats(torch.from_numpy(pixels[None]), None)
+    with torch.inference_mode():
+        blended = sliding_window_inference(
+            images,
+            tile,
+            BATCH,
+            lambda windows: module(windows).softmax(1),
+            overlap=overlap,
+            mode="gaussian",
+            sigma_scale=0.125,
+        )
+    return time.perf_counter() - begun_s, blended[0, 1].numpy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=50_000, help="px of the large slide's side; 0: none")
+    parser.add_argument("--peer-size", type=int, default=4096, help="px of the side of the slide that MONAI predicts")
+    parser.add_argument("--rounds", type=int, default=5, help="of the small slide, alternating")
+    parser.add_argument("--write", action="store_true", help="put the results into the README")
+    parser.add_argument("--tile", type=int, default=512, help="px of a window")
+    parser.add_argument("--overlap", type=float, default=0.25, help="of windows")
+    given = parser.parse_args()
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
+    checkpoint = OUT / "model.pt"
+    write_checkpoint(checkpoint, given.tile)
+    rows: list[dict[str, Any]] = []
+    for name, size in (("small", given.peer_size), ("large", given.size))[: 2 if given.size else 1]:
+        synth = ["app.synth", str(OUT / name), "--slides", "1", "--size", str(size), "--task", "segment"]
+        subprocess.run([sys.executable, "-m", *synth], cwd=ROOT, check=True)
+    (slide,) = (OUT / "small").glob("*.tif")
+    ratios = []
+    for round_ in range(given.rounds):
+        measured = predicted(OUT / "small", checkpoint, OUT / f"small-out{round_}", given.overlap)
+        seconds, theirs = by_monai(slide, checkpoint, given.tile, given.overlap)
+        ratios.append(seconds / measured["seconds"])
+        print(f"round {round_}: app.predict {measured['seconds']:.1f} s, MONAI {seconds:.1f} s", flush=True)
+    rows.append({"who": "app.predict", "size": given.peer_size, **measured})
+    rows.append({"who": "MONAI", "size": given.peer_size, "seconds": seconds})
+    (path,) = (OUT / "small-out0" / "heat_maps").glob("*.tif")
+    difference = float(np.abs(tifffile.imread(path, key=0) / 255 - theirs).max())
+    if given.size:
+        measured = predicted(OUT / "large", checkpoint, OUT / "large-out", given.overlap)
+        rows.append({"who": "app.predict", "size": given.size, **measured})
+        print(json.dumps(rows[-1]), flush=True)
+    table = markdown_table(
+        ("", "slide", "windows", "s", "Mpx/s", "resident, all processes", "largest process"),
+        [
+            (
+                row["who"],
+                f"{row['size']:,} px",
+                str(row.get("windows", "")),
+                f"{row['seconds']:.0f}",
+                f"{row['size'] ** 2 / 1e6 / row['seconds']:.2f}",
+                f"{row['total_bytes'] / 1e9:.2f} GB" if "total_bytes" in row else "",
+                f"{row['largest_bytes'] / 1e9:.2f} GB" if "largest_bytes" in row else "",
+            )
+            for row in rows
+        ],
+    )
+    each, median = ", ".join(f"{ratio:.2f}" for ratio in ratios), statistics.median(ratios)
+    said = (
+        f"The two maps of the small slide differ by {difference:.5f} at most; a byte of a heat map is 1/255. "
+        f"Over {given.rounds} rounds, alternating, app.predict did {median:.2f} times as many px a second as MONAI "
+        f"({each}); its time has tissue, areas and files in it.\n"
+    )
+    command = f"python -m benchmarks.many_slides.prediction --size {given.size} --peer-size {given.peer_size}"
+    if given.write:
+        write_results(README, results(f"{command} --write", table, said), "prediction")
+    print(table, said, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""What a tile cache saves, and costs: tiles read from slides, read and kept, and read from the cache.
+
+Takes nothing; makes slides of real tissue and reads tiles of a grid from each three times, in an order of its own, on
+one thread: as ever, with an empty cache, and with a full one. Slow storage is this machine's with a wait after every
+read: so many bytes a second, so long a request. Figures are of the clock on the wall.
+
+    python -m benchmarks.tile_reading.cache [--tiles 150] [--side 9000] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+import tifffile
+from numpy.typing import NDArray
+
+from benchmarks.results import markdown_table, results, write_results
+from benchmarks.tile_reading.slide import make_slide
+from pipelines.backends.registry import open_slide
+from pipelines.cache.cached_slide import CachedSlide
+from pipelines.cache.tile_cache import TileCache
+from pipelines.cache.tile_kind import TileKind
+from pipelines.slides.geometry import Region
+from pipelines.slides.slide import Slide
+
+OUT = Path(__file__).parents[2] / "bench-data"
+TILES = (512, 2048)
+MPP = 0.5
+"""Of the slides' only level."""
+WARM_UP = 2
+
+Read = Callable[[Region, NDArray[np.uint8]], object]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a read costs beside the reading itself.
+
+    Attributes:
+        name: memory: files that the machine still holds; disk: its disk, nothing held; share: a slow network.
+        bytes_s: bytes a second; 0: as this machine has it.
+        wait_s: seconds for each request.
+        forgets: nothing stays in the machine's memory between two reads.
+    """
+
+    name: str
+    bytes_s: float = 0.0
+    wait_s: float = 0.0
+    forgets: bool = False
+
+    def delayed(self, read: Read) -> Read:
+        """Return ``read`` as it would be on this storage, on the calling thread."""
+        if not self.bytes_s:
+            return read
+
+        def slowly(region: Region, out: NDArray[np.uint8]) -> None:
+            with self.waiting():
+                read(region, out)
+
+        return slowly
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for what the calling thread reads within, as it would on this storage."""
+        bytes_before, calls_before = _bytes_and_calls()
+        yield
+        bytes_after, calls_after = _bytes_and_calls()
+        time.sleep((bytes_after - bytes_before) / self.bytes_s + (calls_after - calls_before - 1) * self.wait_s)
+
+
+MEMORY = Storage("memory")
+DISK = Storage("disk", forgets=True)
+SHARE = Storage("share", 100e6, 2e-3)
+
+
+def _bytes_and_calls() -> tuple[int, int]:
+    """Bytes that this thread has read from files, and in how many calls."""
+    values = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
+    return int(values["rchar"]), int(values["syscr"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tiles of one slide.
+
+    Attributes:
+        slides, cache: where they lie.
+        mpp: that tiles are asked at.
+    """
+
+    title: str
+    path: Path
+    backend: str = "auto"
+    mpp: float = MPP
+    slides: Storage = MEMORY
+    cache: Storage = MEMORY
+
+
+def jpeg2000_slide(path: Path, source: Path, side: int) -> Path:
+    """Write the corner of ``source`` as a tiled TIFF of lossy JPEG 2000, unless it is there."""
+    if not path.exists():
+        with open_slide(source) as slide:
+            pixels = slide.read(Region(0, 0, side, side, slide.mpp))
+        options = {"level": 40, "reversible": False, "mct": True}
+        tags = {"resolution": (20_000, 20_000), "resolutionunit": "CENTIMETER"}
+        partial = path.with_suffix(".partial")
+        tifffile.imwrite(
+            partial, pixels, tile=(256, 256), compression="jpeg2000", compressionargs=options, photometric="rgb", **tags
+        )
+        partial.rename(path)
+    return path
+
+
+def regions(side: int, tile: int, case: Case, count: int) -> list[Region]:
+    """Tiles of a grid over ``side`` px of level 0, in an order without a pattern, ``count`` at most."""
+    l0 = round(tile * case.mpp / MPP)
+    step = l0 if l0 <= side // 4 else max(1, (side - l0) // 3)
+    grid = [Region(x, y, tile, tile, case.mpp) for y in range(7, side - l0, step) for x in range(11, side - l0, step)]
+    random.Random(0).shuffle(grid)
+    return grid[:count]
+
+
+def seconds(read: Read, tiles: Sequence[Region], forget: Callable[[], None]) -> float:
+    """Seconds to read ``tiles`` into one array; ``forget`` is called before each, and not counted."""
+    out = np.zeros((tiles[0].height, tiles[0].width, 3), np.uint8)
+    taken = 0.0
+    for region in tiles:
+        forget()
+        begun = time.perf_counter()
+        read(region, out)
+        taken += time.perf_counter() - begun
+    return taken
+
+
+def forgetting(*paths: Path) -> Callable[[], None]:
+    """Return what drops files from the machine's memory; the files of a folder are listed once."""
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("c.*"))]
+
+    def forget() -> None:
+        for file in files:
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+    return forget
+
+
+def measured(case: Case, tile: int, side: int, count: int) -> tuple[str, ...]:
+    """A row of the table."""
+    tiles = regions(side, tile, case, count)
+    with tempfile.TemporaryDirectory(dir=OUT) as name, open_slide(case.path, backend=case.backend) as slide:
+        folder, kind = Path(name), TileKind(tile, tile, case.mpp)
+        read = case.slides.delayed(slide.read)
+        slow = _Slow(slide, read)
+        forget_slide = forgetting(case.path) if case.slides.forgets else _nothing
+        seconds(read, tiles[:WARM_UP], _nothing)
+        direct_s = seconds(read, tiles, forget_slide)
+        with TileCache(folder, 1 << 40, kind) as cache:
+            keep_s = seconds(CachedSlide(slow, cache).read, tiles, forget_slide)
+            begun = time.perf_counter()
+            cache.close()
+            keep_s += time.perf_counter() - begun
+        os.sync()
+        cache_bytes = sum(file.stat().st_size for file in folder.rglob("c.*"))
+        with TileCache(folder, 0, kind) as cache:
+            cached = case.cache.delayed(CachedSlide(slow, cache).read)
+            forget_cache = forgetting(folder) if case.cache.forgets else _nothing
+            cached(tiles[0], np.zeros((tile, tile, 3), np.uint8))
+            hit_s = seconds(cached, tiles, forget_cache)
+            assert cache.counts.misses == 0, "the cache has every tile"
+    mpx = len(tiles) * tile * tile / 1e6
+    pays = (keep_s - direct_s) / (direct_s - hit_s) if hit_s < direct_s else None
+    return (
+        case.title,
+        case.slides.name,
+        case.cache.name,
+        str(tile),
+        f"{mpx / direct_s:.0f}",
+        f"{mpx / keep_s:.0f}",
+        f"{mpx / hit_s:.0f}",
+        f"{direct_s / hit_s:.2f}",
+        "never" if pays is None else f"{1 + max(0.0, pays):.1f}",
+        f"{cache_bytes / mpx / 1e6:.2f}",
+    )
+
+
+class _Slow(CachedSlide):
+    """A slide that is read by another function."""
+
+    def __init__(self, slide: Slide, read: Read) -> None:
+        self._slide, self._read = slide, read
+
+    def read(self, region: Region, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        assert out is not None
+        self._read(region, out)
+        return out
+
+
+def _nothing() -> None:
+    """Nothing is forgotten."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiles", type=int, default=150, help="read from each slide, at most")
+    parser.add_argument("--side", type=int, default=9000, help="of the slides in px")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    arguments = parser.parse_args()
+    cv2.setNumThreads(1)
+    side = arguments.side
+    jpeg = make_slide(OUT / f"tissue_{side}_q80.tif", side)
+    jpeg2000 = jpeg2000_slide(OUT / f"tissue_{side}_j2k.tif", jpeg, side)
+    cases = [
+        Case("JPEG at its own mpp", jpeg),
+        Case("JPEG, mpp 1.0 from 0.5", jpeg, mpp=2 * MPP),
+        Case("JPEG, mpp 1.25 from 0.5", jpeg, mpp=2.5 * MPP),
+        Case("read by OpenSlide", jpeg, backend="openslide"),
+        Case("JPEG 2000", jpeg2000),
+        Case("JPEG at its own mpp", jpeg, slides=DISK, cache=DISK),
+        Case("JPEG 2000", jpeg2000, slides=DISK, cache=DISK),
+        Case("JPEG at its own mpp", jpeg, slides=SHARE),
+        Case("JPEG at its own mpp", jpeg, slides=SHARE, cache=DISK),
+        Case("JPEG at its own mpp", jpeg, slides=SHARE, cache=SHARE),
+        Case("JPEG, mpp 1.0 from 0.5", jpeg, mpp=2 * MPP, slides=SHARE, cache=SHARE),
+    ]
+    rows = []
+    for tile in TILES:
+        for case in cases:
+            rows.append(measured(case, tile, side, max(4, arguments.tiles * TILES[0] // tile)))
+            print(*rows[-1], sep=" | ", flush=True)
+    header = ("tiles", "slides on", "cache on", "px", "slide", "slide, and kept", "cache", "gain")
+    table = markdown_table((*header, "pays from epoch", "bytes a px"), rows)
+    share = f"{jpeg.stat().st_size / side**2:.2f} and {jpeg2000.stat().st_size / side**2:.2f}"
+    told = (
+        f"Mpx/s, one thread. A share gives {SHARE.bytes_s / 1e6:.0f} MB/s and takes {1e3 * SHARE.wait_s:.0f} ms for a "
+        f"request. The slides, JPEG and JPEG 2000, have {share} bytes a px.\n"
+    )
+    text = results("python -m benchmarks.tile_reading.cache --write", table, told)
+    print(text)
+    if arguments.write:
+        write_results(Path(__file__).with_name("README.md"), text, "cache")
+
+
+if __name__ == "__main__":
+    main()

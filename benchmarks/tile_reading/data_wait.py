@@ -1,0 +1,94 @@
+"""How much training waits for tiles: the step fed from slides beside the same step fed from memory.
+
+Takes nothing (slides are made); gives images/s of both, alternating in one run, and the share of waiting.
+
+    python -m benchmarks.tile_reading.data_wait [--steps 12] [--model resnet18] [--tile 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from app import synth
+from app.launch.place import place
+from app.launch.watchdog import Watchdog
+from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, SplitSettings, StrategySettings
+from app.training.batches import microbatches_of
+from app.training.dataset import prepare
+from app.training.run_folder import RunFolder
+from app.training.session import build_session
+from app.training.throughput import Stopwatch
+from benchmarks.machine import measured_on
+from pipelines.catalog.failures import FailedSlides
+from pipelines.tiles.index_settings import IndexSettings
+
+OUT = Path(__file__).parents[2] / "bench-data"
+WARM_UP = 2
+
+
+def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
+    """Times of ``steps`` steps of each kind."""
+    slides = OUT / "data_wait"
+    synth.main([str(slides), "--slides", "4", "--size", "8192", "--task", "classify"])
+    config = RunConfig(
+        DataSettings(slides),
+        index=IndexSettings(tile=tile),
+        split=SplitSettings(validation=0.0),
+        net=ModelSettings(model=model),
+        strategy=StrategySettings(batch=batch, microbatches=batch),
+        score=ScoreSettings(),
+    )
+    folder = RunFolder(Path(tempfile.mkdtemp()))
+    session = build_session(
+        config,
+        config.strategy.to_strategy("cpu"),
+        prepare(config, folder, print),
+        place(config.strategy),
+        FailedSlides(folder.failed_slides),
+        Watchdog(0, stuck_s=config.strategy.timeout_s),
+    )
+    fed_s, wait_s, memory_s = [], [], []
+    with iter(session.stream) as tiles, session.feed(tiles, tiles.ready) as batches:
+        for step in range(steps + WARM_UP):
+            watch = Stopwatch()
+            part = next(batches)
+            wait_s.append(watch.lap())
+            session.engine.step(microbatches_of(batches, part, session.reading.sizes), step, 1e-4)
+            fed_s.append(wait_s[-1] + watch.lap())
+            session.engine.step(microbatches_of(batches, part, session.reading.sizes), step, 1e-4)
+            memory_s.append(watch.lap())
+            part.release()
+            print(f"step {step}: fed {fed_s[-1]:.2f} s, from memory {memory_s[-1]:.2f} s, waited {wait_s[-1]:.4f} s")
+    fed_s, wait_s, memory_s = fed_s[WARM_UP:], wait_s[WARM_UP:], memory_s[WARM_UP:]
+    return {
+        "model": model,
+        "tile_px": tile,
+        "images_per_second": batch / statistics.median(fed_s),
+        "images_per_second_no_data": batch / statistics.median(memory_s),
+        "ratio": statistics.median(m / f for m, f in zip(memory_s, fed_s, strict=True)),
+        "data_wait_fraction": sum(wait_s) / sum(fed_s),
+        "steps": steps,
+        "environment": measured_on(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--tile", type=int, default=1024, help="px")
+    parser.add_argument("--batch", type=int, default=2, help="tiles of a step")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each kind")
+    arguments = parser.parse_args()
+    result = measure(arguments.model, arguments.tile, arguments.batch, arguments.steps)
+    OUT.mkdir(exist_ok=True)
+    (OUT / "data_wait.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
