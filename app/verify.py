@@ -182,6 +182,8 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     compare = functools.partial(verify_engine, deferred=asked.norm_statistics == "deferred")
     if asked.to_strategy(trial.device.type).stashes:
         compare = functools.partial(compare, make_reference=delayed.reference)
+    elif asked.is_async:
+        compare = functools.partial(compare, make_reference=delayed.LoggedPushes)
 
     def run(communicator: Communicator, _: None = None) -> tuple[Errors | None, Errors | None]:
         """The errors, and those in float64 where float32 is above its tolerance."""

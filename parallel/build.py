@@ -17,10 +17,13 @@ from torch import nn
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
+from parallel.comm.local import LocalCommunicator
 from parallel.cost.stage_cost import nominal_costs
+from parallel.engine.async_engine import AsyncEngine
 from parallel.engine.engine import Engine
 from parallel.engine.messages import Messenger
 from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep, ParamBroadcast
+from parallel.engine.parameter_server import ParameterServer
 from parallel.engine.rank_program import RankProgram, StageGroups
 from parallel.engine.state_dict import FullStateDict
 from parallel.engine.step import Observer
@@ -38,6 +41,7 @@ from parallel.schedule.action import Action, Kind, Schedule, held
 from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_communication
+from parallel.schedule.pushes import PushRule
 from parallel.schedule.shares import Shares
 from parallel.schedule.timeline import StageCost
 from parallel.stage.batchnorm import running_statistics
@@ -109,6 +113,9 @@ def assemble(
         meter=meter,
         host=host,
     )
+    if strategy.pushes is not None:
+        replayed = strategy.pushes.replayed
+        return AsyncEngine(work, communicator, replayed=replayed, seed=seed, observer=observer)
     return Engine(work, communicator, seed=seed, observer=observer)
 
 
@@ -168,10 +175,14 @@ def put_to_work(
         number: _stage(cut, number, partition, strategy, holders, compute, loss, splits, saved, meter, updated)
         for number, cut in cuts.items()
     }
-    reducers = _reducers(stages, holders, strategy, overlap=not splits and strategy.gradient_bytes != 0)
     names = [name for name, _ in traced.model.named_parameters()]
-    offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
-    update = _update(make_optimizer, names, stages, reducers, holders, mesh, rank, offload, resident=policy.parameters)
+    server = None
+    if strategy.pushes is not None:
+        reducers, update, server = _served(make_optimizer, names, stages[0], communicator, strategy.pushes)
+    else:
+        reducers = _reducers(stages, holders, strategy, overlap=not splits and strategy.gradient_bytes != 0)
+        offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
+        update = _update(make_optimizer, names, stages, reducers, holders, mesh, rank, offload, policy.parameters)
     messenger, routes = Messenger(communicator, device), _routes(partition)
     transfers = StageTransfers(routes, partition.links, mesh, messenger, rank, plan_of)
     return RankProgram(
@@ -187,9 +198,10 @@ def put_to_work(
         full_state=FullStateDict(tuple(traced.model.state_dict()), names, stages, update, mesh, communicator),
         inputs=partition.inputs_of(0)[0],
         share=strategy.share_of(mesh.group_of(rank)),
-        batch=batch,
+        batch=batch if strategy.pushes is None else batch // strategy.m,
         m=strategy.m,
         link=link,
+        server=server,
     )
 
 
@@ -232,6 +244,18 @@ def _reducers(
             for number, stage in stages.items()
             if holders.of_stage[number].world > 1
         }
+
+
+def _served(
+    make_optimizer: MakeOptimizer, names: Sequence[str], stage: Stage, communicator: Communicator, rule: PushRule
+) -> tuple[dict[int, GradReducer], OptimizerStep, ParameterServer | None]:
+    """Return where this worker's gradients lie, the optimizer of this rank, and the parameter server, on rank 0."""
+    parameters = {name: stage.parameters[name] for name in names}
+    reducers = {0: GradReducer(parameters.values(), LocalCommunicator(), overlap=False, bucket_bytes=0)}
+    if communicator.rank == 0:
+        server = ParameterServer(parameters, make_optimizer, communicator, rule)
+        return reducers, server.update, server
+    return reducers, OptimizerStep(make_optimizer, owned={}, unshared=(), held=parameters.values()), None
 
 
 def _plans(traced: Traced, strategy: Strategy) -> Plans:

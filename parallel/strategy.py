@@ -20,13 +20,14 @@ from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
+from parallel.schedule.pushes import PushRule
 from parallel.schedule.registry import PIPEDREAM, SCHEDULES, SPATIAL, build_schedule, kind_of, mesh_for
 from parallel.schedule.shares import Changes, Shares, share_of
 from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import StageCost
 from parallel.space.team import Grid
 
-WHOLE = ("single", "ddp", "fsdp")
+WHOLE = ("single", "ddp", "fsdp", "async")
 """Strategies that do not split the model into stages: each rank computes all of it."""
 
 STREAMED = ("single", "ddp", SPATIAL.name)
@@ -35,7 +36,7 @@ STREAMED = ("single", "ddp", SPATIAL.name)
 DELAYED = "delayed gradients, not the plain step"
 """Said wherever a strategy of ``STALE`` is reported."""
 
-STALE = (PIPEDREAM.name,)
+STALE = (PIPEDREAM.name, "async")
 """Strategies whose gradients are of older weights than those that they update; never chosen by a planner."""
 
 
@@ -61,6 +62,7 @@ class Strategy:
         shares: microbatches of each group; empty: consecutive ones, as many for each.
         changes: steps from which other shares are in force.
         rebalanced: shares follow the speed of groups.
+        pushes: how the parameter server of async treats gradients; None: under other strategies.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Strategy:
     shares: Shares = ()
     changes: Changes = ()
     rebalanced: bool = False
+    pushes: PushRule | None = None
 
     @property
     def group_ranks(self) -> int:

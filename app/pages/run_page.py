@@ -30,6 +30,7 @@ FIGURES = {
     "microbatches": ("Microbatches per step", ""),
     "shares": ("Microbatches of each group", ""),
     "share_changes": ("Changes of them", ""),
+    "stale": ("Updates by staleness: number of updates since the parameters were pulled", ""),
     "tile_px": ("Tile side", " px"),
     "slide_sides": ("Whole slides: smallest, median, largest", " px"),
     "mpp": ("Resolution", " µm/px"),
@@ -172,6 +173,8 @@ def figures_of(files: RunFiles) -> list[tuple[str, str]]:
         known["megapixels_per_second"] = known["pixels_per_second"] / 1e6
     known |= _cache_figures(known.get("tile_cache"))
     known["bubble_fraction"] = known.get("bubble")
+    if known.get("staleness"):
+        known["stale"] = ", ".join(f"{stale}: {count}" for stale, count in known["staleness"].items())
     if known.get("tile_px") == "slide":
         del known["tile_px"]
         known["slide_sides"] = ", ".join(f"{w} x {h}" for w, h in known.get("tile_sides_px") or ()) or None

@@ -20,7 +20,7 @@ from parallel.plan.candidates import RECOMPUTE, MemoryOptions
 from parallel.plan.plan import Plan, PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES, SPATIAL
-from parallel.strategy import WHOLE, Strategy
+from parallel.strategy import STALE, WHOLE, Strategy
 from parallel.units import bytes_text
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def savings_of(settings: StrategySettings) -> MemoryOptions:
 def names_for(settings: StrategySettings) -> list[str]:
     """Strategies that the ranks of this run can carry out."""
     launch = find_launch()
-    names = [*WHOLE, SPATIAL.name, *SCHEDULES]
+    names = [name for name in (*WHOLE, SPATIAL.name, *SCHEDULES) if name not in STALE]
     if settings.compile or settings.norm_statistics == "deferred" or settings.offload_state == "parameters":
         names.remove(SPATIAL.name)
     if launch and launch.mpi:

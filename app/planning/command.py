@@ -102,6 +102,8 @@ class PlanCommand:
             ]
             if self.precision == "fp16":
                 faults.append("--precision fp16 is for --device-spec; this machine trains in fp32, tf32 or bf16")
+        if self.parallel == "async":
+            faults.append("--parallel async has no schedule that could be planned: plan ddp in its place")
         if self.recompute == "optimal" and self.offload == "overlap":
             faults.append(OPTIMAL_OFFLOAD)
         if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):

@@ -36,11 +36,11 @@ from parallel.plan.step_time import schedule_of
 from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.schedule.shares import FINE
 from parallel.schedule.text import to_csv
-from parallel.strategy import WHOLE
+from parallel.strategy import STALE, WHOLE
 from parallel.units import bytes_text
 from pipelines.catalog.counted import counted
 
-NAMES = (*WHOLE, SPATIAL.name, *SCHEDULES)
+NAMES = tuple(name for name in (*WHOLE, SPATIAL.name, *SCHEDULES) if name not in STALE)
 
 
 @contextlib.contextmanager

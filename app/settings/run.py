@@ -355,6 +355,7 @@ class RunConfig:
             "--pictures resize": self.index.whole_pictures,
             "--parallel fsdp": self.strategy.name == "fsdp",
             "--parallel pipedream": self.strategy.name == "pipedream",
+            "--parallel async": self.strategy.is_async,
             "--device mixed": self.strategy.is_mixed,
             "--developer twin-steps": self.twin_steps > 0,
             "--developer device-prefetch": self.stream.device_prefetch > 0,

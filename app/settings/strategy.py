@@ -17,6 +17,7 @@ from tyro.conf import Suppress
 from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
 from parallel.memory.policy import ActivationPolicy, Offload, Recompute
+from parallel.schedule.pushes import PushRule, read_pushes
 from parallel.schedule.registry import default_microbatches
 from parallel.schedule.shares import FINE, Changes, parse_counts, read_changes
 from parallel.space.team import Grid
@@ -37,6 +38,7 @@ Parallel = Literal[
     "master",
     "bidirectional",
     "pipedream",
+    "async",
 ]
 
 AHEAD = {"cuda": None, "cpu": 0}
@@ -44,6 +46,9 @@ AHEAD = {"cuda": None, "cpu": 0}
 
 AUTO = "auto"
 """Of ``--shares``: they follow measured speeds."""
+
+PER_WORKER = 4
+"""Most minibatches of a step for each worker of ``async`` when the user names no number."""
 
 JOIN_S = 50.0
 """Together with what connecting takes, a trouble of the start is told within a minute."""
@@ -59,8 +64,9 @@ class StrategySettings:
     tile is divided among the ranks of a team (--grid), which compute it side by side. The others split the model into
     stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model; mast, master,
     bidirectional with two, the second in inverse order; pipedream: as 1f1b, but every microbatch updates the weights,
-    with delayed gradients, which is not the plain step. auto: the fastest that fits the memory, as app.plan finds it;
-    among what --stages and --microbatches leave open."""
+    with delayed gradients, which is not the plain step. async: as ddp, but a parameter server updates the weights with
+    the gradients of each microbatch as they arrive; delayed gradients, too. auto: the fastest that fits the memory, as
+    app.plan finds it; among what --stages and --microbatches leave open."""
     memory: str | None = None
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
     and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
@@ -84,14 +90,22 @@ class StrategySettings:
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
-    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, 1 per
-    group with mp-basic, 2 with mast, otherwise 2 per stage and group, with --shares auto 8 per group at least,
-    if the batch has as many tiles."""
+    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, up to 4 with
+    async, 1 per group with mp-basic, 2 with mast, otherwise 2 per stage and group, with --shares auto 8 per group at
+    least, if the batch has as many tiles."""
     shares: str = "equal"
     """Microbatches that each rank with ddp, or each data-parallel group, computes of a step, for devices of unequal
     speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; auto: as the speeds measured in the run
     ask for; or a CSV file with the columns microbatch,group, a line for each, or the shares.csv of an earlier run. The
     same numbers whoever computes what."""
+    staleness: Suppress[int] = 4
+    """Minibatches that a worker may be ahead of the slowest, with --parallel async. 0: rounds, in which all use the
+    same parameters; from the largest of --shares on: no bound."""
+    push_rate: Suppress[Literal["workers", "staleness"]] = "workers"
+    """Learning rate of an update with --parallel async. workers: --lr divided by their number; staleness: divided by 1
+    + the updates made since its parameters were pulled."""
+    replay: Suppress[Path | None] = None
+    """pushes.csv of an earlier run with --parallel async, whose updates one rank repeats bit for bit."""
     recompute: Recompute = "none"
     """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
     all but what enters a rank's stage; block: all but what enters a block of the model; optimal: what costs least time
@@ -208,6 +222,11 @@ class StrategySettings:
         return self.name == "fsdp"
 
     @property
+    def is_async(self) -> bool:
+        """Workers push gradients to a parameter server."""
+        return self.name == "async"
+
+    @property
     def splits(self) -> bool:
         """The model is split into stages."""
         return self.name not in WHOLE
@@ -244,6 +263,8 @@ class StrategySettings:
             return self.microbatches
         if self.asked_shares:
             return sum(map(len, self.asked_shares[0][1]))
+        if self.is_async:
+            return max(m for m in range(1, PER_WORKER * self.world + 1) if self.batch % m == 0 or m == 1)
         finer = FINE * self.groups if self.shares == AUTO else self.groups
         if not self.splits:
             return max(self.groups, min(finer, self.batch))
@@ -306,4 +327,15 @@ class StrategySettings:
             shares=self.asked_shares[0][1] if self.asked_shares else (),
             changes=self.asked_shares[1:],
             rebalanced=self.shares == AUTO,
+            pushes=self.push_rule() if self.is_async else None,
         )
+
+    def push_rule(self) -> PushRule:
+        """Return how the parameter server treats pushes.
+
+        Raises:
+            ValueError: ``replay`` is no log of pushes.
+            OSError: there is no such file.
+        """
+        replayed = read_pushes(self.replay.read_text()) if self.replay else ()
+        return PushRule(self.staleness, self.push_rate == "staleness", replayed)

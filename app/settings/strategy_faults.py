@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.settings.async_faults import async_faults
 from app.settings.gradient_faults import gradient_faults
 from app.settings.grid_faults import grid_faults
 from app.settings.launcher import find_launch
@@ -17,7 +18,7 @@ def strategy_faults(settings: StrategySettings) -> list[str]:
     if settings.ranks < 1:
         return [f"--ranks must be at least 1; got {settings.ranks}"]
     faults = _division_faults(settings) + _option_faults(settings) + policy_faults(settings) + gradient_faults(settings)
-    faults += share_faults(settings) + mixed_faults(settings)
+    faults += share_faults(settings) + mixed_faults(settings) + async_faults(settings)
     if settings.memory is not None and settings.memory_bytes is None:
         faults.append(f"--memory takes a size such as 512MiB or 16GiB; got {settings.memory!r}")
     if settings.memory_excess == "stop" and settings.memory is None:

@@ -1,15 +1,20 @@
-"""Training with delayed gradients in one process: what ``--parallel pipedream`` is held against.
+"""Training with delayed gradients in one process: what ``--parallel pipedream`` and ``async`` are held against.
 
-A step is a window of minibatches, the microbatches of ``ExactnessTrial``. Each updates every stage, with gradients of
-the weights that it went forward with (PipeDream, Harlap et al., 2018, section 3.3: weight stashing).
+A step is a window of minibatches, the microbatches of ``ExactnessTrial``. Under pipedream each updates every stage,
+with gradients of the weights that it went forward with (Harlap et al., 2018, section 3.3: weight stashing). Under async
+the log of pushes says which minibatch updates which version, with gradients of which.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from app.training.exactness import ExactnessTrial, MeasuredEngine, PlainTraining, StepOutcome
+from parallel.engine.async_engine import AsyncEngine
 from parallel.engine.engine import Engine
 from parallel.schedule.action import versions
 
@@ -51,3 +56,37 @@ class DelayedTraining(PlainTraining):
             self.optimizer.step()
             history.append({name: p.detach().clone() for name, p in parameters.items()})
         return self.outcome(total)
+
+
+class LoggedPushes(PlainTraining):
+    """The loop of one process, with the updates that the parameter server of ``engine`` has made in the same step."""
+
+    def __init__(self, trial: ExactnessTrial, engine: MeasuredEngine) -> None:
+        super().__init__(trial)
+        assert isinstance(engine, AsyncEngine)
+        self._engine = engine
+
+    def step(self, step: int) -> StepOutcome:
+        """Apply the pushes to the present state."""
+        sizes, total = self._trial.sizes, 0.0
+        versions = [self._copy()]
+        for push in self._engine.pushes:
+            self._load(versions[push.pulled])
+            self.optimizer.zero_grad()
+            loss = self.loss_of(step, push.minibatch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach()) * (sizes[push.minibatch] / sum(sizes))
+            self._load(versions[-1])
+            for group in self.optimizer.param_groups:
+                group["lr"] = push.learning_rate
+            self.optimizer.step()
+            versions.append(self._copy())
+        return self.outcome(total)
+
+    def _copy(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.module.parameters()]
+
+    @torch.no_grad()
+    def _load(self, version: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.module.parameters(), version, strict=True):
+            parameter.copy_(value)

@@ -57,8 +57,10 @@ def build_engine(
         host: where maps of tiles lie that are computed box by box; None: in memory.
 
     Raises:
-        ValueError: the model cannot be split as asked, or the schedule does not fit.
+        ValueError: the model cannot be split as asked, or the schedule does not fit; async on a GPU.
     """
+    if strategy.pushes is not None and device.type != "cpu":
+        raise ValueError("--parallel async computes on CPUs, and this machine has a GPU: add --device cpu, or use ddp")
     shape = (-(-batch // strategy.m), 3, *((tile, tile) if isinstance(tile, int) else tile))
     if strategy.name == "fsdp":
         from parallel.engine.fully_sharded import FullyShardedEngine  # half a second that other strategies do not need

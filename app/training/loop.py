@@ -35,6 +35,7 @@ from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
 from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
+from parallel.strategy import DELAYED
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch
 
@@ -193,7 +194,7 @@ class TrainingLoop:
         votes[len(own) + self._communicator.rank] = IdleTime.told(result.waited_s)
         self._communicator.all_reduce(votes)
         outcome.idle.add(votes[len(own) :].tolist(), step_s)
-        self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result.loss, step_s, wait_s, self._session)
+        self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result, step_s, wait_s, self._session)
         outcome.step += 1
         outcome.images += int(votes[1])
         outcome.replaced += int(votes[3])
@@ -327,6 +328,7 @@ class TrainingLoop:
         return {
             "precision": session.placement.precision,
             "microbatches": len(session.ranges),
+            "gradients": DELAYED if session.strategy.delayed else "of the step",
         }
 
     def _warn_of_changes(self, state: dict[str, Any]) -> None:
@@ -335,6 +337,7 @@ class TrainingLoop:
         reasons = {
             "precision": "it rounds otherwise",
             "microbatches": "batch norm and dropout look at other groups of tiles",
+            "gradients": "updates are others",
         }
         for name, now in self._numbers.items():
             if (before := state.get("numbers", {}).get(name, now)) != now:

@@ -1,4 +1,5 @@
-"""What a run measured, step by step: metrics.csv, validation.csv, predictions.csv, TensorBoard events, MLflow.
+"""What a run measured, step by step: metrics.csv, validation.csv, predictions.csv, pushes.csv, TensorBoard events,
+MLflow.
 
 Written by the first rank only; on the others every method does nothing.
 """
@@ -10,8 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from app.training.mlflow_log import MlflowLog
+from app.training.push_log import PushLog
 from app.training.run_folder import CsvLog, RunFolder
 from app.training.validation import Scores
+from parallel.engine.step import StepResult
 from pipelines.catalog.csv_cells import write_rows
 from pipelines.catalog.named_file import names_file
 
@@ -59,10 +62,11 @@ class MetricsLog:
         self._validations = CsvLog(folder.validation, [*VALIDATION_COLUMNS, *(f"dice_{name}" for name in classes)])
         self.dropped = self._steps.cut_after(step)
         self._validations.cut_after(step)
+        self._pushes = PushLog(folder.pushes, step)
         # purge_step makes TensorBoard forget what an earlier start wrote beyond the checkpoint.
         self._events = SummaryWriter(folder.path / "tensorboard", purge_step=step + 1)
 
-    def step(self, step: int, images: int, loss: float, step_s: float, wait_s: float, session: Session) -> None:
+    def step(self, step: int, images: int, result: StepResult, step_s: float, wait_s: float, session: Session) -> None:
         """``step`` steps are done; times in seconds, ``images`` counted since the run began."""
         if not self._writes:
             return
@@ -70,13 +74,14 @@ class MetricsLog:
             "step": step,
             "epoch": session.epoch_of(step - 1),
             "images": images,
-            "loss": loss,
+            "loss": result.loss,
             "lr": session.learning_rate(step - 1),
             "step_s": round(step_s, 6),
             "data_wait_s": round(wait_s, 6),
             "images_per_second": round(session.config.strategy.batch / step_s, 4),
         }
         self._steps.add(row)
+        self._pushes.add(result.pushes)
         self._scalars(step, {f"train/{name}": row[name] for name in ("loss", "lr", "images_per_second")})
 
     def validation(self, step: int, scores: Scores) -> None:

@@ -2,9 +2,9 @@
 
 ``config.yaml env.json attempts.json run.lock rank0.lock plan.json run.log tissue/ tiles.parquet stains.json splits.csv
 metrics.csv validation.csv predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html
-tensorboard/``, ``mlflow.json`` where MLflow is told, ``shares.csv`` where shares may change, and ``fault.txt`` of a run
-that failed on several ranks (``fault-2.txt`` of its second attempt). A model split into stages also leaves
-``schedule.csv schedule.svg trace.json``.
+tensorboard/``, ``mlflow.json`` where MLflow is told, ``shares.csv`` where shares may change, ``pushes.csv`` of a
+parameter server, and ``fault.txt`` of a run that failed on several ranks (``fault-2.txt`` of its second attempt). A
+model split into stages also leaves ``schedule.csv schedule.svg trace.json``.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class RunFolder:
         self.metrics = path / "metrics.csv"
         self.validation = path / "validation.csv"
         self.shares = path / "shares.csv"
+        self.pushes = path / "pushes.csv"
         self.predictions = path / "predictions.csv"
         self.summary = path / "summary.json"
         self.failed_slides = path / "failed_slides.csv"

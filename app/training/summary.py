@@ -17,6 +17,7 @@ from app.pages.run_page import write_report
 from app.training.memory_limit import MemoryLimit, excess
 from app.training.mlflow_log import MlflowLog
 from app.training.outcome import Outcome
+from app.training.push_log import staleness_in
 from app.training.run_folder import RunFolder
 from app.training.session import Session
 from app.training.shares_log import changes_in
@@ -166,6 +167,7 @@ class RunSummary:
             "weights": session.loaded.summary if session.loaded else None,
             "strategy": strategy.name,
             "gradients": DELAYED if strategy.delayed else None,
+            "staleness": staleness_in(self._folder.pushes) if strategy.pushes else None,
             "ranks": self._communicator.world,
             "stages": strategy.depth,
             "grid": str(strategy.grid) if strategy.grid else None,

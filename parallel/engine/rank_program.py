@@ -10,6 +10,7 @@ from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.messages import Messenger
 from parallel.engine.optimizer_step import OptimizerStep
+from parallel.engine.parameter_server import ParameterServer
 from parallel.engine.state_dict import FullStateDict
 from parallel.engine.transfers import StageTransfers
 from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
@@ -33,8 +34,10 @@ class RankProgram:
         prediction: what this rank does in a prediction: forward passes of one microbatch by replica 0, and messages.
         inputs: name of the model's input.
         share: microbatches of this rank's group.
-        batch: tiles of a usual step over all ranks; where a step has another number it is made good afterwards.
+        batch: tiles of a usual step over all ranks, or of one update of asynchronous SGD; where a step has another
+            number it is made good afterwards.
         m: microbatches of a step over all ranks.
+        server: of asynchronous SGD, on rank 0.
     """
 
     schedule: Schedule
@@ -52,6 +55,7 @@ class RankProgram:
     batch: int
     m: int
     link: TeamComm | None = None
+    server: ParameterServer | None = None
 
     def of_shares(self, shares: Shares, rank: int) -> RankProgram:
         """Return what ``rank`` computes, with the same parts, once the groups compute ``shares``.

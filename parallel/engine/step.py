@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.comm.communicator import Communicator
 from parallel.schedule.action import Schedule
+from parallel.schedule.pushes import Push
 from parallel.schedule.shares import Shares
 from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
@@ -69,12 +70,14 @@ class StepResult:
         tiles: that this rank counts; every tile trained on is counted by one rank.
         seconds: (microbatch of the rank's group, seconds without the wait for other groups); empty: not known.
         waited_s: from the end of its own computing until it had the sums of all groups' gradients; None: not known.
+        pushes: updates of a parameter server in the step, in order; on rank 0.
     """
 
     loss: float
     tiles: int
     seconds: tuple[tuple[int, float], ...] = ()
     waited_s: float | None = None
+    pushes: tuple[Push, ...] = field(default=(), kw_only=True)
 
 
 def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:

@@ -63,7 +63,9 @@ PIPEDREAM = ScheduleKind("pipedream", pipedream)
 SPATIAL = ScheduleKind("spatial", mp_basic, microbatches=1)
 """Each tile is divided among the ranks of a team (Dryden et al., IPDPS 2019): one stage, with nothing to pipeline."""
 
-ONE_STAGE = {name: ScheduleKind(name, mp_basic) for name in ("single", "ddp", "fsdp")} | {SPATIAL.name: SPATIAL}
+ONE_STAGE = {name: ScheduleKind(name, mp_basic) for name in ("single", "ddp", "fsdp", "async")} | {
+    SPATIAL.name: SPATIAL
+}
 """Strategies that do not cut the model into stages."""
 
 

@@ -9,7 +9,7 @@ update the layers itself starts from zeros and is put back after; what it left i
 from __future__ import annotations
 
 import abc
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -47,11 +47,15 @@ class RunningStatistics(abc.ABC):
     Args:
         module: its layers that track running statistics take part while they are in training mode.
         communicator: the ranks that hold a copy of ``module``.
+
+    Attributes:
+        alone: layers may update themselves, since this rank has all microbatches; else ``end_step`` updates them.
     """
 
     def __init__(self, module: nn.Module, communicator: Communicator) -> None:
         self._layers = tracking_layers(module)
         self._communicator = communicator
+        self.alone = communicator.world == 1
         self._flat: FlatBuffers | None = None
 
     def begin_step(self, m: int) -> None:
@@ -62,7 +66,7 @@ class RunningStatistics(abc.ABC):
         elif self._flat is not None:
             self._flat.find_buffers()
         # Where no sum of several ranks comes before the update, layers update themselves within the step.
-        self._before = self._flat.read() if self._flat and self._communicator.world == 1 else None
+        self._before = self._flat.read() if self._flat and self.alone else None
         self._m = m
         self._records: dict[int, Tensor] = {}
 
@@ -82,6 +86,10 @@ class RunningStatistics(abc.ABC):
         """Give the step up before ``end_step``: statistics are as they were before it."""
         if self._flat and self._before:
             self._flat.write(*self._before)
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Let ``end_step`` take microbatch i as number ``order[i]``."""
+        self._records = {order[i]: record for i, record in self._records.items()}
 
     @abc.abstractmethod
     def end_step(self) -> None:
@@ -113,7 +121,7 @@ class OrderedStatistics(RunningStatistics):
     def microbatch(self, i: int) -> Iterator[None]:
         """Let layers update themselves while the block runs in the right order, else record their addends."""
         # A rank that has all microbatches lets the layers update themselves for as long as the order is right.
-        if self._flat is None or (self._communicator.world == 1 and i == self._next):
+        if self._flat is None or (self.alone and i == self._next):
             yield
             self._next = i + 1
         else:
@@ -123,7 +131,7 @@ class OrderedStatistics(RunningStatistics):
                 if self._contributes:
                     values, updates = self._flat.read()
                     self._records[i] = torch.cat([values.double(), updates.double()])
-        if self._communicator.world == 1:
+        if self.alone:
             while self._flat is not None and self._next in self._records:
                 self._replay(*self._flat.exchanged({0: self._records.pop(self._next)}, 1, self._communicator))
                 self._next += 1
@@ -132,7 +140,7 @@ class OrderedStatistics(RunningStatistics):
         """Update the layers with what all ranks recorded, in microbatch order; all ranks call it."""
         if self._flat is None:
             return
-        if self._communicator.world == 1:
+        if self.alone:
             assert not self._records, f"microbatch {self._next} of {self._m} is missing"
             return
         self._replay(*self._flat.exchanged(self._records, self._m, self._communicator))

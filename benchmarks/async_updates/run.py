@@ -1,0 +1,211 @@
+"""Asynchronous updates with a worker that takes twice as long, next to synchronous training and the fast rank alone.
+
+Takes nothing; gives the held-out loss over seconds and over tiles, of five seeds. Ranks are real, over Gloo; beside a
+small model they sleep, so that their speeds are known and no core is shared.
+
+    python -m benchmarks.async_updates.run [--seeds 5] [--unit 0.02] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.machine import measured_on
+from benchmarks.ranks import run_on_ranks
+from benchmarks.results import markdown_table, results, write_results
+from parallel.build import assemble
+from parallel.comm.communicator import Communicator
+from parallel.engine.step import Microbatch, TrainingEngine
+from parallel.schedule.pushes import PushRule
+from parallel.schedule.shares import consecutive
+from parallel.strategy import Strategy
+
+OUT = Path(__file__).parents[2] / "bench-data"
+M, SIZE, SIDE, CLASSES = 12, 4, 8, 4
+"""Minibatches of a window, tiles of each, px, classes."""
+SLOWNESS = (1, 2)
+RATES = (0.03, 0.1, 0.3, 1.0)
+TUNING_SEED = 100
+POINTS = (0.25, 0.5, 1.0)
+"""Parts of the time of the slowest way, and of the tiles, at which losses are read."""
+
+
+class Way(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        staleness: of async; None: synchronous.
+        m: microbatches of a step.
+        shares: of them; empty: one rank computes all.
+    """
+
+    name: str
+    staleness: int | None
+    m: int
+    shares: tuple[int, ...]
+
+    def strategy(self) -> Strategy:
+        ranks = max(1, len(self.shares))
+        rule = None if self.staleness is None else PushRule(self.staleness)
+        name = "async" if rule else "ddp" if ranks > 1 else "single"
+        shares = consecutive(self.shares) if self.shares else ()
+        return Strategy(name, ranks, 1, self.m, shares=shares, pushes=rule)
+
+
+WAYS = (
+    Way("fast rank alone, an update a minibatch", 0, M, ()),
+    Way("ddp, shares 8,4: an update of 12 minibatches", None, M, (8, 4)),
+    Way("ddp, shares 2,1: an update of 3 minibatches", None, 3, (2, 1)),
+    Way("async, S = 0, equal shares", 0, M, (6, 6)),
+    Way("async, S = 1, shares 8,4", 1, M, (8, 4)),
+    Way("async, S = 4, shares 8,4", 4, M, (8, 4)),
+    Way("async, no bound, shares 8,4", M, M, (8, 4)),
+)
+
+
+class Task:
+    """Tiles of Gaussian noise, whose class a network drawn from ``seed`` tells."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._teacher = _network(16)
+        torch.manual_seed(seed + 1)
+        self.model = _network(32)
+        self.held_out = self.tiles(1000, -1)
+
+    def tiles(self, count: int, number: int) -> tuple[Tensor, Tensor]:
+        """(count, 3, px, px) and classes (count,) of minibatch ``number``."""
+        generator = torch.Generator().manual_seed(number + 7)
+        images = torch.randn(count, 3, SIDE, SIDE, generator=generator)
+        with torch.no_grad():
+            logits: Tensor = self._teacher(images)
+        return images, (logits - logits.mean(0)).argmax(1)
+
+
+def _network(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(9 * width, width), nn.ReLU(),
+        nn.Linear(width, CLASSES),
+    )  # fmt: skip
+
+
+def train(communicator: Communicator, argument: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of training before each look at the held-out loss, and these losses."""
+    way, task = WAYS[argument["way"]], Task(argument["seed"])
+    rule = functools.partial(torch.optim.SGD, lr=argument["rate"])
+    engine: TrainingEngine = assemble(
+        task.model,
+        F.cross_entropy,
+        rule,
+        communicator,
+        way.strategy(),
+        shape=(SIZE, 3, SIDE, SIDE),
+        batch=way.m * SIZE,
+        device=torch.device("cpu"),
+    )
+    unit_s, steps = argument["unit_s"] * SLOWNESS[communicator.rank], argument["windows"] * M // way.m
+    seconds, losses, trained_s = [0.0], [_loss(engine, task)], 0.0
+    for step in range(steps):
+        communicator.barrier()
+        begun_s = time.perf_counter()
+        engine.step(_slowly(engine, task, step * way.m, unit_s), step, argument["rate"])
+        communicator.barrier()
+        trained_s += time.perf_counter() - begun_s
+        if (step + 1) * way.m % M == 0:
+            seconds.append(trained_s)
+            losses.append(_loss(engine, task))
+    return {"seconds": seconds, "losses": losses}
+
+
+def _slowly(engine: TrainingEngine, task: Task, first: int, unit_s: float) -> Iterator[Microbatch]:
+    """Yield the minibatches of this rank, each once it has slept for what it takes."""
+    for i in engine.share:
+        images, classes = task.tiles(SIZE, first + i)
+        time.sleep(unit_s)
+        yield Microbatch(images, classes, tuple(images.shape))
+
+
+def _loss(engine: TrainingEngine, task: Task) -> float:
+    images, classes = task.held_out
+    logits = engine.predict(Microbatch(images, None, tuple(images.shape)))
+    return float(F.cross_entropy(logits, classes))
+
+
+def measure(way: int, seeds: int, windows: int, unit_s: float) -> dict[str, Any]:
+    """Train with the best of ``RATES`` on a seed of its own, then on ``seeds`` others."""
+    argument = {"way": way, "windows": windows}
+    ranks = max(1, len(WAYS[way].shares))
+    run = functools.partial(run_on_ranks, ranks, "benchmarks.async_updates.run:train_all")
+    tuned = run([argument | {"seed": TUNING_SEED, "rate": rate, "unit_s": 0.0} for rate in RATES])[0]
+    ends = [result["losses"][-1] for result in tuned]
+    rate = RATES[ends.index(min(ends))]
+    runs = run([argument | {"seed": seed, "rate": rate, "unit_s": unit_s} for seed in range(seeds)])[0]
+    return {"name": WAYS[way].name, "rate": rate, "runs": runs}
+
+
+def train_all(communicator: Communicator, arguments: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
+    """One start of the ranks for all."""
+    return [train(communicator, argument) for argument in arguments]
+
+
+def report(found: list[dict[str, Any]], unit_s: float) -> str:
+    """The table of the README."""
+    slowest_s = max(statistics.median(run["seconds"][-1] for run in way["runs"]) for way in found)
+    windows = len(found[0]["runs"][0]["losses"]) - 1
+    header = ["", "lr", "s", *(f"after {slowest_s * part:.1f} s" for part in POINTS)]
+    header += [f"after {round(windows * part) * M} minibatches" for part in POINTS]
+    rows = []
+    for way in found:
+        runs = way["runs"]
+        took_s = statistics.median(run["seconds"][-1] for run in runs)
+        by_time = [[_at(run, slowest_s * part) for run in runs] for part in POINTS]
+        by_tiles = [[run["losses"][round(windows * part)] for run in runs] for part in POINTS]
+        rows.append([way["name"], f"{way['rate']:g}", f"{took_s:.1f}", *map(_cell, by_time), *map(_cell, by_tiles)])
+    about = (
+        f"Two ranks over Gloo that sleep {unit_s * 1000:g} and {2 * unit_s * 1000:g} ms a minibatch of {SIZE} tiles; "
+        f"{windows} windows of {M} minibatches; SGD. Held-out loss, median and range of {len(found[0]['runs'])} seeds. "
+        "A way that has ended keeps its last loss.\n"
+    )
+    return results("python -m benchmarks.async_updates.run --write", about, markdown_table(header, rows))
+
+
+def _at(run: dict[str, list[float]], seconds: float) -> float:
+    """The last loss that was known after ``seconds`` of training."""
+    pairs = zip(run["seconds"], run["losses"], strict=True)
+    return [loss for _, loss in itertools.takewhile(lambda pair: pair[0] <= seconds, pairs)][-1]
+
+
+def _cell(losses: list[float]) -> str:
+    return f"{statistics.median(losses):.3f} ({min(losses):.3f}-{max(losses):.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--unit", type=float, default=0.02, help="seconds of a minibatch of the fast worker")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    arguments = parser.parse_args()
+    found = [measure(way, arguments.seeds, arguments.windows, arguments.unit) for way in range(len(WAYS))]
+    OUT.mkdir(exist_ok=True)
+    (OUT / "async_updates.json").write_text(json.dumps({"ways": found, "environment": measured_on()}, indent=2) + "\n")
+    text = report(found, arguments.unit)
+    print(text)
+    if arguments.write:
+        write_results(Path(__file__).with_name("README.md"), text)
+
+
+if __name__ == "__main__":
+    main()
