@@ -75,6 +75,23 @@ def test_groups_of_stages_are_measured_as_a_user_starts_them(classify_slides: Pa
 
 
 @pytest.mark.process
+def test_delayed_gradients_are_marked_in_table_and_reports(classify_slides: Path, tmp_path: Path) -> None:
+    out, words = tmp_path / "delayed", "delayed gradients, not the plain step"
+    asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
+    asked += ["--ranks", "2", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
+    done = bench_run(*asked, "--strategies", "ddp", "pipedream", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ddp, pipedream = json.loads((out / "bench.json").read_text())["rows"]
+    assert (pipedream["status"], pipedream["loss_matches"]) == ("ok", None)
+    assert pipedream["claim"].endswith(f"x ddp on 2 ranks, measured once; {words}")
+    assert words not in ddp["claim"]
+    (summary,) = out.glob("trials/*pipedream*/*/summary.json")
+    assert json.loads(summary.read_text())["gradients"] == words
+    assert words in " ".join((summary.parent / "run.log").read_text().split())
+    assert words in (out / "report.html").read_text()
+
+
+@pytest.mark.process
 def test_teams_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "teams"
     asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]

@@ -133,3 +133,12 @@ def test_cuts_that_are_not_as_many_as_stages_need() -> None:
 def test_a_schedule_that_does_not_fit_is_refused(chosen: Strategy, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chosen.schedule({(0, 1): True})
+
+
+def test_updates_are_of_pipedream_alone() -> None:
+    links, text = {(0, 1): True}, "0F0,0B0{}\n1F0,1B0{}\n"
+    updating = Strategy("pipedream", 2, 2, 1, schedule_csv=text.format(",0U0", ",1U0"))
+    assert "0U0" in map(str, updating.schedule(links)[0])
+    for name, csv in (("1f1b", text.format(",0U0", ",1U0")), ("pipedream", text.format("", ""))):
+        with pytest.raises(ValueError, match="updates, such as 2U0, with pipedream and with no other"):
+            Strategy(name, 2, 2, 1, schedule_csv=csv).schedule(links)

@@ -145,6 +145,32 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             ],
         ),
         (
+            {"parallel": "pipedream", "ranks": 4, "stages": 2},
+            ["--parallel pipedream updates the weights after every microbatch, which was not tried with data-parallel"],
+        ),
+        (
+            {"parallel": "pipedream", "ranks": 2, "stream": "512", "norm_statistics": "per-microbatch"},
+            ["--parallel pipedream updates the weights after every microbatch, which was not tried with --stream 512"],
+        ),
+        (
+            {"parallel": "pipedream", "ranks": 4, "grid": "2x1"},
+            ["--parallel pipedream updates the weights after every microbatch, which was not tried with --grid"],
+        ),
+        (
+            {
+                "parallel": "pipedream",
+                "ranks": 2,
+                "offload": "overlap",
+                "offload_state": "optimizer",
+                "norm_statistics": "deferred",
+                "compile": True,
+            },
+            [
+                f"--parallel pipedream updates the weights after every microbatch, which was not tried with {what}"
+                for what in ("--developer compile", "--developer norm-stat", "--offload overlap", "--developer offload")
+            ],
+        ),
+        (
             {"recompute": "block", "recompute_runs": "conv1:relu"},
             ["--developer recompute-runs goes with --recompute optimal; got --recompute block"],
         ),

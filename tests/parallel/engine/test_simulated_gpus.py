@@ -13,7 +13,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copies import CudaCopies
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from tests.helpers.engine_runs import assert_equal, on_gpus, plain, steps_of, strategy_for
+from tests.helpers.engine_runs import assert_equal, on_gpus, on_threads, plain, steps_of, strategy_for
 from tests.helpers.lanes import long_where
 
 M = 3
@@ -55,6 +55,17 @@ CASES = [
     for name in STRATEGIES
     for said, late in {"late": 0, "at once": None, "in between": 1}.items()
 ]
+
+
+def test_updates_after_every_microbatch_race_with_nothing() -> None:
+    """As late as may be, the numbers are those of the CPU."""
+    strategy = strategy_for("pipedream", 3, m=5)
+    steps = steps_of(strategy.m)
+    found, expected = on_gpus("skips", strategy, steps, 0), on_threads("skips", strategy, steps)
+    torch.testing.assert_close(
+        [(rank["losses"], rank["gradients"], rank["state"].get("model")) for rank in found],
+        [(rank["losses"], rank["gradients"], rank["state"].get("model")) for rank in expected],
+    )
 
 
 @pytest.mark.parametrize(("name", "late"), CASES)

@@ -30,6 +30,7 @@ def faults(text: str, mesh: Mesh = TWO_RANKS, links: dict[tuple[int, int], bool]
         ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", CHAIN),  # ranks take microbatches in different orders
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", {(0, 1): False}),  # no gradient is waited for
         ("0F0,0I0,0F1,0W0,0B1\n1F0,1I0,1F1,1B1,1W0\n", CHAIN),  # I feeds earlier stages before W is done
+        ("0F0,0F1,0B0,0B1,0U0,0U1\n1F0,1B0,1U0,1F1,1B1,1U1\n", CHAIN),  # updates later than they could be
     ],
 )
 def test_right_schedules(text: str, links: dict[tuple[int, int], bool]) -> None:
@@ -51,6 +52,8 @@ FAULTS = [
     ("0F0,0W0,0I0\n1F0,1B0\n", "rank 0, position 1, 0W0: stands before 0I0, position 2"),
     ("0R0,0F0,0B0\n1F0,1B0\n", "rank 0, position 0, 0R0: stands before 0F0, position 1"),
     ("0F0,0B0,0R0\n1F0,1B0\n", "rank 0, position 1, 0B0: stands before 0R0, position 2"),
+    ("0F0,0U0,0B0\n1F0,1B0,1U0\n", "rank 0, position 1, 0U0: stands before 0B0, position 2"),
+    ("0F0,0B0,0U0\n1F0,1B0\n", "rank 1, 1U0: is missing"),
     # Faults in a cell come before what is missing.
     (
         "0F0,0F1,0B0\n1F0,1B1,1F1,1B0\n",
