@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.evaluation.froc import Froc, SlideHits, froc, hits
-from app.prediction.overlay import colour_of
+from app.pages.overlays import colour_of
 from app.prediction.prediction_folder import PredictionFolder
 from models.losses import IGNORE
 from pipelines.catalog.catalog import SlideSpec

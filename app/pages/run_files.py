@@ -37,7 +37,12 @@ Rows = tuple[Mapping[str, str], ...]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run folder holds; ``schedule``: the picture of a step as SVG, "" where the model was not split."""
+    """Content of a run folder.
+
+    Attributes:
+        plan: forecast of --parallel auto.
+        schedule: picture of a step as SVG, "" where the model was not split.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -48,6 +53,7 @@ class RunFiles:
     predictions: Rows
     splits: Rows
     failed: Rows
+    plan: Mapping[str, Any]
     overlays: tuple[Path, ...]
     schedule: str
     log_end: tuple[str, ...]
@@ -74,6 +80,7 @@ def read_run(run: Path) -> RunFiles:
         predictions=_rows(run / "predictions.csv"),
         splits=_rows(run / "splits.csv"),
         failed=_rows(run / "failed_slides.csv"),
+        plan=_mapping(run / "plan.json"),
         overlays=tuple(sorted((run / "tissue").glob("*.png"))),
         schedule=_text(run / "schedule.svg"),
         log_end=tuple(_text(run / "run.log").splitlines()[-LOG_LINES:]),

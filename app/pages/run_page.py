@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from app.pages.advice import advice, forecast_table
 from app.pages.curves import SCORES, curves, score_name
 from app.pages.html import Card, Table, flattened, format_setting, format_value, rendered, save
-from app.pages.overlays import overlays
+from app.pages.overlays import colour_of, overlays, small_jpeg
 from app.pages.results import class_table, slide_table, split_table
 from app.pages.run_files import RunFiles, naming_the_summary, read_run
 from parallel.units import bytes_text
@@ -56,6 +57,9 @@ FIGURES = {
 }
 """Figures of ``summary.json``, or derived from them, by their key: name and unit."""
 
+EXAMPLE_PX = 640
+"""Longer side of an example: a tile, or three beside each other."""
+
 
 def write_report(run: Path) -> Path:
     """Write ``report.html`` into the run folder ``run`` and give its path.
@@ -75,6 +79,7 @@ def render(files: RunFiles) -> str:
     status = summary.get("status", "no summary: running, or ended without a word")
     slides, slide_notes = slide_table(files.predictions)
     splits, split_notes = split_table(files.splits, summary.get("classes") or [])
+    forecast, forecast_notes = forecast_table(files)
     return rendered(
         "run.html.j2",
         name=name,
@@ -84,7 +89,12 @@ def render(files: RunFiles) -> str:
         error=summary.get("error"),
         cards=_cards(files),
         charts=curves(files.metrics, files.validation, _of_pictures(files)),
+        advice=advice(files),
+        forecast=forecast,
+        forecast_notes=forecast_notes,
         schedule=files.schedule,
+        examples=_examples(files),
+        legend=_legend(summary),
         classes=class_table(files.predictions),
         slides=slides,
         slide_notes=slide_notes,
@@ -123,7 +133,7 @@ def _tiles(summary: Mapping[str, Any]) -> str | None:
 
 
 def _of_pictures(files: RunFiles) -> bool:
-    """Whether the run classified whole pictures."""
+    """Return whether the run classified whole pictures."""
     return files.config.get("pictures") == "resize"
 
 
@@ -186,7 +196,7 @@ def figures_of(files: RunFiles) -> list[tuple[str, str]]:
 
 
 def _cache_figures(counts: Mapping[str, Any] | None) -> dict[str, str]:
-    """What a tile cache did, in words; nothing of a run without one."""
+    """Figures of a tile cache in words; {} of a run without one."""
     if not counts:
         return {}
     words = {
@@ -220,13 +230,36 @@ def scores_of(files: RunFiles) -> list[tuple[str, str]]:
     return scores
 
 
+def _examples(files: RunFiles) -> list[tuple[str, str, str]]:
+    """Mark, words and base64 JPEG of each example tile whose picture is there."""
+    shown = []
+    for example in files.summary.get("examples") or ():
+        jpeg = small_jpeg(files.folder / example["picture"], EXAMPLE_PX)
+        score, slide = format_value(example["score"], 3), example["slide"]
+        if example["prediction"] is None:
+            words, mark = f"Dice {score}", ""
+        elif example["prediction"] == example["truth"]:
+            words, mark = f"{example['truth']}, predicted with {score}", "right"
+        else:
+            words, mark = f"{example['truth']}, predicted {example['prediction']} with {score}", "wrong"
+        if jpeg:
+            shown.append((mark, f"{words}; {slide} at {example['l0_x']}, {example['l0_y']}", jpeg))
+    return shown
+
+
+def _legend(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Classes of masks, and their colours on example tiles."""
+    classes = (summary.get("classes") or [])[1:] if summary.get("task") == "segment" else []
+    return [(name, "rgb({}, {}, {})".format(*colour_of(number))) for number, name in enumerate(classes)]
+
+
 def _failed(files: RunFiles) -> Table:
     names = ("slide", "step", "error")
     return Table(names, [[row.get(name, "") for name in names] for row in files.failed])
 
 
 def _commands(files: RunFiles) -> list[str]:
-    """How to make this run once more, and how to go on with one that was broken off."""
+    """Commands that repeat this run, or continue one that was interrupted."""
     out = str(files.config.get("out") or files.folder.name)
     launcher = (files.environment.get("launcher") or {}).get("started_by")
     ranks = files.summary.get("ranks", 1)

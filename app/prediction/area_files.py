@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from app.prediction.overlay import colour_of
+from app.pages.overlays import colour_of
 from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel

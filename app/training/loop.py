@@ -233,6 +233,7 @@ class TrainingLoop:
             )
         outcome.metrics = scores.metrics
         outcome.validation = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
+        outcome.examples = scores.examples
         value = scores.metrics[scores.criterion]
         better = torch.tensor([scores.better_than(outcome.best)], dtype=torch.int64)
         self._communicator.broadcast(better)  # ranks that end at different steps would wait for each other

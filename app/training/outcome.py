@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.settings.cli import RunError
+from app.training.examples import Example
 from app.training.idle_time import IdleTime
 from app.training.throughput import Throughput
 from parallel.schedule.shares import Shares
@@ -21,7 +22,7 @@ bad slide among the first that are read does not decide."""
 
 @dataclass
 class Outcome:
-    """Where a run stands; all but the speed is kept in checkpoints.
+    """Where a run stands; all but speed and examples is kept in checkpoints.
 
     Attributes:
         images: tiles really trained on, counted on every rank, since the run began.
@@ -30,6 +31,7 @@ class Outcome:
         best: step, metric and value of the best validation so far.
         stale: validations since that one.
         shares: microbatches of each group as they were last, where they have changed.
+        examples: tiles of the last validation that the report shows.
     """
 
     throughput: Throughput
@@ -44,6 +46,7 @@ class Outcome:
     best: dict[str, Any] | None = None
     stale: int = 0
     shares: Shares = ()
+    examples: tuple[Example, ...] = ()
 
     def stopped_early(self, patience: int, total_steps: int) -> dict[str, Any] | None:
         """Return why and when the run ended before its last step, as the summary has it; None where it did not.

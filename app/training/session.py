@@ -62,7 +62,7 @@ class Session:
 
     Attributes:
         stream: training tiles of this rank.
-        pixels, validation_pixels: turn uint8 tiles into the model's input on the device.
+        pixels: turns uint8 tiles into the model's input on the device; ``validation_pixels`` of rows makes another.
         reading, validation_reading: what this rank reads of each global batch.
         ranges: tiles of the global batch in each microbatch, over all ranks.
         parameters: of the whole model, in numbers.
@@ -84,7 +84,7 @@ class Session:
     loss: nn.Module
     stream: TileStream
     pixels: Maker
-    validation_pixels: Maker
+    validation_pixels: Callable[[NDArray[np.int64]], Maker]
     pool: SlidePool
     reading: RankReading
     validation_reading: RankReading
@@ -169,16 +169,17 @@ class Session:
         return DeviceFeed(source, ready, self.pixels, prefetch=self.config.stream.device_prefetch, beside=beside)
 
     @contextlib.contextmanager
-    def validation(self) -> Iterator[Iterator[Outputs]]:
-        """The share of this rank's group of the validation tiles, each exactly once over all groups."""
-        stream = tiles_in_order(self.config, self.dataset, self.validation_rows, epochs=1)
+    def validation(self, rows: NDArray[np.int64] | None = None) -> Iterator[Iterator[Outputs]]:
+        """Open this rank's share of the validation tiles, or of tiles ``rows``, each exactly once over all groups."""
+        rows = self.validation_rows if rows is None else rows
+        stream = tiles_in_order(self.config, self.dataset, rows, epochs=1)
         stream = stream.read(self.pool, told("left out of the scores", "validate", self.failed), replaces=False)
         prefetch = self.config.stream.device_prefetch
         stream = self.validation_reading.sharded(stream)
         stream = read_ahead(self.config, stream, self.placement, self.host, VALIDATION_SHARE)
         with (
             iter(stream) as tiles,
-            DeviceFeed(tiles, tiles.ready, self.validation_pixels, prefetch=prefetch) as feed,
+            DeviceFeed(tiles, tiles.ready, self.validation_pixels(rows), prefetch=prefetch) as feed,
         ):
             yield self._outputs(feed)
 
@@ -258,7 +259,7 @@ def build_session(
             1 - VALIDATION_SHARE if len(validation_rows) else 1.0,
         ),
         pixels(augmentation_of(config), train_rows),
-        pixels(AugmentSettings(augment="none"), validation_rows),
+        functools.partial(pixels, AugmentSettings(augment="none")),
         pool,
         training_reading,
         reading([engine.predict_wants] * len(engine.share)),
@@ -307,7 +308,6 @@ def _engine_of(
         watchdog=watchdog,
         host=host,
     )
-
     choose_algorithms(
         strategy,
         placement.device,

@@ -9,11 +9,13 @@ import dataclasses
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from app.pages.run_page import write_report
+from app.training.example_pictures import predicted_masks, write_examples
 from app.training.memory_limit import MemoryLimit, excess
 from app.training.mlflow_log import MlflowLog
 from app.training.outcome import Outcome
@@ -74,8 +76,12 @@ class RunSummary:
         self._add_up_cache()
         session = self._session
         step = write_step(session.engine, self._communicator, session.strategy.name, self._folder.path)
+        # After an interruption the weights are not those that were validated.
+        shown = self._outcome.examples if self._outcome.status == "completed" else ()
+        masks = predicted_masks(session, shown)
         if self._communicator.rank == 0:
-            self._write(self._outcome.status, peaks.tolist(), None, step)
+            examples = write_examples(session, shown, masks, self._folder.path)
+            self._write(self._outcome.status, peaks.tolist(), None, step, examples)
 
     def fed_from_memory(self, images_per_second: float | None) -> None:
         """Add the speed of the same step fed from memory to the summary of a finished run."""
@@ -119,12 +125,20 @@ class RunSummary:
         host = self._session.host
         return [host.peak_bytes, host.peak_file_bytes] if host else [0, 0]
 
-    def _write(self, status: str, peaks: list[list[int]], error: str | None, step: StepRecord | None = None) -> None:
+    def _write(
+        self,
+        status: str,
+        peaks: list[list[int]],
+        error: str | None,
+        step: StepRecord | None = None,
+        examples: Sequence[dict[str, Any]] = (),
+    ) -> None:
         summary = {
             **self._figures(status, peaks, error),
             "bubble": step.measured.bubble if step else None,
             "bubble_predicted": step.simulated.bubble if step else None,
             "step_seconds": step.seconds if step else None,
+            "examples": list(examples),
         }
         self._folder.write_json("summary.json", summary)
         page = write_report(self._folder.path)

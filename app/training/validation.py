@@ -11,7 +11,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from app.settings.run import ScoreSettings
 from app.training.dataset import Dataset
+from app.training.examples import Example, certain_examples, dice_examples
 from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, rows_by, slide_scores
 from models.bag import BagLoss, bag_logits
 from models.losses import IGNORE
@@ -41,6 +42,7 @@ class Scores:
         predictions: one row per slide: slide, split, then scores, empty without a readable tile.
         criterion: name of the metric that chooses the best checkpoint.
         tiles, unreadable: how many were to be scored, and how many of them could not be read.
+        examples: tiles that a report shows.
     """
 
     metrics: dict[str, float | None]
@@ -48,6 +50,7 @@ class Scores:
     criterion: str = "loss"
     tiles: int = 0
     unreadable: int = 0
+    examples: tuple[Example, ...] = ()
 
     @property
     def unscored(self) -> list[str]:
@@ -133,7 +136,7 @@ def evaluate(
         return _bags(dataset, slide, readable, sums, loss)
     if dataset.task == "classify":
         return _tiles(dataset, rows, slide, readable, sums.numpy(), mean_loss, settings)
-    return _segmentation(dataset, slide, readable, sums.numpy(), mean_loss)
+    return _segmentation(dataset, rows, slide, readable, sums.numpy(), mean_loss)
 
 
 def _begin_scores(
@@ -209,7 +212,8 @@ def _tiles(
         "tile_balanced_accuracy": balanced_accuracy(probability, labels),
     }
     of_slides = slide_scores(probability, slide[readable], settings.slide_score, settings.top_k)
-    return _classification(dataset, slide, readable, metrics, *of_slides)
+    scores = _classification(dataset, slide, readable, metrics, *of_slides)
+    return replace(scores, examples=certain_examples(rows[readable], slide[readable], probability, labels))
 
 
 def _bags(
@@ -276,6 +280,7 @@ def _slide_rows(dataset: Dataset, slide: NDArray[np.int64], readable: NDArray[np
 
 def _segmentation(
     dataset: Dataset,
+    rows: NDArray[np.int64],
     slide: NDArray[np.int64],
     readable: NDArray[np.bool_],
     sums: NDArray[np.float64],
@@ -300,4 +305,6 @@ def _segmentation(
         for row, of_slide in zip(_slide_rows(dataset, slide, readable), dice, strict=True)
     ]
     criterion = "dice" if metrics["dice"] is not None else "loss"
-    return Scores(metrics, predictions, criterion, len(slide), int(np.count_nonzero(~readable)))
+    overlap, size = sums[readable, 1:classes], sums[readable, classes + 1 :]
+    examples = dice_examples(rows[readable], slide[readable], overlap, size)
+    return Scores(metrics, predictions, criterion, len(slide), int(np.count_nonzero(~readable)), examples)

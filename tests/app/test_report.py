@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -15,7 +16,10 @@ import pytest
 from app.pages import run_files
 from app.pages.run_page import write_report
 from app.report import main
-from tests.helpers.run_folder import write_csv, write_run, write_summary
+from tests.helpers.run_folder import add_examples, write_csv, write_run, write_summary
+
+CACHE = {"hits": 5, "misses": 1, "stored": 1, "damaged": 0, "full": None, "hit_s": 1.0, "slide_s": 1.0, "store_s": 1.0}
+LIMIT = {"memory_limit_bytes": 1000, "recompute": "none", "offload": "none"}
 
 
 @pytest.fixture
@@ -241,3 +245,75 @@ def test_metrics_of_a_long_run_are_read_as_numbers(tmp_path):
     assert metrics["column0"][-1] == 2.0
     assert math.isnan(metrics["column6"][-1])
     assert peak < 300 * rows
+
+
+def test_tiles_of_the_last_validation(run):
+    add_examples(run)
+    told = text(run)
+    for part in (
+        "✗ wrong normal, predicted tumour <3> with 0.875; slide-0 at 0, 0",
+        "✓ right normal, predicted with 0.875; slide-1 at 512, 0",
+        "Dice 0.875; slide-2 at 1024, 0",
+    ):
+        assert part in told, part
+    assert len(list(page(run).iter("img"))) == 2 + 3
+    (run / "examples" / "1.jpg").unlink()
+    assert len(list(page(run).iter("img"))) == 2 + 2
+
+
+def write_plan(run, **changed):
+    plan = {
+        "strategy": "ddp",
+        "images_per_second": 20.0,
+        "peak_memory_bytes": [3 << 30, 2 << 30],
+        "cost_source": "calibration",
+        "expected_error": 0.1,
+    }
+    (run / "plan.json").write_text(json.dumps(plan | changed))
+
+
+def test_the_forecast_stands_beside_the_measurement(run):
+    assert "Forecast" not in text(run)
+    write_plan(run)
+    write_summary(run, device_bytes=[2 << 30, 3 << 29])
+    told = text(run)
+    assert "images/s, reading included 20 15.87 −21 %" in told
+    assert "images/s, fed from memory 20 16.02 −20 %" in told
+    assert "tensors on the fullest rank 3 GiB 2 GiB −33 %" in told
+    assert "Times of the plan: calibration; a layer's time is expected to be within 10 %." in told
+    write_plan(run, strategy="gpipe")  # the run was resumed with another strategy
+    assert "Forecast" not in text(run)
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        ({}, None),
+        ({"data_wait_fraction": 0.31}, "31.00 % of the step time waited for tiles. Try --cache DIR"),
+        ({"data_wait_fraction": 0.31, "tile_cache": CACHE | {"full": "32 GiB"}}, "raise --cache-bytes"),
+        ({"data_wait_fraction": 0.31, "tile_cache": CACHE | {"misses": 9}}, "a second epoch"),
+        ({"data_wait_fraction": 0.31, "tile_cache": CACHE}, "put --cache on a faster disk"),
+        ({"data_wait_fraction": 0.31, "tile_px": "slide"}, "--developer read-ahead=4GiB"),
+        ({"idle_fraction": [0.0, 0.4]}, "--shares auto with --microbatches 8"),
+        ({"idle_fraction": [0.4, 0.4]}, None),
+        ({"bubble": 0.5}, "--microbatches 4, which fills more of it"),
+        ({"bubble": 0.5, "microbatches": 8}, None),
+        (
+            {"status": "failed", "error": "out of memory on cuda:0: lower"},
+            "Try --microbatches 8, then --recompute block;",
+        ),
+        ({"status": "failed", "error": "the loss is nan"}, None),
+        (LIMIT | {"device_bytes": [950, 10], "microbatches": 8}, "95.00 % of 1000 B: for larger tiles"),
+        (
+            LIMIT | {"device_bytes": [950], "recompute": "block", "microbatches": 8},
+            "try --offload overlap, then --stream 512",
+        ),
+        (LIMIT | {"device_bytes": [950], "stream_px": 512, "microbatches": 8}, "try --stream 256, then --ranks 4"),
+        (LIMIT | {"device_bytes": [400], "recompute": "block"}, "leave out --recompute"),
+        (LIMIT | {"device_bytes": [700], "recompute": "block"}, None),
+    ],
+)
+def test_what_to_try_next(run, summary, said):
+    write_summary(run, **summary)
+    assert ("What to try next" in headings(run)) == (said is not None)
+    assert said is None or said in text(run)

@@ -80,3 +80,16 @@ def write_summary(run: Path, **changed: Any) -> None:
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([columns, *rows])
+
+
+def add_examples(run: Path) -> None:
+    """Tiles of the last validation: a wrong one, a right one and one with masks."""
+    (run / "examples").mkdir()
+    examples = []
+    for number, (truth, prediction) in enumerate([CLASSES, CLASSES[:1] * 2, (None, None)]):
+        picture = np.full((192, 588 if truth is None else 192, 3), 90 + 40 * number, np.uint8)
+        cv2.imwrite(str(run / "examples" / f"{number}.jpg"), picture)
+        place = {"slide": f"slide-{number}", "l0_x": 512 * number, "l0_y": 0}
+        said = {"truth": truth, "prediction": prediction, "score": 0.875}
+        examples.append({"picture": f"examples/{number}.jpg", **place, **said})
+    write_summary(run, examples=examples)

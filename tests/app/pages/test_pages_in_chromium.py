@@ -15,7 +15,7 @@ from app.pages.comparison import write_comparison
 from app.pages.run_page import write_report
 from tests.helpers.bench_folder import row, unfit, write_bench, write_rows
 from tests.helpers.chromium import Browser, browser, find_chromium
-from tests.helpers.run_folder import write_run
+from tests.helpers.run_folder import add_examples, write_run
 from tests.helpers.slides_page import write_many
 
 pytestmark = pytest.mark.browser
@@ -80,6 +80,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every kind of page, and one with almost nothing on it."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [write_run(folder / f"run-with-a-rather-long-name-{n}") for n in range(3)]
+    add_examples(runs[0])
     many = "fsdp does not go with an MPI launcher; " * 9
     one = [unfit("ddp"), row("gpipe", status="cannot", reason=many + "x" * 200, images_per_second=None)]
     return {

@@ -92,7 +92,7 @@ def test_each_tile_is_visited_as_often_whatever_the_number_of_slides(what: str) 
             elif what == "slide_rows":
                 list(_slide_rows(data, slide, readable))
             else:
-                _segmentation(data, slide, readable, values, None)
+                _segmentation(data, np.arange(len(slide)), slide, readable, values, None)
 
         return visited(work, slide, values, readable) / len(slide)
 

@@ -1,0 +1,130 @@
+"""The forecast of a run next to its measurement, and what to try next where memory or reading was the limit.
+
+Takes the files of a run; gives a table and sentences, empty where nothing was planned or no limit was met.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from app.pages.html import Table, format_setting, format_value
+from app.pages.run_files import RunFiles
+from parallel.units import bytes_text
+
+WAIT, IDLE, BUBBLE, FULL = 0.1, 0.1, 0.25, 0.9
+"""Shares of the step time and of the memory from which something is advised."""
+
+ROOM = 0.5
+"""Share of the memory below which recomputation is not needed: it saves at most about so much of the whole."""
+
+
+def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:
+    """Return planned and measured speed, waiting and bytes with the deviation in per cent, and where the plan's times
+    came from; no rows of a run without a plan."""
+    plan, summary = files.plan, files.summary
+    if plan.get("strategy") != summary.get("strategy"):  # resumed with another, by name
+        plan = {}
+    speed, taken = plan.get("images_per_second"), _largest(plan.get("peak_memory_bytes"))
+    compared: list[tuple[str, Any, Any, Callable[[Any], str]]] = [
+        ("images/s, reading included", speed, summary.get("images_per_second"), format_value),
+        ("images/s, fed from memory", speed, summary.get("images_per_second_no_data"), format_value),
+        ("tensors on the fullest rank", taken, _largest(summary.get("device_bytes")), bytes_text),
+    ]
+    rows = [
+        (name, form(planned), form(measured), f"{100 * (measured / planned - 1):+.0f} %".replace("-", "−"))
+        for name, planned, measured, form in compared
+        if planned and measured
+    ]
+    if not rows:
+        return Table((), ()), []
+    notes = []
+    if speed:
+        error = plan.get("expected_error")
+        within = "" if error is None else f"; a layer's time is expected to be within {100 * error:.0f} %"
+        notes.append(f"Times of the plan: {plan.get('cost_source')}{within}.")
+    return Table(("", "forecast", "measured", "deviation"), rows, (1, 2, 3)), notes
+
+
+def advice(files: RunFiles) -> list[str]:
+    """Return what to try next, most urgent first."""
+    return [*_of_memory(files), *_of_reading(files.summary), *_of_waiting(files.summary)]
+
+
+def _of_memory(files: RunFiles) -> Iterator[str]:
+    summary = files.summary
+    limit, taken = _limit(files), _largest(summary.get("device_bytes"))
+    recomputes = summary.get("recompute", "none") != "none"
+    if summary.get("status") == "failed" and re.search("out of memory", summary.get("error") or ""):
+        yield f"Memory ran out. Try {_smaller(summary)}; `python -m app.plan --largest-tile` says what fits."
+    elif limit and taken and taken >= FULL * limit:
+        share = format_setting("_fraction", taken / limit)
+        yield f"Tensors took {share} of {bytes_text(limit)}: for larger tiles or batches try {_smaller(summary)}."
+    elif limit and taken and recomputes and taken < ROOM * limit:
+        share = format_setting("_fraction", taken / limit)
+        yield (
+            f"Tensors took {share} of {bytes_text(limit)}, and --recompute costs about a third more computing: "
+            "leave out --recompute, or use larger tiles."
+        )
+
+
+def _smaller(summary: Mapping[str, Any]) -> str:
+    """The next two ways of needing less memory that the run did not use, cheapest first."""
+    whole = summary.get("microbatches") == summary.get("global_batch")
+    ways = [
+        (f"--microbatches {summary.get('global_batch')}", not whole),
+        ("--recompute block", summary.get("recompute", "none") == "none" and not summary.get("stream_px")),
+        ("--offload overlap", summary.get("offload", "none") == "none" and not summary.get("stream_px")),
+        ("--stream 512", not summary.get("stream_px")),
+        (f"--stream {(summary.get('stream_px') or 0) // 2}", bool(summary.get("stream_px"))),
+        (f"--ranks {2 * summary.get('ranks', 1)}", True),
+    ]
+    return ", then ".join([way for way, unused in ways if unused][:2])
+
+
+def _of_reading(summary: Mapping[str, Any]) -> Iterator[str]:
+    waited, cache = summary.get("data_wait_fraction") or 0.0, summary.get("tile_cache")
+    if waited < WAIT:
+        return
+    begin = f"Reading was the limit: {format_setting('_fraction', waited)} of the step time waited for tiles."
+    if summary.get("tile_px") == "slide":
+        yield f"{begin} Try --developer read-ahead=4GiB, or a coarser --mpp."
+    elif not cache:
+        yield (
+            f"{begin} Try --cache DIR on a local disk, which keeps tiles for the epochs that follow, or "
+            "--developer read-ahead=4GiB."
+        )
+    elif cache.get("full"):
+        yield f"{begin} The cache is full: raise --cache-bytes."
+    elif cache["misses"] > cache["hits"]:
+        yield f"{begin} Most tiles were not in the cache yet; a second epoch, or a second run, reads them from there."
+    else:
+        yield f"{begin} Tiles came from the cache: put --cache on a faster disk, or try --developer read-ahead=4GiB."
+
+
+def _of_waiting(summary: Mapping[str, Any]) -> Iterator[str]:
+    idle, bubble = summary.get("idle_fraction") or [], summary.get("bubble") or 0.0
+    m, batch = summary.get("microbatches") or 1, summary.get("global_batch") or 1
+    if idle and max(idle) - min(idle) >= IDLE:
+        yield (
+            f"Some ranks waited up to {format_setting('_fraction', max(idle))} of the step time for slower ones: try "
+            f"--shares auto with --microbatches {max(2 * m, batch)}."
+        )
+    if bubble >= BUBBLE and 2 * m <= batch:
+        yield (
+            f"Ranks of the pipeline waited {format_setting('_fraction', bubble)} of a step for each other: try "
+            f"--microbatches {2 * m}, which fills more of it, or --parallel auto."
+        )
+
+
+def _limit(files: RunFiles) -> int | None:
+    """Bytes that a rank may take: as asked, or as the smallest GPU has."""
+    gpus = [gpu.get("memory_bytes") for gpu in files.environment.get("gpus") or ()]
+    on_gpu = str(files.summary.get("device", "")).startswith("cuda")
+    limit: int | None = files.summary.get("memory_limit_bytes")
+    return limit or (min(filter(None, gpus), default=None) if on_gpu else None)
+
+
+def _largest(of_ranks: list[int | None] | None) -> int:
+    return max((size or 0 for size in of_ranks or ()), default=0)
