@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from app.benchmark.command import BenchCommand
 from app.launch.folder_lock import sole_user
 from app.settings.cli import run_command
+from pipelines.catalog.catalog import check_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: BenchCommand, arguments: Sequence[str]) -> int:
     from app.benchmark.campaign import Campaign  # which reads slides; first the settings are known to be right
 
+    check_folder(command.data.slides)
     with sole_user(command.out):
         return Campaign(command, arguments).run()
 

@@ -151,7 +151,8 @@ def convert_folder(command: ConvertCommand) -> int:
             made[target] = source
         except (SlideError, ValueError, OSError) as fault:
             failed += 1
-            print(f"{source}: not converted: {fault}", file=sys.stderr, flush=True)
+            reason = str(fault).removeprefix(f"{source}: ")
+            print(f"{source}: not converted: {reason}", file=sys.stderr, flush=True)
     if guessed:
         print(NO_BOUNDS)
     print(f"{len(made)} of {len(sources)} files converted, {there} were there already, {failed} failed")

@@ -45,7 +45,7 @@ class EvaluateCommand:
 
     def validate(self) -> list[str]:
         if self.labels is None and self.annotations is None:
-            return ["there is nothing to hold predictions against: give --labels FILE.csv, --annotations DIR, or both"]
+            return ["nothing to evaluate: give --labels FILE.csv, --annotations DIR, or both"]
         fault = pattern_fault(self.patient_pattern)
         return [] if fault is None else [fault]
 

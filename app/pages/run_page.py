@@ -95,6 +95,7 @@ def render(files: RunFiles) -> str:
         schedule=files.schedule,
         examples=_examples(files),
         legend=_legend(summary),
+        in_bags=bool(files.config.get("bag")),
         classes=class_table(files.predictions),
         slides=slides,
         slide_notes=slide_notes,

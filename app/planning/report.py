@@ -63,6 +63,8 @@ def report(command: PlanCommand) -> int:
     Raises:
         ValueError: a model, device or link that is not known, or a model that does not run on such tiles.
     """
+    if command.device_spec is None:  # to measure this machine takes a minute: first refuse a model that is none
+        Workload(command.model, command.tile, command.classes, command.norm, head=command.head).build()
     machine = machine_of(command)
     work = workload_of(command, machine)
     planner = planner_for(command, machine, work)

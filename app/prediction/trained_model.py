@@ -212,6 +212,10 @@ def load_model(
         RunError: the checkpoint is damaged or of another version.
         ValueError: there is none, or its model cannot be used so.
     """
+    if path.is_dir():
+        raise ValueError(
+            f"--checkpoint {path} is a folder; give a file, as {path / 'checkpoints' / 'best.pt'} of a run"
+        )
     if not path.is_file():
         raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
     state = load_checkpoint(path)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import errno
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,6 +116,19 @@ def describe_system_error(fault: OSError) -> str:
     return f"{where}{fault.strerror}; {advice}"
 
 
+def _description(config_type: type[Any], has_developer_settings: bool) -> str:
+    """Return the head of --help, wrapped: tyro joins lines, except those that begin with a blank or a dash."""
+    width = max(40, min(shutil.get_terminal_size().columns, 120) - 1)
+    purpose = textwrap.fill(" ".join((config_type.__doc__ or "").split()), width, subsequent_indent=" ")
+    lines = [
+        "--config FILE.yaml reads settings from a file; flags win.",
+        "--print-config prints the settings and stops.",
+    ]
+    if has_developer_settings:
+        lines.append(f"--{BLOCK} KEY=VALUE sets what hardly anybody changes: docs/developer.md.")
+    return "\n".join((purpose, "", *lines))
+
+
 def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | None:
     """The settings, or None when ``--print-config`` asked only to see them.
 
@@ -135,16 +150,13 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
         developer |= block
     developer |= developer_values(hidden, dict(map(key_and_value, given)), f"--{BLOCK}")
     argv = from_files + [arg for arg in argv if arg != "--print-config"]
-    description = (config_type.__doc__ or "").strip() + (
-        "\n\nAlso: --config FILE.yaml reads settings from a file (flags win), --print-config shows the resolved ones."
-    )
-    if hidden:
-        description += (
-            f" What hardly anybody sets is under `{BLOCK}:` there, or given as --{BLOCK} KEY=VALUE: docs/developer.md."
-        )
     with _TYRO:
         config = tyro.cli(
-            config_type, args=argv, prog=prog, description=description, config=(tyro.conf.OmitArgPrefixes,)
+            config_type,
+            args=argv,
+            prog=prog,
+            description=_description(config_type, bool(hidden)),
+            config=(tyro.conf.OmitArgPrefixes,),
         )
     if developer:
         block_type = dataclasses.make_dataclass(BLOCK, [(name, hidden[name]) for name in developer])

@@ -23,7 +23,9 @@ def read_data(path: Path) -> dict[str, Any]:
         loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except RecursionError as fault:
         raise ValueError(f"{path} cannot be read: it is nested too deeply; expected names and values") from fault
-    except (OSError, ValueError, yaml.YAMLError) as fault:  # ValueError: no UTF-8, no JSON, or a date that is none
+    except OSError as fault:
+        raise ValueError(f"{path} cannot be read: {fault.strerror}") from fault
+    except (ValueError, yaml.YAMLError) as fault:  # ValueError: no UTF-8, no JSON, or a date that is none
         raise ValueError(f"{path} cannot be read: {fault}") from fault
     if loaded is None and path.suffix != ".json":
         return {}

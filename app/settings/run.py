@@ -304,7 +304,8 @@ class RunConfig:
             *self.checkpoint.validate(),
         ]
         if self.steps is not None and self.epochs is not None:
-            faults.append(f"give --steps or --epochs, not both; got {self.steps} and {self.epochs:g}")
+            got = f"got {self.steps} and {self.epochs:g}; remove the one that --config gives"
+            faults.append(f"give --steps or --epochs, not both; {got}")
         if self.steps is not None and self.steps < 1:
             faults.append(f"--steps must be at least 1; got {self.steps}")
         if self.epochs is not None and not self.epochs > 0:

@@ -133,7 +133,7 @@ def evaluate(
     slide = dataset.tiles.slide[rows].astype(np.int64)
     mean_loss = float(losses.numpy()[readable].mean()) if readable.any() else None
     if isinstance(loss, BagLoss):
-        return _bags(dataset, slide, readable, sums, loss)
+        return _bags(dataset, rows, slide, readable, sums, loss)
     if dataset.task == "classify":
         return _tiles(dataset, rows, slide, readable, sums.numpy(), mean_loss, settings)
     return _segmentation(dataset, rows, slide, readable, sums.numpy(), mean_loss)
@@ -217,16 +217,24 @@ def _tiles(
 
 
 def _bags(
-    dataset: Dataset, slide: NDArray[np.int64], readable: NDArray[np.bool_], outputs: Tensor, loss: BagLoss
+    dataset: Dataset,
+    rows: NDArray[np.int64],
+    slide: NDArray[np.int64],
+    readable: NDArray[np.bool_],
+    outputs: Tensor,
+    loss: BagLoss,
 ) -> Scores:
-    """Return the scores of a classifier of bags: all tiles of a slide are one."""
+    """Return the scores of a classifier of bags: all tiles of a slide are one, and the heaviest is its example."""
     loss = copy.deepcopy(loss).cpu()
     numbers, tiles = rows_by(slide[readable])
-    logits = torch.cat([bag_logits(outputs[readable][own][None]) for own in tiles]) if len(numbers) else None
+    outputs = outputs[torch.from_numpy(readable)]
+    logits = torch.cat([bag_logits(outputs[own][None]) for own in tiles]) if len(numbers) else None
     labels = torch.tensor([dataset.slide_labels[dataset.tiles.slides[number]] for number in numbers])
     value = None if logits is None else float(loss.of_items(logits, labels).mean())
     scores = np.empty((0, len(dataset.classes))) if logits is None else logits.softmax(1).numpy()
-    return _classification(dataset, slide, readable, {"loss": value}, numbers, scores)
+    heaviest = np.array([own[int(outputs[own, -1].argmax())] for own in tiles], np.int64)
+    examples = certain_examples(rows[readable][heaviest], numbers, scores, labels.numpy())
+    return replace(_classification(dataset, slide, readable, {"loss": value}, numbers, scores), examples=examples)
 
 
 def _classification(

@@ -204,7 +204,7 @@ def find_slides(
     given = [("--slide-mpp", mpp), *((f"the mpp of slide {s!r}", v) for s, v in named.items())]
     if faults := [f"{where} {fault}" for where, value in given if value is not None and (fault := mpp_fault(value))]:
         raise ValueError(shown(faults))
-    _check_folder(root)
+    check_folder(root)
     paths: dict[str, Path] = {}
     twice: list[str] = []
     candidates = list(_candidates(root))
@@ -241,7 +241,12 @@ def find_slides(
     return tuple(SlideSpec(s, paths[s], overrides.get(s, mpp), backend, scene=scene) for s in sorted(paths))
 
 
-def _check_folder(root: Path) -> None:
+def check_folder(root: Path) -> None:
+    """Refuse what is no folder of slides.
+
+    Raises:
+        ValueError: ``root`` does not exist, is a file, or is one slide.
+    """
     if not root.exists():
         raise ValueError(f"--slides must be a folder of slides; {root} does not exist. Check the path")
     if not root.is_dir():

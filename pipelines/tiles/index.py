@@ -104,6 +104,8 @@ def build_index(
     path = out / (part.file_name if part else WHOLE_FILE)
     (out / "tissue").mkdir(parents=True, exist_ok=True)
     table = TileTable.load(path) if path.exists() else TileTable.joined(settings, [])
+    if not len(table) and table.settings != settings:  # every slide failed, perhaps because of these settings
+        table = TileTable.joined(settings, [])
     check_settings(table.settings, settings, path)
     _check_overrides(table, specs, path)
     # A slide that failed may be given the mpp or scene it lacked: that is another try, not another index.

@@ -160,6 +160,14 @@ CASES = [
     Case("unknown option", slides, TRAIN + " --bacth 3", 2, "--bacth"),
     Case("value of the wrong kind", slides, TRAIN + " --lr fast", 2, "--lr"),
     Case("more ranks than tiles", slides, TRAIN + " --ranks 8 --parallel ddp", 2, "every rank needs a microbatch"),
+    Case("benchmark of no folder", nothing, "app.bench --slides {d}/nowhere --out {out}", 2, "nowhere does not exist"),
+    Case(
+        "folder in place of a checkpoint", nothing, "app.predict --slides {d} --checkpoint {d}", 2, "best.pt of a run"
+    ),
+    Case("drawings that are not there", nothing, "app.convert {d}/nowhere {out}", 2, "nowhere is none. Check the path"),
+    Case(
+        "config that is not there", slides, TRAIN + " --config {d}/my.yaml", 2, "my.yaml cannot be read: No such file"
+    ),
     Case("weights file that is none", slides, TRAIN + " --weights {d}/labels.csv", 2, "--weights"),
 ]
 

@@ -67,6 +67,11 @@ def test_bags_learn_from_labels_of_slides(run: Path) -> None:
     assert summary["images"] == 30 * 72
     assert summary["metrics"]["slide_auc"] == 1
     assert "tile_auc" not in summary["metrics"]
+    shown = [example for example in summary["examples"] if example["truth"] == "dotted"]
+    assert shown, "the report shows the tile of each slide that weighs most"
+    for example in shown:
+        row, column = LOUD[int(example["slide"][1:]) // 2 % 3]
+        assert (example["l0_y"], example["l0_x"]) == (row * PX, column * PX)
 
 
 def test_prediction_maps_attention(run: Path, slides: Path, tmp_path: Path) -> None:

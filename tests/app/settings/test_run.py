@@ -55,7 +55,10 @@ def test_every_flag_has_its_own_name_and_help() -> None:
     ("config", "messages"),
     [
         (replace(CONFIG, steps=0), ["--steps must be at least 1; got 0"]),
-        (replace(CONFIG, steps=3, epochs=2.0), ["give --steps or --epochs, not both; got 3 and 2"]),
+        (
+            replace(CONFIG, steps=3, epochs=2.0),
+            ["give --steps or --epochs, not both; got 3 and 2; remove the one that --config gives"],
+        ),
         (replace(CONFIG, epochs=0.0), ["--epochs must be above 0"]),
         (replace(CONFIG, strategy=StrategySettings("ddp", ranks=4, batch=2)), ["every rank needs a microbatch"]),
         (replace(CONFIG, strategy=StrategySettings(parallel="single", ranks=2)), ["uses one process; got 2 ranks"]),

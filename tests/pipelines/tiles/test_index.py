@@ -180,6 +180,15 @@ def test_an_index_is_reused_and_other_settings_are_refused(tmp_path):
         build_index([replace(specs[0], mpp=0.25)], SETTINGS, tmp_path)
 
 
+def test_an_index_in_which_every_slide_failed_takes_other_settings(tmp_path):
+    specs = specs_of(svs=SVS)
+    with pytest.raises(SlideError, match="larger than the slide"):
+        build_index(specs, replace(SETTINGS, mpp=40.0), tmp_path, workers=1)
+    assert len(build_index(specs, SETTINGS, tmp_path, workers=1))
+    with pytest.raises(ValueError, match=r"mpp is 0.5 there, 40.0 was asked for"):
+        build_index(specs, replace(SETTINGS, mpp=40.0), tmp_path)
+
+
 def test_new_slides_are_added_as_if_indexed_in_one_go(tmp_path):
     specs = specs_of(b=SVS, a=NDPI, c=SVS)
     build_index(specs[:1], SETTINGS, tmp_path / "grown", workers=1)
