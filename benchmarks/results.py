@@ -1,16 +1,49 @@
-"""Results of a benchmark where its README has room for them: between two markers, written by the run alone.
+"""Command line and results of a benchmark: JSON in ``bench-data``, and tables between two markers of a README.
 
 Takes tables as rows of text; gives Markdown, and puts it into the README of the benchmark's folder.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import measured_on
 
+OUT = Path(__file__).parents[1] / "bench-data"
 BEGIN, END = "<!-- results: written by the run -->\n", "<!-- end of results -->"
+
+
+def parser_of(doc: str | None, *, writes: bool = True) -> argparse.ArgumentParser:
+    """Return a parser whose help is ``doc``.
+
+    Args:
+        writes: add ``--write``, which puts the tables into README.md.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if writes:
+        parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    return parser
+
+
+def write_json(name: str, result: Any) -> None:
+    """Write ``result`` as ``bench-data/NAME.json``."""
+    OUT.mkdir(exist_ok=True)
+    (OUT / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def publish(script: str, text: str, write: bool, part: str = "") -> None:
+    """Print ``text``, and with ``write`` put it into the README next to ``script``.
+
+    Args:
+        part: as for ``write_results``.
+    """
+    print(text)
+    if write:
+        write_results(Path(script).with_name("README.md"), text, part)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

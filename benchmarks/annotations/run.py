@@ -8,7 +8,6 @@ XML, and asks for masks of tiles at random places. Beside it the usual way: shap
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from pipelines.backends.memory import memory_slide
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotation_cache import read_annotation
@@ -118,10 +117,9 @@ def _shown(times_us: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--vertices", type=int, default=1_000_000, help="of each drawing")
     parser.add_argument("--tiles", type=int, default=200, help="masks asked for, of each size")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     cv2.setNumThreads(1)
     rng = np.random.default_rng(0)
@@ -133,9 +131,7 @@ def main() -> None:
     header = ("drawing", "file, MB", "load, s", "held, MB", *(f"mask of {tile} px, us" for tile in TILES))
     told = f"{arguments.vertices:,} vertices in each; {arguments.tiles} tiles, median (95th percentile).\n"
     text = results("python -m benchmarks.annotations.run --write", markdown_table(header, lines), told)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, arguments.write)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Slides are noise, and positive ones have a few striped tiles among many. The sam
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import shutil
@@ -22,7 +21,7 @@ import cv2
 import numpy as np
 from torch import nn
 
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "bags"
@@ -82,11 +81,10 @@ def measure(slides: Path, way: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--slides", type=int, default=40, help="how many, half of them held out")
     parser.add_argument("--steps", type=int, default=60, help="of every run")
     parser.add_argument("--seeds", type=int, default=5, help="runs of every way: of weights, order and split")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     asked = parser.parse_args()
     slides = OUT / "slides"
     make_slides(slides, asked.slides)

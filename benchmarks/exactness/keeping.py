@@ -9,7 +9,6 @@ when every cell has passed.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import json
@@ -26,7 +25,7 @@ from app.settings.strategy_faults import strategy_faults
 from app.training.engines import build_engine
 from app.training.exactness import KINDS, Errors, ExactnessTrial, verify_engine
 from benchmarks.exactness.keeping_cells import CLASSES, SCHEDULES, SUBJECTS, WAYS, Cell, all_cells
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
@@ -115,11 +114,10 @@ def chosen(only: Iterable[str]) -> list[Cell]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells with all of these: dropout 1f1b")
     parser.add_argument("--again", action="store_true", help="also those that the file already has")
     parser.add_argument("--known", action="store_true", help="compute nothing, sum up what the file has")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, dict[str, Any]] = json.loads(OUT.read_text()) if OUT.exists() else {}

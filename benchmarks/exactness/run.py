@@ -8,7 +8,6 @@ and the largest errors in the README. Exit code 0 when no cell is inexact or has
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -22,7 +21,7 @@ from benchmarks.exactness.cells import Cell, all_cells
 from benchmarks.exactness.measure import PATIENCE_S, Row, failed, on_ranks, on_threads
 from benchmarks.exactness.table import append, read, summary
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import results, write_results
+from benchmarks.results import parser_of, results, write_results
 from parallel.comm.communicator import CommunicationError, Communicator
 
 CSV = Path(__file__).parents[2] / "bench-data" / "exactness.csv"
@@ -73,13 +72,12 @@ def chosen(only: list[str]) -> list[Cell]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="cells that have all of these, such as: gloo mast 2x2"
     )
     parser.add_argument("--again", action="store_true", help="also those that the file already has")
     parser.add_argument("--known", action="store_true", help="compute nothing, sum up what the file has")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     wanted = chosen(arguments.only)

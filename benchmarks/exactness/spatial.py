@@ -9,7 +9,6 @@ name.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -25,7 +24,7 @@ from benchmarks.exactness.spatial_cells import Cell, ModelCell, OperationCell, a
 from benchmarks.exactness.spatial_measure import PATIENCE_S, Row, measure_operation, on_threads
 from benchmarks.exactness.spatial_table import largest, summary
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import results, write_results
+from benchmarks.results import parser_of, results, write_results
 
 OUT = Path(__file__).parents[2] / "bench-data" / "exactness_spatial.json"
 AT_ONCE = 20
@@ -87,11 +86,10 @@ def measure(cells: Sequence[Cell], rows: Rows) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="cells with all of these: resnet18 gloo")
     parser.add_argument("--again", action="store_true", help="also those that the file already has")
     parser.add_argument("--known", action="store_true", help="compute nothing, sum up what the file has")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Using padding='same'")

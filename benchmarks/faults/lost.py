@@ -10,7 +10,6 @@ those of four ranks that nobody disturbed: whoever computes them, they are sums 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import re
@@ -28,7 +27,7 @@ import psutil
 
 from app import synth
 from benchmarks.faults.starts import ROOT, ProcessRun, environment, rank_of, rows_of
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 
 OUT = ROOT / "bench-data" / "fault_drill_lost"
 README = Path(__file__).with_name("LOST.md")
@@ -181,7 +180,7 @@ def drills(only: str, slides: Path, steps: int) -> Iterator[Lost]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--only", default="", help="regular expression of launchers")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--write", action="store_true", help="put the table into LOST.md")

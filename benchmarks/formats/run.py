@@ -8,7 +8,6 @@ levels, backend, a checksum of the regions, and the largest difference to OpenSl
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import random
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.formats.references import MAX_PX, openslide_level, own_library
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from pipelines.catalog.catalog import FILE_SUFFIXES, FOLDER_SUFFIX, SlideSpec, find_slides, slide_stem
 from pipelines.slides.geometry import Level, Region, l0_from_l, l_from_l0
 from pipelines.slides.slide import Pixels, Slide, SlideError
@@ -131,10 +130,9 @@ def slides_of(folders: list[Path]) -> Iterator[SlideSpec]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--extra", type=Path, nargs="+", default=[], help="folders of slides beside the shipped ones")
     parser.add_argument("--regions", type=int, default=200, help="of each slide")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     rows, refused = [], []
     with tempfile.TemporaryDirectory() as read, tempfile.TemporaryDirectory() as others:
@@ -161,9 +159,7 @@ def main() -> None:
         "Refused by name:\n",
         markdown_table(("slide", "error"), refused),
     )
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, arguments.write)
 
 
 if __name__ == "__main__":

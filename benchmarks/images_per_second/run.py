@@ -24,7 +24,7 @@ from app.benchmark.row import compare
 from app.pages.bench_page import write_page
 from app.settings.sizes import bytes_of
 from benchmarks.images_per_second.torch_pipelines import measured
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from demo.run import collect_slides
 from parallel.units import bytes_text
 
@@ -175,14 +175,13 @@ def their_lines(model: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
     parser.add_argument("--tiles", type=int, nargs="*", default=[512, 1024, 2048], help="none: only the tables")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--strategies", nargs="+", help="default: all")
     parser.add_argument("--steps", type=int, help="of a run; default: by tile size")
     parser.add_argument("--repeats", type=int, help="runs of each case; default: by tile size")
-    parser.add_argument("--write", action="store_true", help="write the table of README.md")
     asked = parser.parse_args()
     for model in asked.models:
         for tile in asked.tiles:
@@ -197,9 +196,7 @@ def main() -> None:
         *([markdown_table(THEIR_HEADER, theirs)] if theirs else []),
         f"{BATCH} tiles a step, {MEMORY} a rank. All runs together: {minutes:.0f} min.\n",
     )
-    print(text)
-    if asked.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, asked.write)
 
 
 if __name__ == "__main__":

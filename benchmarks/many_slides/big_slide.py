@@ -7,7 +7,6 @@ Takes nothing; gives one line per command, memory summed over all its processes,
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import measured_on
+from benchmarks.results import parser_of
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "big_slide"
@@ -53,7 +53,7 @@ def watched(name: str, *arguments: str) -> dict[str, float | str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--size", type=int, default=100_000, help="px of the slide's side")
     parser.add_argument("--tile", type=int, default=2048, help="px of the training tiles")
     parser.add_argument("--steps", type=int, default=20, help="training steps")

@@ -9,7 +9,6 @@ large slide while its memory is sampled. Both blend probabilities with the same 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -25,7 +24,7 @@ import psutil
 import tifffile
 
 from benchmarks.many_slides.big_slide import resident
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "prediction"
@@ -107,7 +106,7 @@ def by_monai(slide: Path, checkpoint: Path, tile: int, overlap: float) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--size", type=int, default=50_000, help="px of the large slide's side; 0: none")
     parser.add_argument("--peer-size", type=int, default=4096, help="px of the side of the slide that MONAI predicts")
     parser.add_argument("--rounds", type=int, default=5, help="of the small slide, alternating")

@@ -8,7 +8,6 @@ Takes nothing (slides are made); runs ``app.index``, ``app.train`` for an epoch 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import json
@@ -23,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.many_slides.big_slide import resident
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "many_slides"
@@ -78,7 +77,7 @@ def watched(name: str, *arguments: str) -> Stage:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--slides", type=int, default=500)
     parser.add_argument("--size", type=int, default=1536, help="px of a slide's side")
     parser.add_argument("--part", type=int, default=2, help="an epoch is one in so many training tiles")

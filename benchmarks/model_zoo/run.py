@@ -24,7 +24,7 @@ import psutil
 from benchmarks.model_zoo.grid import grid_entries
 from benchmarks.model_zoo.table import FAULTS, Row, append, grid_summary, read, summary, totals
 from benchmarks.model_zoo.zoo import Entry, all_entries
-from benchmarks.results import results, write_results
+from benchmarks.results import parser_of, results, write_results
 
 ROOT = Path(__file__).parents[2]
 CSV = ROOT / "bench-data" / "model_zoo.csv"
@@ -102,7 +102,7 @@ def _wanted(arguments: argparse.Namespace) -> list[Entry]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="these models, such as 'smp:*'")
     parser.add_argument("--deep", action="store_true", help="also the larger members of torchvision's families")
     parser.add_argument(
@@ -113,7 +113,6 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds for a model; default 600")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models at once, a core each; default 1")
     parser.add_argument("--csv", type=Path, default=CSV, metavar="FILE", help="where rows are kept")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     wanted = _wanted(arguments)
     if not wanted:

@@ -11,7 +11,6 @@ on what else the machine does.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import resource
@@ -31,7 +30,7 @@ from segmentation_models_pytorch.losses import DiceLoss
 
 from app.evaluation.areas import score_areas
 from app.prediction.prediction_folder import PredictionFolder
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "nuclei"
@@ -139,7 +138,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--images", type=Path, default=ROOT / "data" / "nuclei" / "images")
     parser.add_argument("--masks", type=Path, default=ROOT / "data" / "nuclei" / "masks")
     parser.add_argument("--steps", type=int, default=400, help="of app.train; the peer gets its seconds")

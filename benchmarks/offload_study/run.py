@@ -26,7 +26,7 @@ from benchmarks.machine import measured_on
 from benchmarks.offload_study import published
 from benchmarks.offload_study.measure import Trained, measure_model
 from benchmarks.offload_study.pictures import Pictures, pictures_of_folder, pictures_of_slides
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data"
@@ -184,7 +184,7 @@ def device_text(device: torch.device) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--images", type=Path, help="folder with a sub-folder per class, below train/ and val/ or not")
     source.add_argument("--slides", type=Path, help="folder of slides; default: the shipped ones")
@@ -196,7 +196,6 @@ def main() -> None:
     parser.add_argument("--px", type=int, help="side of the pictures; default: 224 on a GPU, 64 on a CPU")
     parser.add_argument("--pictures", type=int, help="at most; default: 398 on a GPU, 64 on a CPU")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     device = device_named(arguments.device)
     for key, value in (FULL if device.type == "cuda" else SMALL).items():
@@ -220,9 +219,7 @@ def main() -> None:
         report=keep,
     )
     text = results(_command(), table({**result, "device": device_text(device)}))
-    print(text)
-    if arguments.write:
-        write_results(HERE / "README.md", text)
+    publish(__file__, text, arguments.write)
 
 
 if __name__ == "__main__":

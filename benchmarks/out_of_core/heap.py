@@ -8,16 +8,14 @@ turns, each time in processes of their own of one thread.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 
 CASES = (("unet_w16", 512, 2), ("unet_w16", 2048, 1), ("resnet50", 1024, 1), ("torchvision:mobilenet_v2", 512, 2))
 """Model, side of the tile in px, tiles."""
@@ -61,9 +59,8 @@ def in_a_process(model: str, tile: int, tiles: int, kept: bool) -> tuple[float, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="times that each is run")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     lines, slower = [], []
     for case in CASES:
@@ -83,9 +80,7 @@ def main() -> None:
         slower += [lines[-1][0]] if ratio < 1 else []
     header = ("tiles of a step", "step, s: given back", "kept", "faster", "peak MiB: given back", "kept")
     text = results("python -m benchmarks.out_of_core.heap --write", markdown_table(header, lines))
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "heap")
+    publish(__file__, text, arguments.write, "heap")
     sys.exit(f"slower with freed memory kept: {', '.join(slower)}" if slower else 0)
 
 

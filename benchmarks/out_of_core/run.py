@@ -8,7 +8,6 @@ With ``--write``, rows measured before stay in the tables until they are measure
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from app.settings.sizes import bytes_of
 from benchmarks.machine import measured_on
 from benchmarks.out_of_core import checkpoint, largest, peaks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 
 OUT = Path(__file__).parents[2] / "bench-data" / "out_of_core.json"
 MIB = 2**20
@@ -104,7 +103,7 @@ def report(found: dict[str, dict[str, Any]], budget: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
     parser.add_argument("--px", type=int, nargs="+", default=[1024, 2048], help="tile sides of the peaks")
@@ -145,9 +144,7 @@ def main() -> None:
             note("checkpoint", (row["model"], row["place"]), row)
             print(*checkpoint.line(row), flush=True)
     text = report(found, asked.budget)
-    print(text)
-    if asked.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, asked.write)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ in boxes are held against each other. Exit code 1 where a rank took more than it
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import torch
 from benchmarks.out_of_core.problem import BATCH, GIB, planner
 from benchmarks.out_of_core.trial import largest_error
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from parallel.plan.plan import PlanRow
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
@@ -127,9 +126,8 @@ def _apart(ours: Path, theirs: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="regular expression of cases: " + "; ".join(map(str, CASES)))
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     lines, over = [], False
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,6 @@ makes one of them longer, and the median does not see it. Exit code 0 when what 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -21,7 +20,7 @@ from typing import Any
 
 from benchmarks.overlap.checkpoint_periods import KINDS, measure
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from parallel.comm.local import LocalCommunicator
 
 README = Path(__file__).with_name("README.md")
@@ -118,13 +117,12 @@ HEADER += ("two-phase, between steps", "on the disk after", "k for 3.5 %", "peri
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--every", type=int, default=10, help="steps of a period")
     parser.add_argument("--rounds", type=int, default=5, help="periods of each kind")
     parser.add_argument("--px", type=int, default=256, help="side of the tiles")
     parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs, not what it costs")
     parser.add_argument("--async-save", action="store_true", help="compare with torch's async_save instead")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     size = {"every": arguments.every, "rounds": arguments.rounds, "px": arguments.px}
     if arguments.quick:

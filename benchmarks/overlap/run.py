@@ -9,7 +9,6 @@ take, and measures every window once a round in an order of the round, on two ra
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -37,7 +36,7 @@ from benchmarks.overlap.findings import (
 from benchmarks.overlap.settings import CASES, EXHAUSTIVE_WINDOWS, MACHINES, ON, Case, Window, estimated_s, windows_of
 from benchmarks.overlap.tune import TUNED_COLUMNS, tuned_rows
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 
 OUT, ROWS = Path(__file__).parents[2] / "bench-data" / "overlap", "rows.jsonl"
 README = Path(__file__).with_name("README.md")
@@ -116,7 +115,7 @@ def about(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["resnet18@32", "resnet18@224"])
     parser.add_argument("--machines", nargs="+", choices=MACHINES, help="default: all for 32 px, two for 224 px")
     parser.add_argument("--knobs", nargs="+", choices=ON, default=[*ON])
@@ -124,7 +123,6 @@ def main() -> None:
     parser.add_argument("--exhaustive", action="store_true", help="all combinations of levels, no core to spare")
     parser.add_argument("--length", action="store_true", help="print about how long it takes, and end")
     parser.add_argument("--tables", action="store_true", help="make the tables of what was measured, measure nothing")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     parser.add_argument("--quick", action="store_true", help="one round of a few windows: does it run?")
     asked = parser.parse_args()
     if asked.quick:
@@ -146,9 +144,7 @@ def main() -> None:
             measure(case, windows, asked.rounds, out)
         rows = read_rows(out)
     text = results("python -m benchmarks.overlap.run --tables --write", about(rows), *tables(rows))
-    print(text)
-    if asked.write:
-        write_results(README, text)
+    publish(__file__, text, asked.write)
 
 
 if __name__ == "__main__":

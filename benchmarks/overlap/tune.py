@@ -8,7 +8,6 @@ none changes. Costs are measured ones: the command looks them up in the exhausti
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.overlap.findings import Rounds
 from benchmarks.overlap.settings import EXHAUSTIVE, LEVELS, MACHINES, OFF, Setting, Window, label
+from benchmarks.results import parser_of
 
 
 class Cost(NamedTuple):
@@ -104,7 +104,7 @@ def tuned_rows(rounds: Rounds, case: str) -> Iterator[tuple[str, ...]]:
 def main() -> None:
     from benchmarks.overlap.run import read_rows
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--lost-seconds", type=float, help="work that a crash may lose, at most")
     parser.add_argument("--images-per-second", type=float, help="at least")
     parser.add_argument("--case", default="resnet18@32", help="model@px of the table")

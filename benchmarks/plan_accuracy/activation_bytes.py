@@ -7,13 +7,10 @@ Takes nothing; gives peak bytes for ResNet-50 on two and on four ranks, which ar
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.machine import measured_on
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results, write_json
 from models.registry import build_model
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
@@ -37,7 +34,6 @@ from parallel.strategy import Strategy
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import trace
 
-OUT = Path(__file__).parents[2] / "bench-data"
 M, CLASSES = 4, 2
 DEVIATION = 0.10
 MIB = 2**20
@@ -202,11 +198,10 @@ def _mib(rows: Sequence[dict[str, Any]], key: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--px", type=int, default=512, help="side of a tile")
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the ranks are threads
     result = {
@@ -215,12 +210,9 @@ def main() -> None:
         "rows": measure_all(arguments.model, arguments.px, arguments.depths),
         "environment": measured_on(),
     }
-    OUT.mkdir(exist_ok=True)
-    (OUT / "activation_bytes.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json("activation_bytes", result)
     text = report(result)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "activation_bytes")
+    publish(__file__, text, arguments.write, "activation_bytes")
     missed = [row for row in result["rows"] if any(abs(each) > DEVIATION for each in deviations(row))]
     for row in missed:
         print(f"missed: {row['schedule']} on rank {row['rank']} of {row['depth']}: {deviations(row)}")

@@ -8,7 +8,6 @@ this machine, the data sheet of a V100, and for few stages the clock. Exit code 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -24,7 +23,7 @@ from app.planning.machine import named_machine, this_machine
 from benchmarks.machine import measured_on
 from benchmarks.plan_accuracy.balance_cuts import EQUAL, PLANNED, PUBLISHED, partitions, slowest_s
 from benchmarks.plan_accuracy.balance_measure import stage_times
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from models.registry import build_model
 from parallel.cost.stage_cost import Costs
 from parallel.graph.layers import LayerGraph
@@ -157,11 +156,10 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     names = [model.name for model in MODELS]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="MODEL", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=3, help="of measuring; the fastest counts")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     parser.add_argument("--quick", action="store_true", help="resnet101 at 64 px, no calibration: does it run?")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -178,9 +176,7 @@ def main() -> None:
     name = "balances_quick.json" if arguments.quick else "balances.json"
     (OUT / name).write_text(json.dumps({"rows": rows, "environment": measured_on()}, indent=2) + "\n")
     text = report(rows)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "balances")
+    publish(__file__, text, arguments.write, "balances")
     faults = missed(rows)
     print("\n".join(["worse:", *faults] if faults else ["the planner's slowest stage is never worse"]))
     sys.exit(bool(faults))

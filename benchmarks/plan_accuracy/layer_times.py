@@ -7,12 +7,9 @@ Takes nothing; gives the error of a quick and of a long calibration, forward and
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +18,7 @@ from torch import nn
 
 from benchmarks.machine import measured_on
 from benchmarks.plan_accuracy.layer_measured import measure
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results, write_json
 from models.registry import build_model
 from parallel.cost.shapes import products
 from parallel.cost.stage_cost import Costs
@@ -30,7 +27,6 @@ from parallel.profile.calibrate import LONG_S, QUICK_S, DeviceUse, calibrate
 from parallel.profile.malloc import keep_freed_memory
 from parallel.trace.trace import trace
 
-OUT = Path(__file__).parents[2] / "bench-data"
 PLAIN = "plain12"
 NETS = (PLAIN, "resnet50", "unet", "torchvision:densenet121", "torchvision:mobilenet_v3_large")
 PLAIN_PX = 256
@@ -160,11 +156,10 @@ def _convolution(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--px", type=int, default=512, help=f"side of a tile; {PLAIN} has at most {PLAIN_PX}")
     parser.add_argument("--nets", nargs="+", default=list(NETS))
     parser.add_argument("--seconds", type=float, nargs="+", default=[QUICK_S, LONG_S], help="budgets of calibrations")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -180,12 +175,9 @@ def main() -> None:
         "rows": rows,
         "environment": measured_on(),
     }
-    OUT.mkdir(exist_ok=True)
-    (OUT / "layer_times.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json("layer_times", result)
     text = report(result)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "layer_times")
+    publish(__file__, text, arguments.write, "layer_times")
     worst = max(float(np.median(errors(rows, len(models) - 1, side))) for side in (0, 1))
     if worst > ASKED:
         print(f"missed: a median error of {worst:.1%}, at most {ASKED:.0%} was asked")

@@ -8,8 +8,6 @@ torch.distributed.pipelining answers to such a split.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,7 @@ from torch import nn
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results, write_json
 from models.registry import build_model
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
@@ -147,21 +145,18 @@ def report(px: int, rows: Sequence[Mapping[str, Any]], refusal: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=["unet_w8", "unet(2,8)"])
     parser.add_argument("--px", type=int, default=64, help="side of a tile")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the ranks are threads
     rows = [row for model in arguments.models for row in measure(model, arguments.px)]
     refusal = run_on_ranks(2, "benchmarks.plan_accuracy.link_refusal:try_to_step", REFUSED)[0]
     OUT.mkdir(exist_ok=True)
     result = {"px": arguments.px, "rows": rows, "refusal": refusal, "environment": measured_on()}
-    (OUT / "links.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json("links", result)
     text = report(arguments.px, rows, refusal or "did the step")
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "links")
+    publish(__file__, text, arguments.write, "links")
     missed = [row for row in rows if differences(row)]
     for row in missed:
         print(f"missed: {row['model']}, {row['schedule']}: sent {row['sent']}, the partition says {row['expected']}")

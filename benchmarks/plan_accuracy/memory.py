@@ -12,7 +12,6 @@ With ``--write``, cases measured before stay in the table until they are measure
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from models.registry import build_model
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
@@ -208,7 +207,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--px", type=int, nargs="+", default=[512, 768], help="side of a tile")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
@@ -228,9 +227,7 @@ def main() -> None:
             if arguments.write:
                 file.write_text(json.dumps(result, indent=2) + "\n")
     text = report({"rows": sorted(rows.values(), key=_key)})
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "memory")
+    publish(__file__, text, arguments.write, "memory")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Takes nothing; gives the seconds of each command by the clock and on the cores, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -17,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "plan_speed.json"
@@ -47,10 +46,9 @@ def planned(arguments: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="times that each is run; medians are given")
     parser.add_argument("--only", choices=PLANS, help="this plan alone")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     names = [arguments.only] if arguments.only else list(PLANS)
     if "largest-tile-here" in names:  # what is calibrated once a machine is no part of it
@@ -69,9 +67,7 @@ def main() -> None:
     ]
     header = ("python -m app.plan", "s by the clock", "s on the cores", "asked: at most")
     text = results("python -m benchmarks.plan_accuracy.plan_speed --write", markdown_table(header, lines))
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "plan_speed")
+    publish(__file__, text, arguments.write, "plan_speed")
     missed = [name for name, budget in BUDGETS_S.items() if name in found and found[name]["wall_s"] > budget]
     sys.exit(f"slower than asked: {', '.join(missed)}" if missed else 0)
 

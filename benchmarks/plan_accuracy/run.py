@@ -8,7 +8,6 @@ Wants an otherwise idle machine. Exit code 0 when everything asked was reached.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from benchmarks.plan_accuracy.predict import predicted
 from benchmarks.plan_accuracy.problems import PROBLEMS, QUICK, TEAMS, Problem
 from benchmarks.plan_accuracy.tables import Outcome, choices_table, errors_table, missed
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import results, write_results
+from benchmarks.results import parser_of, publish, results
 from parallel.plan.plan import PlanRow
 
 OUT = Path(__file__).parents[2] / "bench-data"
@@ -104,13 +103,12 @@ def _outcomes(found: dict[str, Any]) -> list[Outcome]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     problems = (*PROBLEMS, *TEAMS)
     names = [problem.name for problem in problems]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PROBLEM", help=", ".join(names))
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each candidate")
     parser.add_argument("--tables", action="store_true", help="measure nothing, make the tables of what is there")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     parser.add_argument("--quick", action="store_true", help="one tiny problem, times by a data sheet: does it run?")
     arguments = parser.parse_args()
     OUT.mkdir(exist_ok=True)
@@ -124,9 +122,7 @@ def main() -> None:
         print(f"{problem.name}: {time.perf_counter() - begun:.0f} s", flush=True)
         print(errors_table(_outcomes({problem.name: found[problem.name]})), flush=True)
     text = report(found)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, arguments.write)
     faults = missed(_outcomes(found))
     print("\n".join(["missed:", *faults] if faults else ["everything asked was reached"]))
     sys.exit(bool(faults))

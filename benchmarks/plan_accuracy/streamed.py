@@ -10,7 +10,6 @@ an otherwise idle machine. Exit code 0 when everything asked was reached.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
@@ -28,7 +27,7 @@ from app.planning.machine import this_machine
 from app.planning.workload import Workload
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from models.blocks import Norm
 from models.losses import PixelClassLoss, TileClassLoss
 from models.registry import build_model
@@ -169,7 +168,7 @@ def _error_bytes(each: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -179,7 +178,6 @@ def main() -> None:
         help="measured now; what an earlier call found of the others stays",
     )
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     torch.set_flush_denormal(True)  # as app.train does
     torch.set_num_threads(1)
@@ -192,9 +190,7 @@ def main() -> None:
         print(table({name: found[name]}), flush=True)
     found = {name: found[name] for name in PROBLEMS if name in found}
     text = results("taskset -c 0 python -m benchmarks.plan_accuracy.streamed --write", table(found))
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "boxes")
+    publish(__file__, text, arguments.write, "boxes")
     faults = [
         f"{name}: {what} {error:+.0%}"
         for name, each in found.items()

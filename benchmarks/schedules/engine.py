@@ -7,7 +7,6 @@ Takes nothing; gives the median ratio of alternating steps, and a save's share o
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import json
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from app.checkpoint.file import save_checkpoint
 from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
+from benchmarks.results import parser_of, write_json
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
@@ -77,14 +77,14 @@ def measure(name: str, tile: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--tile", type=int, default=256, help="px")
     parser.add_argument("--steps", type=int, default=12, help="steps of each kind")
     arguments = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     result = measure(arguments.model, arguments.tile, arguments.steps)
-    (OUT / "engine.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json("engine", result)
     print(json.dumps(result, indent=2))
 
 

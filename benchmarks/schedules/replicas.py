@@ -8,7 +8,6 @@ per second the engine trains: gloo, two ranks of one thread, both in turn on the
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -24,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
+from benchmarks.results import parser_of
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
@@ -84,7 +84,7 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--tile", type=int, default=256, help="px")
     parser.add_argument("--rounds", type=int, default=9)

@@ -7,20 +7,16 @@ Takes nothing; gives step times of all contenders alternating in one run, and th
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results, write_json
 
-OUT = Path(__file__).parents[2] / "bench-data"
 MEASURE = "benchmarks.schedules.measure"
 RANKS, M = 2, 8
 PIPELINES = ("gpipe", "1f1b")
@@ -208,12 +204,11 @@ def missed(result: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--px", type=int, default=384, help="side of a tile")
     parser.add_argument("--rounds", type=int, default=5, help="after one that is dropped; at least 2")
     parser.add_argument("--quick", action="store_true", help="a small model, 64 px, one round: does it run?")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error(f"a spread takes 2 rounds or more, got --rounds {arguments.rounds}")
@@ -221,12 +216,9 @@ def main() -> None:
         result = measure("resnet11_v2", 64, 1, PIPELINES[:1])
     else:
         result = measure(arguments.model, arguments.px, arguments.rounds, PIPELINES)
-    OUT.mkdir(exist_ok=True)
-    (OUT / "schedules.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json("schedules", result)
     text = report(result)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, arguments.write)
     faults = missed(result)
     print("\n".join(["missed:", *faults] if faults else ["everything asked was reached"]))
     sys.exit(bool(faults))

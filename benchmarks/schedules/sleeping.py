@@ -8,7 +8,6 @@ of three schedules simulated beside measured, and a trace of all of them for ui.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from benchmarks.schedules.sleeping_model import SleepingModel
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
@@ -184,7 +183,7 @@ def draw(case: Case, unit_s: float, measured: Timeline) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--unit", type=float, default=0.05, help="seconds of a forward pass")
     parser.add_argument("--steps", type=int, default=5, help="after one that is dropped")
     parser.add_argument("--write", action="store_true", help="put the table into README.md and pictures into docs/")
@@ -206,9 +205,8 @@ def main() -> None:
     result = {"unit_s": unit_s, "steps": steps, "rows": table, "environment": measured_on()}
     (OUT / "sleeping_stages.json").write_text(json.dumps(result, indent=2) + "\n")
     text = report(unit_s, steps, table)
-    print(text)
+    publish(__file__, text, arguments.write, "sleeping")
     if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "sleeping")
         PICTURES.mkdir(exist_ok=True)
         for case, timeline in timelines.items():
             if case.schedule in PICTURED:

@@ -9,14 +9,13 @@ at 0.25, where their nuclei have 6 to 12 um.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
@@ -82,9 +81,8 @@ def windows(step: int = 256) -> list[Pixels]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--strokes", type=int, default=40, help="of each ink and width")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     cv2.setNumThreads(1)
     sets = {
@@ -120,9 +118,7 @@ def main() -> None:
         markdown_table(("stroke of 1 mm", *(f"{w} um wide" for w in STROKES_UM)), pens),
     )
     text = results("python -m benchmarks.slide_quality.run --write", "\n\n".join(tables), told)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, arguments.write)
 
 
 if __name__ == "__main__":

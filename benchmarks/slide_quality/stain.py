@@ -8,7 +8,6 @@ Takes the shipped slide and pictures of nuclei; writes results into the README a
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ import cv2
 import numpy as np
 import torch
 
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
@@ -211,7 +210,7 @@ def draw_before_and_after(path: Path, slides: list[Path]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tile", type=int, default=512)
     parser.add_argument("--tiles", type=int, default=8)

@@ -10,7 +10,6 @@ to; of the others the layer and the reason are told.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -25,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.machine import measured_on
 from benchmarks.model_zoo.zoo import TIMM
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from models.external import freeze_norms
 from models.registry import build_model
 from parallel.graph.partition import Partition
@@ -122,7 +121,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="models, as --model takes them; no README is written")
     parser.add_argument("--again", action="store_true", help="also models that an earlier call looked at")
     asked = parser.parse_args(argv)

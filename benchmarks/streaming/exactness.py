@@ -13,7 +13,6 @@ computed that are asked for (``--chaotic``).
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import json
@@ -31,7 +30,7 @@ from app.training.exactness import Errors, StepOutcome, compare
 from app.training.projected_error import ProjectedError
 from benchmarks.in_boxes import BoxedModel, planned_regions, streamed
 from benchmarks.machine import measured_on
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from models.blocks import Norm
 from models.registry import build_model
 from parallel.streaming.box_sums import BoxSums
@@ -229,7 +228,7 @@ def _cell(rows: list[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="models whose names have one of these words")
     parser.add_argument("--chaotic", action="store_true", help="float32 with batch norm in training, too")
     parser.add_argument("--again", action="store_true", help="also cells that an earlier call computed")

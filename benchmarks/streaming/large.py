@@ -13,7 +13,6 @@ What is measured is the work.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import shutil
@@ -28,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.machine import measured_on
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from benchmarks.tile_reading.slide import SOURCE, make_slide
 from pipelines.backends.registry import open_slide
 from pipelines.slides.geometry import Region
@@ -208,7 +207,7 @@ def table(folder: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument(
         "--slide", type=Path, nargs="?", const=SOURCE, help="tissue; without a file the shipped section"

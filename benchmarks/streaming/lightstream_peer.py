@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from benchmarks.in_boxes import streamed
 from benchmarks.machine import measured_on
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from models.external import freeze_norms
 from parallel.offload.live_bytes import LiveBytes
 
@@ -208,7 +208,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--packages", type=Path, required=True, help="folder that lightstream was installed into")
     parser.add_argument("--tile", type=int, default=2048, help="px")
     parser.add_argument("--pieces", type=int, nargs="+", default=[1280, 1536], help="px of lightstream's pieces")

@@ -10,7 +10,6 @@ with the range.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import statistics
@@ -24,7 +23,7 @@ from torch import nn
 
 from benchmarks.in_boxes import streamed
 from benchmarks.machine import measured_on
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from models.registry import build_model
 
 OUT = Path(__file__).with_name("results")
@@ -88,7 +87,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--tile", type=int, default=1024, help="px")
     parser.add_argument("--boxes", type=int, nargs="+", default=[256, 512], help="px")
     parser.add_argument("--rounds", type=int, default=5, help="after one to warm up")

@@ -7,7 +7,6 @@ Takes nothing; gives the tables of the README. Ways take turns within one run, s
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from benchmarks.teams.delayed import shown_s
 from benchmarks.teams.engines import replayed_s
 from benchmarks.teams.hidden import WAYS
@@ -149,11 +148,10 @@ def _range(seconds: Sequence[float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=5, help="after one to warm up")
     parser.add_argument("--models", nargs="+", default=["resnet50:1024", "unet:512"], help="NAME:SIDE, px")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     asked = parser.parse_args(argv)
     models = [(name, int(side)) for name, _, side in (each.rpartition(":") for each in asked.models)]
     missed: list[str] = []

@@ -9,7 +9,6 @@ read: so many bytes a second, so long a request. Figures are of the clock on the
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import tempfile
@@ -24,7 +23,7 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.backends.registry import open_slide
 from pipelines.cache.cached_slide import CachedSlide
@@ -211,10 +210,9 @@ def _nothing() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tiles", type=int, default=150, help="read from each slide, at most")
     parser.add_argument("--side", type=int, default=9000, help="of the slides in px")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     cv2.setNumThreads(1)
     side = arguments.side
@@ -246,9 +244,7 @@ def main() -> None:
         f"request. The slides, JPEG and JPEG 2000, have {share} bytes a px.\n"
     )
     text = results("python -m benchmarks.tile_reading.cache --write", table, told)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "cache")
+    publish(__file__, text, arguments.write, "cache")
 
 
 if __name__ == "__main__":

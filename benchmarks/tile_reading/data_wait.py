@@ -7,7 +7,6 @@ Takes nothing (slides are made); gives images/s of both, alternating in one run,
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -24,6 +23,7 @@ from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
+from benchmarks.results import parser_of, write_json
 from pipelines.catalog.failures import FailedSlides
 from pipelines.tiles.index_settings import IndexSettings
 
@@ -78,15 +78,14 @@ def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--tile", type=int, default=1024, help="px")
     parser.add_argument("--batch", type=int, default=2, help="tiles of a step")
     parser.add_argument("--steps", type=int, default=12, help="steps of each kind")
     arguments = parser.parse_args()
     result = measure(arguments.model, arguments.tile, arguments.batch, arguments.steps)
-    OUT.mkdir(exist_ok=True)
-    (OUT / "data_wait.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json("data_wait", result)
     print(json.dumps(result, indent=2))
 
 

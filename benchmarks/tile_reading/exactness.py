@@ -8,7 +8,6 @@ some of them over its border. Where OpenSlide cannot open a slide the row only s
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import openslide
 from numpy.typing import NDArray
 
+from benchmarks.results import parser_of
 from pipelines.backends.registry import BACKENDS, open_slide
 from pipelines.backends.tiff_tags import check_tiff
 from pipelines.slides.geometry import Region
@@ -87,7 +87,7 @@ def compare(slide: Slide, against: openslide.OpenSlide | None, regions: int, lar
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--regions", type=int, default=200, help="random regions per slide and backend")
     parser.add_argument("--largest", type=int, default=700, help="largest width and height of a region, px")

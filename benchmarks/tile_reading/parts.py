@@ -10,7 +10,6 @@ from `POLYGONS` polygons. Seconds are those computed, of which other processes o
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,6 +25,7 @@ from typing import Any
 import cv2
 import numpy as np
 
+from benchmarks.results import parser_of
 from benchmarks.tile_reading.readers import clocked
 from benchmarks.tile_reading.run import OUT
 from benchmarks.tile_reading.slide import make_slide
@@ -155,7 +155,7 @@ def read_part(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--side", type=int, default=20_000, help="px of the slide that is made")
     parser.add_argument("--tile", type=int, default=4096, help="px of a tile")
     parser.add_argument("--rounds", type=int, default=9, help="tiles read")

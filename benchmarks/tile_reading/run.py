@@ -9,8 +9,6 @@ for the seconds computed, of which other processes on a busy machine take none.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import random
@@ -26,6 +24,7 @@ from typing import Any
 
 import cv2
 
+from benchmarks.results import parser_of, write_json
 from benchmarks.tile_reading.readers import Reader, Took, bare_decoder, clocked, megatile, readers
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.backends.tiled import open_tiled
@@ -157,7 +156,7 @@ def report(path: Path, seconds: dict[str, dict[int, list[Took]]]) -> dict[str, A
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--side", type=int, default=20_000, help="px of the slide that is made")
     parser.add_argument("--rounds", type=float, default=1.0, help="factor on the number of rounds")
     parser.add_argument("--cucim-python", help="a Python interpreter in which cucim is installed")
@@ -206,8 +205,7 @@ def main(argv: list[str] | None = None) -> int:
 
     result |= {"environment": environment | {"slide_bytes": path.stat().st_size}, "memory": memory}
     result |= {"threads": threads, "checks": checks}
-    OUT.mkdir(exist_ok=True)
-    (OUT / "tile_reading.json").write_text(json.dumps(result, indent=1))
+    write_json("tile_reading", result)
     return 0 if all(check["passed"] for check in checks) else 1
 
 

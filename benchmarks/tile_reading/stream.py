@@ -9,7 +9,6 @@ The stream is everything a training run has: shuffled order, slide pool, labels,
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.results import parser_of
 from benchmarks.tile_reading.readers import Reader, bare_decoder
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.catalog.catalog import SlideSpec
@@ -139,7 +139,7 @@ def measure(path: Path, side: int, threads: int, factor: float) -> list[dict[str
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--side", type=int, default=20_000, help="px of the slide that is made")
     parser.add_argument("--rounds", type=float, default=1.0, help="factor on the number of rounds")
     given = parser.parse_args(argv)

@@ -10,7 +10,6 @@ step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -22,6 +21,7 @@ from typing import Any
 import cv2
 
 from benchmarks.machine import measured_on
+from benchmarks.results import parser_of
 from benchmarks.tile_size.context_slides import make_slides
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def table(rows: list[dict[str, Any]], slides: int, steps: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--slides", type=int, default=96, help="how many, a third of them held out")
     parser.add_argument("--steps", type=int, default=240, help="of every run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of every window: of weights, order and split")

@@ -9,7 +9,6 @@ out and looked at once, after the last step. A U-Net on slides with gland masks 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import measured_on
+from benchmarks.results import parser_of
 from benchmarks.tile_size.picture import draw_picture
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def table(rows: list[dict[str, Any]], dice: float, steps: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--tiles", type=int, nargs="+", default=[256, 512, 1024, 2048], help="px")
     parser.add_argument("--seeds", type=int, default=3, help="runs of every size up to 1024 px; larger ones: one run")
     parser.add_argument("--steps", type=int, default=300, help="of every run")

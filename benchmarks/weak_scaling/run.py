@@ -8,13 +8,12 @@ The real runs want an otherwise idle machine. Exit code 0.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.machine import measured_on
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from benchmarks.weak_scaling.picture import draw_picture
 from benchmarks.weak_scaling.reality import MODEL, TILE, TILES, Compared, compared, hybrids, reality_table
 from benchmarks.weak_scaling.simulation import ASSUMED, CHANGES, Curve, simulated
@@ -92,7 +91,7 @@ def _percent(part: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each real run")
     parser.add_argument("--write", action="store_true", help="put tables and picture into this folder")
     parser.add_argument("--quick", action="store_true", help="a small model to 64 ranks, no real runs: does it run?")
@@ -125,9 +124,7 @@ def main() -> None:
     title = f"Simulated weak scaling: {model}, {tile} px tiles, V100 (16 GB), NVLink, EDR InfiniBand"
     draw_picture(curves, PUBLISHED, title, PICTURE if arguments.write else OUT / f"{name}.svg")
     text = results(COMMAND, *parts)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, arguments.write)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the error of the forecast, beside it. What the simulation leaves out stands ther
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from matplotlib.figure import Figure
 
 from app.planning.machine import named_machine
 from app.planning.workload import Workload
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_results
 from benchmarks.weak_scaling.reality import TEAMS_MODEL, TEAMS_TILE, Compared, compared, reality_table, teams
 from benchmarks.weak_scaling.simulation import DEVICE, LINK, NETWORK, PER_NODE
 from parallel.plan.candidates import ON_DEVICE
@@ -167,7 +166,7 @@ def draw(curves: Sequence[TeamCurve], real: Sequence[Compared], path: Path) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each real run")
     parser.add_argument("--write", action="store_true", help="put table and picture into this folder")
     parser.add_argument("--quick", action="store_true", help="tiles of 2048 px to 64 ranks, no real runs")

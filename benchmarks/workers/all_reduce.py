@@ -8,7 +8,6 @@ are processes on the CPU of this machine: the GPUs are stand-ins, and the machin
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -20,7 +19,7 @@ import torch
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from benchmarks.workers.all_reduce_model import WAYS, Machine, fit_stand_ins
 from benchmarks.workers.all_reduce_picture import draw_picture, in_words
 from parallel.comm.communicator import Communicator
@@ -113,7 +112,7 @@ def report(sizes: Sequence[int], measured: Mapping[str, Sequence[float]], fitted
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, writes=False)
     parser.add_argument("--largest", type=int, default=256, help="MiB of the largest sum")
     parser.add_argument("--rounds", type=int, default=9, help="sums of a way and size, a third of them of large ones")
     parser.add_argument("--write", action="store_true", help="put table and picture into the folder of the benchmark")
@@ -130,9 +129,8 @@ def main() -> None:
     found = {"sizes": sizes, "seconds": measured, "ranks": ranks, "environment": measured_on()}
     (OUT / "all_reduce_ways.json").write_text(json.dumps(found, indent=2) + "\n")
     text = report(sizes, measured, fitted)
-    print(text)
+    publish(__file__, text, arguments.write, "all_reduce")
     if arguments.write:
-        write_results(HERE / "README.md", text, "all_reduce")
         title = "Summing gradients of 2 x (CPU rank + stand-in of a GPU), four processes of one machine"
         draw_picture(sizes, measured, fitted, title, HERE / "all_reduce_ways.svg")
 

@@ -8,10 +8,8 @@ hundredths of a second at once; each has a core of its own.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -26,7 +24,7 @@ from torch import nn
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, results, write_json, write_results
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
@@ -134,17 +132,16 @@ def report(found: dict[str, Any], tile: int, tiles: int, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tile", type=int, default=128, help="px")
     parser.add_argument("--tiles", type=int, default=24, help="of a step, one a microbatch")
     parser.add_argument("--rounds", type=int, default=15, help="after one that is dropped")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     argument = {"tile": arguments.tile, "tiles": arguments.tiles, "rounds": arguments.rounds}
     found = run_on_ranks(2, "benchmarks.workers.real:measure", argument)[0]
     OUT.mkdir(exist_ok=True)
     kept = {**found, **argument, "environment": measured_on()}
-    (OUT / "workers_real.json").write_text(json.dumps(kept, indent=2) + "\n")
+    write_json("workers_real", kept)
     text = report(found, arguments.tile, arguments.tiles, arguments.rounds)
     print(text)
     fast, slow = found["seconds"]

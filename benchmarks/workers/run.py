@@ -8,7 +8,6 @@ a step takes over the ideal one, in which all workers would end at once.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
@@ -28,7 +27,7 @@ from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from benchmarks.schedules.sleeping_model import SleepingModel
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
@@ -253,19 +252,16 @@ def missed(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--unit", type=float, default=0.1, help="seconds of a microbatch of the fastest worker")
     parser.add_argument("--steps", type=int, default=200, help="under noise; a quarter of them under drift")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args()
     argument = {"unit_s": arguments.unit, "steps": arguments.steps}
     found = run_on_ranks(WORLD, "benchmarks.workers.run:measure", argument)[0]
     OUT.mkdir(exist_ok=True)
     (OUT / "workers.json").write_text(json.dumps({**found, **argument, "environment": measured_on()}, indent=2) + "\n")
     text = report(found, arguments.unit)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+    publish(__file__, text, arguments.write)
     faults = missed(found)
     for fault in faults:
         print(f"missed: {fault}")

@@ -9,7 +9,6 @@ for each other before gradients are summed. Then the same with one possible caus
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
@@ -37,7 +36,7 @@ from app.training.run_folder import RunFolder
 from app.training.session import Session, build_session
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import markdown_table, parser_of, publish, results
 from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import StepResult
@@ -180,12 +179,11 @@ def report(found: dict[str, list[list[dict[str, Any]]]], tile: int, steps: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tile", type=int, default=256, help="px")
     parser.add_argument("--steps", type=int, default=200, help="as it runs; a quarter of them of the others")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--causes", nargs="+", choices=CAUSES, default=list(CAUSES), help="to take away; none: nothing")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     slides = OUT / "variability"
     synth.main([str(slides), "--slides", "4", "--size", "4096", "--task", "classify"])
@@ -201,9 +199,7 @@ def main() -> None:
         print(f"round {turn + 1}, {CAUSES[cause]}: idle {idle:.1%}", flush=True)
     (OUT / "variability.json").write_text(json.dumps({"found": found, "environment": measured_on()}) + "\n")
     text = report(found, arguments.tile, arguments.steps)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "variability")
+    publish(__file__, text, arguments.write, "variability")
 
 
 if __name__ == "__main__":
