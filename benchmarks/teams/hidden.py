@@ -14,10 +14,10 @@ from benchmarks.teams.passes import Problem
 from parallel.comm.communicator import Communicator
 from parallel.space.team import Grid
 from parallel.team.halo_exchange import BoundExchange
-from parallel.team.team_comm import PendingRecvs, Recv, TeamComm
+from parallel.team.team_comm import Recv, TeamComm, Wait
 
 WAYS = ("at once", "overlapped")
-"""PendingRecvs that are waited for before anything is computed; and that travel meanwhile, the way teams are."""
+"""Halos that are waited for before anything is computed, and halos that travel meanwhile, as in teams."""
 
 
 class Noting(TeamComm):
@@ -35,15 +35,16 @@ class Noting(TeamComm):
 class AtOnce(Noting):
     """Waits for what it asks for before anything else is computed."""
 
-    def fetch(self, exchange: BoundExchange, own: Tensor) -> PendingRecvs:
-        return _here(super().fetch(exchange, own))
+    def fetch(self, exchange: BoundExchange, own: Tensor, record: bool = True) -> Wait:
+        return _here(super().fetch(exchange, own, record))
 
-    def send_halo_grads(self, exchange: BoundExchange, gradients: Any, like: Tensor) -> PendingRecvs:
+    def send_halo_grads(self, exchange: BoundExchange, gradients: Any, like: Tensor) -> Wait:
         return _here(super().send_halo_grads(exchange, gradients, like))
 
 
-def _here(halos: PendingRecvs) -> PendingRecvs:
-    return PendingRecvs(halos.wait())
+def _here(halos: Wait) -> Wait:
+    pieces = halos()
+    return lambda: pieces
 
 
 def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:

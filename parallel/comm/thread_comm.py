@@ -115,8 +115,16 @@ class ThreadCommunicator(Communicator):
                     if other is None:
                         group.waiting.setdefault((key, sending), collections.deque()).append(work)
                     else:
-                        _copy(*((work, other[0]) if sending else (other[0], work)))
-                        work.finished = other.popleft().finished = True
+                        there = other.popleft()
+                        source, target = (work.tensor, there.tensor) if sending else (there.tensor, work.tensor)
+                        if source.shape != target.shape or source.stride() != target.stride():
+                            source, target = in_memory_order(source), in_memory_order(target)
+                        assert source.dtype == target.dtype, f"{source.dtype} is sent, {target.dtype} expected"
+                        assert source.numel() == target.numel(), (
+                            f"{source.numel()} numbers sent, {target.numel()} expected"
+                        )
+                        target.copy_(source)
+                        work.finished = there.finished = True
                         if not other:
                             del group.waiting[key, not sending]  # tags are many
                     works.append(work)
@@ -216,15 +224,6 @@ def run_on_threads(
     if faults:
         raise faults[0]
     return [result.result() for result in results]
-
-
-def _copy(send: ThreadWork, receive: ThreadWork) -> None:
-    source, target = send.tensor, receive.tensor
-    if source.shape != target.shape or source.stride() != target.stride():
-        source, target = in_memory_order(source), in_memory_order(target)
-    assert source.dtype == target.dtype, f"{source.dtype} is sent, {target.dtype} expected"
-    assert source.numel() == target.numel(), f"{source.numel()} numbers sent, {target.numel()} expected"
-    target.copy_(source)
 
 
 def _sum(tensors: list[Tensor]) -> None:

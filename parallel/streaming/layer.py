@@ -130,5 +130,5 @@ class Layer:
         """Return the operation that calls the node on each box as the model does."""
         module = self.module
         if module is not None and self.node.args == (self.source,) and not self.node.kwargs:
-            return Operation(lambda given: module(given.patch.tensor), dims=self.dims, shares=shares)
+            return Operation(lambda given: module(given.patch.tensor), dims=self.dims, shares=shares, plain=module)
         return Operation(lambda given: given.run(), dims=self.dims, shares=shares)

@@ -105,9 +105,10 @@ class Operation:
         first: steps of the node before this one.
         fresh: the gradient that it gives a map lies in memory of its own.
         flops_each: flops of each number that it gives.
-        convolution: (weight, bias, groups) of a convolution padded by zeros.
+        convolution: (gives weight and bias, groups) of a convolution padded by zeros.
         norm: constants of a batch norm by the statistics of the whole image.
         drawn: draws the factors of the whole map.
+        plain: gives a box from the tensor of the only map alone.
     """
 
     compute: Compute
@@ -121,9 +122,10 @@ class Operation:
     first: tuple[Prior, ...] = ()
     fresh: bool = False
     flops_each: float = 40.0
-    convolution: Callable[[Arguments], tuple[Tensor, Tensor | None, int]] | None = None
+    convolution: tuple[Callable[[Arguments], tuple[Tensor, Tensor | None]], int] | None = None
     norm: ChannelNorm | None = None
     drawn: Compute | None = None
+    plain: Callable[[Tensor], Any] | None = None
 
 
 @dataclass(frozen=True)

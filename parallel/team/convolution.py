@@ -25,13 +25,12 @@ from parallel.team.team_comm import TeamComm
 Pads = tuple[tuple[int, int], tuple[int, int]]
 Padding = tuple[tuple[int, int, int, int] | None, tuple[int, int]]
 """(what the input is padded by before, as ``F.pad`` takes it; what the convolution pads)"""
-Operands = tuple[Tensor, Tensor | None, int]
-"""(weight, bias, groups)"""
 
 
-def sharded_convolution(comm: TeamComm, own: Tensor, work: HaloConvolution, operands: Operands) -> Tensor:
+def sharded_convolution(
+    comm: TeamComm, own: Tensor, work: HaloConvolution, weight: Tensor, bias: Tensor | None, groups: int
+) -> Tensor:
     """Return this member's box of a convolution of the map that it owns ``own`` of."""
-    weight, bias, groups = operands
     if torch.is_autocast_enabled(own.device.type):
         kind = torch.get_autocast_dtype(own.device.type)
         own, weight, bias = own.to(kind), weight.to(kind), bias if bias is None else bias.to(kind)
@@ -130,11 +129,12 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         arriving = comm.fetch(work.exchange, own)
         if split is None:
-            halos = arriving.wait()
+            halos = arriving()
             y = work.forward(work.exchange.needed(own, halos), work.pads, weight, bias, groups)
         else:
-            y = work.forward(own if split.whole else own[split.base], split.pads, weight, bias, groups)
-            halos = arriving.wait()
+            base = own if split.whole else own[split.base]
+            y = torch.conv2d(base, weight, bias, work.stride, split.pads[1], work.dilation, groups)
+            halos = arriving()
             for concat, pads, part in split.strips:
                 y[part].copy_(work.forward(concat(own, halos), pads, weight, bias, groups))
         ctx.save_for_backward(own, weight, *halos)
@@ -170,7 +170,7 @@ class _Convolution(torch.autograd.Function):
             if not split.whole:
                 to_base, to_own = to_own, torch.zeros_like(own)
                 to_own[split.base].copy_(to_base)
-            work.exchange.add_pieces(to_own, arriving.wait())
+            work.exchange.add_pieces(to_own, arriving())
         return to_own, to_weight, to_bias, None, None, None, None
 
 

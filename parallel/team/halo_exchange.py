@@ -92,7 +92,7 @@ class BoundExchange:
         own = self.own_gradient(gradient, form)
 
         def finish() -> Tensor:
-            self.add_pieces(own, halos.wait())
+            self.add_pieces(own, halos())
             return own
 
         return finish
@@ -111,7 +111,7 @@ class _HaloExchange(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, comm: TeamComm, exchange: BoundExchange) -> Tensor:
         ctx.comm, ctx.exchange = comm, exchange
         ctx.own = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)  # its form alone
-        return exchange.needed(own, comm.fetch(exchange, own).wait())
+        return exchange.needed(own, comm.fetch(exchange, own)())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -22,7 +22,7 @@ from parallel.streaming.read_norm import MOMENTS
 from parallel.streaming.read_pointwise import MASK
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, all_of_own, halo_exchange, patch_of, slices
-from parallel.team.norm import merged_moments, sharded_batch_norm
+from parallel.team.norm import sharded_batch_norm
 from parallel.team.team_context import (
     ForwardContext,
     all_reduce_sum,
@@ -167,7 +167,7 @@ class NodeCompiler:
         """A sum over the parts of all members."""
         make, resolver, comm = self._arguments(node), self._without_rows(node), self._comm
         load, is_norm = self._patches(node, name), of.norm is not None
-        if operation.merge is None:
+        if (merge := operation.merge) is None:
             return lambda known, _, before=NO_PRIORS: all_reduce_sum(
                 comm, operation.compute(make(load(known), resolver(known), known=before))
             )
@@ -176,7 +176,8 @@ class NodeCompiler:
         def merged(known: Values, _: ForwardContext, before: Values = NO_PRIORS) -> Any:
             patches, resolve = load(known), resolver(known)
             with torch.no_grad():
-                of_all = merged_moments(comm, operation.compute(make(patches, resolve, known=before)))
+                own = operation.compute(make(patches, resolve, known=before))
+                of_all = functools.reduce(merge, comm.all_gather(own))  # in the order of members
             if is_norm and next(iter(patches.values())).tensor.dtype in FULL:
                 return of_all
             assert again is not None
@@ -189,6 +190,9 @@ class NodeCompiler:
         resolver, compute, norm = self._without_rows(node), operation.compute, operation.norm
         if operation.convolution is not None and (convolution := self._convolution(node, operation)):
             return convolution
+        if (plain := operation.plain) is not None:
+            name = self._sources(node)[0].name
+            return lambda known, _, before=NO_PRIORS: plain(known[name])
         make, load = self._arguments(node, self._may_change(node)), self._patches(node, node.name)
         if operation.drawn is not None:
             return self._drawn(node, operation, make, load)
@@ -205,7 +209,7 @@ class NodeCompiler:
 
     def _convolution(self, node: fx.Node, operation: Operation) -> Any:
         (source,) = self._sources(node)
-        name, comm, operands, compute = source.name, self._comm, operation.convolution, operation.compute
+        name, comm, compute = source.name, self._comm, operation.compute
         exchange, patch = self._exchange(node.name, source), self._patch(node.name, source)
         make, resolver = self._arguments(node), self._without_rows(node)
         if exchange.exchange.is_local:
@@ -216,10 +220,15 @@ class NodeCompiler:
             return lambda known, _, before=NO_PRIORS: compute(
                 make({name: frame(known[name])}, resolver(known), known=before)
             )
-        assert operands is not None
-        work = HaloConvolution(exchange, patch, operation.rules)
+        assert operation.convolution is not None
+        work, (operands, groups) = HaloConvolution(exchange, patch, operation.rules), operation.convolution
+        if node.op == "call_module":  # its operands are the module's
+            fixed = make({}, resolver({}))
+            return lambda known, _, before=NO_PRIORS: sharded_convolution(
+                comm, known[name], work, *operands(fixed), groups
+            )
         return lambda known, _, before=NO_PRIORS: sharded_convolution(
-            comm, known[name], work, operands(make({}, resolver(known), known=before))
+            comm, known[name], work, *operands(make({}, resolver(known), known=before)), groups
         )
 
     def _drawn(self, node: fx.Node, operation: Operation, make: Any, load: Any) -> Any:

@@ -6,20 +6,13 @@ Each member gives (count, mean, M2) of its own part; they are merged in the orde
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel.streaming.moments import merged
 from parallel.streaming.operation import ChannelNorm
 from parallel.team.team_comm import TeamComm
-
-
-def merged_moments(comm: TeamComm, own: Tensor) -> Tensor:
-    """Return (3, ...) count, mean and M2 of all members' parts from those of each."""
-    return functools.reduce(merged, comm.all_gather(own))
 
 
 def sharded_batch_norm(comm: TeamComm, x: Tensor, of_all: Tensor, norm: ChannelNorm, given: Any) -> Tensor:
@@ -54,7 +47,7 @@ class _BatchNorm(torch.autograd.Function):
             arriving = ctx.comm.all_reduce_async(torch.stack([to_bias, to_weight]).double())
             deviation = (variance.double() + ctx.epsilon).rsqrt()
             to_x = gradients[0] * (weight.double() * deviation).to(x.dtype)[:, None, None]  # while the sums travel
-            (total,) = arriving.wait()
+            (total,) = arriving()
             total = total / ctx.count
             slope = weight.double() * deviation.square() * total[1]
             level = weight.double() * deviation * total[0] - slope * mean.double()

@@ -60,7 +60,7 @@ class RegionExchange:
         pieces = exchange.recvs[member]
         leaving = [(target, maps.fetch(name, box).contiguous()) for target, box in exchange.sends[member]]
         arriving = [(piece.owner, maps.empty(name, piece.box)) for piece in pieces]
-        for piece, value in zip(pieces, self._comm.swap(leaving, arriving).wait(), strict=True):
+        for piece, value in zip(pieces, self._comm.swap(leaving, arriving)(), strict=True):
             maps.write(name, piece.box, value)
 
     def send_back(self, gradients: Maps, name: str, like: Maps) -> None:
@@ -77,7 +77,7 @@ class RegionExchange:
         sent = exchange.sends[member]
         leaving = [(p.owner, gradients.fetch(name, p.box).contiguous()) for p in exchange.recvs[member]]
         arriving = [(target, gradients.empty(name, box)) for target, box in sent]
-        for (_, box), value in zip(sent, self._comm.swap(leaving, arriving).wait(), strict=True):
+        for (_, box), value in zip(sent, self._comm.swap(leaving, arriving)(), strict=True):
             gradients.add(name, box, value)
 
     def _owned(self, name: str) -> Box:

@@ -30,6 +30,9 @@ TAGS = 32767
 Report = Callable[[str | None], None]
 """Is given what the rank waits for, and None once it is there."""
 Recv = tuple[int | None, Tensor, Work]
+"""Member that a tensor comes from, None for a sum with all; the tensor; the operation."""
+Wait = Callable[[], list[Tensor]]
+"""Waits for tensors on their way to this rank; returns pieces of a map in the order of ``Exchange.recvs``, or a sum."""
 
 
 class ReplayLog:
@@ -55,36 +58,6 @@ class ReplayLog:
         yield
         assert self._next == len(self.entries), f"{self._next} of {len(self.entries)} entries were asked for again"
         self.entries, self._next = [], None
-
-
-class PendingRecvs:
-    """Tensors on their way to this rank: pieces of a map in the order of ``Exchange.recvs``, or a sum.
-
-    Args:
-        works: (member that a tensor comes from, None for a sum with all; the tensor; operation).
-        comm: reports waits; None: waits are not reported.
-        sums: they are added up, in the order of members, to the same bits on each.
-    """
-
-    def __init__(
-        self, tensors: list[Tensor], works: Sequence[Recv] = (), comm: TeamComm | None = None, sums: bool = False
-    ) -> None:
-        self._tensors, self._works, self._comm, self._sums = tensors, works, comm, sums
-
-    def wait(self) -> list[Tensor]:
-        comm = self._comm
-        report = None if comm is None else comm.report
-        for peer, tensor, work in self._works:
-            if comm is None or report is None or work.done():
-                work.wait()
-                continue
-            report(comm.describe(peer, tensor))
-            work.wait()  # where it fails, the run is over, and what it waited for stays reported
-            report(None)
-        if self._sums:
-            self._tensors, self._sums = [functools.reduce(torch.add, self._tensors)], False
-        self._works = ()
-        return self._tensors
 
 
 class TeamComm:
@@ -121,20 +94,17 @@ class TeamComm:
         finally:
             self.log = before
 
-    def fetch(self, exchange: BoundExchange, own: Tensor) -> PendingRecvs:
+    def fetch(self, exchange: BoundExchange, own: Tensor, record: bool = True) -> Wait:
         """Begin to fetch what this member needs of the map of which it has ``own``, and to send what others need."""
-        if self.log is not None:
-            halos: PendingRecvs = self.log.record_or_replay(lambda: self._fetch(exchange, own))
+        if record and self.log is not None:
+            halos: Wait = self.log.record_or_replay(lambda: self.fetch(exchange, own, False))
             return halos
-        return self._fetch(exchange, own)
-
-    def _fetch(self, exchange: BoundExchange, own: Tensor) -> PendingRecvs:
         own, sends = own.detach(), []
         for peer, part, _ in exchange.sends:
             sends.append((peer, own[part]))
         return self._swap_pieces(sends, exchange.recvs, exchange.dims, own)
 
-    def send_halo_grads(self, exchange: BoundExchange, gradients: Sequence[Tensor], like: Tensor) -> PendingRecvs:
+    def send_halo_grads(self, exchange: BoundExchange, gradients: Sequence[Tensor], like: Tensor) -> Wait:
         """Begin to send the gradients of what was fetched to their owners; those of what this member had sent arrive in
         the order of ``Exchange.sends``.
 
@@ -147,7 +117,7 @@ class TeamComm:
 
     def _swap_pieces(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[Any], dims: tuple[int, int], like: Tensor
-    ) -> PendingRecvs:
+    ) -> Wait:
         """Begin to send copies of tensors, contiguous whatever their layout, which may differ between two members."""
         shape, copies, places, tensors = list(like.shape), [], [], []
         for peer, piece in sends:
@@ -156,11 +126,11 @@ class TeamComm:
             shape[dims[0]], shape[dims[1]] = sizes
             tensors.append(like.new_empty(shape))
             places.append((peer, tensors[-1]))
-        return PendingRecvs(tensors, self._swap(copies, places), self)
+        return functools.partial(self._wait, tensors, self._swap(copies, places))
 
-    def swap(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> PendingRecvs:
+    def swap(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Wait:
         """Begin to send (target, pieces) and to receive (owner, places), as one exchange."""
-        return PendingRecvs([tensor for _, tensor in recvs], self._swap(sends, recvs), self)
+        return functools.partial(self._wait, [tensor for _, tensor in recvs], self._swap(sends, recvs))
 
     def all_reduce(self, value: Tensor, record: bool = True) -> Tensor:
         """Return the sum over the members, the same bits on each.
@@ -171,39 +141,40 @@ class TeamComm:
         if record and self.log is not None:
             summed: Tensor = self.log.record_or_replay(lambda: self.all_reduce(value, False))
             return summed
-        return self.all_reduce_async(value).wait()[0]
+        return self.all_reduce_async(value)()[0]
 
-    def all_reduce_async(self, value: Tensor) -> PendingRecvs:
-        """Begin to sum over the members, in a backward pass; the sum arrives."""
+    def all_reduce_async(self, value: Tensor, sums: bool = True) -> Wait:
+        """Begin to sum over the members, in a backward pass; the sum arrives.
+
+        Args:
+            sums: False, for a small value on a CPU: the members' values arrive, in order.
+        """
         own = value.detach().clone(memory_format=torch.contiguous_format)
         if own.nbytes <= self._small_bytes and not own.is_cuda:  # a message to each, in place of a sum over all
-            return PendingRecvs(*self._exchange_small(own), self, sums=True)
-        return PendingRecvs([own], [(None, own, self._communicator.iall_reduce(own))] if self.members > 1 else (), self)
+            parts, sends, recvs = [], [], []
+            for member in range(self.members):
+                parts.append(own if member == self.member else torch.empty_like(own))
+                if member != self.member:
+                    sends.append((member, own))
+                    recvs.append((member, parts[-1]))
+            return functools.partial(self._wait, parts, self._swap(sends, recvs, counted=False), sums)
+        works: list[Recv] = [(None, own, self._communicator.iall_reduce(own))] if self.members > 1 else []
+        return functools.partial(self._wait, [own], works)
 
     def all_gather(self, value: Tensor, record: bool = True) -> list[Tensor]:
         """Return what each member has, in order; all have values of one shape and type. ``record``: as above."""
         if record and self.log is not None:
             gathered: list[Tensor] = self.log.record_or_replay(lambda: self.all_gather(value, False))
             return gathered
+        if value.nbytes <= self._small_bytes and not value.is_cuda:
+            return self.all_reduce_async(value, sums=False)()
         own = value.detach().clone(memory_format=torch.contiguous_format)
-        if own.nbytes <= self._small_bytes and not own.is_cuda:  # a message to each, in place of a sum over all
-            return PendingRecvs(*self._exchange_small(own), self).wait()
         if self.report is not None:
             self.report(self.describe(None, own))
         gathered = list(self._communicator.all_gather(own))
         if self.report is not None:
             self.report(None)
         return gathered
-
-    def _exchange_small(self, own: Tensor) -> tuple[list[Tensor], list[Recv]]:
-        """Begin to send ``own`` to all others; return what each member has, in order, and what to wait for."""
-        parts, sends, recvs = [], [], []
-        for member in range(self.members):
-            parts.append(own if member == self.member else torch.empty_like(own))
-            if member != self.member:
-                sends.append((member, own))
-                recvs.append((member, parts[-1]))
-        return parts, self._swap(sends, recvs, counted=False)
 
     def finish(self) -> None:
         """Wait until all that this member sent has left."""
@@ -226,6 +197,19 @@ class TeamComm:
         for (source, tensor), work in zip(recvs, arriving, strict=True):
             works.append((source, tensor, work))
         return works
+
+    def _wait(self, tensors: list[Tensor], works: list[Recv], sums: bool = False) -> list[Tensor]:
+        """Return ``tensors`` once they are there; with ``sums`` their sum in the order of members, the same bits on
+        each."""
+        for peer, tensor, work in works:
+            if self.report is None or work.done():
+                work.wait()
+                continue
+            self.report(self.describe(peer, tensor))
+            work.wait()  # where it fails, the run is over, and what it waited for stays reported
+            self.report(None)
+        works.clear()
+        return [functools.reduce(torch.add, tensors)] if sums else tensors
 
     def describe(self, peer: int | None, tensor: Tensor) -> str:
         """Return in words what this rank waits for."""

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.space.grid import Span
 from parallel.space.team import Box
 from parallel.streaming.box_sums import BoxSums, SummedLoss
 from parallel.team.program import NodeRun
-from parallel.team.team_comm import ReplayLog, TeamComm, cut
+from parallel.team.team_comm import ReplayLog, TeamComm
 from parallel.team.team_context import ForwardContext
 from parallel.team.team_plan import TeamPlan
 from parallel.trace.stage_module import Boxes, Run, SegmentRun, StageModule, as_tensor
@@ -140,8 +139,7 @@ class TeamStage(StageModule):
 
 def own_part(value: Tensor, whole: tuple[int, int], box: Box) -> Tensor:
     """Return the rows and columns ``box`` of tiles or targets (..., h, w), in memory of their own."""
-    dims = (value.dim() - 2, value.dim() - 1)
     assert tuple(value.shape[-2:]) == whole, (tuple(value.shape), whole)
-    part = cut(value, dims, box, (Span(0, whole[0]), Span(0, whole[1])))
+    part = value[..., slice(*box[0]), slice(*box[1])]
     layout = torch.channels_last if value.dim() == 4 and value.stride(1) == 1 else torch.contiguous_format
     return part.contiguous(memory_format=layout)

@@ -77,10 +77,10 @@ def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: Grid) 
         box = exchange.owned[link.member]
         own = part(whole, box)
         bound = BoundExchange(exchange, link.member, (2, 3))
-        halos = link.fetch(bound, own).wait()
+        halos = link.fetch(bound, own)()
         for piece, halo in zip(exchange.recvs[link.member], halos, strict=True):
             assert torch.equal(halo, part(whole, piece.box))
-        back = link.send_halo_grads(bound, halos, own).wait()
+        back = link.send_halo_grads(bound, halos, own)()
         for (_, sent), arrived in zip(exchange.sends[link.member], back, strict=True):
             assert torch.equal(arrived, cut(own, (2, 3), sent, box))
         link.finish()
@@ -105,7 +105,7 @@ def test_halos_travel_while_a_member_computes() -> None:
         with Convolutions(notes), torch.autograd.set_multithreading_enabled(False):
             patch = patch_of(exchange, member, None, made, sides, (2, 3))
             work = HaloConvolution(BoundExchange(exchange, member, (2, 3)), patch, (rule, rule))
-            y = sharded_convolution(link, own, work, (weight, None, 1))
+            y = sharded_convolution(link, own, work, weight, None, 1)
             y.backward(part(torch.ones(1, 4, *sides), made))
         link.finish()
         return notes

@@ -21,10 +21,10 @@ from parallel.space.rule import SAME, Step, Window
 from parallel.space.team import Exchange, Grid, SpatialMesh
 from parallel.streaming import local_ops, read_norm, read_region, read_window
 from parallel.streaming.patch import Patch
-from parallel.team import node_compiler, norm, program
+from parallel.team import node_compiler, program
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, patch_of
-from parallel.team.team_comm import PendingRecvs, TeamComm
+from parallel.team.team_comm import TeamComm, Wait
 
 EXACT, WRONG = 1e-12, 1e-7
 SHAPE, GRID = (2, 2, 37, 29), Grid(2, 1)
@@ -91,9 +91,9 @@ def without_corners(self: SpatialMesh, needs: Any, sides: Any, whole: Any = Spat
     return Exchange(exchange.needs, exchange.boxes, tuple(kept), exchange.owned)
 
 
-def kept_gradients(own: TeamComm, exchange: BoundExchange, gradients: Any, like: Tensor) -> PendingRecvs:
+def kept_gradients(own: TeamComm, exchange: BoundExchange, gradients: Any, like: Tensor) -> Wait:
     """Of a detached halo."""
-    return PendingRecvs([torch.zeros_like(like[part]) for _, part, _ in exchange.sends])
+    return lambda: [torch.zeros_like(like[part]) for _, part, _ in exchange.sends]
 
 
 def naive_patch(exchange: Exchange, member: int, value: Any, made: Any, sides: Any, dims: Any) -> Patch:
@@ -127,10 +127,10 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         OPERATIONS["batch norm"].make, replaced(read_region, "Step", with_halos_of_sums), GRID),
     # MPI4DL's batch norm is of each part; torch's SyncBatchNorm weighed ranks alike.
     "statistics weigh uneven parts by their px": (
-        OPERATIONS["batch norm"].make, replaced(norm, "merged", half_merged), GRID),
+        OPERATIONS["batch norm"].make, replaced(read_norm, "merged", half_merged), GRID),
     "the backward pass of a norm takes sums of all members": (
         OPERATIONS["batch norm"].make,
-        replaced(TeamComm, "all_reduce_async", lambda _, value: PendingRecvs([value])), GRID),
+        replaced(TeamComm, "all_reduce_async", lambda _, value: lambda: [value]), GRID),
     "gradients of a gate are summed": (
         OPERATIONS["deviation over the image"].make,
         replaced(node_compiler, "all_reduce_sum", lambda comm, value: value), GRID),
@@ -215,7 +215,7 @@ def test_members_are_numbered_in_their_team() -> None:
         if team is None:
             return []
         own = torch.full((1, 1, 3, 2), float(communicator.rank))
-        (halo,) = TeamComm(team).fetch(BoundExchange(exchange, team.rank, (2, 3)), own).wait()
+        (halo,) = TeamComm(team).fetch(BoundExchange(exchange, team.rank, (2, 3)), own)()
         return [float(halo.mean()), *map(float, halo.shape)]
 
     found = run_on_threads(4, rank, [None] * 4, timeout_s=5)
@@ -234,7 +234,7 @@ def test_what_is_sent_may_be_overwritten_at_once() -> None:
         own.fill_(float("nan"))
         if not communicator.rank:
             communicator.barrier()
-        return float(halos.wait()[0].mean())
+        return float(halos()[0].mean())
 
     assert run_on_threads(2, rank, [None] * 2, timeout_s=5) == [2.0, 1.0]
 
@@ -257,7 +257,7 @@ def test_no_padded_copy_is_kept() -> None:
         patch = patch_of(exchange, member.member, None, made, (16, 8), (2, 3))
         work = HaloConvolution(BoundExchange(exchange, member.member, (2, 3)), patch, (window, window))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            sharded_convolution(member, own, work, (weight, None, 1))
+            sharded_convolution(member, own, work, weight, None, 1)
         return sum(kept.values())
 
     own, halo, weight = 4 * 4 * 8 * 8, 4 * 4 * 8, 4 * 4 * 4 * 9
