@@ -21,6 +21,7 @@ from parallel.engine.async_engine import AsyncEngine
 from parallel.engine.step import Microbatch, NonFiniteLoss
 from parallel.engine.weight_average import keep_average
 from parallel.memory.policy import ActivationPolicy
+from parallel.schedule.action import Schedule
 from parallel.schedule.pushes import Push, PushRule
 from parallel.schedule.shares import consecutive, microbatch_seed
 from parallel.strategy import Strategy
@@ -206,6 +207,29 @@ def test_staleness_is_bounded(staleness: int) -> None:
     for push in (Push(*each) for each in run_on_threads(3, trained, argument)[0]["pushes"]):
         assert push.staleness == push.push - push.pulled <= 2 * (2 * staleness + 1)
         assert push.learning_rate == LR / (1 + push.staleness)
+
+
+def test_a_watchdog_knows_when_a_worker_waits() -> None:
+    """A rank that waits for another is given up later than one that computes."""
+    steps = steps_of(2, torch.float32, 1)
+    seen: list[int | None] = []
+
+    class Watch:
+        def follow(self, schedule: Schedule) -> None:
+            assert [str(action) for action in schedule[0]] == ["0F0", "0B0", "0F1", "0B1"]
+
+        def step(self, number: int) -> None:
+            seen.append(None)
+
+        def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
+            if seen[-1] != position:
+                seen.append(position)
+
+    strategy = async_strategy(1, 2)
+    engine = build(LocalCommunicator(), "skips", strategy, steps, make_optimizer=PLAIN_SGD, observer=Watch())
+    assert isinstance(engine, AsyncEngine)
+    engine.step(fed(engine, steps[0]), 0, LR)
+    assert seen == [None, -1, 0, 1, -1, 2, 3, -1]  # pull, forward, backward, push and pull, ..., drain
 
 
 def test_shares_change_between_steps() -> None:

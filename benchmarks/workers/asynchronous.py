@@ -3,7 +3,7 @@
 Takes nothing; gives the held-out loss over seconds and over tiles, of five seeds. Ranks are real, over Gloo; beside a
 small model they sleep, so that their speeds are known and no core is shared.
 
-    python -m benchmarks.async_updates.run [--seeds 5] [--unit 0.02] [--write]
+    python -m benchmarks.workers.asynchronous [--seeds 5] [--unit 0.02] [--write]
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def measure(way: int, seeds: int, windows: int, unit_s: float) -> dict[str, Any]
     """Train with the best of ``RATES`` on a seed of its own, then on ``seeds`` others."""
     argument = {"way": way, "windows": windows}
     ranks = max(1, len(WAYS[way].shares))
-    run = functools.partial(run_on_ranks, ranks, "benchmarks.async_updates.run:train_all")
+    run = functools.partial(run_on_ranks, ranks, "benchmarks.workers.asynchronous:train_all")
     tuned = run([argument | {"seed": TUNING_SEED, "rate": rate, "unit_s": 0.0} for rate in RATES])[0]
     ends = [result["losses"][-1] for result in tuned]
     rate = RATES[ends.index(min(ends))]
@@ -178,7 +178,7 @@ def report(found: list[dict[str, Any]], unit_s: float) -> str:
         f"{windows} windows of {M} minibatches; SGD. Held-out loss, median and range of {len(found[0]['runs'])} seeds. "
         "A way that has ended keeps its last loss.\n"
     )
-    return results("python -m benchmarks.async_updates.run --write", about, markdown_table(header, rows))
+    return results("python -m benchmarks.workers.asynchronous --write", about, markdown_table(header, rows))
 
 
 def _at(run: dict[str, list[float]], seconds: float) -> float:
@@ -200,11 +200,11 @@ def main() -> None:
     arguments = parser.parse_args()
     found = [measure(way, arguments.seeds, arguments.windows, arguments.unit) for way in range(len(WAYS))]
     OUT.mkdir(exist_ok=True)
-    (OUT / "async_updates.json").write_text(json.dumps({"ways": found, "environment": measured_on()}, indent=2) + "\n")
+    (OUT / "asynchronous.json").write_text(json.dumps({"ways": found, "environment": measured_on()}, indent=2) + "\n")
     text = report(found, arguments.unit)
     print(text)
     if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
+        write_results(Path(__file__).with_name("README.md"), text, "asynchronous")
 
 
 if __name__ == "__main__":
