@@ -18,7 +18,6 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.workers.run --unit 0.005 --steps 8", "max n t"),
         ("benchmarks.workers.asynchronous --seeds 1 --windows 2 --unit 0.001", "async, no bound"),
         ("benchmarks.workers.real --rounds 1 --tile 64 --tiles 6", "times equal shares"),
-        ("benchmarks.workers.variability --steps 8 --rounds 1 --tile 64 --causes none", "as it runs"),
         ("benchmarks.plan_accuracy.activation_bytes --model resnet11_v2 --px 32 --depths 2", "max(A_k, A_{D-1-k})"),
         (
             "benchmarks.plan_accuracy.memory --models resnet11_v2 --px 64 --ranks 2 --strategies 1f1b",
