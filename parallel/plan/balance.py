@@ -39,6 +39,7 @@ class MemoryRule:
         per_parameter: bytes that a rank holds for each byte of the parameters of a stage: they themselves, gradients,
             optimizer state; those of a pair's rank that keeps no optimizer state of the stage in ``per_other``.
         recompute: what is kept of a microbatch is what entered the stage.
+        stashes: a rank, of one stage, holds a version of its parameters for each microbatch in flight.
     """
 
     limits: tuple[float, ...]
@@ -46,6 +47,7 @@ class MemoryRule:
     per_parameter: float
     per_other: float | None = None
     recompute: bool = False
+    stashes: bool = False
 
 
 def partition_optimal(
@@ -152,7 +154,8 @@ class _Problem:
         if self.memory is None:
             return load
         in_flight, limit = self._alone(stage)
-        return np.where(self._bytes(in_flight, self.memory.per_parameter, rows, computing=True) > limit, np.inf, load)
+        per_parameter = self.memory.per_parameter + (in_flight - 1) * self.memory.stashes
+        return np.where(self._bytes(in_flight, per_parameter, rows, computing=True) > limit, np.inf, load)
 
     def _alone(self, stage: int) -> tuple[int, float]:
         """Return the most microbatches in flight of a stage, and the bytes of its rank, or of its share of them."""

@@ -325,6 +325,7 @@ class StageCache:
             2.0 + self.task.slots,
             2.0 if candidate.shard_optimizer else None,
             candidate.policy.stagewise,
+            candidate.stashes,
         )
 
     def _limit(self, candidate: Strategy) -> float:

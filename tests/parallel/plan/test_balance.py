@@ -133,6 +133,16 @@ def test_errors_say_how_many_stages_and_how_much_memory() -> None:
         partition_optimal(graph, 2, [1.0] * 8, memory=rule)
 
 
+def test_versions_of_the_weights_move_the_cut() -> None:
+    """The first of two ranks holds two versions, and 21 MiB fit three layers with them, four without."""
+    rule = MemoryRule((21 * 2.0**20, 2.0**30), (((2,),), ((1,),)), per_parameter=4)
+    starts = [
+        partition_optimal(graph_of(8), 2, [1.0] * 10, memory=dataclasses.replace(rule, stashes=stashes)).starts
+        for stashes in (False, True)
+    ]
+    assert starts == [(0, 5), (0, 4)]
+
+
 def test_a_slower_rank_gets_less_and_a_slow_link_moves_the_cut() -> None:
     graph = graph_of(9)
     _, second, third = partition_optimal(graph, 3, [1.0] * 11, speeds=[1.0, 0.25, 1.0]).starts
