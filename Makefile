@@ -34,8 +34,13 @@ PYTEST := tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	TMPDIR=$$tmp OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
 
 # On every edit, in minutes: what needs no process of its own. tests/helpers/lanes.py says what the marks stand for.
-test: setup lint
-	$(PYTEST) -m "not (process or slurm or browser or bench or readme or long)"
+# Types and import directions are checked while the tests run: in a fresh clone mypy takes half a minute of one core.
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@checks=$$(mktemp); { $(BIN)/mypy && $(BIN)/lint-imports; } >$$checks 2>&1 & checking=$$!; \
+	$(PYTEST) -m "not (process or slurm or browser or bench or readme or long)"; tested=$$?; \
+	wait $$checking; checked=$$?; cat $$checks; rm -f $$checks; exit $$((tested | checked))
 
 # Everything that must hold before a change lands: all tests, whole grids, Slurm and Chromium where they may be installed.
 test-all: setup-all lint

@@ -13,7 +13,6 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests.helpers.lanes import NEEDS, PATIENCE, SLOWER, Watch, marks_of
@@ -116,4 +115,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def _denormals() -> Generator[None]:
     """A run in this process flushes them; the next test has them again."""
     yield
+    import torch  # here: the process that deals tests out to the workers needs none, and they begin 2 s sooner
+
     torch.set_flush_denormal(False)

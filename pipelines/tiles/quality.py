@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import Pixels, Slide, TileReadError
-from pipelines.tiles.tissue import DARK, MARK_UM2, Mask, Overview, ink_of, is_fluorescence, without_small
+from pipelines.tiles.tissue import (
+    DARK,
+    MARK_UM2,
+    Mask,
+    Overview,
+    ink_of,
+    is_fluorescence,
+    largest_channel,
+    smallest_channel,
+    without_small,
+)
 
 FOCUS_MPP, COARSEST_MPP = 1.0, 2.0
 """um/px that focus is judged at, which blurs of 2 um change ten times and more, and from which on it is not judged."""
@@ -89,7 +99,7 @@ def slide_quality(
 
 def sharpness_of(pixels: Pixels) -> float | None:
     """Return the sharpness of a picture uint8 (h, w, 3) at ``FOCUS_MPP``; None of one that shows too little tissue."""
-    stained = cv2.medianBlur(pixels.max(axis=2) - pixels.min(axis=2), 5) > STAINED
+    stained = cv2.medianBlur(largest_channel(pixels) - smallest_channel(pixels), 5) > STAINED
     if stained.mean() < LEAST_STAINED:
         return None
     grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY).astype(np.float32)

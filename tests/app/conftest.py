@@ -16,7 +16,10 @@ import pytest
 from app import synth
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
+from tests.helpers.indexed_once import indexed_once, kept_indexes
 from tests.helpers.slurm import Slurm, missing_programs, running_slurm
+
+__all__ = ["indexed_once", "kept_indexes"]
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "256", "--batch", "4", "--microbatches", "2")
