@@ -282,6 +282,13 @@ def test_out_of_memory_is_a_result_and_so_is_a_hang(classify_slides: Path, tmp_p
 
 
 @pytest.mark.process
+def test_a_rank_ended_by_signal_9_is_not_out_of_device_memory(
+    classify_slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ended_by("tests.helpers.tiny_models:killed", classify_slides, tmp_path, (3, 4), monkeypatch)
+    assert (found.status, found.reason) == ("killed", trials._who_killed(3, 4))
+
+
 @pytest.mark.parametrize(
     ("counts", "told"),
     [
@@ -291,16 +298,10 @@ def test_out_of_memory_is_a_result_and_so_is_a_hang(classify_slides: Path, tmp_p
     ],
     ids=["counted", "not counted", "not told"],
 )
-def test_a_rank_ended_by_signal_9_is_not_out_of_device_memory(
-    counts: tuple[int | None, int | None],
-    told: str,
-    classify_slides: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = ended_by("tests.helpers.tiny_models:killed", classify_slides, tmp_path, counts, monkeypatch)
-    assert (found.status, found.reason.startswith("a rank was ended by signal 9")) == ("killed", True)
-    assert told in found.reason
+def test_who_ended_a_rank_is_told_as_far_as_the_kernel_counts(counts: tuple[int | None, int | None], told: str) -> None:
+    reason = trials._who_killed(*counts)
+    assert reason.startswith("a rank was ended by signal 9")
+    assert told in reason
 
 
 @pytest.mark.process

@@ -62,16 +62,19 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) 
 
 
 @pytest.mark.process
-def test_groups_of_stages_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
-    out = tmp_path / "hybrid"
+def test_groups_and_teams_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
+    out = tmp_path / "groups"
     asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
     asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
-    done = bench_run(*asked, "--strategies", "ddp", "gpipe", "--out", str(out))
+    done = bench_run(*asked, "--strategies", "ddp", "gpipe", "1f1b@2x1", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    ddp, gpipe = json.loads((out / "bench.json").read_text())["rows"]
+    ddp, gpipe, team = json.loads((out / "bench.json").read_text())["rows"]
     assert (gpipe["strategy"], gpipe["status"], gpipe["ranks"], gpipe["stages"]) == ("gpipe 2 x 2", "ok", 4, 2)
     assert (ddp["status"], ddp["stages"], gpipe["loss_matches"]) == ("ok", None, True)
     assert gpipe["claim"].endswith("x ddp on 4 ranks, measured once")
+    assert (team["strategy"], team["grid"], team["status"], team["loss_matches"]) == ("1f1b of 2x1", "2x1", "ok", True)
+    for shown in (done.stdout, (out / "report.html").read_text()):
+        assert "1f1b of 2x1" in shown
 
 
 @pytest.mark.process
@@ -89,24 +92,6 @@ def test_delayed_gradients_are_marked_in_table_and_reports(classify_slides: Path
     assert json.loads(summary.read_text())["gradients"] == words
     assert words in " ".join((summary.parent / "run.log").read_text().split())
     assert words in (out / "report.html").read_text()
-
-
-@pytest.mark.process
-def test_teams_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
-    out = tmp_path / "teams"
-    asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
-    asked += ["--ranks", "4", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
-    done = bench_run(*asked, "--strategies", "ddp", "spatial", "1f1b@2x1", "--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((out / "bench.json").read_text())["rows"]
-    assert [(row["strategy"], row["grid"], row["status"]) for row in found] == [
-        ("ddp", None, "ok"),
-        ("spatial", "4x1", "ok"),
-        ("1f1b of 2x1", "2x1", "ok"),
-    ]
-    assert [row["loss_matches"] for row in found[1:]] == [True] * 2
-    for shown in (done.stdout, (out / "report.html").read_text()):
-        assert all(name in shown for name in ("spatial (4x1)", "1f1b of 2x1"))
 
 
 @pytest.mark.process
