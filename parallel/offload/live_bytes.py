@@ -104,8 +104,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of ``tensors``, too: parameters, or whatever else is there already."""
+        there = list(tensors)  # outside of the lock: what still makes one of them on another thread takes it
         with self._changed:
-            for part in _tensors(list(tensors)):
+            for part in _tensors(there):
                 self._count(part, counts=True)
             self._notice()
 

@@ -25,7 +25,8 @@ from app.launch.restart import Attempts, Starter, attempts_before, describe_rest
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.training.run_folder import RunFolder
-from tests.app.conftest import QUICK, ROOT, summary_of, train_command, train_environment
+from tests.app.conftest import QUICK, ROOT, Train, summary_of, train_command, train_environment
+from tests.helpers.forked import launched_here
 
 NO_SIDES = SimpleNamespace(sides=None)
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -165,11 +166,11 @@ def with_torchrun(*arguments: str | Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(classify_slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(classify_slides: Path, train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run to the same end, all in one go."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    command = train_command("--slides", classify_slides, *DRILL, "--steps", str(STEPS), "--out", out, "--ranks", "2")
-    done = subprocess.run(command, cwd=ROOT, env=train_environment(), capture_output=True, text=True, timeout=280)
+    with launched_here(tmp_path_factory.mktemp("ranks")):
+        done = train("--slides", classify_slides, *DRILL, "--steps", str(STEPS), "--out", out, "--ranks", "2")
     assert done.returncode == 0, done.stderr
     assert summary_of(out)["restarts"] == 0
     return out

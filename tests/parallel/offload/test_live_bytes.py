@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -223,3 +224,19 @@ def test_a_limit_holds_for_other_threads_too() -> None:
         thread.start()
         thread.join()
     assert len(faults) == 1
+
+
+def test_tensors_that_another_thread_still_makes_are_waited_for() -> None:
+    """A run hung in one of its first steps: it held the lock, for which the thread that made the next tiles waited."""
+    live = LiveBytes()
+
+    def made() -> Iterator[torch.Tensor]:
+        thread = threading.Thread(target=lambda: contextlib.ExitStack().enter_context(live.on_other_thread()))
+        thread.daemon = True  # a fault leaves it waiting
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        yield torch.ones(NUMBERS)
+
+    live.add(made())
+    assert live.peak_bytes == MIB
