@@ -101,7 +101,7 @@ def write_examples(
         for number, example in enumerate(examples):
             try:
                 panels = _panels(session, example.row, None if masks is None else masks[number], pool)
-            except SlideError:
+            except (SlideError, OSError):
                 continue
             name = f"{FOLDER}/{number + 1}.jpg"
             (run / name).write_bytes(as_jpeg(_beside(panels)[..., ::-1]))
