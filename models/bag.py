@@ -8,6 +8,8 @@ tile. A model therefore gives C logits and one score for every tile by itself; t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +53,13 @@ def put_bag_head(model: nn.Module, name: str, classes: int) -> None:
         )
     path, classifier = layers[-1]
     model.set_submodule(path, GatedClassifier(classifier))
+
+
+def has_bag_head(names: Iterable[str]) -> bool:
+    """Return whether tensors of these ``names`` include those of a ``GatedClassifier``."""
+    known, end = set(names), ".score.weight"
+    heads = {name.removesuffix(end) for name in known if name.endswith(end)}
+    return any(all(f"{head}.{part}.weight" in known for part in ("classifier", "value", "gate")) for head in heads)
 
 
 def bag_logits(outputs: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.tile_reading.cache --tiles 2 --side 5300", "pays from epoch"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
         ("benchmarks.tile_size.context --slides 8 --steps 1 --seeds 1", "| whole slide |"),
+        ("benchmarks.bags.run noise --slides 8 --steps 1 --seeds 1", "| --tile slide --head attention"),
+        ("benchmarks.bags.memory --sizes 4", "tiles of a bag"),
         (
             "benchmarks.offload_study.run --models squeezenet1_1 --modes none naive --epochs 1 --pictures 12 --batch 4",
             "to the host",

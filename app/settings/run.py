@@ -348,7 +348,8 @@ class RunConfig:
         bag, faults = self.stream.bag, []
         if self.strategy.batch % bag:
             faults.append(
-                f"--batch counts tiles, and must be a multiple of --bag {bag}; got --batch {self.strategy.batch}"
+                f"--batch counts tiles, and must be a multiple of --bag {bag}; got --batch {self.strategy.batch}: "
+                f"use --batch {-(-self.strategy.batch // bag) * bag}"
             )
         refused = {
             "--task segment": self.data.task == "segment",
@@ -358,6 +359,7 @@ class RunConfig:
             "--parallel pipedream": self.strategy.name == "pipedream",
             "--parallel async": self.strategy.is_async,
             "--device mixed": self.strategy.is_mixed,
+            f"--slide-score {self.score.slide_score}": self.score.slide_score != "mean",
             "--developer twin-steps": self.twin_steps > 0,
             "--developer device-prefetch": self.stream.device_prefetch > 0,
         }

@@ -22,7 +22,7 @@ from app.training.dataset import Dataset, class_counts
 from app.training.memory_layout import LEFT_OUT, takes_channels_last
 from app.training.random_draws import refuse_draws
 from app.training.share import share
-from models.bag import BagLoss, put_bag_head
+from models.bag import BagLoss, has_bag_head, put_bag_head
 from models.frozen import freeze
 from models.layer_depth import layer_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
@@ -70,10 +70,11 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
     notes: list[str] = []
     side = None if config.index.tile == "slide" else shape[2]
     module = build_model(net.model, classes=classes, norm=net.norm, head=net.head, side=side)
-    if config.stream.bag:
+    weights = _weights_of(net, side)
+    trained_in_bags = weights is not None and has_bag_head(weights.tensors)
+    if config.stream.bag and trained_in_bags:
         put_bag_head(module, net.model, classes)
     refuse_tile_size(module, net.model, shape)
-    weights = _weights_of(net, side)
     if weights is not None:
         loaded = load_weights(module, weights)
         notes += loaded.lines
@@ -82,6 +83,8 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
             "--norm frozen without --weights: the running statistics were never measured (mean 0, variance 1), so the "
             "first losses may be large; give --weights pretrained or --weights FILE"
         )
+    if config.stream.bag and not trained_in_bags:  # other weights have the names of a model without it
+        put_bag_head(module, net.model, classes)
     normalisation = IMAGENET if weights is None else weights.normalisation
     if normalisation != IMAGENET:
         mean, std = (", ".join(f"{value:g}" for value in values) for values in normalisation)

@@ -101,9 +101,10 @@ def test_prediction_maps_attention(run: Path, slides: Path, tmp_path: Path) -> N
 
 def test_what_bags_do_not_go_with_is_refused(slides: Path, train: Train, tmp_path: Path) -> None:
     given = ("--slides", slides, "--labels", slides / "labels.csv", "--out", tmp_path / "run")
-    done = train(*given, "--bag", "12", "--batch", "16", "--sample", "class", "--parallel", "fsdp", "--ranks", "2")
+    wrong = ("--sample", "class", "--slide-score", "max", "--parallel", "fsdp", "--ranks", "2")
+    done = train(*given, "--bag", "12", "--batch", "16", *wrong)
     assert done.returncode == 2
-    for text in ("--batch counts tiles", "leave out --sample class", "leave out --parallel fsdp"):
+    for text in ("--batch 16: use --batch 24", "leave out --sample class", "--slide-score max", "--parallel fsdp"):
         assert text in done.stderr
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from app.settings.optimization import OptimizerSettings
+from app.settings.run import DataSettings, ModelSettings, RunConfig, StreamSettings
 from app.training.bags import BagSteps
 from app.training.dataset import class_counts
 from app.training.engines import build_engine, build_optimizer
+from app.training.model import build_run_model
 from models.bag import BagGradient, BagLoss, bag_logits, put_bag_head
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
@@ -188,6 +192,26 @@ def test_a_loss_that_is_not_finite_updates_nothing() -> None:
 def test_a_model_that_does_not_end_in_a_linear_layer_is_refused() -> None:
     with pytest.raises(ValueError, match="its last layer is no linear layer with one output for each of the 2 classes"):
         put_bag_head(nn.Sequential(nn.Conv2d(3, 2, 1)), "mine", 2)
+
+
+def test_weights_with_and_without_attention_scores_are_loaded(tmp_path: Path) -> None:
+    """The head of ConvNeXt has a norm beside the classifier: a file without scores was refused as another model's."""
+    name, path = "timm:convnext_atto", tmp_path / "weights.pt"
+
+    def built(bag: int) -> dict[str, Tensor]:
+        config = RunConfig(DataSettings(tmp_path), stream=StreamSettings(bag=bag))
+        weights = str(path) if path.exists() else None
+        config = replace(config, net=ModelSettings(name, weights=weights), seed=bag)
+        return build_run_model(config, 2, (1, 3, 64, 64)).module.state_dict()
+
+    plain = built(0)
+    torch.save(plain, path)
+    in_bags = built(4)
+    assert all(torch.equal(in_bags[key.replace("head.fc.", "head.fc.classifier.")], plain[key]) for key in plain)
+    torch.save(in_bags, path)
+    again = built(5)
+    assert again.keys() == in_bags.keys()
+    assert all(torch.equal(again[key], in_bags[key]) for key in in_bags)
 
 
 def test_classes_of_bags_are_counted_by_slide() -> None:
