@@ -10,7 +10,7 @@ import pytest
 from tests.golden.regenerate import DEVELOPER, FLAGS, ROOT, flags, page_with_developer_settings
 
 BENCHMARKS = sorted(path.parent.name for path in (ROOT / "benchmarks").glob("*/README.md"))
-UNRUN = {"bags", "gpu", "offload_study"}
+UNRUN = {"gpu", "offload_study"}
 """Benchmarks without a committed run."""
 
 
