@@ -11,6 +11,9 @@ import psutil
 import pytest
 import torch
 
+from app.planning.auto import names_for
+from app.planning.command import PlanCommand
+from app.planning.report import NAMES
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
 from app.training.push_log import PushLog, staleness_in
@@ -86,6 +89,12 @@ def test_what_does_not_go_with_it_is_refused_by_name(asked: dict[str, Any], faul
     settings: dict[str, Any] = {"parallel": "async", "ranks": 2, **asked}
     (found,) = strategy_faults(StrategySettings(**settings))
     assert fault in found
+
+
+def test_no_plan_takes_it() -> None:
+    assert not {"async", "pipedream"} & {*names_for(StrategySettings(ranks=2)), *NAMES}
+    (fault,) = PlanCommand(parallel="async", ranks=2).validate()
+    assert fault == "--parallel async has no schedule that could be planned: plan ddp in its place"
 
 
 @pytest.mark.parametrize(("ranks", "batch", "m"), [(1, 8, 4), (2, 8, 8), (2, 24, 8), (3, 10, 10), (2, 7, 7)])
