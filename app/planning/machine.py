@@ -284,7 +284,7 @@ def named_machine(
         return sum(cost_on(graph, spec, dtype).seconds)
 
     def slowest(graph: LayerGraph) -> DeviceSpec:
-        return max(kinds.values(), key=lambda spec: seconds(graph, spec))
+        return max(kinds.values(), key=lambda spec: seconds(graph, spec)) if len(kinds) > 1 else specs[0]
 
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
         spec = slowest(graph)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,12 @@ from models.registry import build_model
 from parallel.cost.stage_cost import Costs
 from parallel.engine.sharding_units import sharding_units
 from parallel.graph.layers import Layer, LayerGraph
-from parallel.graph.scale import GraphsBySide
+from parallel.graph.scale import BySide
 from parallel.plan.largest_tile import LIMIT
 from parallel.plan.part_costs import Divisible
 from parallel.plan.stages import Task
 from parallel.plan.streamed import Streamed
+from parallel.space.region import PaperRegion
 from parallel.space.team import Grid
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import with_sums
@@ -40,6 +41,9 @@ from parallel.trace.trace import Traced, run_again, trace
 from parallel.trace.updated_faults import copies_fault
 from parallel.trace.without_data import preserve_module_state
 
+T = TypeVar("T")
+FAULTS = (ValueError, RuntimeError, NotImplementedError)
+"""What reading a region may raise."""
 SLOTS = {"sgd": 1, "adamw": 2}
 """Values that an optimizer keeps for each parameter, beside its running average."""
 
@@ -74,7 +78,7 @@ class Workload:
     head: Head = "average"
     averages: bool = False
     _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
-    _sides: dict[torch.dtype | None, GraphsBySide] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sides: dict[object, BySide[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _recorded: list[Recorded] = field(default_factory=list, init=False, repr=False, compare=False)
     _regions: list[Region] = field(default_factory=list, init=False, repr=False, compare=False)
     _refused: list[tuple[nn.Module, dict[str, str]]] = field(
@@ -112,9 +116,16 @@ class Workload:
         Raises:
             ValueError: the model cannot be traced, or does not run on such a tile.
         """
+        return self._with_loss(self._trace(autocast))
+
+    def _trace(self, autocast: torch.dtype | None = None) -> Traced:
+        """Trace the model; where that fails for the side of the tiles, say so."""
         model = self.build()
-        refuse_tile_size(model, self.model, self._shape)
-        return self._with_loss(trace(model, self._shape, autocast=autocast))
+        try:
+            return trace(model, self._shape, autocast=autocast)
+        except ValueError:
+            refuse_tile_size(model, self.model, self._shape)
+            raise
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -124,24 +135,27 @@ class Workload:
     def _traced(self) -> Traced:
         if self._followed and self._followed[0].any_side:
             return self._run_again(self._followed[0])
-        model = self.build()
-        refuse_tile_size(model, self.model, self._shape)
-        self._followed[:] = [traced := trace(model, self._shape)]
+        self._followed[:] = [traced := self._trace()]
         return traced
 
     def _run_again(self, traced: Traced, autocast: torch.dtype | None = None) -> Traced:
-        graphs = self._sides.setdefault(autocast, GraphsBySide())
+        def graph_at(work: Workload) -> LayerGraph:
+            return run_again(traced, work._shape, autocast=autocast).graph
+
+        return dataclasses.replace(traced, graph=self._of_side(traced, autocast, graph_at))
+
+    def _of_side(self, traced: Traced, key: object, make: Callable[[Workload], T]) -> T:
+        """Return what ``make`` gives; of a model whose path is the same for all sides, from what it gave for others."""
         if not traced.any_side:
-            return run_again(traced, self._shape, autocast=autocast)
-        if (graph := graphs.at(self.tile)) is not None:
-            return dataclasses.replace(traced, graph=graph)
-        again = run_again(traced, self._shape, autocast=autocast)
-        graphs.add(self.tile, again.graph)
-        if graphs.count == 2:  # several sides are asked for: all of them lie below this one, which is run once
-            with contextlib.suppress(ValueError):
-                widest = run_again(traced, (1, 3, LIMIT, LIMIT), autocast=autocast)
-                graphs.add(LIMIT, widest.graph)
-        return again
+            return make(self)
+        sides = self._sides.setdefault(key, BySide())
+        value: T | None = sides.at(self.tile)
+        if value is None:
+            sides.add(self.tile, value := make(self))
+            if sides.count == 2:  # several sides are asked for: all of them lie below this one, which is run once
+                with contextlib.suppress(*FAULTS):
+                    sides.add(LIMIT, make(self.at(LIMIT)))
+        return value
 
     def _with_loss(self, traced: Traced) -> LayerGraph:
         return with_loss(traced.graph, self.classes, self.tile if self._segmenting(traced.graph) else None)
@@ -198,15 +212,16 @@ class Workload:
     ) -> tuple[Divisible | None, str]:
         """The model as teams see it; or None, and why no tile can be divided."""
         try:
-            return Divisible(self._region_of_teams(traced).on_paper(), plain, estimate), ""
-        except (ValueError, RuntimeError, NotImplementedError) as fault:
+            paper = self._of_side(traced, "teams", lambda work: work._region_of_teams(traced).on_paper())
+            return Divisible(paper, plain, estimate), ""
+        except FAULTS as fault:
             return None, str(fault)
 
     def _region_of_teams(self, traced: Traced) -> Region:
         """What has rows where each node is computed once: the same where all of it goes box by box, too."""
         try:
             region = self._region(traced)
-        except (ValueError, RuntimeError, NotImplementedError):
+        except FAULTS:
             return self._read(traced, once=True)
         return region if region.ends_at is None else self._read(traced, once=True)
 
@@ -229,26 +244,31 @@ class Workload:
         self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     ) -> tuple[Streamed | None, str]:
         """The model as streaming sees it; or None, and why it cannot be computed box by box."""
+        try:
+            paper, whole = self._of_side(traced, "boxes", Workload._in_boxes)
+        except FAULTS as fault:
+            return None, str(fault)
+        (known,) = self._recorded
+        ops = {name: each.ops for name, each in known.records.items()}
+        if whole:
+            layers = _loss_layers(self.classes, known.side)
+            ops[paper.steps[-1].name] = tuple(op for layer in layers for op in layer.ops)
+        return Streamed(paper, ops, known.side, estimate, whole, known.hints), ""
+
+    def _in_boxes(self) -> tuple[PaperRegion, bool]:
+        """The region that goes box by box, as recorded, and whether the loss is in it."""
+        traced = self._traced
         model, nodes = traced.model, list(traced.training.graph.nodes)
         with preserve_module_state(model):
             model.train()
-            try:
-                region = self._region(traced)
-                known = self._recorded[0] if self._recorded else None
-                if known is None or not all(step.global_op or step.name in known.records for step in region.steps):
-                    known = Recorded(record(model, region), self.tile)
-                    self._recorded[:] = [known]
-            except (ValueError, RuntimeError, NotImplementedError) as fault:
-                return None, str(fault)
+            region = self._region(traced)
+            known = self._recorded[0] if self._recorded else None
+            if known is None or not all(step.global_op or step.name in known.records for step in region.steps):
+                known = Recorded(record(model, region), self.tile)
+                self._recorded[:] = [known]
         region = dataclasses.replace(region, steps=with_record(region.steps, known.records, 1))
-        ops = {name: each.ops for name, each in known.records.items()}
         summed = with_sums(region, nodes, (1, self.tile, self.tile)) if self._segmenting(traced.graph) else None
-        if summed is not None:
-            region = summed
-            layers = _loss_layers(self.classes, known.side)
-            ops[region.steps[-1].name] = tuple(op for layer in layers for op in layer.ops)
-        paper, whole = region.on_paper(), summed is not None
-        return Streamed(paper, ops, known.side, estimate, whole, known.hints), ""
+        return (summed or region).on_paper(), summed is not None
 
 
 def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:

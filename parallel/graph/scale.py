@@ -2,7 +2,7 @@
 
 ``with_tiles`` scales bytes, flops and operations. What belongs to parameters stays: their bytes, what operations read
 of them, and the copies of lower precision that autocast makes. Statistics that normalisation keeps per channel are
-scaled too, as a graph does not tell them apart: 0.2 % of what ResNet-50 keeps at 224 px, less above. ``GraphsBySide``
+scaled too, as a graph does not tell them apart: 0.2 % of what ResNet-50 keeps at 224 px, less above. ``BySide``
 interpolates between sides: bytes and flops of layers that look at neighbourhoods are polynomials of the side, of degree
 two at most. Three sides say which, and all others that are known have to agree. Where one does not (padding to a
 multiple, attention), nothing is said. No torch here.
@@ -13,15 +13,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import repeat
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from parallel.graph.layers import Convolution, Layer, LayerGraph, Op
 
+T = TypeVar("T")
 CAST = "_to_copy"
 """The operation by which autocast copies a tensor into another type."""
 
@@ -122,38 +123,36 @@ Numbers = npt.NDArray[np.object_]
 """Integers without a limit, as products of flops and sides are."""
 
 
-class GraphsBySide:
-    """Graphs of one model, which differ in the side of the tiles alone."""
+class BySide(Generic[T]):
+    """Values of one model, as its graph, which differ in the side of the tiles alone."""
 
     def __init__(self) -> None:
-        self._graphs: dict[int, LayerGraph] = {}
+        self._known: dict[int, T] = {}
         self._numbers: dict[int, Numbers] = {}
         self._agree = False
-        self._between: dict[int, LayerGraph] = {}
+        self._between: dict[int, T] = {}
 
     @property
     def count(self) -> int:
         """Sides that were run."""
-        return len(self._graphs)
+        return len(self._known)
 
-    def add(self, side: int, graph: LayerGraph) -> None:
-        """Take the graph of one more side, which was run."""
-        self._graphs[side] = graph
+    def add(self, side: int, value: T) -> None:
+        """Take the value of one more side, which was run."""
+        self._known[side] = value
         self._between.clear()
-        self._numbers[side] = np.array(list(_numbers(graph.layers)), dtype=object)
-        forms = (_filled(each.layers, repeat(0)) for each in self._graphs.values())
+        self._numbers[side] = np.array(list(_numbers(value)), dtype=object)
+        forms = (_filled(each, repeat(0)) for each in self._known.values())
         form = next(forms)
-        self._agree = len(self._graphs) >= KNOWN and all(other == form for other in forms)
+        self._agree = len(self._known) >= KNOWN and all(other == form for other in forms)
         self._agree = self._agree and all(np.array_equal(self._at(s), n) for s, n in self._numbers.items())
 
-    def at(self, side: int) -> LayerGraph | None:
-        """Return the graph of tiles of ``side``; None where the known ones do not tell."""
-        if not self._agree or not min(self._graphs) < side < max(self._graphs):
-            return self._graphs.get(side)
+    def at(self, side: int) -> T | None:
+        """Return the value for tiles of ``side``; None where the known ones do not tell."""
+        if not self._agree or not min(self._known) < side < max(self._known):
+            return self._known.get(side)
         if side not in self._between:
-            graph = next(iter(self._graphs.values()))
-            layers = _filled(graph.layers, iter(self._at(side).tolist()))
-            self._between[side] = dataclasses.replace(graph, layers=layers)
+            self._between[side] = _filled(next(iter(self._known.values())), iter(self._at(side).tolist()))
         return self._between[side]
 
     def _at(self, side: int) -> Numbers:
@@ -170,23 +169,33 @@ class GraphsBySide:
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    """Yield all integers in dataclasses and tuples, in order."""
-    if type(value) is int:
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
+    """Yield all whole numbers in dataclasses, tuples and mappings, in order."""
+    if type(value) is int or (type(value) is float and value.is_integer()):
+        yield int(value)
+    elif isinstance(value, (tuple, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _numbers(each)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _numbers(getattr(value, field.name))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name in _fields(type(value)):
+            yield from _numbers(getattr(value, name))
 
 
 def _filled(value: Any, numbers: Iterator[int]) -> Any:
-    """Return ``value`` with other integers, in the order of ``_numbers``."""
+    """Return ``value`` with other whole numbers, in the order of ``_numbers``; itself where they are the same."""
     if type(value) is int:
         return next(numbers)
+    if type(value) is float:
+        return float(next(numbers)) if value.is_integer() else value
     if isinstance(value, tuple):
         return tuple(_filled(each, numbers) for each in value)
+    if isinstance(value, Mapping):
+        return {key: _filled(each, numbers) for key, each in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value)(*(_filled(getattr(value, field.name), numbers) for field in dataclasses.fields(value)))
+        made = type(value)(*(_filled(getattr(value, name), numbers) for name in _fields(type(value))))
+        return value if made == value else made
     return value
+
+
+@functools.cache
+def _fields(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)

@@ -83,7 +83,8 @@ class Evaluator:
         about as much; the variant that misses by least where none does.
 
         Args:
-            seconds: tell those of a step, which takes a while, even if nothing is chosen by them.
+            seconds: tell those of a step, which takes a while, even if nothing is chosen by them; and take the largest
+                boxes that fit, not the first found.
         """
         if self.task.one_copy:
             if "none" not in savings.recompute:
@@ -102,7 +103,7 @@ class Evaluator:
             if fastest is not None:
                 return fastest
             tried = own + tried
-        if savings.boxes and (boxed := self._in_boxes(candidate)):
+        if savings.boxes and (boxed := self._in_boxes(candidate, largest=seconds)):
             if boxed.fits:
                 return self.estimate_time(boxed, seconds)
             tried = [boxed, *tried]
@@ -117,7 +118,7 @@ class Evaluator:
         check = self._in_boxes(candidate)
         return None if check is None else self.estimate_time(check)
 
-    def _in_boxes(self, candidate: Strategy) -> MemoryCheck | None:
+    def _in_boxes(self, candidate: Strategy, *, largest: bool = True) -> MemoryCheck | None:
         sides = () if candidate.stashes else self.stages.box_sides(candidate)
         if not sides:
             return None
@@ -136,7 +137,8 @@ class Evaluator:
         hints, key = streamed.hints, (self.stages.tiles(candidate), candidate.grid)
         at = sides.index(hints[key]) if hints.get(key) in sides else len(sides) - 1
         if allowed(sides[at]):
-            while at + 1 < len(sides) and allowed(sides[at + 1]):
+            # Larger boxes store no more maps on the host: where smaller ones fit, they are not needed to tell that.
+            while (largest or not fitting(sides[at]).fits) and at + 1 < len(sides) and allowed(sides[at + 1]):
                 at += 1
         else:
             low, middle = -1, at - 1  # often the next smaller fits
@@ -178,9 +180,11 @@ class Evaluator:
         return self._checked[candidate]
 
     def with_time(self, row: PlanRow) -> PlanRow:
-        """Return ``row`` with the time of a step."""
+        """Return ``row`` with the time of a step, of the largest boxes that fit."""
         if row.step_s is not None or row.refused:
             return row
+        if row.strategy.policy.stream is not None:
+            return self.in_boxes(row.strategy.under(stream=None, host_bytes=None, map_bytes=None)) or row
         return self.estimate_time(MemoryCheck(row.strategy, self.partition_of(row), self.stages))
 
     def forecast(

@@ -122,59 +122,63 @@ class BoxBytes:
         what it sums, that the box computes."""
         if not rows.size or not columns.size:
             return 0.0
+        name, sizes, saved, waiting, fetched = step.name, self._sizes, self._saved, self._waiting, self.fetched
         copies = step.pads_by_copy and (rows.lopsided or columns.lopsided)
         share = rows.size * columns.size / (step.sides[0] * step.sides[1])
-        taken: dict[str, float] = {}
-        for name, high, wide in zip(step.maps, rows.of_maps, columns.of_maps, strict=True):
-            side = self._sides[name]
-            taken[name] = self._sizes[name] * high * wide / (side[0] * side[1])
-        size = 0.0 if step.sums else self._sizes[step.name] * share
-        held = self._hold(step, size, copies)
-        arrives, crossing, makes = self._gradients(step, size, taken)
+        size = 0.0 if step.sums else sizes[name] * share
+        # The value, as far as backward passes of the part need it.
+        for each in step.saves:
+            if each == name or not copies:
+                saved.add(each)
+        held = 0.0
+        if name in saved:
+            if step.aliases:
+                saved.add(step.aliases)
+            else:
+                held = size
+        elif name in self._given:
+            self._resident += size
+        # The gradient of the value, those that wait meanwhile, and those that it makes.
+        used_here = name in waiting
+        arrives = waited = waiting.pop(name, 0.0)
+        if name in self._given and not step.sums and (used_here or self._given[name] < size):
+            arrives += size  # gradients of both add up; where the box gives less than it computes, the rest is zeros
+        self._all_waiting -= waited
+        crossing = self._all_waiting
+        self.fetched_bytes -= fetched.pop(name, 0.0)
+        makes = taken_bytes = 0.0
+        handed_on = arrives or size
+        for source, high, wide in zip(step.maps, rows.of_maps, columns.of_maps, strict=True):
+            side = self._sides[source]
+            taken = sizes[source] * high * wide / (side[0] * side[1])
+            taken_bytes += taken
+            self.fetched_bytes += taken - fetched.get(source, 0.0)
+            fetched[source] = taken
+            if source in self._images:
+                continue
+            if step.passes_grad_through:
+                taken, handed_on = handed_on, 0.0
+            else:
+                makes += taken
+            before = waiting.get(source, 0.0)
+            waiting[source] = max(taken, before)  # sums are as large as what adds up
+            self._all_waiting += waiting[source] - before
         self._params += step.param_bytes
         # The gradient of a padded copy is cut, which makes it anew.
         at_work = arrives + crossing + makes * (1 + copies) + step.work_bytes * share + self._params
-        kept = step.kept_bytes * share + sum(taken.values()) * copies
-        self._peak = kept + max(self._peak + held, at_work + held * (step.name in step.saves))
-        self.fetched_bytes -= self.fetched.pop(step.name, 0.0)
-        for name, size in taken.items():
-            self.fetched_bytes += size - self.fetched.get(name, 0.0)
-            self.fetched[name] = size
+        kept = step.kept_bytes * share + taken_bytes * copies
+        self._peak = kept + max(self._peak + held, at_work + held * (name in step.saves))
         return share
 
     @property
     def bytes(self) -> float:
         """The most that lives at a time, gradients of the part's own parameters included."""
-        return self._peak + self._pulled + self._resident + self.fetched_bytes
+        return self.least_bytes + self.fetched_bytes
 
-    def _hold(self, step: Step, size: float, copies: bool) -> float:
-        """Return the bytes of the step's value that are kept for backward passes of the part."""
-        name = step.name
-        self._saved.update(saved for saved in step.saves if saved == name or not copies)
-        if name in self._saved and step.aliases:
-            self._saved.add(step.aliases)
-        elif name in self._saved:
-            return size
-        elif name in self._given:
-            self._resident += size
-        return 0.0
-
-    def _gradients(self, step: Step, size: float, taken: Mapping[str, float]) -> tuple[float, float, float]:
-        """Return the bytes of the gradient of the step's value, of those that wait meanwhile, and of those it makes."""
-        name = step.name
-        used_here = name in self._waiting
-        arrives = waited = self._waiting.pop(name, 0.0)
-        if name in self._given and not step.sums and (used_here or self._given[name] < size):
-            arrives += size  # gradients of both add up; where the box gives less than it computes, the rest is zeros
-        self._all_waiting -= waited
-        crossing, makes = self._all_waiting, 0.0
-        for k, source in enumerate(source for source in step.maps if source not in self._images):
-            new = taken[source] if not step.passes_grad_through else (arrives or size) * (k == 0)
-            makes += 0.0 if step.passes_grad_through else new
-            before = self._waiting.get(source, 0.0)
-            self._waiting[source] = max(new, before)  # sums are as large as what adds up
-            self._all_waiting += self._waiting[source] - before
-        return arrives, crossing, makes
+    @property
+    def least_bytes(self) -> float:
+        """Bytes below which no part that begins earlier comes: all but what is fetched, which it may compute."""
+        return self._peak + self._pulled + self._resident
 
 
 class PartNeeds:
@@ -209,3 +213,8 @@ class PartNeeds:
     def bytes(self) -> float:
         """Bytes of the fullest box."""
         return max(box.bytes for box in self.boxes)
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes below which no part that begins earlier comes, of the first box."""
+        return self.boxes[0].least_bytes

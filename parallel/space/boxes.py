@@ -143,10 +143,13 @@ class Boxes:
     def peak_bytes(self, names: Collection[str]) -> int:
         """Return the peak bytes of some maps between parts, and of their gradients. Maps are there when the forward
         pass ends; gradients come as parts go back; both go with the part that made them."""
-        left, gradients, most = set(names), set[str](), 0
+        left, gradients = set(names), set[str]()
+        most = now = sum(map(self.map_bytes, left))
         for given, fetched in reversed(self._stored[1]):
+            now += sum(map(self.map_bytes, (fetched & left) - gradients))
             gradients |= fetched & left
-            most = max(most, sum(map(self.map_bytes, (*left, *gradients))))
+            most = max(most, now)
+            now -= sum(map(self.map_bytes, (*(left & given), *(gradients & given))))
             left -= given
             gradients -= given
         return most
@@ -184,7 +187,11 @@ class Boxes:
     def part_bytes(self, phase: Phase, part: Part) -> float:
         """Return the bytes of the fullest box of a part."""
         rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
-        return self._needs(phase, part, [(r, c) for r in rows for c in columns if r <= c or not self.square]).bytes
+        boxes = [(r, c) for r in rows for c in columns if r <= c or not self.square]
+        needs = PartNeeds(phase.outputs(part), self.model, self.cuts(part), boxes, self.square)
+        for step in reversed(phase.steps_of(part)):
+            needs.begin_with(step)
+        return needs.bytes
 
     @functools.cached_property
     def copied_bytes(self) -> int:
@@ -217,20 +224,18 @@ class Boxes:
 
     def fetched_bytes(self, phase: Phase, part: Part, here: frozenset[str] = frozenset()) -> float:
         """Return the bytes that all boxes of a part fetch, of maps that are not ``here``."""
-        box = self._needs(phase, part, [self._usual(part)]).boxes[0]
-        fetched = box.fetched_bytes - sum(size for name, size in box.fetched.items() if name in here)
-        return fetched * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
+        steps, across, model = phase.steps_of(part), phase.outputs(part), self.model
+        rows, columns = (
+            AxisNeeds(across, model.sides, cuts, axis, usual).begin_with_all(steps)
+            for axis, (cuts, usual) in enumerate(zip(self.cuts(part), self._usual(part), strict=True))
+        )
+        fetched = (rows.keys() & columns.keys()) - here.union(step.name for step in steps)
+        px = {name: rows[name].size * columns[name].size for name in fetched}
+        of_box = math.fsum(model.sizes[name] * px[name] / math.prod(model.sides[name]) for name in fetched)
+        return of_box * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
 
     def _usual(self, part: Part) -> tuple[int, int]:
         return worst_case_boxes(self.cuts(part))[0]
-
-    def _needs(self, phase: Phase, part: Part, boxes: Sequence[tuple[int, int]]) -> PartNeeds:
-        """Return the needs of some boxes of a part."""
-        across = phase.outputs(part)
-        needs = PartNeeds(across, self.model, self.cuts(part), boxes, self.square)
-        for step in reversed(phase.steps_of(part)):
-            needs.begin_with(step)
-        return needs
 
 
 def _kinds(cuts: Sequence[int]) -> list[int]:

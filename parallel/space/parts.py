@@ -108,6 +108,8 @@ def _costs(
             share, *_ = boxes.begin_with(step)
             flops += step.flops * share * count
             stored += step.value_bytes if step.name in stored_names else 0
+            if multiple > 1 and boxes.least_bytes > box_bytes:
+                break
             if position not in ends:
                 continue
             excess = boxes.bytes / box_bytes

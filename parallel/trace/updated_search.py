@@ -190,7 +190,10 @@ class _Watched:
 
     def run(self, example: Tensor) -> None:
         self.recorder.of_tiles.add(storage_of(example))
-        start, first, second = self._pass(None), self._pass(example), self._pass(example)
+        start, first = self._pass(None), self._pass(example)
+        if not any(first.changed(name, start) for name in first.held):  # nor would a second pass
+            return
+        second = self._pass(example)
         kinds = {name: self._kind(name) for name in first.held}
         decided = {
             name

@@ -21,7 +21,7 @@ from parallel.graph.partition import (
     single_value_cuts,
     values_across,
 )
-from parallel.graph.scale import KNOWN, GraphsBySide, with_tiles
+from parallel.graph.scale import KNOWN, BySide, with_tiles
 from parallel.trace.trace import trace
 from tests.helpers.drawn_graphs import graph_of, graphs
 from tests.helpers.small_nets import SkipNet
@@ -225,8 +225,8 @@ def graph_at(side: int, size: Callable[[int], int]) -> LayerGraph:
     return LayerGraph(layers)
 
 
-def known(size: Callable[[int], int], sides: list[int] = SIDES) -> GraphsBySide:
-    graphs = GraphsBySide()
+def known(size: Callable[[int], int], sides: list[int] = SIDES) -> BySide[LayerGraph]:
+    graphs = BySide[LayerGraph]()
     for side in sides:
         graphs.add(side, graph_at(side, size))
     return graphs
