@@ -43,6 +43,12 @@ def test_links_and_pictures_exist(document: Path) -> None:
         assert target.startswith("https://") or (document.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "benchmarks").rglob("*.md")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables_of_benchmarks_name_a_command_that_exists(page: Path) -> None:
+    for module in re.findall(r"`python -m (benchmarks[\w.]*)", page.read_text()):
+        assert (ROOT / Path(*module.split("."))).with_suffix(".py").exists(), module
+
+
 PLAN = "python -m app.plan --model resnet50 --tile 2048 --ranks 4 --device-spec v100-16gb --largest-tile"
 
 

@@ -26,10 +26,9 @@ from benchmarks.machine import measured_on
 from benchmarks.offload_study import published
 from benchmarks.offload_study.measure import Trained, measure_model
 from benchmarks.offload_study.pictures import Pictures, pictures_of_folder, pictures_of_slides
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 
 ROOT = Path(__file__).parents[2]
-OUT = ROOT / "bench-data"
 HERE = Path(__file__).parent
 MODES = (*published.MODES, "overlap")
 SMALL = {"epochs": 3, "px": 64, "pictures": 64}

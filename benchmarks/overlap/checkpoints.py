@@ -20,11 +20,10 @@ from typing import Any
 
 from benchmarks.overlap.checkpoint_periods import KINDS, measure
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, parser_of, results, write_results
+from benchmarks.results import OUT, markdown_table, parser_of, results, write_results
 from parallel.comm.local import LocalCommunicator
 
 README = Path(__file__).with_name("README.md")
-OUT = Path(__file__).parents[2] / "bench-data"
 ASKED = 0.035
 
 

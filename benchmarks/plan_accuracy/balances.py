@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +22,13 @@ from app.planning.machine import named_machine, this_machine
 from benchmarks.machine import measured_on
 from benchmarks.plan_accuracy.balance_cuts import EQUAL, PLANNED, PUBLISHED, partitions, slowest_s
 from benchmarks.plan_accuracy.balance_measure import stage_times
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 from models.registry import build_model
 from parallel.cost.stage_cost import Costs
 from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
 from parallel.trace.trace import trace
 
-OUT = Path(__file__).parents[2] / "bench-data"
 NOISE = 0.02
 """By how much a measured stage may be slower before it counts as worse."""
 RANKS = 2

@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, parser_of, publish, results, write_json
+from benchmarks.results import OUT, markdown_table, parser_of, publish, results, write_json
 from models.registry import build_model
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
@@ -35,7 +34,6 @@ from parallel.schedule.registry import SCHEDULES, build_schedule
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 
-OUT = Path(__file__).parents[2] / "bench-data"
 DEPTH, M, CLASSES = 3, 4, 2
 CPU = torch.device("cpu")
 LINKS = [(source, target) for source in range(DEPTH) for target in range(DEPTH) if source != target]

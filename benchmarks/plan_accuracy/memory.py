@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 from models.registry import build_model
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
@@ -41,7 +41,6 @@ from parallel.memory.stage_memory import StageMemory
 from parallel.strategy import WHOLE, Strategy
 from parallel.trace.trace import trace
 
-OUT = Path(__file__).parents[2] / "bench-data"
 MODELS = ("resnet50", "unet", "torchvision:densenet121")
 STRATEGIES = ("ddp", "gpipe", "1f1b", "master", "bidirectional")
 CLASSES, STEPS, SLOTS, M = 2, 3, 2, 4

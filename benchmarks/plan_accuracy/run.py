@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import measured_on
@@ -22,10 +21,9 @@ from benchmarks.plan_accuracy.predict import predicted
 from benchmarks.plan_accuracy.problems import PROBLEMS, QUICK, TEAMS, Problem
 from benchmarks.plan_accuracy.tables import Outcome, choices_table, errors_table, missed
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import parser_of, publish, results
+from benchmarks.results import OUT, parser_of, publish, results
 from parallel.plan.plan import PlanRow
 
-OUT = Path(__file__).parents[2] / "bench-data"
 MEASURE = "benchmarks.plan_accuracy.measure:measure"
 
 

@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from app.checkpoint.file import save_checkpoint
 from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
-from benchmarks.results import parser_of, write_json
+from benchmarks.results import OUT, parser_of, write_json
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.step import Microbatch
 
-OUT = Path(__file__).parents[2] / "bench-data"
 STEPS_PER_SAVE = 100  # the default of --checkpoint-every
 BATCH, M, WARM_UP, SAVES = 8, 4, 2, 3
 

@@ -23,7 +23,7 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.backends.registry import open_slide
 from pipelines.cache.cached_slide import CachedSlide
@@ -32,7 +32,6 @@ from pipelines.cache.tile_kind import TileKind
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide
 
-OUT = Path(__file__).parents[2] / "bench-data"
 TILES = (512, 2048)
 MPP = 0.5
 """Of the slides' only level."""

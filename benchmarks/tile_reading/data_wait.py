@@ -23,11 +23,10 @@ from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
-from benchmarks.results import parser_of, write_json
+from benchmarks.results import OUT, parser_of, write_json
 from pipelines.catalog.failures import FailedSlides
 from pipelines.tiles.index_settings import IndexSettings
 
-OUT = Path(__file__).parents[2] / "bench-data"
 WARM_UP = 2
 
 

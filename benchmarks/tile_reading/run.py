@@ -24,13 +24,12 @@ from typing import Any
 
 import cv2
 
-from benchmarks.results import parser_of, write_json
+from benchmarks.results import OUT, parser_of, write_json
 from benchmarks.tile_reading.readers import Reader, Took, bare_decoder, clocked, megatile, readers
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.backends.tiled import open_tiled
 from pipelines.slides.geometry import Region
 
-OUT = Path(__file__).parents[2] / "bench-data"
 ROUNDS = {512: 80, 2048: 30, 8192: 7}
 """Squares read by every reader, per side in px."""
 

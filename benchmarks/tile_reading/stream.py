@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.results import parser_of
+from benchmarks.results import OUT, parser_of
 from benchmarks.tile_reading.readers import Reader, bare_decoder
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.catalog.catalog import SlideSpec
@@ -36,8 +36,6 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.stream.stream import TileStream
 from pipelines.tiles.index import TileTable
 from pipelines.tiles.index_settings import IndexSettings
-
-OUT = Path(__file__).parents[2] / "bench-data"
 
 ROUNDS = {512: (64, 8, 15), 2048: (8, 2, 15), 8192: (2, 1, 7)}
 """Per tile side in px: tiles in a round, tiles in a batch, rounds."""

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.machine import measured_on
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 from benchmarks.weak_scaling.picture import draw_picture
 from benchmarks.weak_scaling.reality import MODEL, TILE, TILES, Compared, compared, hybrids, reality_table
 from benchmarks.weak_scaling.simulation import ASSUMED, CHANGES, Curve, simulated
 from parallel.units import bytes_text
 
-OUT = Path(__file__).parents[2] / "bench-data"
 PUBLISHED = (1024, 0.9732)
 """Ranks and efficiency: Jain et al., GEMS, SC 2020, abstract; ResNet-1k on Volta V100."""
 PICTURE = Path(__file__).with_name("weak_scaling.svg")

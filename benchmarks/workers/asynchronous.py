@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, results, write_results
+from benchmarks.results import OUT, markdown_table, results, write_results
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
@@ -32,7 +32,6 @@ from parallel.schedule.pushes import PushRule
 from parallel.schedule.shares import consecutive
 from parallel.strategy import Strategy
 
-OUT = Path(__file__).parents[2] / "bench-data"
 M, SIZE, SIDE, CLASSES = 12, 4, 8, 4
 """Minibatches of a window, tiles of each, px, classes."""
 SLOWNESS = (1, 2)

@@ -24,7 +24,7 @@ from torch import nn
 
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, parser_of, results, write_json, write_results
+from benchmarks.results import OUT, markdown_table, parser_of, results, write_json, write_results
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
@@ -33,8 +33,6 @@ from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.schedule.shares import best_counts, consecutive
 
-ROOT = Path(__file__).parents[2]
-OUT = ROOT / "bench-data"
 SLOWER = 3
 """Times as long as the first rank takes, that a microbatch should take the second."""
 

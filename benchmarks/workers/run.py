@@ -27,7 +27,7 @@ from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 from benchmarks.schedules.sleeping_model import SleepingModel
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
@@ -35,8 +35,6 @@ from parallel.engine.step import Microbatch, StepResult
 from parallel.schedule.shares import WINDOW, best_counts, consecutive, share_of, step_seconds
 from parallel.strategy import Strategy
 
-ROOT = Path(__file__).parents[2]
-OUT = ROOT / "bench-data"
 WORLD, M = 3, 24
 SHAPE = (1, 3, 2, 2)
 FORMULA_UNITS, DRIFT_UNITS = (0.5, 1.0, 2.0), (1, 2)
