@@ -259,6 +259,12 @@ class Strategy:
         else:
             schedule = from_csv(self.schedule_csv)
             check(schedule, mesh, links)  # errors show it as it was written; passes need a right one
+            computed = {action.microbatch for row in schedule.values() for action in row} - {None}
+            if len(computed) != self.m:
+                raise ValueError(
+                    f"the schedule file computes {len(computed)} microbatches and the batch has {self.m}: give "
+                    f"--microbatches {len(computed)}, or another file"
+                )
         if self.stashes != any(action.kind is Kind.UPDATE for row in schedule.values() for action in row):
             raise ValueError("a schedule file has updates, such as 2U0, with pipedream and with no other strategy")
         lowered = lower(

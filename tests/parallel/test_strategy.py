@@ -128,6 +128,7 @@ def test_cuts_that_are_not_as_many_as_stages_need() -> None:
         (Strategy("mast", 2, 2, 4), "mast computes 2 microbatches a group"),
         (Strategy("gpipe", 4, 2, 1), "1 microbatches cannot keep 2 data-parallel groups busy"),
         (Strategy("gpipe", 2, 2, 1, schedule_csv="0F0,0B0\n1B0,1F0\n"), "1B0"),
+        (Strategy("gpipe", 2, 2, 2, schedule_csv="0F0,0B0\n1F0,1B0\n"), "computes 1 microbatches and the batch has 2"),
     ],
 )
 def test_a_schedule_that_does_not_fit_is_refused(chosen: Strategy, message: str) -> None:
