@@ -41,15 +41,15 @@ FAULTS = (
     Fault(
         "the gradients of a microbatch are lost",
         "parallel/engine/engine.py",
-        "gradients, weight=shape[0] / work.batch)",
-        "gradients, weight=(i != 1) * shape[0] / work.batch)",
+        "else shape[0] / work.batch)",
+        "else (i != 1) * shape[0] / work.batch)",
         ("tests/parallel/engine/test_engine.py",),
     ),
     Fault(
         "all microbatches weigh the same, whatever their tiles",
         "parallel/engine/engine.py",
-        "gradients, weight=shape[0] / work.batch)",
-        "gradients, weight=1 / work.m)",
+        "else shape[0] / work.batch)",
+        "else 1 / work.m)",
         ("tests/parallel/engine/test_data_parallel.py",),
     ),
     Fault(
