@@ -48,7 +48,11 @@ STRATEGIES = {
 }
 
 
-QUICK = {"late": set(STRATEGIES) - {"1f1b, streamed"}, "at once": {"1f1b", "ddp"}, "in between": {"1f1b", "ddp"}}
+QUICK = {
+    "late": set(STRATEGIES) - {"1f1b, streamed", "spatial, streamed"},
+    "at once": {"1f1b", "ddp"},
+    "in between": {"1f1b", "ddp"},
+}
 """Most is found where all is as late as may be: the quick lane has little else."""
 CASES = [
     pytest.param(name, late, id=f"{name}, {said}", marks=() if name in QUICK[said] else pytest.mark.long)
@@ -76,8 +80,8 @@ def test_strategies(name: str, late: int | None) -> None:
     assert_equal(ranks, plain("skips", strategy.m), torch.float64, tolerance=1e-12)
 
 
-@pytest.mark.parametrize("late", [0])
-def test_maps_of_boxes_stay_on_the_device_while_they_fit(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_maps_of_boxes_stay_on_the_device_while_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline, of which one rank has several microbatches under way."""
     moved, copied = [0], CudaCopies._copied
 
@@ -88,7 +92,7 @@ def test_maps_of_boxes_stay_on_the_device_while_they_fit(late: int, monkeypatch:
     monkeypatch.setattr(CudaCopies, "_copied", counted)
     for most in (0, SOME_MAPS, 1 << 20):
         strategy = Strategy("1f1b", 2, 2, 2, policy=ActivationPolicy(stream=8, map_bytes=most))
-        assert_equal(on_gpus("skips", strategy, steps_of(2), late), plain("skips", 2), torch.float64, tolerance=1e-12)
+        assert_equal(on_gpus("skips", strategy, steps_of(2), 0), plain("skips", 2), torch.float64, tolerance=1e-12)
         moved.append(0)
     all_moved, some, none, _ = moved
     assert all_moved > some > none == 0
