@@ -64,7 +64,7 @@ class ConvertCommand:
 
     @property
     def suffix(self) -> str:
-        """Of what is made."""
+        """File suffix of the output."""
         return self.to or self.target.suffix.lower()
 
     def validate(self) -> list[str]:

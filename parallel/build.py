@@ -157,15 +157,11 @@ def put_to_work(
     if isinstance(traced, Untraced):
         cuts: Mapping[int, StageModule] = {0: UntracedModule(traced.model)}
     elif mesh.members > 1 or policy.stream is not None:
-        if policy.stream is not None and splits:
-            raise ValueError(
-                "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
-            )
         comm, plans = TeamComm(holders.team, mesh.ranks_of(team)), _plans(traced, strategy)
         if mesh.members > 1:
             holders.team.all_reduce(torch.zeros(1, device=device))  # connects its GPUs
             link, plan_of = comm, plans
-        boxed = None if policy.stream is None else _boxed(policy, policy.stream, schedule[team], device, host)
+        boxed = _boxed(policy, schedule[team], device, host)
         cuts = stages_of_rank(traced, partition, numbers, strategy, comm, plans, shape, device, boxed)
     else:
         cuts = {n: cut_stage(traced, partition, n, segments_of(partition, n, policy)) for n in numbers}
@@ -266,13 +262,23 @@ def _plans(traced: Traced, strategy: Strategy) -> Plans:
 
 
 def _boxed(
-    policy: ActivationPolicy, side: int, actions: Sequence[Action], device: torch.device, host: HostMemory | None
-) -> BoxedParts:
-    """Return the boxes of ``side`` px. Microbatches between their forward and backward passes share the bytes of host
-    and GPU."""
+    policy: ActivationPolicy, actions: Sequence[Action], device: torch.device, host: HostMemory | None
+) -> BoxedParts | None:
+    """Return the boxes of ``policy``, if any. Microbatches between their forward and backward passes share the bytes of
+    host and GPU.
+
+    Raises:
+        ValueError: backward passes are split.
+    """
+    if policy.stream is None:
+        return None
+    if any(action.kind is Kind.BACKWARD_INPUT for action in actions):
+        raise ValueError(
+            "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
+        )
     most = max(accumulate(bool(after) - bool(before) for _, before, after in held(actions)), default=1)
     here = (policy.map_bytes or 0) // most if device.type == "cuda" else 0
-    return BoxedParts(side, policy.host_bytes and policy.host_bytes // most, host, here)
+    return BoxedParts(policy.stream, policy.host_bytes and policy.host_bytes // most, host, here)
 
 
 def _stage(

@@ -1,7 +1,7 @@
 """Strategy that spreads a model over ranks: one frozen value, from flags or a planner's search to ``plan.json`` and the
 engine.
 
-Takes names and numbers; gives what follows before any rank computes: the mesh, the partition and the lowered
+Takes names and numbers; returns what follows before any rank computes: the mesh, the partition and the lowered
 schedule, all proven to fit each other. No torch here.
 """
 

@@ -44,7 +44,7 @@ Masks = NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class AreaScores:
-    """What areas are worth.
+    """Scores of areas.
 
     Attributes:
         slides: in order.

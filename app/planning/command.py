@@ -1,4 +1,4 @@
-"""What ``python -m app.plan`` is asked: flags, with what is wrong about them."""
+"""Flags of ``python -m app.plan``, and the errors in them."""
 
 from __future__ import annotations
 

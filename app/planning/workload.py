@@ -176,7 +176,7 @@ class Workload:
         return self._with_loss(self._traced)
 
     def task(self, batch: int, estimate: Callable[[LayerGraph], Callable[[int], Costs]]) -> Task:
-        """For a planner.
+        """Return the task of a planner.
 
         Args:
             estimate: takes the graph in float32, gives what its layers cost by tiles of a microbatch.
@@ -226,7 +226,7 @@ class Workload:
         return region if region.ends_at is None else self._read(traced, once=True)
 
     def _region(self, traced: Traced) -> Region:
-        """What has rows of the model, in training, where nodes are computed again."""
+        """Return the part of the model that has rows, in training, where nodes are recomputed."""
         if not self._regions:
             self._regions.append(self._read(traced))
         return self._regions[0]

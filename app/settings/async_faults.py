@@ -25,7 +25,9 @@ def async_faults(settings: StrategySettings) -> list[str]:
         f"--parallel async computes on CPUs; got --device {settings.device}: use --device cpu, or --parallel ddp": (
             settings.device in ("cuda", "mixed")
         ),
-        "--parallel async is not planned for: name what is computed again, and the side of boxes": settings.planned,
+        "--parallel async is not planned for: use --recompute none, stage or block, and --stream with a number of px": (
+            settings.planned
+        ),
         f"--developer offload-state={settings.offload_state} is not for --parallel async, whose optimizer is on the "
         "server: leave it out": settings.offload_state != "none",
         "--developer norm-statistics deferred is about the batch of one update: leave it out with --parallel async": (

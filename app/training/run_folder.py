@@ -105,7 +105,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def in_use(self, *, starts: bool, writes: bool) -> Iterator[None]:
-        """Be the only run in the folder. Two locks, as ranks may outlive what started them for a moment.
+        """Hold the folder for this run alone, with two locks, as ranks may outlive their launcher for a moment.
 
         Args:
             starts: this process was started by the user or by a launcher of his, not by ``--ranks``.

@@ -149,8 +149,7 @@ class Session:
 
     @property
     def stain_target(self) -> list[float] | None:
-        """What slides were made to look like, as the checkpoint keeps it: numbers of a ``StainFit``; None: they were
-        not."""
+        """Numbers of the ``StainFit`` that slides are normalised to, as in the checkpoint; None: they are not."""
         target = self.dataset.stain_target
         return None if target is None else list(target.numbers)
 

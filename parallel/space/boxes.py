@@ -195,7 +195,7 @@ class Boxes:
 
     @functools.cached_property
     def copied_bytes(self) -> int:
-        """Bytes of boxes on their way to and from the host while another is computed, where copies run beside that: in
+        """Bytes of boxes on their way to and from the host while another is computed, where copies overlap: in
         a backward pass what the next box fetches, and gradients of what the last two fetched."""
         most = 0.0
         for phase, part in self.parts():
