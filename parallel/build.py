@@ -264,18 +264,11 @@ def _plans(traced: Traced, strategy: Strategy) -> Plans:
 def _boxed(
     policy: ActivationPolicy, actions: Sequence[Action], device: torch.device, host: HostMemory | None
 ) -> BoxedParts | None:
-    """Return the boxes of ``policy``, if any. Microbatches between their forward and backward passes share the bytes of
-    host and GPU.
-
-    Raises:
-        ValueError: backward passes are split.
-    """
+    """Return the boxes of ``policy``, if any. Microbatches in flight share the bytes of host and GPU."""
     if policy.stream is None:
         return None
     if any(action.kind is Kind.BACKWARD_INPUT for action in actions):
-        raise ValueError(
-            "--stream computes a backward pass box by box, and cannot split it as zero-bubble does: use 1f1b"
-        )
+        raise ValueError("--stream computes backward in boxes, and cannot split it as zero-bubble does: use 1f1b")
     most = max(accumulate(bool(after) - bool(before) for _, before, after in held(actions)), default=1)
     here = (policy.map_bytes or 0) // most if device.type == "cuda" else 0
     return BoxedParts(policy.stream, policy.host_bytes and policy.host_bytes // most, host, here)
