@@ -200,10 +200,11 @@ class StageArrays:
         kept = given | (held >= 0)
         anew = runs_again & ~enters
         offloaded = OffloadedPieces(moments.recompute_at.tolist(), moments.backward_at.tolist())
+        heads_and_end, entry_and_end = [*heads.tolist(), len(piece)], [*entry.tolist(), len(number)]
         for k in np.flatnonzero(moves).tolist():
             uses = []
-            for u in range(heads[k], (*heads, len(piece))[k + 1]):
-                at = self._saved[entry[u] : (*entry, len(number))[u + 1]] - self._start
+            for u in range(heads_and_end[k], heads_and_end[k + 1]):
+                at = self._saved[entry_and_end[u] : entry_and_end[u + 1]] - self._start
                 saved_at = at[at < NEVER - self._start].tolist()
                 again_in = int(segment[u]) if runs_again[u] else None
                 uses.append(Use(int(begin[u]), int(last[u]), saved_at, bool(enters[u]), again_in))
