@@ -15,16 +15,16 @@ from app.launch.folder_lock import sole_user
 from app.prediction.command import PredictCommand
 from app.settings.cli import RunError, run_command
 from app.settings.launcher import find_launch
+from parallel.comm.launch import RankServer
 
 
 def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
     """Predict as ``command`` says; ``arguments`` are what further ranks are started with."""
     launch = find_launch()
     if command.ranks > 1 and launch is None:
-        from app.launch.place import start_ranks  # torch is imported once the settings are known to be right
-
-        with sole_user(command.out):
-            code = start_ranks(command.ranks, "app.predict", arguments)
+        loads = "app.prediction.share", "parallel.comm.torch_comm"
+        with sole_user(command.out), RankServer(["app.predict", *arguments], loads) as server:
+            code = server.launch(command.ranks)
         if code:
             raise RunError(f"a rank ended with exit code {code}; its message stands above")
         return 0

@@ -22,13 +22,14 @@ from app.launch.restart import Attempts, attempts_before, describe_restart, find
 from app.planning.auto import decided, plan_run, plan_text
 from app.planning.whole_slides import as_square, check_largest, in_boxes
 from app.settings.cli import FAILED, USAGE, RunError, describe_system_error, run_command
-from app.settings.launcher import find_launch
+from app.settings.launcher import find_launch, started_by_us
 from app.settings.run import RunConfig
 from app.settings.strategy_faults import strategy_faults
 from app.training.dataset import Dataset, prepare
 from app.training.progress import IndexProgress
 from app.training.run_folder import RunFolder
 from app.training.run_info import describe_environment
+from parallel.comm.launch import RankServer
 from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 
@@ -36,6 +37,15 @@ if TYPE_CHECKING:
     from app.launch.place import RankPlace
     from app.launch.rank_guard import RankGuard
     from app.launch.signals import Interrupt
+
+LOADED_BY_RANKS = (
+    "app.launch.rank_guard",
+    "app.training.loop",
+    "app.training.summary",
+    "parallel.comm.torch_comm",
+    "torch._dynamo",  # by torch itself, for tensors without data and for optimizers
+)
+"""Modules that the ranks of a run import while they run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,19 +65,18 @@ def train(config: RunConfig, arguments: Sequence[str]) -> int:
 
 
 def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str]) -> int:
-    from app.launch.place import start_ranks  # torch is imported once the settings are known to be right
+    with RankServer(["app.train", *arguments], LOADED_BY_RANKS) as server:
+        starter = find_starter(server=server.pid)
+        before = attempts_before(folder.attempts(), starter)
+        # Everything that can be wrong with the data is found here, once, while the server loads.
+        config_here = _continued(config, folder, before)
+        dataset = _prepare(_with_microbatches(config_here, _begun(config_here, folder, before)), folder, before)
+        folder.keep_attempts(Attempts(before, (starter.agent,) if starter.agent else (), starter.job))
 
-    starter = find_starter(is_agent=True)
-    before = attempts_before(folder.attempts(), starter)
-    # Everything that can be wrong with the data is found here, once, before any rank starts.
-    config_here = _continued(config, folder, before)
-    dataset = _prepare(_with_microbatches(config_here, _begun(config_here, folder, before)), folder, before)
-    folder.keep_attempts(Attempts(before, (starter.agent,) if starter.agent else (), starter.job))
+        def ranks_after(ranks: int) -> int:
+            return _fewer(config, folder, dataset, ranks)
 
-    def ranks_after(ranks: int) -> int:
-        return _fewer(config, folder, dataset, ranks)
-
-    code = start_ranks(config.strategy.ranks, "app.train", arguments, config.max_restarts, ranks_after)
+        code = server.launch(config.strategy.ranks, config.max_restarts, ranks_after)
     if code:
         begun = folder.attempts()
         fault_file = folder.fault_of(begun.begun if begun else 1)
@@ -96,8 +105,6 @@ def _fewer(config: RunConfig, folder: RunFolder, dataset: Dataset, ranks: int) -
 def _continued(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
     """Return ``config`` with ``resume`` decided: there is a checkpoint, and the user asked to or ``before`` attempts
     of the same start were made."""
-    from app.launch.place import started_by_us
-
     resumes = (config.resume or before > 0) and folder.last.exists()
     was_begun = folder.config.exists() and not folder.last.exists()
     if not (resumes or before or started_by_us()) and (config.resume or was_begun):
@@ -178,7 +185,7 @@ def _take_folder(folder: RunFolder, placement: RankPlace, held: contextlib.ExitS
     """
     import torch
 
-    from app.launch.place import OTHERS_SPEAK_S, started_by_us
+    from app.launch.place import OTHERS_SPEAK_S
 
     refused, refusal = torch.zeros(1, dtype=torch.int64), None
     if placement.communicator.rank == 0:
@@ -284,7 +291,6 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     """Open the run folder and make what it needs, telling the user."""
     folder.open(config, again=before > 0)
     folder.log_to_file()
-    folder.write_json("env.json", describe_environment())
     with IndexProgress(_say) as progress:
         dataset = prepare(config, folder, progress)
     _plan(config, folder, dataset)
@@ -314,7 +320,6 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
 def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, before: int) -> tuple[Dataset, str]:
     """The dataset and the text of the plan, as the first rank finds them. It makes them, unless the process that
     started the ranks has."""
-    from app.launch.place import started_by_us
     from app.training.share import share
     from parallel.comm.objects import gather_objects
 
@@ -327,6 +332,7 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, be
             dataset = prepare(config, folder, lambda told: None)  # it was told when it was made
         else:
             dataset = _prepare(config, folder, before)
+        folder.write_json("env.json", describe_environment())  # by a rank: torch knows the GPUs, and is loaded
         assert agents is not None
         found = folder.attempts()
         ranks = (*(found.ranks if found and before else ()), placement.communicator.world)

@@ -20,6 +20,7 @@ from app.settings.cli import FAILED, OK, run_command
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_faults import strategy_faults
+from parallel.comm.launch import RankServer
 from parallel.strategy import DELAYED, STALE
 
 if TYPE_CHECKING:
@@ -148,9 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: VerifyCommand, arguments: Sequence[str]) -> int:
     if command.talks_over == "gloo" and find_launch() is None and command.strategy.world > 1:
-        from app.launch.place import start_ranks
-
-        return start_ranks(command.strategy.world, "app.verify", arguments)
+        loads = "app.launch.place", "app.training.engines", "app.training.exactness", "parallel.comm.torch_comm"
+        with RankServer(["app.verify", *arguments], (*loads, "torch._dynamo")) as server:
+            return server.launch(command.strategy.world)
     result = verify(command)
     if result is None:
         return OK  # the first rank says how it went

@@ -63,9 +63,8 @@ def run_on_ranks(
         if launcher == "mpi":
             command = [str(MPIRUN), "-n", str(world), *rank]
         else:
-            start = "import sys; from parallel.comm.torch_launch import launch_ranks as launch; "
-            start += f"sys.exit(launch({world}, sys.argv[1:]))"
-            command = [sys.executable, "-c", start, *rank]
+            start = "import sys; from parallel.comm.launch import RankServer as S; s = S(sys.argv[1:], ['torch']); "
+            command = [sys.executable, "-c", f"{start}sys.exit(s.launch({world}))", *rank[2:]]
         process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **AS_IN_A_CONTAINER, "OMP_NUM_THREADS": "1", **env}
         )

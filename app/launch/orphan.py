@@ -15,8 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from app.settings.launcher import STARTED_BY_US
-from parallel.comm.torch_rendezvous import PRIVATE_STORE
+from parallel.comm.launch import PRIVATE_STORE, STARTED_BY_US
 
 CHECK_S = 0.5
 SAVE_S = 60.0
@@ -24,17 +23,17 @@ SAVE_S = 60.0
 
 
 def stop_with_launcher() -> None:
-    """Watch, on a thread, the process that started this rank; does nothing in a process that ``--ranks`` did not
-    start."""
-    launcher = int(os.environ.get(STARTED_BY_US, 0))
-    is_child = os.getppid() == launcher
-    if launcher and (is_child or not psutil.pid_exists(launcher)):
-        threading.Thread(target=_stop_after, args=[launcher], name="launcher watch", daemon=True).start()
+    """Watch, on a thread, the process that forked this rank, which ends with the launcher; does nothing in a process
+    that ``--ranks`` did not start."""
+    server = int(os.environ.get(STARTED_BY_US, 0))
+    is_child = os.getppid() == server
+    if server and (is_child or not psutil.pid_exists(server)):
+        threading.Thread(target=_stop_after, args=[server], name="launcher watch", daemon=True).start()
 
 
-def _stop_after(launcher: int) -> None:
-    """Stop this process once its parent is not ``launcher`` any more."""
-    while os.getppid() == launcher:
+def _stop_after(parent: int) -> None:
+    """Stop this process once its parent is not ``parent`` any more."""
+    while os.getppid() == parent:
         time.sleep(CHECK_S)
     shutil.rmtree(Path(os.environ[PRIVATE_STORE]).parent, ignore_errors=True)
     os.write(2, b"warning: the process that started the ranks is gone: finishing the step, saving, then ending\n")

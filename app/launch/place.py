@@ -10,9 +10,8 @@ import atexit
 import logging
 import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -24,7 +23,7 @@ from app.launch.deadline import kill_after
 from app.launch.machine import memory_bytes, usable_cores
 from app.launch.orphan import stop_with_launcher
 from app.settings.cli import FAILED, USAGE, RunError
-from app.settings.launcher import STARTED_BY_US, Launch, find_launch
+from app.settings.launcher import Launch, find_launch
 from app.settings.slurm import find_task
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
@@ -73,30 +72,6 @@ class RankPlace:
     def autocast(self) -> torch.dtype | None:
         """Return the type for mixed precision; None computes in float32."""
         return autocast_of(self.precision)
-
-
-def started_by_us() -> bool:
-    """Return whether ``start_ranks`` started this process."""
-    return STARTED_BY_US in os.environ
-
-
-def start_ranks(
-    ranks: int,
-    module: str,
-    argv: Sequence[str],
-    max_restarts: int = 0,
-    ranks_after: Callable[[int], int] | None = None,
-) -> int:
-    """Run ``python -m module`` with ``argv`` in ``ranks`` processes; return the first failing rank's exit code.
-
-    Args:
-        max_restarts: how often all of them are started again after one has failed.
-        ranks_after: ranks of an attempt that failed -> those of the next; None: as many.
-    """
-    from parallel.comm.torch_launch import launch_ranks
-
-    os.environ[STARTED_BY_US] = str(os.getpid())
-    return launch_ranks(ranks, [sys.executable, "-m", module, *argv], max_restarts, ranks_after)
 
 
 def place(settings: StrategySettings) -> RankPlace:

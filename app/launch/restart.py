@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.settings.launcher import STARTED_BY_US
+from parallel.comm.launch import STARTED_BY_US
 
 AGENTS = frozenset({"TORCHELASTIC_RUN_ID", STARTED_BY_US})
 """Variables of ranks whose parent is torchrun or ``--ranks``."""
@@ -65,15 +65,15 @@ class Attempts:
         return cls(begun, tuple(agents), job, tuple(ranks))
 
 
-def find_starter(environment: Mapping[str, str] = os.environ, *, is_agent: bool = False) -> Starter:
+def find_starter(environment: Mapping[str, str] = os.environ, *, server: int | None = None) -> Starter:
     """Return what started this process.
 
     Args:
-        is_agent: this process is about to start the ranks itself.
+        server: process number of the rank server, in the launcher that is about to start the ranks.
     """
     agent = None
-    if is_agent or not AGENTS.isdisjoint(environment):
-        agent = f"{platform.node()} {os.getpid() if is_agent else os.getppid()}"
+    if server or not AGENTS.isdisjoint(environment):
+        agent = f"{platform.node()} {server or os.getppid()}"
     job = environment.get("SLURM_JOB_ID")
     if "SLURM_ARRAY_JOB_ID" in environment:
         job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 
 from app.settings.slurm import find_task, tasks_of_node
+from parallel.comm.launch import STARTED_BY_US
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,6 @@ class Launch:
     local_world: int
     mpi: bool
 
-
-STARTED_BY_US = "MEGATILE_RANK"
-"""Process number of ``--ranks``, for the ranks that it started: it has prepared the data, and they end with it."""
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI = (
@@ -57,3 +55,8 @@ def find_launch() -> Launch | None:
     if task := find_task():
         return Launch(task.rank, task.world, task.local_rank, task.local_world, False)
     return None
+
+
+def started_by_us() -> bool:
+    """Return whether ``--ranks`` started this process."""
+    return STARTED_BY_US in os.environ

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.launch.machine import cpu_model, memory_bytes, usable_cores
+from app.settings.launcher import started_by_us
 from app.settings.slurm import find_task
 
 log = logging.getLogger(__name__)
@@ -107,8 +108,9 @@ def describe_gpus() -> dict[str, Any]:
 
 def describe_launcher() -> dict[str, Any]:
     """``found``: launcher -> is it there; ``started_by`` one of them or None; ``variables`` that told so."""
-    variables = {name: os.environ[name] for names in RANK_VARIABLES.values() for name in names if os.environ.get(name)}
-    started_by = next((who for who, names in RANK_VARIABLES.items() if any(n in variables for n in names)), None)
+    told = {who: names for who, names in RANK_VARIABLES.items() if not (who == "torchrun" and started_by_us())}
+    variables = {name: os.environ[name] for names in told.values() for name in names if os.environ.get(name)}
+    started_by = next((who for who, names in told.items() if any(n in variables for n in names)), None)
     if started_by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ and find_task():
         started_by = "slurm"  # a rank of srun that has been given torchrun's variables to join the others
     found = {name: find_program(name) is not None for name in LAUNCHERS}

@@ -115,7 +115,8 @@ def middle_rank(marker: str) -> psutil.Process:
     ranks = [
         process
         for process, environment in processes(marker)
-        if str(MIDDLE) in [environment.get(name) for name in names] and "app.train" in process.cmdline()
+        if "app.train" in process.cmdline()
+        and (process.name() == f"rank {MIDDLE}" or str(MIDDLE) in [environment.get(name) for name in names])
     ]
     return min(ranks, key=lambda process: process.create_time())
 

@@ -185,6 +185,8 @@ def rank_of(out: Path, rank: int) -> psutil.Process:
             if "app.train" not in words or str(out) not in words or "srun" in words[0]:
                 continue
             environment = process.environ()
-            if environment.get("RANK", environment.get("SLURM_PROCID")) == str(rank):
+            if process.name() == f"rank {rank}" or environment.get("RANK", environment.get("SLURM_PROCID")) == str(
+                rank
+            ):
                 return process
     raise LookupError(f"no process of rank {rank} of {out} was found")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
-import ipaddress
 import os
 import socket
 import time
@@ -20,7 +19,6 @@ from concurrent import futures
 from datetime import timedelta
 from typing import TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -29,13 +27,9 @@ from torch.distributed import DistNetworkError
 from parallel.comm.communicator import CommunicationError, SecondaryError
 from parallel.comm.device_thread import OrderedTasks
 from parallel.comm.kinds import RankKind, from_text, to_text
+from parallel.comm.launch import KEY, PRIVATE_STORE, loopback_variables
 
 Result = TypeVar("Result")
-
-PRIVATE_STORE = "MEGATILE_STORE"
-"""Variable: a file in a folder that only this user can enter, the store of ranks that ``torch_launch`` has started."""
-KEY = "MEGATILE_KEY"
-"""Variable: the key of a run, made by ``torch_launch``; other users cannot read the environment of a process."""
 
 LOOPBACK = "127.0.0.1"
 RETRY_S = 0.2
@@ -123,21 +117,6 @@ def all_on_one_host(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher says that no rank is on another host."""
     world = environment.get("WORLD_SIZE")
     return world is not None and environment.get("LOCAL_WORLD_SIZE") == world
-
-
-def loopback_variables() -> dict[str, str]:
-    """Return the variables that keep Gloo and NCCL on the loopback interface; empty on a host without one."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(_is_loopback(each.address) for each in addresses):
-            return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
-    return {}
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a hardware address
-        return False
 
 
 def open_store(rank: int, world: int, timeout_s: float) -> Store:

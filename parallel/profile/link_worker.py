@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer
+from parallel.comm.launch import RankServer
 from parallel.comm.objects import gather_objects
 from parallel.comm.torch_comm import TorchCommunicator
-from parallel.comm.torch_launch import launch_ranks
 from parallel.comm.torch_shard import shard_module
 from parallel.graph.partition import Partition
 from parallel.profile.malloc import keep_freed_memory
@@ -249,7 +249,9 @@ def measure_by_ranks(settings: dict[str, Any]) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="megatile-links-") as name:
         path = Path(name) / "seconds.json"
         text = json.dumps(settings | {"path": str(path)})
-        code = launch_ranks(settings["ranks"], [sys.executable, "-m", "parallel.profile.link_worker", text])
+        module = "parallel.profile.link_worker"
+        with RankServer([module, text], ["parallel.comm.torch_shard", "parallel.team.team_stages"]) as server:
+            code = server.launch(settings["ranks"])
         if not path.exists():
             sys.exit(code or 1)
         medians: dict[str, float] = json.loads(path.read_text())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app import synth
@@ -95,6 +96,12 @@ def train_process() -> Train:
         )
 
     return run
+
+
+def rank_process(launcher: subprocess.Popen[Any], rank: int) -> psutil.Process:
+    """The process of a rank that ``--ranks`` has started."""
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return next(child for child in children if child.name() == f"rank {rank}")
 
 
 def summary_of(run: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from app.benchmark import campaign
 from app.benchmark.trial import Trial
 from app.planning.machine import CUDA_CONTEXT, this_machine
 from app.training.run_info import describe_gpus
+from parallel.comm.launch import RankServer
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES
 from parallel.cost.devices import link_named
@@ -96,7 +97,9 @@ def asked(opened: list[str], model: CostModel, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(calibrate, "_run", calibrates)
     monkeypatch.setattr(calibrate, "fit_model", lambda *_: model)
-    monkeypatch.setattr("parallel.comm.torch_launch.launch_ranks", starts)
+    for name, method in {"__init__": lambda *_: None, "launch": starts, "__exit__": lambda *_: None}.items():
+        monkeypatch.setattr(RankServer, name, method)
+    monkeypatch.setattr(RankServer, "pid", 0, raising=False)
     gpu.gpu_at.cache_clear()
     yield asked
     gpu.gpu_at.cache_clear()
@@ -110,8 +113,8 @@ TRAIN = ("--slides", "SLIDES", *QUICK, "--steps", "2", "--out", "OUT", "--ranks"
     ("command", "words", "expected"),
     [
         ("app.plan", ("--model", "resnet18", "--tile", "64", "--ranks", "2"), PLANS),
-        ("app.train", (*TRAIN, "--parallel", "auto"), ["read_gpus", *PLANS, "ranks"]),
-        ("app.train", (*TRAIN, "--parallel", "ddp", "--recompute", "optimal"), ["read_gpus", *PLANS, "ranks"]),
+        ("app.train", (*TRAIN, "--parallel", "auto"), [*PLANS, "ranks"]),
+        ("app.train", (*TRAIN, "--parallel", "ddp", "--recompute", "optimal"), [*PLANS, "ranks"]),
         ("app.bench", ("--slides", "SLIDES", "--tiles", "256", "--ranks", "2", "--out", "OUT"), ["read_gpus"]),
         ("app.doctor", ("--out", "OUT"), ["read_gpus"]),
         ("app.predict", ("--slides", "SLIDES", "--checkpoint", "x.pt", "--out", "OUT", "--ranks", "2"), ["ranks"]),

@@ -10,13 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from pipelines.tiles.tile_table import TileTable
-from tests.app.conftest import QUICK, ROOT, Train, summary_of, train_command, train_environment
+from tests.app.conftest import QUICK, ROOT, Train, rank_process, summary_of, train_command, train_environment
 
 SUMMARY_FIELDS = {
     *("status", "strategy", "ranks", "global_batch", "tile_px", "steps", "images", "images_per_second"),
@@ -300,7 +299,7 @@ def test_killed_rank_ends_the_run_within_a_minute(classify_slides: Path, tmp_pat
         stderr=subprocess.STDOUT,
     )
     wait_for(out / "checkpoints" / "last.pt", process)
-    rank = next(child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1")
+    rank = rank_process(process, 1)
     rank.kill()
     started = time.monotonic()
     output, _ = process.communicate(timeout=90)

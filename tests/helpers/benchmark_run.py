@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.ranks
-from tests.helpers.forked import run_module, run_ranks
+from tests.helpers.forked import run_module, run_ranks, shared_server
 
 STARTED = benchmarks.ranks.run_on_ranks
 
@@ -29,6 +29,7 @@ def assert_runs(command: str, says: str) -> None:
 
 def run(module: str, *arguments: str) -> None:
     """In the forked process: the command alone on its machine, its ranks forked too."""
+    shared_server()  # while this process has no threads
     benchmarks.ranks.run_on_ranks = run_on_forked_ranks
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[variable]

@@ -1,41 +1,44 @@
-"""Ranks that need not load torch: processes forked, each anew, from one that has loaded it; one such server per run.
+"""Ranks that do not load torch: forked, each anew, by one rank server for a whole run of tests.
 
 A rank runs a module as ``python -m`` does, or a function by its name, in an environment of its own, and prints to a
-file. It ends as a process of Python does, exit functions and exit code included, and may be killed. What starts it is
-not what starts a user's ranks: that is tested where processes are started one by one.
+file. It ends as a process of Python does, exit functions and exit code included, and may be killed.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import gc
 import importlib
-import multiprocessing
 import os
+import pickle
 import runpy
-import secrets
+import socket
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from parallel.comm import torch_launch
-from parallel.comm.torch_rendezvous import KEY, PRIVATE_STORE, loopback_variables
+from parallel.comm import rank_server
+from parallel.comm.launch import STARTED_BY_US, RankServer, environments
 
 LOADED = ("app.training.loop", "app.training.session", "app.training.summary", "parallel.comm.torch_comm")
 LOADED += ("torch._dynamo", "torch.distributed.fsdp")  # by the first trace and step, in a second or two of every rank
-POLL_S = 0.02
+TASK = "MEGATILE_TEST_TASK"
+"""Variable: the file that says what a rank runs."""
 
 
 def run_ranks(
-    world: int, target: str, arguments: Sequence[Any], folder: Path, timeout_s: float = 150
+    world: int,
+    target: str,
+    arguments: Sequence[Any],
+    folder: Path,
+    timeout_s: float = 150,
+    *,
+    by_launcher: bool = False,
 ) -> tuple[list[int | None], str]:
     """Exit codes of ``target`` with these arguments on ``world`` ranks, and what they printed.
 
@@ -44,79 +47,82 @@ def run_ranks(
     Args:
         target: ``package.module``, or ``package.module:function``, which may return an exit code.
         folder: of this call alone.
+        by_launcher: the ranks are those of ``--ranks``, whose launcher has prepared the data; else of another launcher.
     """
-    printed = folder / "printed.txt"
-    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), **loopback_variables()}
-    common |= {PRIVATE_STORE: str(folder / "store"), KEY: secrets.token_hex()}
-    ranks = []
-    for rank in range(world):
-        environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(_server().Process(target=_run, args=(target, list(arguments), environment, str(printed))))
-    for process in ranks:
-        process.start()
+    sys.audit("os.fork")  # by another process, where no audit hook of this one sees it
+    task, printed = folder / "task.pickle", folder / "printed.txt"
+    task.write_bytes(pickle.dumps((target, list(arguments), str(printed))))
+    server = shared_server()
+    for environment in environments(world, folder, server.pid):
+        if not by_launcher:
+            del environment[STARTED_BY_US]
+        server.start(environment | {TASK: str(task)})
     deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s and any(process.exitcode is None for process in ranks):
-        if any(process.exitcode for process in ranks):
-            break
-        time.sleep(POLL_S)
-    codes = [process.exitcode for process in ranks]
-    _end(ranks)
+    while server.are_running and time.monotonic() < deadline_s:
+        server.poll()
+    codes = [server.codes.get(rank) for rank in server.ranks]
+    server.end()
     return codes, printed.read_text() if printed.exists() else ""
 
 
 @contextlib.contextmanager
 def launched_here(folder: Path) -> Iterator[None]:
-    """While this lasts, ranks that ``app`` starts of itself are forked."""
+    """While this lasts, ranks that ``app`` starts of itself are forked by the server of the tests."""
 
-    def launch_ranks(ranks: int, command: Sequence[str], max_restarts: int = 0, ranks_after: object = None) -> int:
-        _, minus_m, module, *argv = command
-        assert (minus_m, max_restarts) == ("-m", 0)
-        codes, printed = run_ranks(ranks, module, argv, folder)
+    def begin(server: RankServer, command: Sequence[str], _: Sequence[str]) -> None:
+        server.command, server.pid = command, shared_server().pid  # type: ignore[attr-defined]
+
+    def launch(server: RankServer, ranks: int, max_restarts: int = 0, _: object = None) -> int:
+        assert max_restarts == 0
+        module, *argv = server.command  # type: ignore[attr-defined]
+        codes, printed = run_ranks(ranks, module, argv, folder, by_launcher=True)
         print(printed)
         return next((code for code in codes if code), 0)
 
+    shared_server()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_launch, "launch_ranks", launch_ranks)
+        for name, method in {"__init__": begin, "launch": launch, "__exit__": lambda *_: None}.items():
+            patch.setattr(RankServer, name, method)
         yield
 
 
 @functools.cache
-def _server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(LOADED))
-    return context
+def shared_server() -> RankServer:
+    """The server of this process; it ends with the process."""
+    return (HereForked if TASK in os.environ else RankServer)(["tests.helpers.forked"], LOADED)
 
 
-def _end(ranks: Sequence[ForkServerProcess]) -> None:
-    for end in (ForkServerProcess.terminate, ForkServerProcess.kill):
-        for process in ranks:
-            if process.is_alive():
-                end(process)
-        for process in ranks:
-            process.join(10)
+class HereForked(RankServer):
+    """A server that is forked from this process: itself forked, it has loaded everything and started no thread yet."""
+
+    def _start_process(self, theirs: socket.socket, command: Sequence[str], loads: Sequence[str]) -> Any:
+        server = os.fork()
+        if not server:
+            self._socket.close()
+            rank_server.run(theirs, *command, [])
+            sys.exit(0)
+        return psutil.Process(server)
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:
-    """What ``python -m module`` does."""
+    """Run a module as ``python -m module`` does."""
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _run(target: str, arguments: list[Any], environment: Mapping[str, str], printed: str) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    gc.freeze()  # what was loaded before is looked through at no collection
+def main() -> object:
+    """Exit code of this rank."""
+    target, arguments, printed = pickle.loads(Path(os.environ[TASK]).read_bytes())
     descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115  # for good
     module, _, name = target.partition(":")
-    code: object = 1
-    try:
-        code = getattr(importlib.import_module(module), name)(*arguments) if name else run_module(module, arguments)
-    except SystemExit as stop:
-        code = stop.code
-    except BaseException:
-        traceback.print_exc()
-    atexit._run_exitfuncs()  # multiprocessing ends its processes without
-    sys.exit(code if isinstance(code, int) else bool(code))
+    if not name:
+        return run_module(module, arguments)
+    code = getattr(importlib.import_module(module), name)(*arguments)
+    return code if isinstance(code, int) else bool(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,6 +26,15 @@ ROOT = Path(__file__).parents[2]
 
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
+LAUNCH = """
+import sys
+from parallel.comm.launch import RankServer
+
+_, ranks, loads, *command = sys.argv
+with RankServer(command, loads.split(",")) as server:
+    sys.exit(server.launch(int(ranks)))
+"""
+"""Python's ``-c``: start ranks as a user's launcher does. Arguments: their number, modules to load, their command."""
 MPI_ENVIRONMENT = {
     # Open MPI refuses to run as root, as containers do, and more ranks than cores; MPICH reads none of these.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -73,9 +82,7 @@ def _start(world: int, launcher: str, words: list[str], timeout_s: float) -> tup
     """Whether processes started one by one hung, or failed, and what they printed."""
     rank = [sys.executable, "-m", "tests.helpers.ranks", *words]
     if launcher == "torch":
-        start = "import sys; from parallel.comm.torch_launch import launch_ranks as launch; "
-        start += f"sys.exit(launch({world}, sys.argv[1:]))"
-        command = [sys.executable, "-c", start, *rank]
+        command = [sys.executable, "-c", LAUNCH, str(world), "parallel.comm.torch_comm", *rank[2:]]
     else:
         command = [str(MPIRUN), "-n", str(world), *rank]
     process = subprocess.Popen(

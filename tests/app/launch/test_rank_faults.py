@@ -8,10 +8,9 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.app.conftest import QUICK, ROOT, summary_of, train_command, train_environment
+from tests.app.conftest import QUICK, ROOT, rank_process, summary_of, train_command, train_environment
 from tests.helpers.ranks import MPI_ENVIRONMENT, MPIRUN
 
 
@@ -33,9 +32,7 @@ def test_killed_rank_ends_the_run_with_one_message(classify_slides: Path, tmp_pa
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
-    ranks = [child for child in psutil.Process(process.pid).children() if "app.train" in child.cmdline()]
-    second = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
-    second.send_signal(signal.SIGKILL)
+    rank_process(process, 1).send_signal(signal.SIGKILL)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 1, printed
     message = (out / "fault.txt").read_text()

@@ -59,7 +59,7 @@ def test_starters_are_found() -> None:
     assert find_starter({"MEGATILE_RANK": "1"}) == Starter(agent)
     # Each agent of several counts for itself: the number says nothing about this rank.
     assert find_starter({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "3"}) == Starter(agent)
-    assert find_starter({}, is_agent=True) == Starter(f"{platform.node()} {os.getpid()}")
+    assert find_starter({}, server=7) == Starter(f"{platform.node()} 7")
     assert find_starter({"SLURM_JOB_ID": "33"}) == Starter(job="33")
     array = {"SLURM_JOB_ID": "35", "SLURM_ARRAY_JOB_ID": "33", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "1"}
     assert find_starter(array) == Starter(job="33_2", requeued=True)
@@ -151,7 +151,7 @@ def rows(run: Path) -> list[dict[str, str]]:
 
 def second_rank(process: psutil.Process, out: Path) -> psutil.Process:
     ranks = [child for child in process.children(recursive=True) if {"app.train", str(out)} <= set(child.cmdline())]
-    return next(rank for rank in ranks if rank.environ().get("RANK") == "1")
+    return next(rank for rank in ranks if rank.environ().get("RANK") == "1" or rank.name() == "rank 1")
 
 
 Command = Callable[..., list[str]]

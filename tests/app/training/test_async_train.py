@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from app.settings.strategy_faults import strategy_faults
 from app.training.push_log import PushLog, staleness_in
 from parallel.schedule.pushes import Push, read_pushes
 from parallel.strategy import DELAYED
-from tests.app.conftest import QUICK, ROOT, Train, summary_of, train_command, train_environment
+from tests.app.conftest import QUICK, ROOT, Train, rank_process, summary_of, train_command, train_environment
 from tests.app.test_train import equal, model_of, wait_for
 
 HEAD = ",".join(Push._fields)
@@ -37,7 +36,7 @@ def test_killed_and_resumed_and_replayed_from_its_log(
         train_command(*run), cwd=ROOT, env=train_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     wait_for(out / "checkpoints" / "last.pt", process)
-    next(child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1").kill()
+    rank_process(process, 1).kill()
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output.decode()
     assert b"a rank ended with exit code 137" in output

@@ -23,7 +23,8 @@ from parallel.comm.torch_rendezvous import call_with_timeout
 
 pytestmark = pytest.mark.process
 
-START = "import sys; from parallel.comm.torch_launch import launch_ranks; sys.exit(launch_ranks(2, sys.argv[1:]))"
+START = "import sys; from parallel.comm.launch import RankServer; "
+START += "sys.exit(RankServer(sys.argv[1:], ['parallel.comm.torch_comm']).launch(2))"
 
 RANK = """
 import pathlib, sys, time, torch
@@ -55,13 +56,18 @@ class Order:
         return os.mkdir, (str(self.trace),)
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """That of a launcher whose ranks run a module in ``folder``."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[psutil.Process]:
     """What started two ranks, which have joined and wait for the file "go"; strangers are no reason to fail."""
     tmp_path = tmp_path_factory.mktemp("run")
     (tmp_path / "rank.py").write_text(RANK)
-    command = [sys.executable, "-c", START, sys.executable, str(tmp_path / "rank.py"), str(tmp_path)]
-    starter = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-c", START, "rank", str(tmp_path)]
+    starter = subprocess.Popen(command, env=environment(tmp_path))
     try:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("*.joined"))) < 2:
@@ -93,10 +99,8 @@ except Exception as fault:
 
 def test_who_does_not_know_the_key_of_the_run_is_no_rank(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(IMPOSTOR)
-    command = [sys.executable, "-c", START, sys.executable, str(tmp_path / "rank.py")]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", START, "rank"]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
     assert done.returncode == 3
     assert "what answers as rank 1 does not know the key of this run" in done.stdout
 
