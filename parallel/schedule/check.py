@@ -1,16 +1,17 @@
 """Proof, before any process starts, that a schedule computes what the model is and comes to its end.
 
 Progress alone does not prove a schedule right: a backward pass may stand before its forward pass and still block no
-rank. So ownership, completeness and order are proved first, and one error has every fault.
+rank. So ownership, completeness and order are proved first, and one error has every fault. Between two ranks, receives
+stand in the order of the sends, so that channels without tags (NCCL) deliver the right message.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
-from parallel.schedule.action import COMPUTE, Action, Kind, Schedule
-from parallel.schedule.check_order import Channels, stops
-from parallel.schedule.dependencies import Dependencies, Links
+from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
+from parallel.schedule.dependencies import Dependencies, Links, begin_times, peer_rank, users_or_makers
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.text import ScheduleError, ScheduleFault
 
@@ -41,8 +42,8 @@ def check(schedule: Schedule, mesh: Mesh, links: Links) -> None:
     misplaced = [*_owners(schedule, mesh)]
     faults = [*_ranks(schedule, mesh), *misplaced, *_repeats(schedule), *_complete(schedule, mesh), *_order(schedule)]
     if lowered and not misplaced:
-        faults += Channels(schedule, mesh, links).faults()
-    faults = faults or [*stops(schedule, Dependencies(mesh, links), lowered=lowered)]
+        faults += _Channels(schedule, mesh, links).faults()
+    faults = faults or [*_stops(schedule, Dependencies(mesh, links), lowered=lowered)]
     if faults:
         raise ScheduleError(schedule, faults)
 
@@ -124,3 +125,133 @@ def _owner(action: Action, mesh: Mesh, group: int) -> int:
 
 def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
     return ((rank, n, action) for rank, actions in schedule.items() for n, action in enumerate(actions))
+
+
+def _stops(schedule: Schedule, between: Dependencies, *, lowered: bool) -> Iterator[ScheduleFault]:
+    """Yield where ranks stop for ever; unless ``lowered``, values come to other ranks as soon as they are computed."""
+    actions = {action for row in schedule.values() for action in row}
+
+    def needed(action: Action, rank: int) -> list[Action]:
+        if not lowered:
+            return between.computed_before(action)
+        receives = between.receives_before(action, rank)
+        return between.computed_before(action, rank) + [receive.other_end for receive in receives]
+
+    begun = begin_times(schedule, needed)
+    over = begun.keys() | {action.as_kind(Kind.BACKWARD) for action in begun if action.kind is Kind.BACKWARD_INPUT}
+    for rank, row in sorted(schedule.items()):
+        position = next((n for n, action in enumerate(row) if action not in begun), None)
+        if position is not None:
+            absent = [each for each in needed(row[position], rank) if each not in over]
+            names = (str(each if each in actions else each.as_kind(Kind.BACKWARD_INPUT)) for each in absent)
+            yield ScheduleFault(f"waits for ever for {', '.join(names)}", rank, position, row[position])
+
+
+class _Channels:
+    """The messages of one schedule, and the sums of gradients."""
+
+    def __init__(self, schedule: Schedule, mesh: Mesh, links: Links) -> None:
+        self._schedule = schedule
+        self._mesh = mesh
+        self._links = links
+        self._between = Dependencies(mesh, links)
+        self._position = {
+            (rank, action): n for rank, actions in schedule.items() for n, action in reversed([*enumerate(actions)])
+        }
+
+    def faults(self) -> list[ScheduleFault]:
+        """All that is wrong with messages and sums; nothing is said about actions that another rank should have."""
+        return [*self._pairs(), *self._times(), *self._order(), *self._sums(), *self._order_of_sums()]
+
+    def _pairs(self) -> Iterator[ScheduleFault]:
+        """Every message follows a link and has its other end."""
+        for rank, n, message, other in self._messages():
+            assert message.peer is not None
+            ahead = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+            source, target = (message.stage, message.peer) if ahead else (message.peer, message.stage)
+            forward = message.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+            text = ""
+            if (source, target) not in self._links:
+                text = f"nothing passes from stage {source} to stage {target}"
+            elif not forward and not self._links[source, target]:
+                text = f"no gradient flows from stage {target} back to stage {source}"
+            elif other == rank:
+                text = f"stage {message.peer} is on this rank too: nothing to send"
+            elif (other, message.other_end) not in self._position:
+                text = f"{message.other_end} is missing on rank {other}"
+            if text:
+                yield ScheduleFault(text, rank, n, message)
+
+    def _times(self) -> Iterator[ScheduleFault]:
+        """A receive stands before the computation that needs it, a send after the one that makes it."""
+        for rank, actions in self._schedule.items():
+            for n, action in enumerate(actions):
+                for receive in self._between.receives_before(action, rank):
+                    sender = peer_rank(receive, self._mesh, rank)
+                    stands = self._position.get((rank, receive))
+                    if stands is None and (sender, receive.other_end) not in self._position:
+                        yield ScheduleFault(f"{receive} is missing, and its send on rank {sender}", rank, n, action)
+                    elif stands is not None and stands > n:
+                        yield ScheduleFault(f"stands before {receive}, which it needs", rank, n, action)
+                if action.kind in SENDS:
+                    made = [self._position.get((rank, maker)) for maker in users_or_makers(action)]
+                    if all(stands is None or stands > n for stands in made):
+                        yield ScheduleFault("stands before the computation that makes what it sends", rank, n, action)
+
+    def _order(self) -> Iterator[ScheduleFault]:
+        """First in, first out, between each ordered pair of ranks."""
+        sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+        for rank, n, message, other in self._messages():
+            if (other, message.other_end) in self._position:
+                if message.kind in SENDS:
+                    sent[rank, other].append(message.other_end)
+                else:
+                    received[other, rank].append((n, message))
+        for (source, target), receives in sorted(received.items()):
+            for (n, message), expected in zip(receives, sent[source, target], strict=False):
+                if message != expected:
+                    yield ScheduleFault(f"rank {source} sends {expected.other_end} before that", target, n, message)
+                    break
+
+    def _sums(self) -> Iterator[ScheduleFault]:
+        """A stage with copies on several ranks is summed once on each, after its last backward pass there."""
+        backward = (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT)
+        for rank, actions in self._schedule.items():
+            # A rank with both replicas of a stage has one copy of its parameters.
+            for stage, replica in dict(reversed(self._mesh.held_by(rank))).items():
+                if len(self._mesh.ranks_with(stage)) == 1:
+                    continue
+                sums = [(n, a) for n, a in enumerate(actions) if a.kind is Kind.REDUCE and a.stage == stage]
+                last = max((n for n, a in enumerate(actions) if a.kind in backward and a.stage == stage), default=-1)
+                if not sums:
+                    missing = Action(Kind.REDUCE, stage, None, replica)
+                    yield ScheduleFault("is missing: other ranks hold copies of the stage", rank, None, missing)
+                for n, action in sums[:1]:
+                    if n < last:
+                        yield ScheduleFault(f"stands before the last backward pass, {actions[last]}", rank, n, action)
+                for n, action in sums[1:]:
+                    yield ScheduleFault("the stage's gradients are summed a second time", rank, n, action)
+
+    def _order_of_sums(self) -> Iterator[ScheduleFault]:
+        """Ranks that sum the same stages do it in the same order."""
+        first: dict[tuple[int, ...], tuple[int, list[int]]] = {}
+        for rank, actions in sorted(self._schedule.items()):
+            mine: dict[tuple[int, ...], list[tuple[int, Action]]] = {}
+            for n, action in enumerate(actions):
+                if action.kind is Kind.REDUCE:
+                    mine.setdefault(self._mesh.teams_with(action.stage), []).append((n, action))
+            for holders, sums in mine.items():
+                stages = [action.stage for _, action in sums]
+                first_rank, expected = first.setdefault(holders, (rank, stages))
+                if stages != expected and sorted(stages) == sorted(expected):
+                    n, action = next(cell for cell, stage in zip(sums, expected, strict=True) if cell[1].stage != stage)
+                    text = f"rank {first_rank} sums stages {expected} in this order, this rank {stages}"
+                    yield ScheduleFault(text, rank, n, action)
+
+    def _messages(self) -> Iterator[tuple[int, int, Action, int]]:
+        """Yield (rank, position, message, rank at its other end) of all."""
+        for rank, actions in self._schedule.items():
+            for n, action in enumerate(actions):
+                if action.kind in PER_PEER:
+                    yield rank, n, action, peer_rank(action, self._mesh, rank)

@@ -3,18 +3,23 @@ the host and back.
 
 Passes are each a pure function from schedule to schedule, as in Zero Bubble Pipeline Parallelism (Qi et al., ICLR
 2024); the schedule has passed ``check``. A receive only posts that a message is awaited; the compute action that needs
-it waits. ``announce`` posts it about one compute action ahead, so that messages travel while ranks compute.
+it waits. It is posted about one compute action ahead, so that messages travel while ranks compute, as far as no device
+gets stuck: over NCCL a receive holds the device until its message has come, a send until its receive is posted, and a
+sum until all ranks have begun it. Any action may have to wait for its device, as where memory is freed, and so for all
+that its rank has begun. So all actions are put into one order (``in_order``) in which ranks could do them one after the
+other, each after the messages and sums that its rank has begun.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, SENDS, Action, Kind, Schedule
-from parallel.schedule.announce import announce, in_order
-from parallel.schedule.dependencies import Dependencies, Links
+from parallel.schedule.dependencies import Dependencies, Links, begin_times, peer_rank, users_or_makers
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.timeline import StageCost, seconds_by_kind
 
@@ -123,6 +128,73 @@ def _with_recompute(actions: list[Action]) -> Iterator[Action]:
         previous = action
 
 
+Receives = dict[int, dict[int, list[Action]]]
+"""Rank -> position of a compute action -> receives posted right before it."""
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message that ``action`` of one rank makes for ``target``, which had better post its receive at ``wanted``."""
+
+    action: Action
+    following: Action | None  # of the sender
+    target: int
+    receive: Action
+    wanted: int = 0
+
+
+def _messages(schedule: Schedule, mesh: Mesh, between: Dependencies) -> list[_Message]:
+    """Return all messages, channel by channel in the order in which they are sent."""
+    positions = {action: n for actions in schedule.values() for n, action in enumerate(actions)}
+    channels: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+    for rank, actions in schedule.items():
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            for send in between.sends_after(action, rank):
+                target = peer_rank(send, mesh, rank)
+                channels[rank, target].append(_Message(action, following, target, send.other_end))
+    for messages in channels.values():
+        latest = len(positions)
+        for message in reversed(messages):  # one action ahead of the user, and not behind those that come after
+            needed_at = next(positions[user] for user in users_or_makers(message.receive) if user in positions)
+            if needed_at and schedule[message.target][needed_at - 1].kind is Kind.UPDATE:
+                needed_at -= 1  # too short for a message to travel meanwhile
+            message.wanted = latest = min(latest, max(0, needed_at - 1))
+    return [message for way in sorted(channels) for message in channels[way]]
+
+
+def in_order(schedule: Schedule, mesh: Mesh, between: Dependencies) -> dict[Action, int]:
+    """Return the place of each action in an order in which ranks can do them, about that in which they begin.
+
+    Messages are made before the action that had better post their receives, and that comes before the sender's next
+    action, where this is possible.
+
+    Args:
+        schedule: compute-only, one that comes to its end.
+    """
+    wished: dict[Action, list[Action]] = defaultdict(list)
+    for message in _messages(schedule, mesh, between):
+        actions = schedule[message.target]
+        wished[actions[message.wanted]].append(message.action)
+        if message.following and message.wanted:
+            wished[message.following].append(actions[message.wanted - 1])
+    begins = begin_times(schedule, lambda action, _: between.computed_before(action), wished)
+    return {action: place for place, action in enumerate(sorted(begins, key=begins.__getitem__))}
+
+
+def _announce(schedule: Schedule, mesh: Mesh, between: Dependencies, place: Mapping[Action, int]) -> Receives:
+    """Return the receives of each rank, by the position of the compute action before which they are posted."""
+    # A receive at position p of a rank is safe where its message is made before the rank does action p, and the rank
+    # has done action p - 1 before the sender's next action.
+    places = {rank: [place[action] for action in actions] for rank, actions in schedule.items()}
+    receives: Receives = {rank: defaultdict(list) for rank in schedule}
+    for message in _messages(schedule, mesh, between):
+        own = places[message.target]
+        first = bisect_left(own, place[message.action])
+        last = bisect_left(own, place[message.following]) if message.following else len(own)
+        receives[message.target][min(max(message.wanted, first), last)].append(message.receive)
+    return receives
+
+
 def add_communication(
     schedule: Schedule, mesh: Mesh, links: Links, place: Mapping[Action, int] | None = None
 ) -> Schedule:
@@ -138,7 +210,7 @@ def add_communication(
     """
     between = Dependencies(mesh, links)
     sends = {action: between.sends_after(action, rank) for rank, actions in schedule.items() for action in actions}
-    receives = announce(schedule, mesh, between, place or in_order(schedule, mesh, between))
+    receives = _announce(schedule, mesh, between, place or in_order(schedule, mesh, between))
     return {
         rank: [
             each

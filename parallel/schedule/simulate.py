@@ -36,7 +36,6 @@ def simulate(
     costs: Sequence[StageCost],
     links: Mapping[tuple[int, int], LinkCost] | None = None,
     reduce_s: Mapping[int, float] | None = None,
-    overhead_s: float = 0.0,
     weights: Sequence[float] | None = None,
     speeds: Sequence[float] | None = None,
     devices: Sequence[Device] = (),
@@ -49,7 +48,6 @@ def simulate(
             messages of ``schedule``.
         reduce_s: stage -> time to sum its gradients once the last rank that holds it has come to its REDUCE; 0 for
             stages not named. A schedule without REDUCE sums nothing.
-        overhead_s: that every compute action takes besides its cost.
         weights: of the microbatches by number, 1 each by default; times and bytes are multiplied by them.
         speeds: of the ranks, 1 each by default; their computing is so much faster than ``costs`` say.
         devices: that ranks share; each rank is on one of them, or there are none and no rank slows another.
@@ -65,7 +63,7 @@ def simulate(
     }
     weight = {i: 1.0 if weights is None else weights[i] for i in numbers}
     speeds = [1.0] * mesh.teams if speeds is None else speeds
-    run = _Run(schedule, mesh, costs, links, reduce_s or {}, overhead_s, weight, speeds, devices)
+    run = _Run(schedule, mesh, costs, links, reduce_s or {}, weight, speeds, devices)
     run.finish()
     spans = {rank: tuple(sorted(row, key=lambda s: (s.start_s, s.end_s))) for rank, row in run.spans.items()}
     return Timeline(spans, {rank: peak_bytes(actions, costs, weight) for rank, actions in schedule.items()})
@@ -98,7 +96,6 @@ class _Run:
     costs: Sequence[StageCost]
     links: Mapping[tuple[int, int], LinkCost]
     reduce_s: Mapping[int, float]
-    overhead_s: float
     weight: Mapping[int, float]
     speeds: Sequence[float]
     devices: Sequence[Device]
@@ -200,7 +197,7 @@ class _Run:
                 return False
             start = max(start, end)
         weight = 1.0 if action.kind is Kind.UPDATE else self.weight[action.i]
-        seconds = self.overhead_s + self._seconds[action.stage][action.kind] * weight
+        seconds = self._seconds[action.stage][action.kind] * weight
         if self.devices:
             self._computing[rank] = _Computing(action, start, seconds)
             return False

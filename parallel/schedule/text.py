@@ -53,11 +53,8 @@ def to_csv(schedule: Schedule) -> str:
     return "".join(",".join(map(str, schedule[rank])) + "\n" for rank in range(len(schedule)))
 
 
-def from_csv(text: str, where: str = "schedule") -> Schedule:
+def from_csv(text: str) -> Schedule:
     """Return the schedule in ``text``; row n, counted from 0, is rank n.
-
-    Args:
-        where: what to call the text in errors, a path for example.
 
     Raises:
         ValueError: a cell is no action, or there is none at all; names every such cell by row and column, from 1.
@@ -72,9 +69,9 @@ def from_csv(text: str, where: str = "schedule") -> Schedule:
             try:
                 schedule[rank].append(Action.parse(cell))
             except ValueError as fault:
-                faults.append(f"{where}: row {rank + 1} (rank {rank}), column {column}: {fault}")
+                faults.append(f"schedule: row {rank + 1} (rank {rank}), column {column}: {fault}")
     if not any(schedule.values()) and not faults:
-        faults.append(f"{where}: no actions: write one row for each rank, in cells such as 0F0,0B0")
+        faults.append("schedule: no actions: write one row for each rank, in cells such as 0F0,0B0")
     if faults:
         raise ValueError("\n".join(faults))
     return schedule

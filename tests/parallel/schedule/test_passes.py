@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.schedule.action import BEGINS_BACKWARD, COMPUTE, PER_PEER, SENDS, Action, Kind, Schedule
-from parallel.schedule.announce import in_order
 from parallel.schedule.check import check
 from parallel.schedule.dependencies import Dependencies, Links
 from parallel.schedule.mesh import Mesh
-from parallel.schedule.passes import add_communication, add_offload, add_recompute, add_reduction, lower
+from parallel.schedule.passes import add_communication, add_offload, add_recompute, add_reduction, in_order, lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import ScheduleError, from_csv, to_csv

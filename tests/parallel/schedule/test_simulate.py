@@ -107,10 +107,6 @@ def test_messages_of_small_microbatches_travel_faster() -> None:
     assert [span.duration_s for rank in (0, 1) for span in timeline.spans[rank]] == [0.5, 2, 1, 0.5, 1, 1]
 
 
-def test_every_compute_action_takes_the_overhead() -> None:
-    assert simulate(rows("0F0 0B0"), Mesh(1, (0,)), units(1), overhead_s=0.25).makespan_s == 3.5
-
-
 @pytest.mark.parametrize("lowered", [False, True])
 def test_messages_travel_one_at_a_time(lowered: bool) -> None:
     schedule = rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")

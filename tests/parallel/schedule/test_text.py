@@ -38,16 +38,16 @@ def test_empty_cells_blanks_quotes_and_a_spreadsheets_mark_mean_nothing() -> Non
 
 def test_errors_name_row_and_column_all_at_once() -> None:
     with pytest.raises(ValueError, match="is no action") as error:
-        from_csv("0F0,0X0\n\n1F0,,1SEND_F0\n", "my.csv")
+        from_csv("0F0,0X0\n\n1F0,,1SEND_F0\n")
     first, second = str(error.value).splitlines()
-    assert first.startswith("my.csv: row 1 (rank 0), column 2: '0X0' is no action")
-    assert second.startswith("my.csv: row 3 (rank 2), column 3: '1SEND_F0' is no action")
+    assert first.startswith("schedule: row 1 (rank 0), column 2: '0X0' is no action")
+    assert second.startswith("schedule: row 3 (rank 2), column 3: '1SEND_F0' is no action")
 
 
 @pytest.mark.parametrize("text", ["", "\n", ",,\n"])
 def test_file_without_actions(text: str) -> None:
-    with pytest.raises(ValueError, match=r"my\.csv: no actions: write one row for each rank"):
-        from_csv(text, "my.csv")
+    with pytest.raises(ValueError, match="schedule: no actions: write one row for each rank"):
+        from_csv(text)
 
 
 def test_columns_are_aligned() -> None:
