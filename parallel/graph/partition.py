@@ -10,10 +10,11 @@ from __future__ import annotations
 import bisect
 import difflib
 import functools
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+import numpy as np
 
 from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
 
@@ -221,13 +222,24 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     if not 1 <= stages <= len(allowed) + 1:
         raise ValueError(too_many(graph, len(allowed) + 1, stages))
     costs = equal_cost(graph) if costs is None else costs
-    sums = list(accumulate(costs, initial=0.0))
     ends = [0, *allowed, len(graph.layers)]
-    upto = [sums[end] for end in ends]
-    crossing = bytes_across(graph)
-    limit = _smallest_limit(upto, stages)
-    chosen = _fewest_bytes(upto, [crossing[end] for end in ends], stages, limit)
-    return Partition(graph, tuple(ends[block] for block in chosen))
+    upto = np.array(list(accumulate(costs, initial=0.0)))[ends]
+    loads = np.where(np.tri(len(ends), k=-1, dtype=bool), upto[:, None] - upto, np.inf)  # [j, i]: of blocks i to j
+    slowest = upto  # of the first j blocks in so many stages
+    for _ in range(stages - 1):
+        slowest = np.maximum(slowest, loads).min(1)
+    fits, crossing = loads <= slowest[-1], np.array(bytes_across(graph), float)[ends]
+    sent = np.where(np.arange(len(ends)) == 0, 0.0, np.inf)
+    begins = []
+    for _ in range(stages):
+        sums = np.where(fits, sent + crossing, np.inf)
+        begins.append(sums.argmin(1))
+        sent = sums.min(1)
+    starts, end = [], len(ends) - 1
+    for begin in reversed(begins):
+        end = int(begin[end])
+        starts.append(ends[end])
+    return Partition(graph, tuple(reversed(starts)))
 
 
 def too_many(graph: LayerGraph, most: int, stages: int) -> str:
@@ -261,52 +273,3 @@ def _nearest(graph: LayerGraph, allowed: Sequence[int], start: int) -> str:
     above = [position for position in allowed if position > start][:1]
     names = [graph.layers[position].name for position in (*below, *above)]
     return f"; the nearest places are before {' and before '.join(names)}" if names else "; no place is left"
-
-
-def _smallest_limit(upto: Sequence[float], stages: int) -> float:
-    """Return the least cost of the slowest of ``stages``, where ``upto[j]`` is the cost of the first j blocks.
-
-    Best cost of the first j blocks in d stages, from that in d - 1: the best last cut is where the two sides meet.
-    """
-    best = list(upto)
-    for _ in range(stages - 1):
-        before, best = best, []
-        for j, total in enumerate(upto):
-            meet = bisect.bisect_left(range(j), True, key=functools.partial(_met, before, upto, total))
-            best.append(min(max(before[i], total - upto[i]) for i in {max(meet - 1, 0), meet}))
-    return best[-1]
-
-
-def _met(before: Sequence[float], upto: Sequence[float], total: float, i: int) -> bool:
-    """Return whether what stands before a cut after ``i`` blocks costs at least as much as what stands behind it."""
-    return before[i] >= total - upto[i]
-
-
-def _fewest_bytes(upto: Sequence[float], crossing: Sequence[int], stages: int, limit: float) -> list[int]:
-    """Return the blocks that begin a stage: no stage above ``limit`` and none empty, the sum of ``crossing`` at them
-    smallest."""
-    blocks = len(upto) - 1
-    bytes_: list[float] = [0 if j == 0 else float("inf") for j in range(blocks + 1)]
-    chosen: list[list[int]] = []
-    for _ in range(stages):
-        window: deque[int] = deque()
-        after, begin = [float("inf")] * (blocks + 1), [0] * (blocks + 1)
-        for j in range(1, blocks + 1):
-            i = j - 1
-            while window and bytes_[window[-1]] + crossing[window[-1]] > bytes_[i] + crossing[i]:
-                window.pop()
-            window.append(i)
-            while upto[j] - upto[window[0]] > limit:
-                window.popleft()
-                if not window:
-                    break
-            if window:
-                after[j], begin[j] = bytes_[window[0]] + crossing[window[0]], window[0]
-        bytes_ = after
-        chosen.append(begin)
-    assert bytes_[blocks] < float("inf")
-    starts, j = [], blocks
-    for begin in reversed(chosen):
-        j = begin[j]
-        starts.append(j)
-    return starts[::-1]
