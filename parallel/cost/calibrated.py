@@ -49,15 +49,11 @@ class OpWork:
 
 def work_of(op: Op) -> OpWork | None:
     """Return the work of an operation; None where arithmetic does not bound it."""
-    if op.convolution is not None:
-        shape = op.convolution
-        return OpWork(
-            kind_of(shape), op.flops, op.read_bytes + op.written_bytes, _convolution_features(shape, op.flops)
-        )
+    moved, shape = op.read_bytes + op.written_bytes, op.convolution
+    if shape is not None:
+        return OpWork(kind_of(shape), op.flops, moved, _convolution_features(shape, op.flops))
     if op.flops:
-        return OpWork(
-            "matmul", op.flops, op.read_bytes + op.written_bytes, _product_features(op.flops, op.written_bytes / 4)
-        )
+        return OpWork("matmul", op.flops, moved, _product_features(op.flops, op.written_bytes / 4))
     return None
 
 
@@ -216,40 +212,18 @@ class CostModel:
 
     def to_json(self) -> str:
         """Return text that ``from_json`` takes."""
-        data = {
-            "key": dict(self.key),
-            "products": {kind: {n: asdict(m) for n, m in passes.items()} for kind, passes in self.products.items()},
-            "forward": {name: asdict(curve) for name, curve in self.forward.items()},
-            "backward": {name: asdict(curve) for name, curve in self.backward.items()},
-            "fresh": asdict(self.fresh),
-            "expected_error": self.expected_error,
-            "seconds_taken": self.seconds_taken,
-            "others": self.others,
-        }
-        return json.dumps(data)
+        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> CostModel:
         """Return the model from the text of ``to_json``."""
         data = json.loads(text)
-        curves = {side: {name: _curve(curve) for name, curve in data[side].items()} for side in ("forward", "backward")}
-        products = {
-            kind: {
-                name: PassModel(model["flop_s"], model["byte_s"], Polynomial.from_dict(model["ratio"]))
-                for name, model in passes.items()
-            }
-            for kind, passes in data["products"].items()
-        }
-        return CostModel(
-            data["key"],
-            products,
-            curves["forward"],
-            curves["backward"],
-            _curve(data["fresh"]),
-            data["expected_error"],
-            data["seconds_taken"],
-            data["others"],
-        )
+        for side in ("forward", "backward"):
+            data[side] = {name: _curve(curve) for name, curve in data[side].items()}
+        for passes in data["products"].values():
+            for name, model in passes.items():
+                passes[name] = PassModel(model["flop_s"], model["byte_s"], Polynomial.from_dict(model["ratio"]))
+        return CostModel(**data | {"fresh": _curve(data["fresh"])})
 
 
 def _curve(data: Mapping[str, Any]) -> Curve:

@@ -45,13 +45,8 @@ class Polynomial:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Polynomial:
         """Return the polynomial from what ``asdict`` gives, through JSON or not."""
-        return Polynomial(
-            tuple(data["low"]),
-            tuple(data["high"]),
-            tuple(tuple(row) for row in data["powers"]),
-            tuple(data["coefficients"]),
-            data["intercept"],
-        )
+        numbers = {name: tuple(data[name]) for name in ("low", "high", "coefficients")}
+        return Polynomial(**numbers, powers=tuple(map(tuple, data["powers"])), intercept=data["intercept"])
 
 
 def fit(features: Sequence[Sequence[float]], ratios: Sequence[float]) -> tuple[Polynomial, list[float]]:

@@ -50,10 +50,7 @@ FORWARD: Mapping[str, tuple[float, float]] = {
 """Name -> how often all that is given is read, and all that it gives written; (1, 1) for others."""
 
 BACKWARD: Mapping[str, tuple[float, float]] = {
-    "native_batch_norm": (
-        3,
-        2,
-    ),  # input and gradient twice: for the sums, then for the input's gradient, which is written
+    "native_batch_norm": (3, 2),  # input and gradient for the sums, and again for the input's gradient
     "_native_batch_norm_legit": (3, 2),
     "native_group_norm": (3, 2),
     "native_layer_norm": (2, 1),  # a row stays in the cache
