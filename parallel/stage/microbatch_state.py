@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from parallel.offload.recompute import CheckpointedSegment
+from parallel.offload.saved_tensors import CheckpointedSegment
 
 
 class GradCapture:

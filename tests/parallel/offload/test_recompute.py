@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from parallel.offload.packing import ActivationMeter, SavedTensor, put_away, storages_of
-from parallel.offload.recompute import CheckpointedSegment
+from parallel.offload.saved_tensors import CheckpointedSegment
 
 
 def recomputed(layer: nn.Linear, x: Tensor) -> Tensor:
