@@ -72,8 +72,7 @@ class KnownProxy(UnknownProxy):
     def __int__(self) -> int:
         return int(self.tracer.decided(self, int))
 
-    def __index__(self) -> int:
-        return int(self.tracer.decided(self, int))
+    __index__ = __int__
 
     def __float__(self) -> float:
         return float(self.tracer.decided(self, float))

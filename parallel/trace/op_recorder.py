@@ -27,6 +27,8 @@ ALLOCATIONS = (
     _aten.empty_strided.default,
 )
 """They give memory and touch none."""
+NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
+"""Taken apart without data, they would take half of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.uses_rng = True
         if signature.written:
             self.written |= {storage_of(tensor) for tensor in written_by(func, args, kwargs)}
-        if func is _aten.native_batch_norm.default and (normed := _normed(*args)) is not None:
+        if func is _aten.native_batch_norm.default and _is_normed(*args):
             self.written |= {storage_of(tensor) for tensor in tensors_of(args[3:5])}
-            value, flops = normed, 0
+            value, flops = normed_without_data(func, args[0]), 0
         elif signature.composite:
             value, flops = self._decomposed(func, args, kwargs)
         else:
@@ -144,15 +146,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _normed(images: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the value of batch norm in training without data, in single precision; taken apart it takes half of a run.
-    None where it has to be, and where one value a channel has no variance."""
-    if not isinstance(images, FakeTensor) or images.dtype is not torch.float32 or not others[4]:
-        return None
-    if images.numel() == images.shape[1]:
-        return None
-    mean, deviation = (images.new_empty(images.shape[1]) for _ in range(2))
-    return torch.empty_like(images), mean, deviation
+def _is_normed(images: Tensor, *others: Any) -> bool:
+    """Return whether a batch norm is in training, without data, of float32 and of several values a channel."""
+    fake = isinstance(images, FakeTensor) and images.dtype is torch.float32
+    return fake and bool(others[4]) and images.numel() != images.shape[1]
+
+
+def normed_without_data(func: Any, images: Tensor) -> tuple[Tensor, ...]:
+    """Return what ``func``, one of ``NORMS``, gives for ``images``, without values."""
+    mean = images.new_empty(images.shape[1])
+    workspace = (images.new_empty(0),) if func is _aten.cudnn_batch_norm.default else ()
+    return torch.empty_like(images), mean, torch.empty_like(mean), *workspace
 
 
 def _counted(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, int]:

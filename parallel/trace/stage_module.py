@@ -82,9 +82,6 @@ RunSegment = Callable[[SegmentRun, Run, tuple[Any, ...]], tuple[Any, ...]]
 """(segment, its computation, values that enter it) -> values it gives."""
 
 
-NO_CONTEXT = contextlib.nullcontext()
-
-
 class StageModule(nn.Module):
     """The layers of one stage. ``named_parameters()`` and ``state_dict()`` have the names of the whole model.
 
@@ -160,7 +157,7 @@ class StageModule(nn.Module):
             random: seed, or state, that the stage draws from.
             log: of messages, where the pass will be computed a second time, or is.
         """
-        return NO_CONTEXT
+        return contextlib.nullcontext()
 
     def replay_log(self) -> Any:
         """Return an empty log of the messages of a forward pass; None where it receives none."""

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel.trace.known_proxy import OtherPathError
-from parallel.trace.op_recorder import storage_of, tensors_of, written_by
+from parallel.trace.op_recorder import NORMS, normed_without_data, storage_of, tensors_of, written_by
 from parallel.trace.tracer import scope_of, user_frames
 from parallel.trace.without_data import Trial, preserve_module_state, state_of, swapped, trials
 
@@ -33,8 +33,6 @@ SEED = 1911
 _aten = torch.ops.aten
 SILENT = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 """They give what they take; whether anything flows back is compared by itself."""
-NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
-"""Taken apart without data, they would take most of the time."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = tensors_of((args, kwargs))
-        value = _normed(func, *args) if self._fake and func in NORMS else func(*args, **kwargs)
+        value = normed_without_data(func, args[0]) if self._fake and func in NORMS else func(*args, **kwargs)
         if func.namespace == "prim":  # asks where a tensor lies
             return value
         made = tensors_of(value)
@@ -189,13 +187,6 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.origin = (scope_of(n), n.name)
         return super().run_node(n)
-
-
-def _normed(func: Any, images: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """Return what a batch norm gives, without values."""
-    mean = images.new_empty(images.shape[1])
-    workspace = (images.new_empty(0),) if func is _aten.cudnn_batch_norm.default else ()
-    return torch.empty_like(images), mean, torch.empty_like(mean), *workspace
 
 
 def _backward(outputs: list[Tensor], names: dict[int, Any]) -> list[Any]:

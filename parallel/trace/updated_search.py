@@ -56,16 +56,25 @@ def updated_buffers(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
     in attributes. The module and the generators stay as they are.
 
     What the first of two passes sets without looking at the tiles, and the second leaves alone, is a cache, and none of
-    it.
+    it. State that only a later pass updates is not found where nothing that the model holds says so, as a counter among
+    a module's globals.
 
     Args:
         shape: (n, c, h, w) of a microbatch.
     """
     running = {id(buffer) for layer in tracking_layers(module) for buffer in layer.buffers(recurse=False)}
     names = sorted(name for name, tensor in state_of(module).items() if id(tensor) not in running)
-    watched = _Watched(module, names)
-    _run(module, watched.run, watched.recorder, shape, dtype)
-    return watched.updated
+    recorder, updated = _Flow(), dict[str, Updated]()
+
+    def run(tiles: Tensor) -> None:
+        recorder.of_tiles.add(storage_of(tiles))
+        start, first = (_pass(module, names, recorder, each) for each in (None, tiles))
+        if any(first.changed(name, start) for name in first.held):  # else a second pass would not, either
+            second = _pass(module, names, recorder, tiles)
+            updated.update(_updated(module, recorder.of_tiles, start, first, second))
+
+    _run(module, run, recorder, shape, dtype)
+    return updated
 
 
 def refuse_checkpointed(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -129,12 +138,8 @@ def _run(
 
 
 class _Flow(OpRecorder):  # type: ignore[no-untyped-call]
-    """A record of which memory a pass reads and writes, and which holds what was computed from the tiles.
-
-    Attributes:
-        read: storages that were read.
-        of_tiles: storages with what was computed from the tiles, in this pass and those before.
-    """
+    """A record of the storages that a pass reads (``read``), and of those with what this pass and earlier ones computed
+    from the tiles (``of_tiles``)."""
 
     def __init__(self) -> None:
         self.of_tiles: set[StorageWeakRef] = set()
@@ -159,12 +164,7 @@ def _storages(values: Any) -> set[StorageWeakRef]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One forward pass.
-
-    Attributes:
-        held: what modules hold after it, by name, each with its memory.
-        read, written: storages.
-    """
+    """State that modules hold after a forward pass, by name, each with its memory; the storages that it read and wrote."""
 
     held: dict[str, tuple[Any, set[StorageWeakRef]]]
     read: set[StorageWeakRef]
@@ -179,58 +179,49 @@ class _Pass:
         return bool(now != value and now == now)
 
 
-class _Watched:
-    """A model run twice, and the state that its passes update."""
+def _pass(module: nn.Module, names: Collection[str], recorder: _Flow, tiles: Tensor | None) -> _Pass:
+    """Run ``module`` on ``tiles``, if any, and return what it holds afterwards; ``names`` are of its buffers."""
+    recorder.begin()
+    if tiles is not None:
+        module(tiles)
+    state = state_of(module)
+    held = {name: state.get(name) for name in names} | attributes_of(module)
+    return _Pass({name: (value, _storages(value)) for name, value in held.items()}, recorder.read, recorder.written)
 
-    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
-        self.model = model
-        self.recorder = _Flow()
-        self.updated: dict[str, Updated] = {}
-        self._names = names
 
-    def run(self, example: Tensor) -> None:
-        self.recorder.of_tiles.add(storage_of(example))
-        start, first = self._pass(None), self._pass(example)
-        if not any(first.changed(name, start) for name in first.held):  # nor would a second pass
-            return
-        second = self._pass(example)
-        kinds = {name: self._kind(name) for name in first.held}
-        decided = {
-            name
-            for name, (_, memory) in first.held.items()
-            if memory & self.recorder.of_tiles and first.changed(name, start)
-            if kinds[name].kind != ATTRIBUTE or (memory & second.read and not second.changed(name, first))
-        }
-        found = set(decided)
-        for name, (value, memory) in first.held.items():
-            kind = kinds[name].kind
-            if kind != ATTRIBUTE or not isinstance(value, Tensor):
-                # What the first microbatch decides comes with what says that it is decided.
-                again = second.changed(name, first) or (decided and first.changed(name, start))
-                found |= {name} if again and kind != TRAINED else set()
-            elif memory & second.written or (memory & second.read and second.changed(name, first)):
-                found.add(name)
-        for name in found:
-            if kinds[name].kind == TRAINED and not second.changed(name, first):
-                kinds[name] = Updated(kinds[name].owner, INITIALIZED)
-        self.updated = {name.replace(":", ".").lstrip("."): kinds[name] for name in first.held if name in found}
+def _updated(
+    module: nn.Module, of_tiles: set[StorageWeakRef], start: _Pass, first: _Pass, second: _Pass
+) -> dict[str, Updated]:
+    """Return what the passes update; ``of_tiles`` holds what was computed from the tiles."""
+    kinds = {name: _kind(module, name) for name in first.held}
+    decided = {
+        name
+        for name, (_, memory) in first.held.items()
+        if memory & of_tiles and first.changed(name, start)
+        if kinds[name].kind != ATTRIBUTE or (memory & second.read and not second.changed(name, first))
+    }
+    found = set(decided)
+    for name, (value, memory) in first.held.items():
+        kind = kinds[name].kind
+        if kind != ATTRIBUTE or not isinstance(value, Tensor):
+            # What the first microbatch decides comes with what says that it is decided.
+            again = second.changed(name, first) or (decided and first.changed(name, start))
+            found |= {name} if again and kind != TRAINED else set()
+        elif memory & second.written or (memory & second.read and second.changed(name, first)):
+            found.add(name)
+    for name in found:
+        if kinds[name].kind == TRAINED and not second.changed(name, first):
+            kinds[name] = Updated(kinds[name].owner, INITIALIZED)
+    return {name.replace(":", ".").lstrip("."): kinds[name] for name in first.held if name in found}
 
-    def _pass(self, example: Tensor | None) -> _Pass:
-        self.recorder.begin()
-        if example is not None:
-            self.model(example)
-        state = state_of(self.model)
-        held = {name: state.get(name) for name in self._names} | attributes_of(self.model)
-        memory = {name: (value, _storages(value)) for name, value in held.items()}
-        return _Pass(memory, self.recorder.read, self.recorder.written)
 
-    def _kind(self, name: str) -> Updated:
-        path, _, last = name.partition(":") if ":" in name else name.rpartition(".")
-        owner = self.model.get_submodule(path)
-        kind = ATTRIBUTE if ":" in name else "buffer"
-        if kind != ATTRIBUTE and (parameter := owner._parameters.get(last)) is not None:
-            kind = TRAINED if parameter.requires_grad else "parameter without gradient"
-        return Updated(type(owner).__name__, kind)
+def _kind(module: nn.Module, name: str) -> Updated:
+    path, _, last = name.partition(":") if ":" in name else name.rpartition(".")
+    owner = module.get_submodule(path)
+    kind = ATTRIBUTE if ":" in name else "buffer"
+    if kind != ATTRIBUTE and (parameter := owner._parameters.get(last)) is not None:
+        kind = TRAINED if parameter.requires_grad else "parameter without gradient"
+    return Updated(type(owner).__name__, kind)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -105,10 +105,10 @@ def replacements(module: nn.Module, replace: Callable[[Tensor], Tensor]) -> dict
     return {key: replace(tensor) for key, tensor in state.items()}
 
 
-def state_of(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters, then buffers, by every name that they have in ``module``."""
     named = (module.named_parameters, module.named_buffers)
-    return {name: tensor for tensors in named for name, tensor in tensors(recurse=recurse, remove_duplicate=False)}
+    return {name: tensor for tensors in named for name, tensor in tensors(remove_duplicate=False)}
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
