@@ -69,7 +69,7 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
         for step in range(STEPS):
             engine.step(microbatches(engine, case), step, LR)
         settle()
-        live.reset_peak()
+        live.peak_bytes = live.bytes
         before, device_before, begun = resident("VmRSS"), live.bytes, time.perf_counter()
         file = Path(folder) / "last.pt"
         save_checkpoint(file, engine.state_dict())

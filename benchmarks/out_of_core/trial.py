@@ -95,7 +95,7 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
         # rounding would have the weights differ from those that the next step is held against.
         engine.step(microbatches(engine, {**case, "px": SMALL}), 0, 0.0)
         settle()
-        live.reset_peak()
+        live.peak_bytes = live.bytes
         begun = time.perf_counter()
         result = engine.step(microbatches(engine, case), 1, LR)
         seconds = time.perf_counter() - begun

@@ -112,20 +112,16 @@ class Communicator(Protocol):
         Args:
             tag: as of ``isend``; the same on all ranks.
         """
-        order: list[tuple[int, int, int]] = []
-        for number, (peer, _) in enumerate(sends):
-            order.append((self.rank, peer, number))
-        for number, (peer, _) in enumerate(receives, len(sends)):
-            order.append((peer, self.rank, number))
         works: dict[int, Work] = {}
+        messages = [*sends, *receives]
+        ends = [(self.rank, peer) for peer, _ in sends] + [(peer, self.rank) for peer, _ in receives]
         # All messages have one order that every rank keeps to: the first under way is one that both of its ranks have
         # come to, and no ranks wait in a circle where messages wait for their receives (Gloo, and MPI beyond its eager
         # limit).
-        messages = [*sends, *receives]
-        for _, _, number in sorted(order):
-            begin = self.isend if number < len(sends) else self.irecv
-            works[number] = begin(messages[number][1], messages[number][0], tag)
-        in_order = [*map(works.__getitem__, range(len(messages)))]
+        for number in sorted(range(len(ends)), key=ends.__getitem__):
+            begin, (peer, tensor) = self.isend if number < len(sends) else self.irecv, messages[number]
+            works[number] = begin(tensor, peer, tag)
+        in_order = [works[number] for number in range(len(ends))]
         return in_order[: len(sends)], in_order[len(sends) :]
 
     def iall_reduce(self, tensor: Tensor) -> Work:

@@ -35,20 +35,19 @@ def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
     return values
 
 
-def broadcast_object(communicator: Communicator, value: Any, source: int = 0) -> Any:
-    """Return the ``value`` of rank ``source``, on every rank; that of the others is not looked at.
+def broadcast_object(communicator: Communicator, value: Any) -> Any:
+    """Return the ``value`` of rank 0, on every rank; that of the others is not looked at.
 
     Args:
         value: as for ``gather_objects``.
     """
     if communicator.world == 1:
         return value
-    is_source = communicator.rank == source
-    data = _to_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
+    data = torch.empty(0, dtype=torch.uint8) if communicator.rank else _to_bytes(value)
     length = torch.tensor([data.numel()])
-    communicator.broadcast(length, source)
-    data = data if is_source else torch.empty(int(length), dtype=torch.uint8)
-    communicator.broadcast(data, source)
+    communicator.broadcast(length)
+    data = torch.empty(int(length), dtype=torch.uint8) if communicator.rank else data
+    communicator.broadcast(data)
     return _from_bytes(data)
 
 

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import TypeVar
@@ -113,10 +113,10 @@ def _impostors(rank: int, world: int, key: str) -> list[int]:
     return [peer for peer in peers if not hmac.compare_digest(received[peer].numpy().tobytes(), proof(peer, rank))]
 
 
-def all_on_one_host(environment: Mapping[str, str] = os.environ) -> bool:
+def all_on_one_host() -> bool:
     """Return whether the launcher says that no rank is on another host."""
-    world = environment.get("WORLD_SIZE")
-    return world is not None and environment.get("LOCAL_WORLD_SIZE") == world
+    world = os.environ.get("WORLD_SIZE")
+    return world is not None and os.environ.get("LOCAL_WORLD_SIZE") == world
 
 
 def open_store(rank: int, world: int, timeout_s: float) -> Store:

@@ -36,7 +36,6 @@ class Box:
     x: float
     y: float
     width: float
-    height: float = BOX_HEIGHT
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def _boxes(layout: Layout, outline: Outline, stages: Sequence[int]) -> Iterator[
         name = fitted(part.name, 13 * 1.06, inner, keep_end=True)
         room = inner - text_width(name, 13 * 1.06) - 10
         kind = fitted(part.kind, 11, room) if room > 0.8 * text_width(part.kind, 11) and part.kind != part.name else ""
-        place = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:g}"'
+        place = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{BOX_HEIGHT:g}"'
         yield f'<g class="part"><title>{escape(_hover(part))}</title>'
         yield f'<rect class="s{hue}" {place} rx="5"/>'
         yield svg_text(box.x + 8, box.y + 16, name, 13, bold=True)
@@ -115,7 +115,7 @@ def _boxes(layout: Layout, outline: Outline, stages: Sequence[int]) -> Iterator[
 
 
 def _bar(box: Box, hue: int, share: tuple[float, float]) -> Iterator[str]:
-    x, y, whole = box.x + 8, box.y + box.height - 6.5, box.width - 16
+    x, y, whole = box.x + 8, box.y + BOX_HEIGHT - 6.5, box.width - 16
     yield f'<rect class="track" x="{x:.1f}" y="{y:.1f}" width="{whole:.1f}" height="3" fill-opacity="0.6"/>'
     first, second = share[0] * whole, share[1] * whole
     if first >= 0.05:
@@ -167,7 +167,7 @@ def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
         tallest = max(columns, key=lambda column: len(columns[column]))
         for number, column in columns.items():
             x = min(box.x for box in column) - 7
-            top, bottom = min(box.y for box in column), max(box.y + box.height for box in column)
+            top, bottom = min(box.y for box in column), max(box.y + BOX_HEIGHT for box in column)
             yield f'<path class="bracket" d="M{x + 3:.1f} {top:.1f}h-4v{bottom - top:.1f}h4"/>'
             # In the longest piece that no cut runs through.
             stops = [top, *sorted({band.top for band in layout.bands if top < band.top < bottom}), bottom]

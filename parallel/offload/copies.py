@@ -80,7 +80,7 @@ class Copies:
     """Copies of one device; this one of a CPU, ``CudaCopies`` of a GPU.
 
     Attributes:
-        at_once: a copy is done when the call that asks for it returns; host memory need not be page-locked.
+        at_once: a copy is done when the call that asks for it returns.
         clock: notes how long copies take, while it is on.
     """
 
@@ -94,6 +94,11 @@ class Copies:
         """Return the copies of ``device``."""
         return CudaCopies(device) if device.type == "cuda" else Copies()
 
+    @property
+    def pinned(self) -> bool:
+        """Return whether host memory should be page-locked."""
+        return not self.at_once
+
     def empty_on_host(self, size: int) -> Tensor:
         """Return ``size`` bytes of host memory, page-locked for a GPU until they are freed: uint8 (size,)."""
         with not_counted():
@@ -102,7 +107,7 @@ class Copies:
     def empty_like_on_host(self, tensor: Tensor) -> Tensor:
         """Return a CPU tensor of the form of ``tensor``, page-locked for a GPU."""
         with not_counted():
-            return torch.empty_like(tensor, device="cpu", pin_memory=not self.at_once)
+            return torch.empty_like(tensor, device="cpu", pin_memory=self.pinned)
 
     def to_host(self, source: Tensor, into: Tensor) -> Mark:
         """Begin to copy ``source``, as it is once all work asked for so far is done, into host memory.

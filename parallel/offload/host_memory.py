@@ -79,7 +79,7 @@ class HostMemory:
             OSError: it does not fit in memory, and the disk has no room for it.
         """
         size = prod(shape) * dtype.itemsize
-        buffer = self.take(size) if locked and not self.copies.at_once else None
+        buffer = self.take(size) if locked and self.copies.pinned else None
         memory: mmap.mmap | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
         if buffer is None:
             memory = self._mapping(max(1, size))
@@ -92,7 +92,7 @@ class HostMemory:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return what ``empty`` gives, of zeros."""
         array = self.empty(shape, dtype)
-        return array if self.copies.at_once else array.zero_()  # a new mapping has zeros
+        return array.zero_() if self.copies.pinned else array  # a new mapping has zeros
 
     def _mapping(self, size: int) -> mmap.mmap:
         """Return memory that is freed with its last user; a file where the budget has no room."""

@@ -147,7 +147,7 @@ class HostParameters:
         self._present: weakref.WeakValueDictionary[int, DeviceCopy] = weakref.WeakValueDictionary()
         self._places: weakref.WeakValueDictionary[int, DeviceCopy] = weakref.WeakValueDictionary()
         buffers_to(module, device)
-        if not copies.at_once:
+        if copies.pinned:
             with not_counted():
                 for parameter in module.parameters():
                     parameter.data = parameter.data.pin_memory()

@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         without_data: count tensors on the meta device, too.
 
     Attributes:
-        peak_bytes: the most while one operation ran, its results included, since the start or ``reset_peak``.
+        peak_bytes: the most while one operation ran, its results included.
     """
 
     def __init__(self, limit: int | None = None, *, without_data: bool = False) -> None:
@@ -109,10 +109,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in _tensors(there):
                 self._count(part, counts=True)
             self._notice()
-
-    def reset_peak(self) -> None:
-        """Let ``peak_bytes`` start again from the bytes now."""
-        self.peak_bytes = self.bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_memory(part).cdata for part in _tensors((args, kwargs))}

@@ -86,7 +86,7 @@ class ActivationMeter:
 
     Attributes:
         bytes: kept now.
-        peak_bytes: the most that was kept at a time since the start or ``reset_peak``.
+        peak_bytes: the most that was kept at a time.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -107,11 +107,6 @@ class ActivationMeter:
         """Return a context that counts what forward passes in it, on this thread, keep for backward."""
         # Looked up each time: a parameter gets another storage when its module is moved.
         return saving(functools.partial(SavedTensor, meter=self), storages_of(self._excluded))
-
-    def reset_peak(self) -> None:
-        """Let ``peak_bytes`` start again from what is kept now."""
-        with self._lock:
-            self.peak_bytes = self.bytes
 
     def add(self, place: int, size: int) -> None:
         """Count a saved tensor in the storage of ``size`` bytes at ``place``."""

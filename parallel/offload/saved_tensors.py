@@ -45,7 +45,6 @@ class SavedTensors:
         rule: what is to be done.
         device: of the rank.
         meter: counts the bytes of activations on the device.
-        copies: of the device, where others use them too.
 
     Attributes:
         pool: host memory, with overlap.
@@ -57,11 +56,10 @@ class SavedTensors:
         device: torch.device,
         *,
         meter: ActivationMeter | None = None,
-        copies: Copies | None = None,
     ) -> None:
         self.rule = rule
         self.pool: HostMemory | None = None
-        self.copies = copies or Copies.for_device(device)
+        self.copies = Copies.for_device(device)
         self._meter = meter
         self._keep_on_device: Packer = functools.partial(SavedTensor, meter=meter)
         self._overlap: OverlapOffload | None = None

@@ -34,8 +34,6 @@ SWEPT = 48 << 20
 LEAST_S = 1e-7
 """Of a backward pass, when the call is taken off."""
 
-Clock = Callable[[], float]
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -43,13 +41,11 @@ class Setting:
 
     Attributes:
         channels_last: memory layout of images and of the kernels of convolutions.
-        clock: seconds; of the thread instead of the wall to look at a model's form on a machine that is busy.
     """
 
     device: torch.device
     dtype: torch.dtype = torch.float32
     channels_last: bool = True
-    clock: Clock = time.perf_counter
 
     @property
     def at_once(self) -> int:
@@ -286,7 +282,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def now(setting: Setting) -> float:
-    """Return the seconds on the setting's clock, once the device has done all that it was given."""
+    """Return the seconds on the clock, once the device has done all that it was given."""
     if setting.device.type == "cuda":
         torch.cuda.synchronize(setting.device)
-    return setting.clock()
+    return time.perf_counter()

@@ -164,7 +164,7 @@ def _storages(values: Any) -> set[StorageWeakRef]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """State that modules hold after a forward pass, by name, each with its memory; the storages that it read and wrote."""
+    """State that modules hold after a forward pass, by name with its memory; the storages that it read and wrote."""
 
     held: dict[str, tuple[Any, set[StorageWeakRef]]]
     read: set[StorageWeakRef]

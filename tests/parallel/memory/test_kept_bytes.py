@@ -200,7 +200,7 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         del outputs
         stage.flush(0)
         kept = watch.bytes
-        watch.reset_peak()
+        watch.peak_bytes = watch.bytes
         with watch:
             stage.backward(0, {key: [torch.ones(size)] for key, size in sizes.items()})
         # 5 KiB: the state of the random generator, of segments that draw.

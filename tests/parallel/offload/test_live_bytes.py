@@ -28,7 +28,7 @@ def test_what_is_made_counts_until_nobody_holds_it() -> None:
         assert (live.bytes, live.peak_bytes) == (2 * MIB, 3 * MIB)
         del first
         assert live.bytes == MIB
-        live.reset_peak()
+        live.peak_bytes = live.bytes
         assert live.peak_bytes == MIB
     assert second[0] == 7
     del second
@@ -63,7 +63,7 @@ def test_a_backward_pass() -> None:
     with LiveBytes() as live:
         loss = x.exp().tanh().sum()
         assert live.bytes == 2 * MIB + 4
-        live.reset_peak()
+        live.peak_bytes = live.bytes
         loss.backward()
         # The gradient of the sum is one number seen often. What tanh kept is gone when the gradient of exp is made.
         assert live.peak_bytes == 3 * MIB + 8

@@ -28,8 +28,8 @@ def test_runs_between_two_readings_of_the_clock(device: str, at_once: int, monke
 
     reads: list[float] = []
     monkeypatch.setitem(MOVING, "relu", Moving(relu))
-    monkeypatch.setattr(op_timing, "now", lambda setting: reads.append(setting.clock()) or reads[-1])
-    setting = Setting(torch.device(device), clock=clock)
+    monkeypatch.setattr(op_timing, "now", lambda setting: reads.append(clock()) or reads[-1])
+    setting = Setting(torch.device(device))
     _, reading = time_moving("relu", torch.ones(1, 2, 3, 3, device=device), setting)
     assert [begun.count(read) for read in dict.fromkeys(begun)] == [at_once] * len(set(begun))
     assert reading.forward_s == 1 / at_once

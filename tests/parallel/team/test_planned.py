@@ -39,7 +39,7 @@ def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _:
             with not_counted() if strategy.policy.stream else contextlib.nullcontext():
                 targets = torch.zeros((1, side, side) if segments(model) else (1,), dtype=torch.int64)
                 image = torch.randn(shape).contiguous(memory_format=torch.channels_last)
-            live.reset_peak()
+            live.peak_bytes = live.bytes
             before = link.sent_bytes
             engine.step([Microbatch(image, targets, shape) for _ in engine.share], 0, 0.0)
     engine.close()
