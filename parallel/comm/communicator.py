@@ -34,8 +34,7 @@ class Work(Protocol):
         ...
 
     def done(self) -> bool:
-        """Return whether ``wait`` would return without blocking. May stay False until ``wait`` where the
-        library does not report it."""
+        """Return whether ``wait`` would return without blocking; may stay False where a library does not report it."""
         ...
 
 
@@ -47,11 +46,7 @@ SEND, RECEIVE = "isend of {} {} to rank {}, tag {}", "irecv of {} {} from rank {
 
 
 class Operation(NamedTuple):
-    """An operation of one rank, put into words where it fails.
-
-    Attributes:
-        text: with places for ``values``, of which tensors are given by shape and dtype.
-    """
+    """An operation of one rank, put into words where it fails; ``text`` has places for ``values``."""
 
     rank: int
     world: int
@@ -129,11 +124,7 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum ``tensor`` over all ranks, in place on every rank.
-
-        Raises:
-            CommunicationError: another rank is gone or did not answer in time.
-        """
+        """Sum ``tensor`` over all ranks, in place on every rank."""
         self.iall_reduce(tensor).wait()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -156,8 +147,7 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """End all ranks, as this one has failed. A rank that is a process exits here; the launcher may end the
-        others."""
+        """End all ranks, as this one has failed: a rank that is a process exits here."""
         ...
 
     def close(self) -> None:
@@ -167,7 +157,7 @@ class Communicator(Protocol):
 
 def sum_bytes(size: int, ranks: int) -> int:
     """Return the bytes that each rank sends in an ``all_reduce`` of ``size`` bytes as a ring, the least of all ways
-    (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms). Libraries do not report what they send.
+    (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms).
 
     >>> sum_bytes(100, 4), sum_bytes(100, 1)
     (150, 0)

@@ -1,8 +1,7 @@
 """Sum gradients over the ranks that hold a copy of the parameters: flat buckets, each begun once it is complete.
 
-Gradients are views into the buckets, so that backward adds into them in place and a bucket is summed without copying.
-The buckets stand in reverse order of the parameters, which is about the order in which backward completes them (Li et
-al. 2020, PyTorch Distributed, section 3.2).
+Gradients are views into the buckets, so that a bucket is summed without copying. Buckets stand in reverse order of the
+parameters, about that in which backward completes them (Li et al. 2020, PyTorch Distributed, section 3.2).
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ class Bucket:
             self._ranks[number].zero_()
 
     def drop_unused_grads(self) -> None:
-        """After the sum: take the gradient from the parameters that no rank had one for. A rank that has them all knows
-        without reading from the device, which would wait for the sum."""
-        if without_grad := self._without_grad():
+        """After the sum: take the gradient from the parameters that no rank had one for."""
+        if without_grad := self._without_grad():  # else nothing is read from the device, which waits for the sum
             ranks = self._ranks.tolist()
             for number in without_grad:
                 if not ranks[number]:
@@ -80,7 +78,7 @@ class GradReducer:
         parameters: of the stage; all dense.
         communicator: the ranks that hold a copy, this one among them.
         overlap: sum while the last backward pass still runs; not where gradients of parameters come after it.
-        bucket_bytes: of gradients summed in one operation; 0: all of one dtype; None: ``BUCKET_BYTES``.
+        bucket_bytes: as of ``bucketed``.
     """
 
     def __init__(
@@ -134,7 +132,6 @@ class GradReducer:
             bucket.drop_unused_grads()
 
     def _added(self, place: int, number: int) -> None:
-        """A gradient was added to parameter ``number`` of bucket ``place``."""
         bucket = self.buckets[place]
         bucket.with_grad.add(number)
         if not self._final:

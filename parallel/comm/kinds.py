@@ -1,7 +1,4 @@
-"""The device and machine of each rank, which all ranks know before they form groups.
-
-All ranks decide from the same table which backend a group has; otherwise they would wait for each other in vain.
-"""
+"""The device and machine of each rank: all ranks decide from the same table which backend a group has."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ class RankKind:
 
     Attributes:
         node: the machine, by a name that no other machine of the run has; its ranks share memory.
-        kind: of device.
         unit: the device, by a name that no other of its machine has; empty on a CPU.
     """
 

@@ -3,7 +3,7 @@
 After Choi 2019, Leveraging Heterogeneity and Data-Parallelism. ``host``: the ranks of a machine add up in its memory,
 each one slice of all their numbers, and those of the same slice sum between machines. ``device``: each rank on a CPU
 has a proxy, a rank on a GPU of its machine, which adds the CPU's numbers to its own; the proxies sum over NCCL, which
-takes no two ranks on one GPU. Sums are begun from anywhere and carried out in order by a thread.
+takes no two ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -91,11 +91,7 @@ class MixedCommunicator(Communicator):
         self._inner.barrier()
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """Return the communicator of ``ranks``, all of one kind.
-
-        Raises:
-            ValueError: some are on a CPU and others on a GPU.
-        """
+        """Return the communicator of ``ranks``; a ValueError where some are on a CPU and others on a GPU."""
         if are_mixed([self._kinds[rank] for rank in ranks]):
             raise ValueError(
                 f"ranks on CPUs and GPUs sum all together, and not as a group of ranks {list(ranks)}: --device mixed "
@@ -132,12 +128,7 @@ class MixedCommunicator(Communicator):
 
 class SharedSums:
     """Sums of at most ``part_bytes`` over all ranks, with the same bits on every rank: numbers are added in the order
-    of ranks, and the ranks of a crew meet in shared memory.
-
-    Args:
-        inner, kinds, way: as for ``MixedCommunicator``.
-        pinned: this rank computes on a GPU.
-    """
+    of ranks, and the ranks of a crew meet in shared memory."""
 
     def __init__(self, inner: Communicator, kinds: Sequence[RankKind], way: Way, part_bytes: int, pinned: bool) -> None:
         crews = by_node(kinds) if way == "host" else crews_of(kinds)
@@ -152,11 +143,7 @@ class SharedSums:
         self._segment = SharedSegment(self._crew, self._parts * part_bytes, pinned=pinned)
 
     def add(self, flat: Tensor) -> None:
-        """Sum ``flat`` (n,) over all ranks, in place; every rank calls it with the same number of elements.
-
-        Raises:
-            CommunicationError: another rank is gone or did not answer in time.
-        """
+        """Sum ``flat`` (n,) over all ranks, in place; every rank calls it with the same number of elements."""
         total, *parts = [self._segment.part(k, self.part_bytes, flat) for k in range(self._parts)]
         is_proxy = self._proxies > self._at
         if not is_proxy:
@@ -260,6 +247,6 @@ class SharedSegment:
         return self._bytes[begin : begin + like.nbytes].view(like.dtype)
 
     def close(self) -> None:
-        """Unlock the memory; no copy is under way, and none follows."""
+        """Unlock the memory, once no copy is under way."""
         if self._unlock is not None:
             self._unlock()

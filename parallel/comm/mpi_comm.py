@@ -1,8 +1,8 @@
 """The communicator over MPI, through mpi4py: any MPI with MPI_THREAD_MULTIPLE, tried with MPICH and Open MPI.
 
-Takes the ranks that mpirun or srun started. Tensors on a device go through pinned host memory unless this MPI says that
-it takes device memory; MEGATILE_CUDA_AWARE_MPI=0 in the environment says that it does not. Copies to the host run
-while the device computes, and operations are handed to MPI in order, each once its copy has ended.
+Tensors on a device go through pinned host memory unless this MPI says that it takes device memory;
+MEGATILE_CUDA_AWARE_MPI=0 in the environment says that it does not. Copies to the host run while the device computes,
+and operations are handed to MPI in order, each once its copy has ended.
 """
 
 from __future__ import annotations
@@ -139,11 +139,7 @@ class MpiCommunicator(Communicator):
         written: bool = True,
         summed: bool = False,
     ) -> MpiWork:
-        """Begin ``call``, which is given ``tensor``, or what stands for it in host memory or a type that MPI sums.
-
-        Args:
-            text, values: of ``Operation``, after the shape and dtype of ``tensor``.
-        """
+        """Begin ``call``, which is given ``tensor``, or what stands for it in host memory or a type that MPI sums."""
         operation = Operation(self.rank, self.world, text, (tensor.shape, tensor.dtype, *values))
         flat = in_memory_order(tensor.detach())
         if summed and flat.is_complex():
@@ -156,8 +152,7 @@ class MpiCommunicator(Communicator):
         return work
 
     def _reachable(self, tensor: Tensor, filled: bool) -> tuple[Tensor, Any]:
-        """``tensor`` itself where MPI can read and write it, else a place in host memory for it; and the event of the
-        GPU after which MPI may, None: now."""
+        """Return a place that MPI reaches for ``tensor``, and the event of the GPU after which it may, if any."""
         if not tensor.is_cuda:
             return tensor, None
         computing = torch.cuda.current_stream(tensor.device)
@@ -233,7 +228,6 @@ class MpiWork:
     """An operation under way; holds its buffers.
 
     Attributes:
-        timeout_s: how long ``wait`` waits for the other ranks.
         call: hands it to MPI, and returns MPI's request.
         arrive: what is left to do with the data once it is here.
         ready: event of the GPU after which MPI may read and write the buffers; None: they may now.

@@ -18,7 +18,7 @@ def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
     """Return the ``value`` of every rank, in order, on rank 0; None on the others.
 
     Args:
-        value: anything ``torch.save`` writes and ``torch.load`` reads back with ``weights_only``.
+        value: anything ``torch.load`` reads back with ``weights_only``.
     """
     if communicator.rank:
         data = _to_bytes(value)
@@ -36,11 +36,7 @@ def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
 
 
 def broadcast_object(communicator: Communicator, value: Any) -> Any:
-    """Return the ``value`` of rank 0, on every rank; that of the others is not looked at.
-
-    Args:
-        value: as for ``gather_objects``.
-    """
+    """Return the ``value`` of rank 0, as ``gather_objects`` takes it, on every rank; others may have any."""
     if communicator.world == 1:
         return value
     data = torch.empty(0, dtype=torch.uint8) if communicator.rank else _to_bytes(value)

@@ -1,7 +1,6 @@
 """Page-locked host memory, which a GPU copies from and to while it computes.
 
-torch's own page-locked memory is rounded up to powers of two and never given back; this is memory that the caller has
-mapped. Takes a tensor that lies in it.
+torch's own is rounded up to powers of two and never given back; this is memory that the caller has mapped.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ def page_lock(memory: Tensor) -> Callable[[], object] | None:
     """Page-lock the bytes of ``memory`` for the current GPU, until ``memory`` is freed at the latest.
 
     Returns:
-        A function that unlocks them once all work of the GPU is done. None where the system refuses: copies are
-        correct all the same, and slower.
+        A function that unlocks them once all work of the GPU is done. None where the system refuses: copies are slower.
     """
     address = memory.data_ptr()
     if not _succeeds("cudaHostRegister", address, memory.nbytes, 0):

@@ -1,8 +1,7 @@
 """Ranks as threads of one process: for checking a strategy without a launcher, and for tests.
 
-``run_on_threads(world, function)`` calls ``function(communicator, argument)`` once per rank and gives the results in
-order of rank. A send and its receive meet: whichever comes second copies, and both are done. The threads share what a
-process has one of, such as torch's random number generator and the standard streams.
+A send and its receive meet: whichever comes second copies, and both are done. The threads share what a process has one
+of, such as torch's random number generator and the standard streams.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ Result = TypeVar("Result")
 
 
 class ThreadGroup:
-    """The messages and sums under way between the threads of a group, and whether the group is broken.
-
-    Args:
-        timeout_s: how long an operation waits for the other ranks before it fails.
-    """
+    """The messages and sums under way between the threads of a group, and whether the group is broken."""
 
     def __init__(self, world: int, timeout_s: float) -> None:
         self.world = world
@@ -76,12 +71,7 @@ class ThreadWork:
 
 
 class ThreadCommunicator(Communicator):
-    """One rank of a ``ThreadGroup``, or of a subgroup of it.
-
-    Args:
-        path: of the subgroup: keeps its messages apart from those of others.
-        rank: in this communicator; ``thread`` is the number of the thread.
-    """
+    """One rank of a ``ThreadGroup``, or of a subgroup of it, whose ``path`` keeps its messages apart from others'."""
 
     def __init__(self, group: ThreadGroup, path: tuple[int, ...], rank: int, world: int, thread: int) -> None:
         self.rank = rank
@@ -192,8 +182,7 @@ def run_on_threads(
     """Return the results of ``function(communicator, argument)`` on each of ``world`` threads, in order of rank.
 
     Args:
-        timeout_s: how long an operation waits for the other ranks; also how long a thread may go on after another has
-            failed.
+        timeout_s: how long an operation waits for the other ranks, and a thread may go on after another has failed.
 
     Raises:
         CommunicationError: ranks waited for each other in vain, or one still computes long after another failed.

@@ -1,7 +1,6 @@
 """The communicator over torch.distributed: Gloo between CPUs, NCCL between GPUs.
 
-Reads the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Only modules named
-torch_* import torch.distributed.
+Reads the environment that torchrun sets. Only modules named torch_* import torch.distributed.
 """
 
 from __future__ import annotations
@@ -35,12 +34,7 @@ sender holds its thread blocks, by default up to 32, and what is computed meanwh
 
 @dataclass(eq=False)
 class TorchWork:
-    """An operation under way. ``done`` of a receive over Gloo may stay False until ``wait``.
-
-    Attributes:
-        tensors: held until it is done.
-        arrive: what is left to do with the data once it is here.
-    """
+    """An operation under way. ``done`` of a receive over Gloo may stay False until ``wait``."""
 
     work: Any
     tensors: Sequence[Tensor]
@@ -217,11 +211,6 @@ class Links:
 
     A process group connects two ranks at their first message, by an NCCL communicator of both. NCCL knows no tags
     and performs the operations of a communicator one by one: two directions in one would block each other.
-
-    Args:
-        rank: of the whole run, as are all others here.
-        timeout: how long an operation waits for the other rank.
-        device: of the tensors that will be sent.
     """
 
     def __init__(self, rank: int, world: int, timeout: timedelta, device: torch.device, backend: str = "nccl") -> None:

@@ -97,8 +97,7 @@ def join_group(
 
 
 def _impostors(rank: int, world: int, key: str) -> list[int]:
-    """Return the ranks that do not know ``key``. Gloo accepts any process that connects to its ports, so
-    every pair of ranks exchanges proofs over its own connection."""
+    """Return the ranks that do not know ``key``: Gloo accepts any process that connects to its ports."""
 
     def proof(sender: int, receiver: int) -> bytes:
         return hmac.digest(key.encode(), f"{sender}>{receiver}".encode(), hashlib.sha256)

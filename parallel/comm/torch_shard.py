@@ -1,7 +1,6 @@
 """Module whose parameters, gradients and optimizer state lie in parts on the ranks: torch's own FSDP2.
 
-Takes a module, the units it is gathered in, and the ranks; the module's parameters become DTensors, each rank
-with its rows of the first dim. After Zhao et al. 2023, PyTorch FSDP, and Rajbhandari et al. 2020, ZeRO, stage 3.
+After Zhao et al. 2023, PyTorch FSDP, and Rajbhandari et al. 2020, ZeRO, stage 3.
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ def shard_module(
 
 
 def run_sharded(module: nn.Module, inputs: Tensor) -> Any:
-    """Return what a divided ``module`` does, gathered unit by unit.
-
-    Raises:
-        ValueError: the module uses parameters of a submodule that it does not call.
-    """
+    """Return what a divided ``module`` does; a ValueError where it uses parameters of a submodule without a call."""
     try:
         return module(inputs)
     except RuntimeError as fault:

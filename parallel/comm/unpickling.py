@@ -1,7 +1,7 @@
 """Read what another process has pickled, without running code of its choice.
 
-Takes bytes that came through a connection; gives a value made of plain types, small ones of torch, and classes that
-this process has loaded itself to hold tensors: named tuples and containers that are registered with torch's pytree.
+The value is made of plain types, small ones of torch, and classes that this process has loaded itself to hold tensors:
+named tuples and containers that are registered with torch's pytree.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ class UnknownTypeError(ValueError):
 
 
 def dump(value: Any, *known: type) -> bytes:
-    """Return ``value`` as bytes that ``load`` takes.
-
-    Args:
-        known: further classes, as of ``load``.
+    """Return ``value`` as bytes that ``load`` takes, with the same ``known`` classes.
 
     Raises:
         UnknownTypeError: it holds an object of another class.

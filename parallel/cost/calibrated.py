@@ -1,9 +1,8 @@
 """Times of layers from a calibration: for tiles of any size, at no cost, on the device that was calibrated.
 
-Takes a ``LayerGraph``; gives ``Costs``. Products (convolutions, linear layers) take what their arithmetic and their
-bytes take at the device's best, times a polynomial of their shape (``regression``); everything else takes what the
-bytes it moves take, by the curve measured for its name. Memory that the kernel hands out anew costs besides. Kept as
-JSON; made by ``profile.calibrate``. No torch here.
+Products (convolutions, linear layers) take what their arithmetic and their bytes take at the device's best, times a
+polynomial of their shape (``regression``); everything else takes what the bytes it moves take, by the curve measured
+for its name. Memory that the kernel hands out anew costs besides.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ USUAL, ADDITION = "relu", "add"
 
 @dataclass(frozen=True, slots=True)
 class OpWork:
-    """One product.
-
-    Attributes:
-        features: of its shape, in logarithms to base 2.
-    """
+    """One product; ``features`` of its shape are logarithms to base 2."""
 
     kind: str
     flops: float
@@ -102,11 +97,7 @@ def _idle(channels: int) -> float:
 
 @dataclass(frozen=True)
 class PassModel:
-    """Seconds of one pass of one kind of product: (flops / rate + bytes / bandwidth) x polynomial.
-
-    Attributes:
-        flop_s: seconds per flop at best; ``byte_s`` likewise per byte.
-    """
+    """Seconds of one pass of one kind of product: (flops x flop_s + bytes x byte_s) x ratio of its shape."""
 
     flop_s: float
     byte_s: float

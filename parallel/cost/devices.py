@@ -129,20 +129,12 @@ LINKS: Mapping[str, LinkSpec] = {
 
 
 def device_named(name: str) -> DeviceSpec:
-    """The device called ``name``.
-
-    Raises:
-        ValueError: there is none; says the close ones and all.
-    """
+    """Return the device called ``name``; a ValueError says the close ones and all where there is none."""
     return _named(name, DEVICES, "device")
 
 
 def link_named(name: str) -> LinkSpec:
-    """The link called ``name``.
-
-    Raises:
-        ValueError: there is none; says the close ones and all.
-    """
+    """Return the link called ``name``; a ValueError says the close ones and all where there is none."""
     return _named(name, LINKS, "link")
 
 

@@ -1,10 +1,9 @@
 """Polynomials that predict the time of an operation from its shape.
 
-Takes shapes as rows of features, and the ratio of measured seconds to what the operation would take at the device's
-best; gives ``Polynomial``: the logarithm of that ratio as a polynomial in the features, by ridge regression, with its
-degree and the strength of the penalty found by cross-validation (Pedregosa et al., Scikit-learn, JMLR 2011).
-Beyond the shapes it has seen it is constant, so that time goes in proportion to the work. scikit-learn is needed to fit
-it, numpy to use it. No torch here.
+The logarithm of the ratio of measured seconds to what the operation would take at the device's best is a polynomial in
+the features of its shape, by ridge regression, with its degree and the strength of the penalty found by
+cross-validation (Pedregosa et al., Scikit-learn, JMLR 2011). Beyond the shapes it has seen it is constant, so that time
+goes in proportion to the work. scikit-learn is needed to fit it, numpy to use it.
 """
 
 from __future__ import annotations

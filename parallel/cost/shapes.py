@@ -1,7 +1,7 @@
-"""Shapes that a calibration times: convolutions and matrix products as nets have them, drawn at random.
+"""Shapes that a calibration times: convolutions and matrix products as nets have them, drawn at random without end.
 
-Takes a seed; gives shapes, without end, in an order in which every beginning is a fair sample of the whole: a budget
-may cut it anywhere. Lengths are drawn evenly in their logarithms. No torch here.
+They come in an order in which every beginning is a fair sample of the whole: a budget may cut it anywhere. Lengths are
+drawn evenly in their logarithms.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Seconds of the layers of a graph, and from them the costs of the stages of a partition and of the links between them.
 
-``Costs`` come from a data sheet, from a calibration of the device, or are measured layer by layer. Takes a partition,
-``Costs`` and the link between every two stages; gives ``StageCost`` and ``LinkCost`` for ``simulate``, of one
-microbatch of the traced shape.
+``Costs`` come from a data sheet, from a calibration of the device, or are measured layer by layer.
 """
 
 from __future__ import annotations

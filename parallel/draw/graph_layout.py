@@ -86,7 +86,6 @@ def lay_out(
 
     Args:
         stages: stage of each part.
-        box_width: of every box.
         margin: left of each column, for words about stages and repeats.
         top: y of the columns' upper end.
         column_rows: about as many in a column.
@@ -120,14 +119,7 @@ def _rows(outline: Outline, stages: Sequence[int], users: Mapping[int, Sequence[
 
 
 class _Strip:
-    """The whole drawing in one column whose top left corner is at 0, 0.
-
-    Attributes:
-        x: part -> left edge of its box.
-        row_y: row -> upper edge of its boxes; one more for the end.
-        fold_y: row -> where a column that begins with it is cut off; ``cut_y`` likewise, of the line above a stage.
-        width: row -> right edge of its boxes and lanes.
-    """
+    """The whole drawing in one column whose top left corner is at 0, 0."""
 
     def __init__(
         self, rows: Sequence[int], stages: Sequence[int], users: Mapping[int, Sequence[int]], box_width: float
@@ -140,7 +132,7 @@ class _Strip:
         self._taken: dict[int, int] = defaultdict(int)
         box_units = int(-(-box_width // UNIT)) + 1
         chains = self._chains(users)
-        self.x: dict[int, float] = {}
+        self.x: dict[int, float] = {}  # part -> left edge of its box
         for chain in chains:
             # Nothing begins right under a chain whose value is used elsewhere: its wires would seem to lead there.
             end = rows[chain[-1]] + (chain[-1] in users)
@@ -203,6 +195,7 @@ class _Strip:
                 if not self._free(target, x):
                     begin, end = into[self.rows[target] - 1].get(target, (self.middle(target), x))
                     into[self.rows[target] - 1][target] = (begin, max(end, x))
+        # Row -> y of its boxes, of the fold of a column that begins with it, and of the line above a stage.
         self.row_y, self.fold_y, self.cut_y = {}, {}, {}
         self.out_y: dict[int, float] = {}
         self.into_y: dict[int, float] = {}
@@ -237,15 +230,12 @@ class _Strip:
         return ((x, y), (port, y), (port, self.above(target)))
 
     def middle(self, part: int) -> float:
-        """Return x of the middle of its box."""
         return self.x[part] + self.box_width / 2
 
     def above(self, part: int) -> float:
-        """Return y of the upper edge of its box."""
         return self.row_y[self.rows[part]]
 
     def below(self, part: int) -> float:
-        """Return y of the lower edge of its box."""
         return self.above(part) + BOX_HEIGHT
 
 

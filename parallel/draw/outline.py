@@ -1,8 +1,6 @@
 """A model as it is drawn or listed: its layers put together into operations, layers, blocks or modules, and its stages.
 
-``coarsen`` takes a ``LayerGraph``, and where known the seconds of its layers; it gives an ``Outline`` with sums over
-the layers of each part and the values between parts: the input of pictures, tables and JSON. Parts stand in the order
-in which they run and cover all layers once.
+Parts stand in the order in which they run and cover all layers once.
 """
 
 from __future__ import annotations
@@ -29,13 +27,11 @@ class Part:
         name: unique: path of a module, or name of a layer.
         kind: class of the module, or kinds of the layers.
         scope: path of the module that is all of the part, "" where none is.
-        start: position in ``graph.layers`` of its first layer.
-        stop: one past its last layer.
+        start, stop: position in ``graph.layers`` of its first layer, and one past its last.
         flops: of its forward pass, for the traced shapes.
-        param_bytes: of the parameters it uses.
         saved_bytes: that autograd keeps of it for backward; memory that several layers keep counts once.
         output_bytes: of the values that others use.
-        forward_s: seconds, None where unknown; ``backward_s`` likewise.
+        forward_s, backward_s: seconds, None where unknown.
     """
 
     name: str
@@ -81,13 +77,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Outline:
-    """A graph at one granularity.
-
-    Attributes:
-        graph: what the parts are of.
-        links: between parts, by source and target.
-        groups: by first part; they do not overlap.
-    """
+    """A graph at one granularity; links by source and target, groups, which do not overlap, by first part."""
 
     graph: LayerGraph
     level: Level
@@ -102,7 +92,6 @@ class ModelView:
 
     Attributes:
         partition: whose stages and cuts are shown; parts are split where a cut falls inside. None: one stage, no cut.
-        title: above the drawing.
     """
 
     graph: LayerGraph
@@ -174,7 +163,7 @@ def coarsen(
     Args:
         level: "op", "layer", "block" (bottlenecks, cells, levels of a U-Net) or "module" (the first level of modules).
         cuts: positions in ``graph.layers`` at which a part has to begin.
-        forward_s: seconds of each layer; ``backward_s`` likewise.
+        forward_s, backward_s: seconds of each layer.
 
     Raises:
         ValueError: an unknown level, or seconds that are not one number for each layer.

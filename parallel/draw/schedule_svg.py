@@ -1,7 +1,7 @@
 """Draw timelines as SVG: a row for each rank, a box for each compute action, empty where the rank waits.
 
-The file stands by itself, with its own background, for reports and web pages. Boxes are drawn as in the papers: the
-number is the microbatch, the colour the replica, light for forward and dark for backward.
+The file stands by itself, with its own background. Boxes are drawn as in the papers: the number is the microbatch, the
+colour the replica, light for forward and dark for backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Colours and text of pictures as SVG, on light and on dark paper.
+"""Colours and text of pictures as SVG, on light and on dark paper: a picture follows the reader's setting.
 
-A stage has one colour for its boxes and for the wires that leave them. A picture follows the reader's setting. Widths
-of text are those of Helvetica (Adobe font metrics), for boxes that hold their words, before any browser has drawn them.
+Widths of text are those of Helvetica (Adobe font metrics), for boxes that hold their words.
 """
 
 from __future__ import annotations

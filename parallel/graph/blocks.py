@@ -23,8 +23,7 @@ def owner_path(layer: Layer) -> tuple[str, ...]:
 
 
 def heavy_positions(graph: LayerGraph) -> frozenset[int]:
-    """Return positions of the layers that multiply matrices: convolutions, linear layers, attention; of all that
-    compute where the graph knows no flops."""
+    """Return positions of the layers that multiply matrices; of all that compute where no flops are known."""
     known = frozenset(position for position, layer in enumerate(graph.layers) if layer.flops > 0)
     return known or frozenset(
         k for k, layer in enumerate(graph.layers) if layer.kind not in (INPUT, OUTPUT, "get_attr")
@@ -36,7 +35,6 @@ class Scope:
     """A module that holds layers.
 
     Attributes:
-        path: in the model.
         positions: in ``graph.layers``, of all layers inside, in order.
         children: modules directly inside that hold layers themselves, in the order they first run.
         computes: its own forward computes something between them, with data.
@@ -84,8 +82,7 @@ def in_series(graph: LayerGraph, first: list[int], second: list[int]) -> bool:
 
 
 def repeated(graph: LayerGraph, groups: list[list[int]]) -> list[list[int]]:
-    """Return those of ``groups`` (positions, in order of their first) that follow or precede an equal one, in
-    series."""
+    """Return those of ``groups``, in order of their first position, that follow or precede an equal one in series."""
     repeats: set[int] = set()
     latest: dict[tuple[str, ...], int] = {}
     for k, group in enumerate(groups):
@@ -180,12 +177,7 @@ def find_modules(graph: LayerGraph) -> list[Block]:
 
 
 def _with_light_layers(graph: LayerGraph, unit_of: list[tuple[str, ...]], *, regions: bool) -> list[Block]:
-    """Return blocks around the heavy layers.
-
-    Args:
-        unit_of: path of the module that each layer belongs to, () for none.
-        regions: keep whole what lies between two single-value cuts.
-    """
+    """Return blocks around the heavy layers; with ``regions`` all between two single-value cuts stays whole."""
     heavy = heavy_positions(graph)
     begin = next(k for k, layer in enumerate(graph.layers) if layer.kind != INPUT)
     end = next((k for k, layer in enumerate(graph.layers) if layer.kind == OUTPUT), len(graph.layers))

@@ -1,7 +1,7 @@
 """The layers of a model, what they compute and what passes between them: plain data that splitting works on.
 
-Made by ``trace``; no torch here. A layer's name is also the name of the value it gives. Layers stand in the order in
-which the model runs them, which is a topological order. Skip connections are ordinary edges.
+A layer's name is also the name of the value it gives. Layers stand in the order in which the model runs them, which is
+a topological order. Skip connections are ordinary edges.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ class LayerGraph:
 
     @functools.cached_property
     def freed_bytes(self) -> tuple[int, ...]:
-        """Return by position the bytes that a layer saves and no layer before it; its backward pass is the last to need
-        them."""
+        """Return by position the bytes that a layer saves and no layer before it: its backward pass frees them."""
         seen: set[int] = set()
         freed = []
         for layer in self.layers:
@@ -189,8 +188,7 @@ class LayerGraph:
         return frozenset(names)
 
     def flows_back(self, name: str) -> bool:
-        """Return whether a gradient may come back for a value: also for one that is differentiable only once something
-        was written into it."""
+        """Return whether a gradient may come back for a value, also where that comes from something written into it."""
         position = self.position[name]
         return name in self.asked_back and (self.layers[position].differentiable or position in self._written)
 
@@ -206,5 +204,4 @@ class LayerGraph:
 
     @functools.cached_property
     def _held(self) -> frozenset[int]:
-        """Return positions before which no cut may fall."""
         return frozenset(k for first, last in self.inseparable for k in range(first + 1, last + 1))

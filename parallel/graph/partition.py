@@ -30,8 +30,7 @@ def values_across(graph: LayerGraph, position: int) -> tuple[str, ...]:
 
 
 def bytes_across(graph: LayerGraph) -> list[int]:
-    """Return for every position, one past the last included, the bytes of the values across it, for the traced
-    shapes."""
+    """Return the bytes of the values across every position, one past the last included, for the traced shapes."""
     return _swept(graph, [layer.output_bytes for layer in graph.layers])
 
 
@@ -142,15 +141,13 @@ class Partition:
         return self.graph.layers[self.starts[stage] : end]
 
     def inputs_of(self, stage: int) -> tuple[str, ...]:
-        """Return names of the values that ``stage`` is given, in the order of ``edges``; the model's input for stage
-        0."""
+        """Return names of the values that ``stage`` is given, in the order of ``edges``, or the model's inputs."""
         if stage == 0:
             return tuple(layer.name for layer in self.graph.layers if layer.kind == INPUT)
         return tuple(edge.value for edge in self.edges if edge.target == stage and edge.value != RANDOM_STATE)
 
     def outputs_of(self, stage: int) -> tuple[str, ...]:
-        """Return names of the values of ``stage`` that others use, in the order they are made; of the last stage the
-        name of what the model returns."""
+        """Return names of the values of ``stage`` that others use, as they are made, or of the model's output."""
         if stage == self.depth - 1:
             return (self.graph.layers[-1].name,)
         sent = {edge.value for edge in self.edges if edge.source == stage}
@@ -208,9 +205,7 @@ def partition_at(graph: LayerGraph, cuts: Sequence[str]) -> Partition:
 
 def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | None = None) -> Partition:
     """Return the partition into ``stages`` whose slowest stage is fastest; of those, the one with fewest bytes over its
-    cuts.
-
-    Exact over all places where a cut may fall.
+    cuts. Exact over all places where a cut may fall.
 
     Args:
         costs: seconds of each layer, not negative; ``equal_cost`` unless given.

@@ -1,11 +1,10 @@
 """Graphs for any number of tiles and any side of the tiles, without tracing again.
 
-``with_tiles`` scales bytes, flops and operations. What belongs to parameters stays: their bytes, what operations read
-of them, and the copies of lower precision that autocast makes. Statistics that normalisation keeps per channel are
-scaled too, as a graph does not tell them apart: 0.2 % of what ResNet-50 keeps at 224 px, less above. ``BySide``
-interpolates between sides: bytes and flops of layers that look at neighbourhoods are polynomials of the side, of degree
-two at most. Three sides say which, and all others that are known have to agree. Where one does not (padding to a
-multiple, attention), nothing is said. No torch here.
+``with_tiles`` scales bytes, flops and operations. What belongs to parameters stays. Statistics that normalisation keeps
+per channel are scaled too, as a graph does not tell them apart: 0.2 % of what ResNet-50 keeps at 224 px, less above.
+``BySide`` interpolates between sides: bytes and flops of layers that look at neighbourhoods are polynomials of the
+side, of degree two at most. Three sides say which, and all others that are known have to agree. Where one does not
+(padding to a multiple, attention), nothing is said.
 """
 
 from __future__ import annotations
@@ -81,11 +80,7 @@ def _scaled_op(op: Op, fixed: int, tiles: int) -> Op:
 
 
 def on_part(op: Op, layer: Layer, share: float, shape: Convolution | None) -> Op:
-    """Return ``op`` of ``layer`` on a part of its maps.
-
-    Args:
-        shape: of the convolution there.
-    """
+    """Return ``op`` of ``layer`` on a ``share`` of its maps, where a convolution has ``shape``."""
     if _casts_parameter(op):
         return op
     fixed = _parameter_bytes(op, layer)

@@ -68,7 +68,7 @@ class CopyClock:
 
     @property
     def times(self) -> list[CopyTime]:
-        """Return the times of all copies since it was on, or since this list was cleared; waits for those under way."""
+        """Return the times of all copies since this list was cleared; waits for those under way."""
         for direction, size, begin, end in self._events:
             end.synchronize()
             self._times.append(CopyTime(direction, size, begin.elapsed_time(end) / 1000))
@@ -81,7 +81,6 @@ class Copies:
 
     Attributes:
         at_once: a copy is done when the call that asks for it returns.
-        clock: notes how long copies take, while it is on.
     """
 
     at_once = True

@@ -2,7 +2,7 @@
 
 Page-locking memory takes far longer than a copy, so page-locked buffers are reused. Their sizes are rounded up to a few
 steps per power of two, so that a buffer fits many tensors. A file has no name, so that the kernel frees it however the
-process ends. All its blocks are allocated first: a full disk would otherwise end the process at the next write.
+process ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HostMemory:
     Args:
         copies: of the rank's device; they know what host memory suits it. None: those of a CPU.
         budget: bytes of memory that may be taken; None: no limit.
-        folder: of the files of arrays beyond the budget; None: where the system has temporary ones.
+        folder: of files beyond the budget; None: where the system has temporary ones.
 
     Attributes:
         bytes, peak_bytes: of memory in use, now and at most.
@@ -69,8 +69,7 @@ class HostMemory:
             self._free[buffer.numel()].append(buffer)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, locked: bool = True) -> Tensor:
-        """Return a CPU tensor of any values. Its memory is given back with the last tensor that lies in it, which has
-        to be after all copies.
+        """Return a CPU tensor of any values. Its memory is given back with the last tensor that lies in it.
 
         Args:
             locked: may be page-locked, which takes all of its memory immediately.
@@ -130,7 +129,7 @@ class HostMemory:
         folder = self._folder or Path(tempfile.gettempdir())
         with tempfile.TemporaryFile(dir=folder, prefix="maps-") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, size)
+                os.posix_fallocate(file.fileno(), 0, size)  # or a full disk would end the process at a later write
             except OSError as fault:
                 raise OSError(
                     fault.errno,

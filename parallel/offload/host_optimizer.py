@@ -1,8 +1,8 @@
 """The optimizer on the host: its state never takes the device's memory, and its step overlaps the backward pass.
 
-Takes parameters; holds a copy of each on the host and an optimizer over these. A gradient that is final goes to the
-host while the backward pass continues, and a thread there updates the host's copy; the device takes the new values when
-the step is applied. After Ren et al. 2021, ZeRO-Offload, sections 4 and 5.
+A gradient that is final goes to the host while the backward pass continues, and a thread there updates the host's copy
+of the parameter; the device takes the new values when the step is applied. After Ren et al. 2021, ZeRO-Offload,
+sections 4 and 5.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ Before = tuple[Tensor, dict[str, Any] | None]
 class HostOptimizer:
     """Updates parameters as the optimizer would that is over them.
 
-    What is updated before ``apply`` can be taken back until then: what it replaces is kept on the host as long, so that
-    a step is still refused as a whole. Such an update reads no other parameter's gradient: it is for optimizers that
-    update elementwise, as SGD and Adam do.
+    What is updated before ``apply`` can be taken back until then, so that a step is still refused as a whole. Such an
+    update reads no other parameter's gradient: it is for optimizers that update elementwise, as SGD and Adam do.
 
     Args:
         make_optimizer: over the named parameters it is given.
@@ -77,10 +76,9 @@ class HostOptimizer:
         self._copy_changed()
 
     def expect_final_grads(self, learning_rate: float, names: Iterable[str] | None = None) -> None:
-        """Gradients that are added next are final: the parameters are updated while the backward pass continues.
+        """Update parameters while the backward pass continues: gradients that are added next are final.
 
         Args:
-            learning_rate: of this step.
             names: of the parameters this is so for; None: all.
         """
         set_learning_rate(self.optimizer, learning_rate)
@@ -184,7 +182,6 @@ class HostOptimizer:
             self.gradient_ready(name)
 
     def _finish(self) -> None:
-        """Wait for the thread; what it failed with is raised."""
         jobs, self._jobs = self._jobs, []
         wait(jobs)
         for job in jobs:
@@ -192,8 +189,7 @@ class HostOptimizer:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Update, on the thread, the parameters whose gradients have come; an optimizer passes over those without
-        one."""
+        """Update, on the thread, the parameters whose gradients have come."""
         names = []
         while self._ready:
             name, mark = self._ready.popleft()

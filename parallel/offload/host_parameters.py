@@ -1,10 +1,9 @@
 """Parameters that live on the host and come to the device layer by layer, for as long as a layer computes with them.
 
-Takes a module whose parameters are on the CPU; a layer that asks for one while the module runs is given a copy on the
-device, and the gradient goes back to the parameter on the host. A unit is what one layer asks for between two other
-layers: the copies of the unit that followed it last time are begun when it begins, in backward those of the unit before
-it. A unit holds its copies while the layer computes; what autograd saved of them is brought to the device again when
-the backward pass comes to it. After Rajbhandari et al. 2021, ZeRO-Infinity, section 5.
+A layer that asks for a parameter while the module runs is given a copy on the device, and the gradient goes back to the
+host. A unit is what one layer asks for between two other layers: the copies of the unit that followed it last time are
+begun when it begins, in backward those of the unit before it. What autograd saved of copies is brought to the device
+again when the backward pass comes to it. After Rajbhandari et al. 2021, ZeRO-Infinity, section 5.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ Bring = Callable[[nn.Parameter], DeviceCopy]
 
 
 class Unit:
-    """Parameters that one layer used in one forward pass.
+    """Parameters that one layer used in one forward pass, which began with the parameter ``first``.
 
     Attributes:
         scope: the call of the layer.
         before: the unit before it in the same pass.
-        first: the parameter asked for first.
         copies: held until ``release``.
         given: to the layer, by parameter and whether gradients were wanted.
     """
@@ -100,11 +98,7 @@ class Visit:
         return self._copy
 
     def tensor(self) -> Tensor:
-        """Return the copy.
-
-        Raises:
-            RuntimeError: the parameter was changed meanwhile.
-        """
+        """Return the copy; a RuntimeError where the parameter was changed meanwhile."""
         check_version(self._parameter, self._version)
         self._unit.come_back()
         copy = self.bring()
@@ -114,9 +108,6 @@ class Visit:
 
 class HostParameters:
     """Parameters of a module on the host. Names, ``parameters()`` and ``state_dict()`` stay those of the module.
-
-    Outside of its forward pass the module's parameters are those on the host. What autograd keeps of a copy would hold
-    it on the device: saved-tensor hooks pack through ``packer``.
 
     Args:
         module: its parameters on the CPU, where they stay, page-locked if copies want it; buffers go to ``device``.
@@ -167,7 +158,7 @@ class HostParameters:
             self._leave()
 
     def packer(self, inner: Packer) -> Packer:
-        """Return a packer of views of copies, and of the rest with ``inner``."""
+        """Return a packer of views of copies, which autograd would hold on the device; ``inner`` packs the rest."""
 
         def pack(tensor: Tensor) -> Packed:
             storage = tensor.untyped_storage()
@@ -270,11 +261,6 @@ def on_device(parameter: nn.Parameter, copy: Tensor, copies: Copies) -> Tensor:
     The way back has two nodes. That of the device begins the copy of the gradient and continues with the backward pass;
     that of the host, which autograd runs on another thread where the device is a GPU, waits for it and hands it to the
     parameter, whose hooks run as always.
-
-    Args:
-        parameter: on the host.
-        copy: of it, on the device.
-        copies: bring the gradient to the host.
     """
     under_way: list[tuple[Tensor, Mark]] = []  # a gradient is held until it is on the host
     # Each use has a tensor of its own: the copy itself may be given to several.
@@ -283,8 +269,6 @@ def on_device(parameter: nn.Parameter, copy: Tensor, copies: Copies) -> Tensor:
 
 
 class _OnHost(torch.autograd.Function):
-    """Node of the host: waits for the gradient."""
-
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copies: Copies, under_way: list[tuple[Tensor, Mark]]) -> Tensor:
         ctx.copies, ctx.under_way = copies, under_way
@@ -299,8 +283,6 @@ class _OnHost(torch.autograd.Function):
 
 
 class _ToDevice(torch.autograd.Function):
-    """Node of the device: begins to copy the gradient."""
-
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor, copies: Copies, under_way: list[Any]) -> Tensor:
         ctx.copies, ctx.under_way = copies, under_way

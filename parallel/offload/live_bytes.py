@@ -1,9 +1,8 @@
 """Counts the bytes of tensors that live at a time, operation by operation: what a device would have to hold.
 
-Takes what is computed in its block, backward passes included; gives the bytes now and at most. Storages count, so that
-views and changes in place add nothing. Every operation that goes through torch's dispatcher is seen, on this thread and
-on others within ``on_other_thread``: on a CPU that is all of a training step. What an operation allocates only while it
-runs, as work space of a convolution, is not seen.
+Storages count, so that views and changes in place add nothing. Every operation that goes through torch's dispatcher is
+seen: on a CPU that is all of a training step. What an operation allocates only while it runs, as work space of a
+convolution, is not.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ def not_counted() -> Iterator[None]:
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages that are made in its block, on this thread and within ``on_other_thread``, until they are freed.
-
-    What was there before, as the numbers of a tile just read, does not count unless ``add`` is given it.
 
     Args:
         limit: an operation after which more bytes are live raises ``torch.OutOfMemoryError``, as one that cannot get

@@ -1,10 +1,8 @@
 """Activations on the host between their forward and their backward pass; copies overlap computation.
 
-What autograd saves of a forward pass becomes a ``SavedStorage`` per storage. Storages wait on the device as long as all
-that wait are within a window; the oldest leave for the host first. In the backward pass the last come back first, each
-before it is needed, again within the window. A storage that several layers save travels once each way.
-
-Takes part through the hooks of ``saved_tensors``, whatever the schedule and the number of microbatches in flight.
+Storages wait on the device as long as all that wait are within a window; the oldest leave for the host first. In the
+backward pass the last come back first, each before it is needed, again within the window. A storage that several layers
+save travels once each way.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ class SavedStorage:
         saved: its bytes on the device, None while they are on the host alone.
         host: buffer on the host that holds or awaits them.
         mark: of the copy under way, if any.
-        version: of the tensors in it when it was saved.
         references: packed tensors that lie in it.
     """
 
@@ -90,8 +87,7 @@ class OverlapOffload:
     Args:
         copies: of its device.
         pool: room on the host; what it has none for stays on the device.
-        ahead: bytes of the window: of storages on the device that no backward pass has asked for; None: ``WINDOW``
-            times the largest storage so far.
+        ahead: bytes of the window; None: ``WINDOW`` times the largest storage so far.
         smallest: bytes of a storage that is worth moving.
         meter: counts what lies on the device.
     """
@@ -195,7 +191,6 @@ class OverlapOffload:
         self._waiting_bytes += storage.bytes
 
     def _leave_window(self, storage: SavedStorage) -> None:
-        """Take ``storage`` out of the window."""
         if storage in self._waiting:
             del self._waiting[storage]
             self._waiting_bytes -= storage.bytes
@@ -217,8 +212,7 @@ class OverlapOffload:
             self._leaving_bytes += storage.bytes
 
     def _free_copied(self, window: int, under_way: int = 0) -> None:
-        """Free what has left, the oldest first, until no more than ``window`` bytes are on the device, or
-        ``under_way`` storages."""
+        """Free the oldest that left until ``window`` bytes are on the device, or ``under_way`` storages."""
         while len(self._leaving) > under_way and self._leaving_bytes + self._waiting_bytes > window:
             storage = next(iter(self._leaving))
             self.copies.wait(storage.mark)
@@ -226,13 +220,11 @@ class OverlapOffload:
             storage.mark = storage.saved = None
 
     def _cancel_offload(self, storage: SavedStorage) -> None:
-        """Take ``storage`` out of those that leave."""
         if storage in self._leaving:
             del self._leaving[storage]
             self._leaving_bytes -= storage.bytes
 
     def _fetch(self, saves: MicrobatchSaves, storage: SavedStorage) -> None:
-        """Begin to bring ``storage`` back."""
         assert storage.host is not None
         device, storage.mark = self.copies.to_device(storage.host[: storage.bytes])
         storage.saved = SavedTensor(device, self._meter)

@@ -1,8 +1,4 @@
-"""Saved-tensor hooks: what autograd keeps in place of a tensor, how the tensor comes back, and a meter of their bytes.
-
-A packer packs on behalf of one microbatch of one stage. The plainest keeps tensors where they are; others move them to
-the host, or promise to recompute them. What recomputation starts from is packed likewise.
-"""
+"""Saved-tensor hooks: what autograd keeps in place of a tensor, how the tensor comes back, and a meter of bytes."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ class SavedTensor:
             meter.add(*self._counted)
 
     def unpack(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was changed in place meanwhile. Autograd does not look where hooks are at work.
-        """
+        """Return the tensor; a RuntimeError where it was changed in place, as autograd does not look within hooks."""
         check_version(self._tensor, self._version)
         return self._tensor
 
@@ -59,11 +51,7 @@ class SavedTensor:
 
 
 def saving(packer: Packer, state: Container[int]) -> AbstractContextManager[Any]:
-    """Return a context in which autograd keeps what ``packer`` makes of tensors.
-
-    Args:
-        state: storages of parameters and buffers, which are there anyway: these are left.
-    """
+    """Return a context in which autograd keeps what ``packer`` makes of tensors, but those in storages ``state``."""
 
     def pack(tensor: Tensor) -> Packed:
         return SavedTensor(tensor) if tensor.untyped_storage().data_ptr() in state else packer(tensor)
@@ -79,14 +67,13 @@ class ActivationMeter:
     """Counts the bytes that autograd keeps for backward, for one rank.
 
     Forward passes run under ``watching()``; each storage that autograd saves counts once until all that was saved from
-    it is deleted. Results are unchanged, in-place operations and any number of microbatches in flight included.
+    it is deleted.
 
     Args:
-        modules: their parameters and buffers do not count, nor do those of modules given to ``exclude``.
+        modules: their parameters and buffers do not count.
 
     Attributes:
-        bytes: kept now.
-        peak_bytes: the most that was kept at a time.
+        bytes, peak_bytes: kept now, and the most that was kept at a time.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -153,11 +140,7 @@ def restore(value: Any) -> Any:
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Refuse a tensor that was changed in place since it was at ``version``.
-
-    Raises:
-        RuntimeError: as autograd's own.
-    """
+    """Raise the RuntimeError of autograd if ``tensor`` was changed in place since it was at ``version``."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

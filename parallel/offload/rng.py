@@ -36,8 +36,7 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
     """Draw from ``start`` on within the block, alone in this process.
 
     Afterwards the generators are as they were before the block, so neither the program around a stage nor another
-    stage sees that it drew. The plain step instead leaves them where its last microbatch ended: what is drawn between
-    steps therefore needs a generator of its own.
+    stage sees that it drew. What is drawn between steps therefore needs a generator of its own.
 
     Args:
         start: a seed, or the state that an earlier pass ended with.
@@ -58,8 +57,7 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
 
 
 def get_random_state(device: torch.device) -> Tensor:
-    """Return the state of the CPU's default generator, then of the device's: uint8 (``state_size(device)``,), on the
-    CPU."""
+    """Return the states of the default generators of the CPU and the device: uint8 (``state_size(device)``,)."""
     states = [generator.get_state() for generator in _generators(device)]
     return torch.cat(states)
 

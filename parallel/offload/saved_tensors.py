@@ -1,7 +1,7 @@
 """Applies a rank's activation policy to what its forward passes save: offload, recomputation, or neither.
 
-Takes an ``ActivationPolicy``; a stage runs its forward passes under ``watching`` and its segments through
-``run_segment``. Nothing here knows schedules: others say when a microbatch is flushed or fetched.
+A stage runs its forward passes under ``watching`` and its segments through ``run_segment``. Nothing here knows
+schedules: others say when a microbatch is flushed or fetched.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class SavedTensors:
 
     Args:
         rule: what is to be done.
-        device: of the rank.
         meter: counts the bytes of activations on the device.
 
     Attributes:
@@ -116,12 +115,7 @@ class SavedTensors:
         values: tuple[Any, ...],
         recompute_context: RecomputeContext,
     ) -> tuple[Any, ...]:
-        """Return what the forward pass of a segment gives, within ``watching``.
-
-        Args:
-            compute: the pass.
-            values: what enters it.
-        """
+        """Return what the forward pass ``compute`` of a segment gives for ``values``, within ``watching``."""
         if not segment.recompute or not torch.is_grad_enabled():
             return compute(*values)
         parameters = (p for module in segment.modules for p in module._parameters.values() if p is not None)
@@ -227,7 +221,7 @@ class CheckpointedSegment:
         return RecomputeHandle(self, len(self._expected) - 1)
 
     def saved(self, number: int) -> Tensor:
-        """Return what the second pass keeps in place ``number``; it is run if it has not been."""
+        """Return what the second pass keeps in place ``number``."""
         if self._kept is None:
             self.recompute()
         assert self._kept is not None

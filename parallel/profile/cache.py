@@ -1,8 +1,4 @@
-"""Measurements of this machine: kept in the user's cache, and repeated once other programs have left its cores.
-
-Takes all that a measurement holds for, and the function that makes it. Where the cache has no folder, or it cannot be
-written, what was measured is used and not kept.
-"""
+"""Measurements of this machine: kept in the user's cache, and repeated once other programs have left its cores."""
 
 from __future__ import annotations
 
@@ -99,8 +95,7 @@ def own_torch_cache() -> None:
     """Let torch keep what it compiles in this user's cache, for this process and those it starts.
 
     By default torch makes a folder in the temporary folder of all users, under a name that is easy to guess, and runs
-    the code that it finds there. What the user has set stays. Without a cache it is a temporary folder, gone with this
-    process.
+    the code that it finds there. What the user has set stays. Without a cache it is a temporary folder.
     """
     if INDUCTOR in os.environ:
         return
@@ -123,10 +118,7 @@ def _folder() -> Path | None:
 
 
 def kept_text(path: Path | None) -> str | None:
-    """Return the text that was kept at ``path``, of ``kept_at``; None where there is none, or it is damaged.
-
-    A damaged file is named in a warning; its measurement is made anew, and replaces it.
-    """
+    """Return the text kept at ``path``, of ``kept_at``; None where there is none, or, with a warning, it is damaged."""
     try:
         data = path.read_bytes() if path is not None else None
     except OSError:

@@ -1,8 +1,7 @@
 """Calibration: a model of what layers cost on a device, from some seconds of timed operations; stored.
 
 Ranks of a machine share its memory and its caches: the same number of processes are timed together. Each is this module
-as a program, which prints a JSON line for every reading; what ends it early loses no reading. Models are stored
-(``cache``) by device, number of cores, version of torch, threads, processes, type and memory layout.
+as a program, which prints a JSON line for every reading; what ends it early loses no reading.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class DeviceUse:
 
 
 def load_or_calibrate(use: DeviceUse, seconds: float = QUICK_S) -> CostModel:
-    """Return the model kept of an earlier calibration as long as this one, else a new one, which is kept. As
-    ``calibrate``."""
+    """Return the model kept of an earlier calibration as long as this one, else a new one, which is kept."""
 
     def parse(text: str) -> CostModel | None:
         model = CostModel.from_json(text)
@@ -134,8 +132,7 @@ def calibrate(use: DeviceUse, seconds: float = QUICK_S) -> CostModel:
 
 
 def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: float) -> CostModel:
-    """Return the model that explains ``readings``, as ``readings_of`` gives them; ``key`` as
-    ``DeviceUse.key``."""
+    """Return the model that explains ``readings``, as ``readings_of`` gives them; ``key`` as ``DeviceUse.key``."""
     products: dict[str, list[tuple[OpWork, dict[str, float]]]] = defaultdict(list)
     curves: dict[str, dict[str, list[list[float]]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
     fresh: list[list[float]] = []
@@ -170,11 +167,9 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
 
 
 def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return the readings of one process for each of ``settings``, all at work at the same time.
-
-    A process that has a CUDA context makes them itself: its GPU may admit no other (``gpu``).
-    """
+    """Return the readings of one process for each of ``settings``, all at work at the same time."""
     device = torch.device(settings[0]["device"])
+    # A process that has a CUDA context makes them itself: its GPU may admit no other (``gpu``).
     if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with torch.random.fork_rng([device]):
             found = [reading for own in settings for reading in readings_of(own)]
@@ -210,11 +205,7 @@ def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, A
 
 
 def readings_of(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield everything a model is fitted to, one reading at a time; at least one of every kind of product.
-
-    Args:
-        settings: as ``calibrate`` makes them.
-    """
+    """Yield all that a model is fitted to, for settings as ``calibrate`` makes them; one at least of every kind."""
     set_tf32(settings["tf32"])
     setting = Setting(torch.device(settings["device"]), getattr(torch, settings["dtype"]), settings["channels_last"])
     seconds = settings["seconds"]

@@ -1,7 +1,7 @@
 """The speed of copies between a device and the host, measured in a second and stored.
 
-On a GPU copies go as offloading makes them: between device and page-locked memory, on streams of their own. On a CPU
-they are copies in memory, made by one thread for each rank that will compute, because the ranks share the memory.
+On a GPU copies go as offloading makes them. On a CPU they are copies in memory, made by one thread for each rank that
+will compute, because the ranks share the memory.
 """
 
 from __future__ import annotations

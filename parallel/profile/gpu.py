@@ -1,9 +1,8 @@
 """GPUs of this machine: whether this torch can compute on them, how they fail, and what they are.
 
-A CUDA context takes up to 600 MB of its GPU until the process ends. A GPU in compute mode EXCLUSIVE_PROCESS admits one
-process with a context. A process that starts ranks or makes plans therefore asks another
-process, which has ended when the next one starts. ``torch.cuda.is_available`` and ``torch.cuda.device_count`` open no
-context.
+A CUDA context takes up to 600 MB of its GPU until the process ends, and a GPU in compute mode EXCLUSIVE_PROCESS admits
+one process with a context. A process that starts ranks or makes plans therefore asks another process, which has ended
+when the next one starts.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ class Gpu:
 
 
 def in_cuda_process(function: Callable[..., Any], *arguments: object) -> Any:
-    """Return ``function(*arguments)``, called in a process that ends with it; in this one if it has a context already.
-
-    Args:
-        function, arguments: as for ``in_process``.
+    """Return ``function(*arguments)``, as ``in_process``; called in this process if that has a CUDA context already.
 
     Raises:
         OSError: the process failed; says why.
@@ -84,8 +80,7 @@ def in_process(module: str, function: str, *arguments: object, timeout_s: float 
 
 
 def last_error(printed: str) -> str:
-    """Return the line of ``printed``, by a process that failed, that names its last exception, else the last line.
-    Exceptions of CUDA have several lines."""
+    """Return the line of ``printed`` that names the last exception of a process that failed, else the last line."""
     lines = printed.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (named or lines or [""])[-1]
@@ -144,15 +139,14 @@ def missing_kernels(index: int) -> str:
 def _runs_on(arch: str, major: int, minor: int) -> bool:
     """Return whether code for ``arch``, as "sm_80" or "compute_90", runs on a GPU of this compute capability.
 
-    Machine code runs on GPUs of its generation that are not older; PTX (compute) on all that are not older. Suffix a:
-    on this capability alone; f: on its generation. Source: CUDA C++ Programming Guide, section Compute Capability.
+    Source: CUDA C++ Programming Guide, section Compute Capability.
     """
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if parts is None:
         return True  # unknown to us: torch finds out
     kind, suffix = parts[1], parts[4]
     code = int(parts[2]), int(parts[3])
-    if suffix == "a":
+    if suffix == "a":  # this capability alone; f: its generation
         return code == (major, minor)
     if kind == "compute" and not suffix:
         return code <= (major, minor)

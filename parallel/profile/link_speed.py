@@ -1,9 +1,8 @@
 """The speed of messages and sums between ranks of this machine, measured in some seconds and kept.
 
-The ranks are started and communicate as those of a run do. Over Gloo: messages there and back, messages between ranks
-that compute, sums by themselves, and sums of gradients and gathered parameters of FSDP2 overlapped with backward
-passes. On GPUs, over NCCL, or over Gloo where they share one: messages between neighbours, sums, and what NCCL
-allocates.
+Over Gloo: messages there and back, messages between ranks that compute, sums by themselves, and sums of gradients and
+gathered parameters of FSDP2 overlapped with backward passes. On GPUs, over NCCL, or over Gloo where they share one:
+messages between neighbours, sums, and what NCCL allocates.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ranks that measure how fast they talk to each other: messages and sums; on CPUs also messages between ranks that
-compute, and both ways of data parallelism; on GPUs also what NCCL allocates.
+"""Ranks that measure how fast they talk to each other, for ``link_speed``.
 
 ``measure_by_ranks`` starts the ranks, each of which is this module as a program with its settings as JSON.
 """
@@ -56,11 +55,7 @@ WARM_UP = 2
 
 
 def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
-    """Return median seconds of each thing that is timed, and the bytes of it; every rank calls it.
-
-    Args:
-        rounds: that count, after ``WARM_UP``.
-    """
+    """Return median seconds of each thing that is timed, and the bytes of it; every rank calls it."""
     message, summed = torch.ones(MESSAGE_BYTES // 4), torch.zeros(SUM_BYTES // 4)
     word = torch.zeros(1)
     images = torch.randn(TILES, CHANNELS, SIDE, SIDE).to(memory_format=torch.channels_last)
@@ -98,11 +93,7 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
 
 def measure_gpus(communicator: Communicator, device: torch.device, rounds: int) -> dict[str, float] | None:
     """Return, on rank 0, median seconds of messages between neighbours and of sums, and the bytes that NCCL allocates
-    for a link and for a communicator that sums: the most that a rank has measured. Every rank calls it.
-
-    Args:
-        rounds: that count, after ``WARM_UP``.
-    """
+    for a link and for a communicator that sums: the most that a rank has measured. Every rank calls it."""
     rank, world = communicator.rank, communicator.world
     word, large = (torch.zeros(count, device=device) for count in (1, GPU_BYTES // 4))
     chain = [(first, first + 1) for first in range(world - 1)]
@@ -197,9 +188,6 @@ class MemberPass:
 
     What lies between them are the exchanges, with all that a rank does for one: rows packed and concatenated, halos
     recomputed, cores that pass messages on while they are wanted for computing, and waiting for the slower one.
-
-    Args:
-        team: its communicator, of two members or more.
     """
 
     def __init__(self, team: Communicator) -> None:

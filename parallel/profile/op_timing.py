@@ -1,8 +1,7 @@
 """Times of single operations on the device, forward and backward apart, as autograd runs them.
 
-Takes a shape, of a convolution or a matrix product, or the name of an operation and a number of bytes; gives
-``Reading``. Each pass runs once to warm up, then several times, of which the median counts. A CPU's caches hold before
-each run what they hold in a training step: what the layer before has just written, and nothing of what this one kept.
+Each pass runs once to warm up, then several times, of which the median counts. A CPU's caches hold before each run what
+they hold in a training step: what the layer before has just written, and nothing of what this one kept.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ LEAST_S = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The device, type and layout with which operations are timed.
-
-    Attributes:
-        channels_last: memory layout of images and of the kernels of convolutions.
-    """
+    """The device, type and layout (of images and of kernels of convolutions) with which operations are timed."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -62,13 +57,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The seconds of one operation.
-
-    Attributes:
-        forward_s: of the forward pass.
-        input_s: of the backward pass for the gradient of what goes in.
-        weight_s: of the backward pass for the gradients of the parameters alone; 0 where there are none.
-    """
+    """Seconds of one operation: forward, backward for the gradient of what goes in, and backward for the gradients of
+    the parameters alone, 0 where there are none."""
 
     forward_s: float
     input_s: float
@@ -141,8 +131,7 @@ class Moving:
     """An operation that moves bytes.
 
     Attributes:
-        run: computes it from images and parameters.
-        inputs: number of images (n, c, h, w) that it takes.
+        run: computes it from images (n, c, h, w), as many as ``inputs``, and parameters.
         parameters: number of its tensors that have a value for each channel.
         backward: a backward pass follows.
         copies: autograd keeps a copy of what goes in, which graphs have as an operation of its own.

@@ -1,8 +1,7 @@
 """One step of a schedule, and the schedule: who computes what in which order.
 
 An action prints as papers draw it and parses back: ``2F0`` is the forward pass of microbatch 0 through stage 2,
-``1:2F0`` the same in replica 1, ``0SEND_F3>1`` the sending of stage 0's outputs for microbatch 3 to stage 1. Logs, CSV
-files, tests, pictures and errors use this text.
+``1:2F0`` the same in replica 1, ``0SEND_F3>1`` the sending of stage 0's outputs for microbatch 3 to stage 1.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ class Action:
     """One step of one rank.
 
     Attributes:
-        stage: of the model, from 0.
         microbatch: of the global batch, from 0; None for REDUCE, which concerns the whole step.
         replica: copy of the model within its group of ranks.
         peer: stage at the other end, for sends and receives; it belongs to the same replica.

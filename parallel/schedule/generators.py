@@ -1,8 +1,8 @@
 """The schedules by name in ``registry``, each a pure function to every rank's F and B in order.
 
 Letters: depth D, m microbatches, v chunks a rank; F, B, I and W seconds of a stage's forward and backward pass, and of
-the halves of the latter. Schedules are compute-only, as papers draw them; ``passes`` adds everything else. In those
-with two copies of the model the second is inverted: stage s of replica 1 is on rank D - 1 - s.
+the halves of the latter. In schedules with two copies of the model the second is inverted: stage s of replica 1 is on
+rank D - 1 - s.
 """
 
 from __future__ import annotations
@@ -143,14 +143,13 @@ def bidirectional(depth: int, m: int) -> Schedule:
 
 
 def _begun_first(action: Action) -> tuple[int, ...]:
-    """First rule: begun microbatches reach the last stage first, then gradients flow, then new microbatches begin."""
+    """First rule: begun microbatches reach the last stage first, then gradients flow, then others begin."""
     forward = action.kind is Kind.FORWARD
     return (0 if forward and action.stage else 2 if forward else 1, -action.stage, action.i)
 
 
 def _deep_first(action: Action) -> tuple[int, ...]:
-    """Second rule: F nearest the loss first, then B farthest from it, and a new microbatch like a B of the first stage.
-    Shorter than the first rule for D = 3 and for most odd m."""
+    """Second rule: F nearest the loss first, then B farthest from it. Shorter for D = 3 and for most odd m."""
     return (-action.stage if action.kind is Kind.FORWARD else action.stage, action.i)
 
 

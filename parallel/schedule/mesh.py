@@ -18,7 +18,6 @@ class Mesh:
     """Mesh of ``groups`` x ``depth`` teams.
 
     Attributes:
-        groups: data-parallel groups, d.
         stage_teams: k of the team of a group that computes each stage of replica 0. Where a team computes several
             stages of a replica, it holds several chunks of the model.
         replicas: copies of the model in a group, 1 or 2; with 2 the second is inverted.
@@ -101,14 +100,10 @@ class Mesh:
         return tuple(rank for team in self.teams_with(stage) for rank in self.ranks_of(team))
 
     def pairs(self, links: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
-        """Return (sender, receiver) of all ranks between which stages hand something over.
+        """Return (sender, receiver) of all ranks between which stages hand something over; ``links`` as of ``check``.
 
         A member sends its part of a map to the member of the same number, and member 0 sends to member 0 what it alone
-        has. What every member has is small, and goes to the others through host memory. Within a team, members exchange
-        through a communicator of their own.
-
-        Args:
-            links: (source stage, target stage) -> a gradient comes back.
+        has. What every member has is small, and goes to the others through host memory.
         """
         ways: set[tuple[int, int]] = set()
         for group, replica in itertools.product(range(self.groups), range(self.replicas)):

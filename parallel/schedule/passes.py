@@ -56,8 +56,7 @@ def add_offload(schedule: Schedule, costs: Sequence[StageCost] | None = None) ->
     PREFETCH follows as early as the way back takes.
 
     Args:
-        costs: of the stages, with their copies. Without them, anything computed meanwhile is time enough, and a
-            microbatch comes back one compute action ahead.
+        costs: of the stages, with their copies. Without them, anything computed meanwhile is time enough.
     """
     return {rank: list(_with_offload(actions, costs)) for rank, actions in schedule.items()}
 
@@ -85,8 +84,7 @@ def _with_offload(actions: list[Action], costs: Sequence[StageCost] | None) -> I
 
 
 def _prefetched(between: Sequence[Action], stage: int, costs: Sequence[StageCost] | None) -> int | None:
-    """Before which of the compute actions between a forward pass and its backward pass the way back begins; None where
-    there is not the time to go and come back."""
+    """Return before which action of ``between`` the way back begins; None where there is not the time for it."""
     if costs is None or not between:
         return len(between) - 1 if between else None
     own = costs[stage]
@@ -201,9 +199,8 @@ def add_communication(
     """Sends after the compute action that makes what they send, receives about one compute action before the one in
     need.
 
-    The receives of a rank from another stand in the order in which that one sends, so that a channel between two ranks
-    needs no tags; where that order asks for it, a receive is announced further ahead. The gradient of a message is
-    never awaited before the message itself was sent, which tells its shapes. Stages on one rank exchange nothing.
+    The receives of a rank from another stand in the order in which that one sends, so that a channel needs no tags. The
+    gradient of a message is never awaited before the message itself was sent, which tells its shapes.
 
     Args:
         place: of each compute action, as ``in_order`` gives it; None: as it does.

@@ -1,7 +1,6 @@
 """Pushes of asynchronous SGD: what each is, how a parameter server treats them, and their log.
 
-The log says which gradients were applied in which order, and to which version of the parameters each belongs. It is all
-that is needed to repeat a run.
+The log says which gradients were applied in which order, to which version of the parameters: all to repeat a run.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ class ScheduleKind:
     Attributes:
         build: (depth, microbatches) -> Schedule of one group; with ``chunks`` a third argument, the chunks a rank.
         replicas: copies of the model in a group; with 2 the second is inverted.
-        chunks: a rank holds several stages of a replica, 2 or more.
         microbatches: of one group when the user names none; None: 2D, which leaves gpipe and 1f1b a bubble of a third.
         fixed: a group computes that many microbatches and no other number.
     """
@@ -82,7 +81,6 @@ def mesh_for(name: str, *, groups: int, depth: int, chunks: int = 1, members: in
     """Return the mesh that schedule ``name`` runs on.
 
     Args:
-        groups: data-parallel groups.
         depth: ranks of a group.
         chunks: stages a rank holds of each replica; only interleaved takes more than 1, and it takes at least 2.
         members: ranks of a team.

@@ -56,7 +56,7 @@ def share_of(rank: int, world: int, m: int) -> range:
     """Return the microbatches that ``rank`` of ``world`` computes: consecutive, counts differing by at most one.
 
     Raises:
-        ValueError: fewer microbatches than ranks, so that some rank would have nothing to do.
+        ValueError: fewer microbatches than ranks.
     """
     if m < world:
         raise ValueError(f"{m} microbatches cannot keep {world} ranks busy: raise --microbatches to {world} or more")
@@ -76,8 +76,7 @@ def consecutive(counts: Sequence[int]) -> Shares:
 
 
 def most_unlike(microbatches: int, groups: int) -> tuple[Shares, ...]:
-    """Return shares that have nothing in common with their neighbours: each group in its turn computes all but the one
-    microbatch that every other has to take."""
+    """Return shares without anything in common: each group in turn computes all but what every other has to take."""
     most = microbatches - groups + 1
     return tuple(consecutive([most if g == turn else 1 for g in range(groups)]) for turn in reversed(range(groups)))
 
@@ -102,8 +101,7 @@ def read_changes(text: str) -> Changes:
     these rows for each step from which others are in force.
 
     Raises:
-        ValueError: other columns, what is not a number, a microbatch missing or named twice, a group without one;
-            numbers of microbatches or groups that change with the step, or none at step 0.
+        ValueError: what is wrong with its columns, numbers, microbatches, groups or steps.
     """
     head, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
     if head not in (COLUMNS, CHANGING):
@@ -132,7 +130,6 @@ def read_changes(text: str) -> Changes:
 
 
 def _shares(owners: dict[int, int]) -> Shares:
-    """Microbatches of each group, by the group of each microbatch."""
     if missing := sorted(set(range(len(owners))) - owners.keys()):
         raise ValueError(f"microbatches are counted from 0, a line for each of them; {missing[0]} is missing")
     groups = sorted(set(owners.values()))
@@ -148,9 +145,7 @@ def rows_of(step: int, shares: Shares) -> list[list[int]]:
 
 
 def coarseness(microbatches: int, groups: int) -> float:
-    """Return the largest part by which the best shares may exceed the step of ever finer microbatches.
-
-    It holds where every group is given more than the one microbatch that it has to take.
+    """Return the largest part by which the best shares exceed the step of ever finer microbatches, if each has several.
 
     The last group to be done ends at T, and none of the others could have taken one more in less: (n + 1) t >= T of
     those, n t = T of it. So T sum(1 / t) <= m + W - 1, where the ideal is m / sum(1 / t).

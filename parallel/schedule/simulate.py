@@ -71,11 +71,7 @@ def simulate(
 
 @dataclass(slots=True)
 class _Computing:
-    """An action under way on a shared device.
-
-    Attributes:
-        left_s: that it would still take on a device of its own.
-    """
+    """An action under way on a shared device; ``left_s`` is what it would still take on one of its own."""
 
     action: Action
     start_s: float
@@ -87,8 +83,7 @@ class _Run:
     """Ranks at one of their actions each, messages and sums under way.
 
     The order of a rank's actions, of a channel's messages and of a rank's sums is given. So without shared devices
-    every time follows from earlier ones by taking the largest, and ranks can be carried on in any order: no queue of
-    events is needed. With them time goes from one start or end of a computation to the next.
+    every time follows from earlier ones by taking the largest, and no queue of events is needed.
     """
 
     schedule: Schedule
@@ -188,7 +183,6 @@ class _Run:
         return True
 
     def _compute(self, rank: int, action: Action) -> bool:
-        """Do ``action`` if what it needs is known; on a shared device, begin it."""
         start = self._clock[rank]
         for need in self._needs[action]:
             end = self._done.get(need)
@@ -209,7 +203,6 @@ class _Run:
         return True
 
     def _computed(self, rank: int, action: Action, start: float, end: float) -> None:
-        """Note that ``rank`` did ``action``."""
         self._at[rank] += 1
         self._clock[rank] = end
         self._begun.setdefault(action, start)
@@ -223,7 +216,6 @@ class _Run:
         self._moving += self._waiting.pop(action, ())
 
     def _offload(self, rank: int, action: Action) -> None:
-        """Wait until what was kept is on the host; copies begin with the forward pass."""
         forward = action.as_kind(Kind.FORWARD)
         start = max(self._begun[forward], self._copied[rank, action.kind])
         end = max(start + self.costs[action.stage].out_s * self.weight[action.i], self._done[forward])
@@ -232,7 +224,6 @@ class _Run:
         self.spans[rank].append(Span(action, start, end))
 
     def _carry(self, channel: tuple[int, int]) -> None:
-        """Let the messages of a channel arrive, as far as their receives are announced."""
         queue = self._under_way[channel]
         while queue and (receive := queue[0][1].other_end) in self._announced:
             sent, send = queue.popleft()

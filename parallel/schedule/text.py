@@ -1,5 +1,4 @@
-"""Schedules as text: grids for errors and logs, CSV files as in the papers, the error that marks the faulty cell, and
-the message of a rank that failed at one.
+"""Schedules as text: grids for errors and logs, CSV files, messages of a wrong schedule and of a rank that failed.
 
 One row a rank, one cell an action. Column n holds the n-th action of every rank: position in the list, not time.
 """
@@ -17,14 +16,11 @@ CUT = "..."
 
 
 def format_grid(schedule: Schedule, mark: tuple[int, int] | None = None, around: int | None = None) -> str:
-    """Return the grid of ``schedule``.
+    """Return the grid of ``schedule``, without a newline at the end.
 
     Args:
         mark: (rank, position) of the cell to show as ``>>2F0<<``.
         around: show this many columns on each side of the mark; without a mark, of the first column. None shows all.
-
-    Returns:
-        Lines without a newline at the end.
     """
     centre = mark[1] if mark else 0
     first = 0 if around is None else max(0, centre - around)
@@ -85,11 +81,10 @@ AROUND = 6
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFault:
-    """One thing that is wrong.
+    """One thing that is wrong: the rule that is broken, and where.
 
     Attributes:
-        text: the rule that is broken.
-        rank: where; None when no rank is to blame, as for a microbatch that no rank computes.
+        rank: None when no rank is to blame, as for a microbatch that no rank computes.
         position: in the rank's list of actions; None when nothing stands there, as for a missing action.
         action: what stands there, or what is missing.
     """
@@ -159,7 +154,7 @@ def describe_action(action: Action, replicas: bool = False) -> str:
 def describe_fault(
     schedule: Schedule | None, rank: int, position: int | None, step: int, shapes: str, reason: str, advice: str = ""
 ) -> str:
-    """Return the one message of a run in which ``rank`` failed.
+    """Return the message of a run in which ``rank`` failed: what happened and where, advice, the grid around the cell.
 
     Args:
         schedule: what the ranks do in a step; None where a step is not made of actions (data parallelism).
@@ -168,9 +163,6 @@ def describe_fault(
         shapes: of the action's tensors, such as "inputs (2, 256, 64, 64) float32"; may be empty.
         reason: what follows "rank 2", such as "was killed (signal 9)".
         advice: what the user can do about it.
-
-    Returns:
-        Lines: what happened and where; ``advice``; the grid around the failing cell.
     """
     where = f"at step {step + 1}" if step >= 0 else "before the first step"
     head = f"rank {rank} {reason} {where}"

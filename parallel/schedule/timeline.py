@@ -1,7 +1,4 @@
-"""Cost of stages and links, and timeline of a step: simulated before a run, measured in it, and drawn the same way.
-
-Seconds count from any fixed moment, the same for all ranks.
-"""
+"""Cost of stages and links, and timeline of a step: simulated before a run, measured in it, and drawn the same way."""
 
 from __future__ import annotations
 
@@ -122,9 +119,8 @@ class Timeline:
 def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """Return named timelines as a trace for chrome://tracing and ui.perfetto.dev, to zoom into and to measure in.
 
-    In the Trace Event Format of Chrome, as ``json.dump`` writes it: a process for each timeline, from 0 on, a thread
-    for each rank, microseconds. Compute actions are slices of the thread; messages and sums, which may overlap,
-    asynchronous slices of the process.
+    In the Trace Event Format of Chrome: a process for each timeline, a thread for each rank, microseconds. Messages and
+    sums, which may overlap, are asynchronous slices of the process.
     """
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []

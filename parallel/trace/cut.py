@@ -1,8 +1,4 @@
-"""One stage of a model as a module of its own: ``cut_stage`` takes the layers between two cuts out of a traced model.
-
-Takes what ``trace`` and a partition gave; gives a ``StageModule`` that maps the values the stage receives to those it
-sends. It runs the user's modules themselves, at their paths in the whole model, and holds nothing of other stages.
-"""
+"""Cut a stage out of a traced model: a module that runs the user's own modules, at their paths in the whole model."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ def cut_stage(
     Args:
         segments: that cover it, where it is to be run segment by segment.
         kind: class of the module.
-        make_run: what runs its nodes in training, and in evaluation.
+        make_run: what runs its nodes.
 
     Raises:
         ValueError: evaluation would need values that training does not send between these stages.
@@ -82,11 +78,7 @@ def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str
 
 
 def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict[str, str]:
-    """Return value that only evaluation sends -> value that only training sends, in whose place it travels.
-
-    Raises:
-        ValueError: there are more of the first than of the second between two stages.
-    """
+    """Return value that only evaluation sends -> value that only training sends, in whose place it travels."""
     offered: dict[str, set[int]] = {}
     for edge in partition.edges:
         offered.setdefault(edge.value, set()).add(edge.target)
@@ -118,8 +110,7 @@ def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict
 
 
 def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node], *, unused: bool) -> None:
-    """Give ``module`` what ``nodes`` use, under every name and in the order that the model has for it; the last stage
-    (the one with ``unused``) also what no layer uses."""
+    """Give ``module`` what ``nodes`` use, in the model's order; with ``unused`` also what no layer uses."""
     model, state = traced.model, state_of(traced.model)
     held = _used(traced, nodes)
     if unused:
@@ -161,8 +152,7 @@ def _used(traced: Traced, nodes: Sequence[fx.Node]) -> set[int]:
 
 
 def _value_at(traced: Traced, path: str) -> Any:
-    """Return what the model has at ``path`` now: ``to()`` replaces buffers. Constants made while tracing are in the
-    graph."""
+    """Return what the model has at ``path`` now, since ``to()`` replaces buffers; constants are in the graph."""
     owner, _, name = path.rpartition(".")
     for graph in (traced.model, traced.training, traced.evaluation):
         with contextlib.suppress(AttributeError):

@@ -1,8 +1,7 @@
 """Hints of the values of a model while it is traced: shapes, types and structure, without data.
 
-Takes nodes as a tracer records them; gives a ``Hint`` for each, its value for the traced number of tiles, and where it
-is asked for the value for another. What is the same in both does not depend on how many tiles a microbatch has, and
-Python may decide by it.
+Each node has a hint of its value for the traced number of tiles, and where it is asked for of that for another number.
+What is the same in both does not depend on how many tiles a microbatch has, and Python may decide by it.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ class Hint:
 
     Args:
         value: for the traced number of tiles.
-        find: calls ``set`` with it; where given, the value is a tensor that nobody has asked for yet.
-
-    Attributes:
-        is_tensor: the value is one.
         of_type: it depends on type, device, layout or on whether gradients are taken.
+        find: calls ``set`` with the value, a tensor that nobody has asked for yet.
     """
 
     __slots__ = ("_find", "_value", "is_tensor", "of_type")
@@ -60,7 +56,7 @@ class Hint:
         """Return the value for the traced number of tiles.
 
         Raises:
-            TraceError: the node does not run on them, as the run without data will say, too.
+            TraceError: the node does not run on them.
         """
         if self._find is not None:
             self._find()
@@ -79,7 +75,6 @@ class Hints:
     Args:
         root: the model; its parameters say on which device it runs.
         shape: (n, ...) of its input.
-        dtype: of its input.
 
     Attributes:
         running: modules are run for their hints now, and not to be traced.

@@ -126,10 +126,7 @@ class OtherPathError(ValueError):
 
 
 def as_traced(value: Any, expected: bool | int | float, where: str) -> None:
-    """Refuse a run in which ``value`` would make the model decide otherwise than when it was traced.
-
-    Args:
-        where: in the model it decides.
+    """Refuse a run in which ``value`` would make the model decide otherwise than when it was traced, at ``where``.
 
     Raises:
         OtherPathError: it is not what was ``expected``.

@@ -1,7 +1,6 @@
 """One run of a traced model without memory or time: what every layer gives, computes, draws and changes.
 
-Takes the fx graphs of a model and the shape of a microbatch; gives the ``LayerGraph`` that splitting works on. The run
-is on fake tensors (shape, dtype and device, no data); a model that looks at data is run on real zeros instead.
+The run is on fake tensors (shape, dtype and device, no data); a model that looks at data is run on real zeros instead.
 """
 
 from __future__ import annotations
@@ -66,19 +65,14 @@ def _run(training: fx.GraphModule, trial: Trial) -> _LayerInterpreter:
 
 
 class _LayerInterpreter(fx.Interpreter):
-    """Run a graph node by node and make a layer of each.
-
-    Attributes:
-        changed: (position of a layer, position of one that changes memory which the first made).
-        uses: id of a parameter or buffer -> positions of the layers that use it.
-    """
+    """Run a graph node by node and make a layer of each."""
 
     def __init__(self, training: fx.GraphModule, recorder: OpRecorder) -> None:
         super().__init__(training)
         self.extra_traceback = False
         self.layers: list[Layer] = []
-        self.changed: list[tuple[int, int]] = []
-        self.uses: dict[int, list[int]] = {}
+        self.changed: list[tuple[int, int]] = []  # (layer, layer that changes memory which the first made)
+        self.uses: dict[int, list[int]] = {}  # id of a parameter or buffer -> positions
         self._recorder = recorder
         self._training = training
         self._position = {node: k for k, node in enumerate(training.graph.nodes)}

@@ -1,7 +1,4 @@
-"""A recorder of what torch computes: operations with flops and bytes, and what they change, draw and save for backward.
-
-Takes no part in what is computed, on fake tensors or real ones; gives ``Op``s. Flops are those of torch's own formulas.
-"""
+"""Record what torch computes, on fake tensors or real ones: operations, and what they change, draw and save."""
 
 from __future__ import annotations
 
@@ -33,15 +30,7 @@ NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """Facts of an operation from its schema.
-
-    Attributes:
-        arguments: their names in order.
-        written: those of them that it changes.
-        uses_rng: it draws random numbers.
-        computes: it makes or changes something; views and allocations do not.
-        composite: it is made of others, whose flops are its own.
-    """
+    """Facts of an operation from its schema; a ``composite`` one is made of others, whose flops are its own."""
 
     name: str
     arguments: tuple[str, ...]
@@ -74,7 +63,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         written: storages that were changed.
         saved: number -> bytes of each storage that autograd saves for the backward pass, but those of ``state``.
-        ops: what was computed.
+        ops: what was computed; flops by torch's own formulas.
         uses_rng: random numbers were drawn.
     """
 

@@ -1,8 +1,6 @@
 """A stage of a model as a module: maps the values the stage receives to those it sends, whole or segment by segment.
 
-``cut_stage`` makes it. It runs the user's modules themselves, at their paths in the whole model, by code that
-``compiled`` makes of the nodes of a traced model. A tile of 16,384 px would be 3.2 GB of floats, so that images and
-targets may be ``Boxes``, which are read box by box.
+A tile of 16,384 px would be 3.2 GB of floats, so that images and targets may be ``Boxes``, which are read box by box.
 """
 
 from __future__ import annotations
@@ -192,8 +190,7 @@ def segment_runs(
     segments: Sequence[Segment],
     make_run: MakeRun,
 ) -> Iterator[SegmentRun]:
-    """Yield the segments of a stage, ready to run by what ``make_run`` gives; none where no segment is computed
-    again."""
+    """Yield the segments of a stage, ready to run; none where no segment is computed again."""
     if not any(segment.recompute for segment in segments):
         return
     position = partition.graph.position
@@ -228,7 +225,6 @@ def compiled(
     use.
 
     Args:
-        inputs, outputs: names of the values it takes and gives.
         slots: value of evaluation -> value in whose place it travels.
         name: of the code in tracebacks.
     """

@@ -1,7 +1,4 @@
-"""Check that a model runs on tiles of a size: vision transformers are often made for one.
-
-Takes a model and the shape of a microbatch; refuses it in one message, before any slide is read.
-"""
+"""Check that a model runs on tiles of a size, before any slide is read: vision transformers are often made for one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The layers of a model: ``trace`` follows a module's forward as deep as symbolic tracing goes.
 
-Takes any ``nn.Module`` that maps one tensor to anything, and the shape of a microbatch; gives ``Traced``: the
-``LayerGraph`` that splitting works on, and the fx graphs of training and evaluation that stages are cut from. Modules
-of torch.nn, modules with hooks and modules that cannot be traced stay whole. Symbolic tracing follows Reed et al.,
+Any ``nn.Module`` that maps one tensor to anything becomes a ``LayerGraph``, and the fx graphs of training and
+evaluation. Modules of torch.nn, modules with hooks and modules that cannot be traced stay whole. After Reed et al.,
 torch.fx: Practical Program Capture and Transformation for Deep Learning in Python (MLSys 2022).
 """
 
@@ -37,7 +36,6 @@ class Traced:
         graph: layers of the training graph.
         training: what runs in training; its modules and tensors are those of ``model``.
         evaluation: what runs in evaluation, the same object where nothing differs. A value that both make has one name.
-        model: as it was given.
         modes: path -> (training, evaluation) flags of modules that do not follow the model's ``train()``.
         updated: path -> state outside norm layers that forward passes of training update.
         any_side: nothing that tracing asked of a value depends on the side of the tiles: others give the same graphs.

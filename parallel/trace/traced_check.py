@@ -1,9 +1,8 @@
 """A check that a traced graph computes what its model computes: operation by operation, before a run uses it.
 
-Takes a model with its graphs and the shape of a microbatch; gives the first place where they part. Both are run in
-training and in evaluation, without data where that can be: what is compared is every operation of torch with its
-arguments, of which earlier values each tensor is, and what flows back to where. Runs that agree in this compute the
-same numbers. A model that looks at its data is run on random tiles instead.
+Both are run in training and in evaluation, without data where that can be: what is compared is every operation of torch
+with its arguments, of which earlier values each tensor is, and what flows back to where. Runs that agree in this
+compute the same numbers. A model that looks at its data is run on random tiles instead.
 """
 
 from __future__ import annotations
@@ -84,27 +83,15 @@ def first_difference(traced: Traced, shape: tuple[int, ...], dtype: torch.dtype)
 
 @dataclass
 class _Run:
-    """Record of one run.
+    """Record of one run."""
 
-    Attributes:
-        operations: each with its arguments, tensors by what made them.
-        origins: (module, line) that each operation is from.
-        ends: which of these came out, and autograd's functions behind them.
-    """
-
-    operations: list[Any]
-    origins: list[tuple[str, str]]
-    ends: list[Any]
+    operations: list[Any]  # each with its arguments, tensors by what made them
+    origins: list[tuple[str, str]]  # (module, line) that each operation is from
+    ends: list[Any]  # which of these came out, and autograd's functions behind them
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A record of the operations of one run.
-
-    Args:
-        names: tensor -> what it is called.
-        origin: gives (module, line) that is at work.
-        fake: there is no data.
-    """
+    """A record of the operations of one run; ``names`` says what tensors are called, ``origin`` what is at work."""
 
     def __init__(
         self, names: Sequence[tuple[Tensor, Any]], origin: Callable[[], tuple[str, str]], *, fake: bool

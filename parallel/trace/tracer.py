@@ -261,11 +261,7 @@ def user_frames() -> Iterator[tuple[FrameType, str]]:
 
 
 def _refuse_assigned(module: nn.Module) -> None:
-    """Refuse a forward that has assigned to a buffer of ``module`` or of one inside it: no graph records that.
-
-    Raises:
-        TraceError: it assigned a value that is traced.
-    """
+    """Refuse a forward that has assigned to a buffer of ``module`` or of one inside it: no graph records that."""
     for submodule in module.modules():
         for name, value in submodule._buffers.items():
             if issubclass(type(value), fx.Proxy):

@@ -1,7 +1,4 @@
-"""A model that is not taken apart: one stage, whose run is the model's own call.
-
-For ranks that compute the whole model and keep everything on the device, and for models that cannot be traced.
-"""
+"""A model that keeps everything on the device of one rank, or cannot be traced: one stage, the model's own call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Refusals of strategies under which state that forward passes update would not be the plain step's.
-
-Take what ``updated_search`` gives and who computes what, before any step; say which state, why, and what to use.
-"""
+"""Refuse strategies under which state that forward passes update would not be the plain step's."""
 
 from __future__ import annotations
 
@@ -87,11 +84,7 @@ def refuse_schedule(
 
 
 def _by_stage(traced: Traced, partition: Partition) -> dict[int, dict[str, Updated]]:
-    """Return the buffers of each stage that has some.
-
-    Raises:
-        ValueError: a buffer that no layer uses, so that nothing would update it.
-    """
+    """Return the buffers of each stage that has some; refuse one that no layer uses: nothing would update it."""
     by_stage: dict[int, dict[str, Updated]] = {}
     targets = {
         str(node.target): partition.stage_of(node.name)

@@ -1,8 +1,8 @@
 """A search for state that a model's forward pass updates in training, other than the running statistics of norms.
 
-Takes a model and the shape of a microbatch; gives the state by path: spectral norm's vectors, a user's running averages
-and counters, codebooks kept as parameters without gradient, scales taken from the first microbatch, and tensors and
-numbers in plain attributes. Such state sees every microbatch once and in order, or it is not the plain step's.
+Spectral norm's vectors, a user's running averages and counters, codebooks kept as parameters without gradient, scales
+taken from the first microbatch, and tensors and numbers in plain attributes. Such state sees every microbatch once and
+in order, or it is not the plain step's.
 """
 
 from __future__ import annotations
@@ -40,12 +40,7 @@ DEPTH = 3
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """State that forward passes update.
-
-    Attributes:
-        owner: class of its module.
-        kind: what it is registered as.
-    """
+    """State that forward passes update: the class of its module, and what it is registered as."""
 
     owner: str
     kind: str = "buffer"

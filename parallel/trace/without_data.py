@@ -1,9 +1,4 @@
-"""Run a model to learn about it: without data where it never looks at its data, else on real tiles.
-
-``trials`` gives what a model may be run on; ``swapped`` lets other tensors take the place of parameters and buffers
-meanwhile; ``preserve_module_state`` undoes what else a forward pass changes: attributes, hooks (`transformers` installs
-some at the first call), lists that it fills; ``run_without_data`` does all of it once.
-"""
+"""Run a model to learn about it: without data where it never looks at its data, else on real tiles."""
 
 from __future__ import annotations
 
@@ -83,11 +78,7 @@ def trials(
 
 @contextmanager
 def swapped(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let ``module`` use other tensors in place of parameters and buffers, under every name that they have.
-
-    Args:
-        values: id of a parameter or buffer -> what takes its place.
-    """
+    """Let ``module`` use other tensors in place of parameters and buffers, by their id, under every name they have."""
     held: list[dict[str, Any]] = [each for part in module.modules() for each in (part._parameters, part._buffers)]
     places = [(each, name, tensor) for each in held for name, tensor in each.items() if id(tensor) in values]
     for each, name, tensor in places:
