@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from parallel.draw.outline import Outline
+from parallel.draw.outline import ModelView
 
 UNIT = 16.0
 """Width of a lane."""
@@ -79,36 +79,33 @@ class Layout:
     height: float = 0.0
 
 
-def lay_out(
-    outline: Outline, stages: Sequence[int], *, box_width: float, margin: float, top: float, column_rows: int
-) -> Layout:
+def lay_out(view: ModelView, *, box_width: float, margin: float, top: float, column_rows: int) -> Layout:
     """Return the places of all parts, wires and stages.
 
     Args:
-        stages: stage of each part.
         margin: left of each column, for words about stages and repeats.
         top: y of the columns' upper end.
         column_rows: about as many in a column.
     """
     users: dict[int, list[int]] = {}
-    for link in outline.links:
+    for link in view.links:
         users.setdefault(link.source, []).append(link.target)
-    strip = _Strip(_rows(outline, stages, users), stages, users, box_width)
-    return _folded(strip, stages, margin, top, column_rows)
+    strip = _Strip(_rows(view, users), view.stage_of, users, box_width)
+    return _folded(strip, view.stage_of, margin, top, column_rows)
 
 
-def _rows(outline: Outline, stages: Sequence[int], users: Mapping[int, Sequence[int]]) -> list[int]:
+def _rows(view: ModelView, users: Mapping[int, Sequence[int]]) -> list[int]:
     """Row of each part: the longest way from the first part of its stage; layers of a block have rows of their own."""
-    begins = {end for group in outline.groups for end in (group.first, group.last + 1)}
-    if outline.level in ("block", "module"):
+    begins = {end for group in view.groups for end in (group.first, group.last + 1)}
+    if view.level in ("block", "module"):
         begins = set()
     sources: dict[int, list[int]] = {}
-    for link in outline.links:
+    for link in view.links:
         sources.setdefault(link.target, []).append(link.source)
     rows: list[int] = []
     base = 0
-    for number, stage in enumerate(stages):
-        if number and (stage != stages[number - 1] or number in begins):
+    for number, stage in enumerate(view.stage_of):
+        if number and (stage != view.stage_of[number - 1] or number in begins):
             base = max(rows) + 1
         rows.append(max([base, *(rows[source] + 1 for source in sources.get(number, ()))]))
     for number in reversed(range(1, len(rows))):

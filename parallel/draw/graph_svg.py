@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 
 from parallel.draw.graph_layout import BOX_HEIGHT, Band, Box, Layout, Wire, lay_out
-from parallel.draw.outline import Link, ModelView, Outline, Part
+from parallel.draw.outline import ModelView, Part
 from parallel.draw.svg_style import FONT, HUES, fitted, style, svg_text, text_width
 from parallel.graph.layers import INPUT, OUTPUT
 from parallel.units import bytes_text, seconds_text
@@ -30,17 +30,14 @@ ROWS, SHAPE = 16, 1.5
 
 def graph_svg(view: ModelView) -> str:
     """Return the text of an SVG file."""
-    outline, stages = view.outline, view.stage_of
-    box_width = _box_width(outline)
-    margin = (STAGE_WORDS if view.partition else 0.0) + (GROUP_WORDS if outline.groups else 0.0)
-    rows = max(ROWS, round(math.sqrt(len(outline.parts) * (1.6 * box_width + margin) / (BOX_HEIGHT + 26) / SHAPE)))
-    layout = lay_out(outline, stages, box_width=box_width, margin=margin, top=HEAD, column_rows=rows)
+    box_width = _box_width(view.parts)
+    margin = (STAGE_WORDS if view.partition else 0.0) + (GROUP_WORDS if view.groups else 0.0)
+    rows = max(ROWS, round(math.sqrt(len(view.parts) * (1.6 * box_width + margin) / (BOX_HEIGHT + 26) / SHAPE)))
+    layout = lay_out(view, box_width=box_width, margin=margin, top=HEAD, column_rows=rows)
 
-    parts = [*_bands(layout, view.stage_sums, [*view.cuts.values()])] if view.partition else []
-    parts += wire_strokes(layout, outline, stages)
-    parts += _boxes(layout, outline, stages)
-    parts += _groups(layout, outline)
-    legend, legend_width = _legend(outline, view.stage_sums, bool(view.partition))
+    parts = [*_bands(layout, view)] if view.partition else []
+    parts += [*wire_strokes(layout, view), *_boxes(layout, view), *_groups(layout, view)]
+    legend, legend_width = _legend(view)
     width = max(layout.width, legend_width, text_width(view.title, 19)) + 2 * MARGIN
     height = layout.height + 2 * MARGIN
     return "\n".join(
@@ -60,43 +57,38 @@ def graph_svg(view: ModelView) -> str:
     )
 
 
-def _box_width(outline: Outline) -> float:
+def _box_width(parts: Sequence[Part]) -> float:
     """Return the width of the boxes: that of the longest words, within limits."""
     needed = [
         max(
             text_width(part.name, 13) * 1.06 + 12 + text_width(part.kind, 11),
             text_width(_sizes(part), 11) + 12 + text_width(_time(part), 11),
         )
-        for part in outline.parts
+        for part in parts
     ]
     return min(max(NARROWEST, *needed) + 18, WIDEST) if needed else NARROWEST
 
 
 def _sizes(part: Part) -> str:
-    words = [
-        f"{bytes_text(size)} {name}"
-        for size, name in ((part.param_bytes, "params"), (part.saved_bytes, "saved"))
-        if size
-    ]
-    return " · ".join(words) or (bytes_text(part.output_bytes) if part.output_bytes else "")
+    return " · ".join(part.sizes) or (bytes_text(part.output_bytes) if part.output_bytes else "")
 
 
 def _time(part: Part) -> str:
     return seconds_text(part.seconds) if part.seconds else ""
 
 
-def _shares(outline: Outline) -> list[tuple[float, float]]:
+def _shares(parts: Sequence[Part]) -> list[tuple[float, float]]:
     """Return the two pieces of each part's bar, as shares of the longest bar."""
-    timed = [((part.forward_s or 0.0), (part.backward_s or 0.0)) for part in outline.parts]
-    pairs = timed if any(sum(pair) for pair in timed) else [(float(part.saved_bytes), 0.0) for part in outline.parts]
+    timed = [((part.forward_s or 0.0), (part.backward_s or 0.0)) for part in parts]
+    pairs = timed if any(sum(pair) for pair in timed) else [(float(part.saved_bytes), 0.0) for part in parts]
     longest = max((sum(pair) for pair in pairs), default=0.0) or 1.0
     return [(first / longest, second / longest) for first, second in pairs]
 
 
-def _boxes(layout: Layout, outline: Outline, stages: Sequence[int]) -> Iterator[str]:
-    shares = _shares(outline)
+def _boxes(layout: Layout, view: ModelView) -> Iterator[str]:
+    shares = _shares(view.parts)
     for box in layout.boxes:
-        part, hue = outline.parts[box.number], stages[box.number] % len(HUES)
+        part, hue = view.parts[box.number], view.stage_of[box.number] % len(HUES)
         inner = box.width - 16
         name = fitted(part.name, 13 * 1.06, inner, keep_end=True)
         room = inner - text_width(name, 13 * 1.06) - 10
@@ -132,15 +124,16 @@ def _hover(part: Part) -> str:
     return "\n".join(words)
 
 
-def _bands(layout: Layout, sums: Sequence[Part], cuts: Sequence[Link]) -> Iterator[str]:
+def _bands(layout: Layout, view: ModelView) -> Iterator[str]:
     """Draw a strip in the stage's colour left of the boxes, its sums, and the cut that it begins with."""
+    cuts = [*view.cuts.values()]
     for band in layout.bands:
         hue = band.stage % len(HUES)
         x = band.left + STAGE_WORDS - 10
         top = band.top + (5 if band.begins and band.stage else 0)
         height = max(band.bottom - 5 - top, 4)
         yield f'<rect class="f{hue}" x="{x:.1f}" y="{top:.1f}" width="5" height="{height:.1f}" rx="2.5"/>'
-        yield from _stage_words(band, sums[band.stage], top, x - 8)
+        yield from _stage_words(band, view.stage_sums[band.stage], top, x - 8)
         if band.begins and band.stage:
             cut = cuts[band.stage - 1]
             path = f"M{band.left:.1f} {band.top:.1f}H{band.right:.1f}"
@@ -157,10 +150,10 @@ def _stage_words(band: Band, total: Part, top: float, right: float) -> Iterator[
         yield svg_text(right, top + 12 + 13.5 * k, line, 12 if not k else 11, "pale" if k else "ink", "end", bold=not k)
 
 
-def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
+def _groups(layout: Layout, view: ModelView) -> Iterator[str]:
     """Draw a bracket around the parts of each group, in each column."""
     boxes = {box.number: box for box in layout.boxes}
-    for group in outline.groups:
+    for group in view.groups:
         columns: dict[int, list[Box]] = {}
         for number in range(group.first, group.last + 1):
             columns.setdefault(boxes[number].column, []).append(boxes[number])
@@ -179,35 +172,36 @@ def _groups(layout: Layout, outline: Outline) -> Iterator[str]:
             yield f'<text class="pale" transform="{place}" font-size="11" text-anchor="middle">{escape(words)}</text>'
 
 
-def _legend(outline: Outline, sums: Sequence[Part], staged: bool) -> tuple[list[str], float]:
+def _legend(view: ModelView) -> tuple[list[str], float]:
     """Return the lines of the legend and their width."""
+    sums = view.stage_sums
     params, saved = sum(total.param_bytes for total in sums), sum(total.saved_bytes for total in sums)
-    count = sum(part.kind not in (INPUT, OUTPUT) for part in outline.parts)
-    parts = f"{count} {'operations' if outline.level == 'op' else f'{outline.level}s'}"
+    count = sum(part.kind not in (INPUT, OUTPUT) for part in view.parts)
+    parts = f"{count} {'operations' if view.level == 'op' else f'{view.level}s'}"
     words = [
-        f"{parts} of {len(outline.graph.layers)} layers",
+        f"{parts} of {len(view.graph.layers)} layers",
         f"{bytes_text(params)} params",
         f"{bytes_text(saved)} saved",
     ]
     seconds = [total.seconds for total in sums if total.seconds]
     words += [f"{seconds_text(sum(seconds))} forward and backward"] if seconds else []
-    timed = any(part.seconds for part in outline.parts)
+    timed = any(part.seconds for part in view.parts)
     bar = "share of the time, light forward, dark backward" if timed else "share of the bytes saved for backward"
-    notes = [f"bar: {bar}", "wires: the wider, the more bytes", *(["colour: stage"] if staged else [])]
+    notes = [f"bar: {bar}", "wires: the wider, the more bytes", *(["colour: stage"] if view.partition else [])]
     lines = [" · ".join(words), " · ".join(notes)]
     texts = [svg_text(0, 40, lines[0], 13, "pale"), svg_text(0, 58, lines[1], 12, "pale")]
     return texts, max(text_width(line, 13) for line in lines)
 
 
-def wire_strokes(layout: Layout, outline: Outline, stages: Sequence[int]) -> Iterator[str]:
-    """All wires of a layout, with the bytes they carry where there is room; ``stages`` is the stage of each part."""
+def wire_strokes(layout: Layout, view: ModelView) -> Iterator[str]:
+    """Draw all wires of a layout, with the bytes they carry where there is room."""
     bytes_of: dict[int, int] = {}
-    for link in outline.links:
+    for link in view.links:
         bytes_of[link.source] = max(bytes_of.get(link.source, 0), link.bytes)
     most = max(bytes_of.values(), default=0) or 1
     level = _crossings(layout)
     for wire in layout.wires:
-        hue, size = stages[wire.source] % len(HUES), bytes_of[wire.source]
+        hue, size = view.stage_of[wire.source] % len(HUES), bytes_of[wire.source]
         width = 1.0 + 2.2 * math.sqrt(size / most)
         dash = "" if size else ' stroke-dasharray="2 3"'
         yield f'<path class="w{hue}" d="{_rounded(wire)}" stroke-width="{width:.1f}" stroke-linejoin="round"{dash}/>'

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from parallel.draw.outline import Link, ModelView, Outline, Part
+from parallel.draw.outline import Link, ModelView, Part
 from parallel.draw.svg_style import HUES
 from parallel.units import bytes_text, flops_text, seconds_text
 
@@ -36,8 +36,7 @@ NAME, KIND, INPUTS = 36, 44, 22
 
 def graph_text(view: ModelView) -> str:
     """Return a table of the model: what each part is, takes and gives, its sizes, its time and its stage."""
-    outline, sums = view.outline, view.stage_sums
-    rows = _rows(outline)
+    sums, rows = view.stage_sums, _rows(view)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
     whole = sum(widths) + 2 * (len(widths) - 1)
@@ -45,8 +44,8 @@ def graph_text(view: ModelView) -> str:
     text = [view.title, ""] if view.title else []
     text += [lines[0], "─" * whole]
     stage = 0
-    for number, part in enumerate(outline.parts):
-        if part.start in view.cuts and (number == 0 or outline.parts[number - 1].start != part.start):
+    for number, part in enumerate(view.parts):
+        if part.start in view.cuts and (number == 0 or view.parts[number - 1].start != part.start):
             text += [_sum_line(sums[stage]), _cut_line(view.cuts[part.start], whole)]
             stage += 1
         text.append(lines[number + 1])
@@ -54,16 +53,16 @@ def graph_text(view: ModelView) -> str:
     return "\n".join(line.rstrip() for line in text) + "\n"
 
 
-def _rows(outline: Outline) -> list[list[str]]:
+def _rows(view: ModelView) -> list[list[str]]:
     """Headings, then a row for each part."""
-    columns = [[part.forward_s for part in outline.parts], [part.backward_s for part in outline.parts]]
+    columns = [[part.forward_s for part in view.parts], [part.backward_s for part in view.parts]]
     times = [column for column in columns if any(seconds is not None for seconds in column)]
     names = ["forward" if column is columns[0] else "backward" for column in times]
     rows = [["#", "part", "kind", "takes", "gives", "params", "saved", "flops", *names]]
     sources: dict[int, list[int]] = {}
-    for link in outline.links:
+    for link in view.links:
         sources.setdefault(link.target, []).append(link.source)
-    for number, part in enumerate(outline.parts):
+    for number, part in enumerate(view.parts):
         row = [
             str(number),
             part.name if len(part.name) <= NAME else f"…{part.name[1 - NAME :]}",
@@ -120,13 +119,14 @@ def _cut_line(cut: Link, width: int) -> str:
 
 
 VERSION = 1
+SUMS = ("flops", "param_bytes", "saved_bytes", "forward_s", "backward_s")
 
 
 def graph_json(view: ModelView) -> dict[str, Any]:
     """Return the model as data, in the schema above. Without a partition there is one stage and no cut."""
-    graph, outline, partition, stage_of = view.graph, view.outline, view.stages, view.stage_of
+    graph, partition, stage_of = view.graph, view.stages, view.stage_of
     nodes = []
-    for number, part in enumerate(outline.parts):
+    for number, part in enumerate(view.parts):
         node = {"id": number, **asdict(part), "stage": stage_of[number]}
         node["layers"] = [layer.name for layer in graph.layers[node.pop("start") : node.pop("stop")]]
         nodes.append(node)
@@ -135,8 +135,8 @@ def graph_json(view: ModelView) -> dict[str, Any]:
         "level": view.level,
         "title": view.title,
         "nodes": nodes,
-        "edges": [{**asdict(link), "values": list(link.values)} for link in outline.links],
-        "groups": [asdict(group) for group in outline.groups],
+        "edges": [{**asdict(link), "values": list(link.values)} for link in view.links],
+        "groups": [asdict(group) for group in view.groups],
         "cuts": [
             {
                 "before": graph.layers[position].name,
@@ -151,11 +151,7 @@ def graph_json(view: ModelView) -> dict[str, Any]:
                 "stage": stage,
                 "first": stage_of.index(stage),
                 "last": len(stage_of) - 1 - stage_of[::-1].index(stage),
-                "flops": total.flops,
-                "param_bytes": total.param_bytes,
-                "saved_bytes": total.saved_bytes,
-                "forward_s": total.forward_s,
-                "backward_s": total.backward_s,
+                **{name: getattr(total, name) for name in SUMS},
                 "sends": [
                     {"target": target, "bytes": partition.bytes_over(source, target)}
                     for source, target in partition.links
@@ -176,7 +172,7 @@ def graph_dot(view: ModelView) -> str:
             '  node [shape=box, style="rounded,filled", fontname=Helvetica, fontsize=11];',
             "  edge [fontname=Helvetica, fontsize=9];",
             *_clusters(view),
-            *_edges(view.outline.links),
+            *_edges(view.links),
             "}\n",
         ]
     )
@@ -189,7 +185,7 @@ def _clusters(view: ModelView) -> Iterator[str]:
         if view.partition:
             yield f"  subgraph cluster_{stage} {{"
             yield f'    label={_quoted(f"{total.name}: {_sizes(total)}")}; color="{line}"; fontcolor="{line}";'
-        for number, part in enumerate(view.outline.parts):
+        for number, part in enumerate(view.parts):
             if view.stage_of[number] == stage:
                 yield f'    {number} [label={_quoted(_words(part))}, fillcolor="{fill}", color="{line}"];'
         if view.partition:
@@ -208,10 +204,7 @@ def _words(part: Part) -> str:
 
 
 def _sizes(part: Part) -> str:
-    """Bytes of parameters, bytes kept for backward and seconds, where there are any."""
-    words = [f"{bytes_text(part.param_bytes)} params"] if part.param_bytes else []
-    words += [f"{bytes_text(part.saved_bytes)} saved"] if part.saved_bytes else []
-    return ", ".join([*words, *([seconds_text(part.seconds)] if part.seconds else [])])
+    return ", ".join([*part.sizes, *([seconds_text(part.seconds)] if part.seconds else [])])
 
 
 def _quoted(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from parallel.graph.blocks import Block, find_blocks, find_modules, heavy_positions
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, values_across
+from parallel.units import bytes_text
 
 Level = Literal["op", "layer", "block", "module"]
 
@@ -51,6 +52,12 @@ class Part:
         """Return the seconds forward and backward, 0 where they are not known."""
         return (self.forward_s or 0.0) + (self.backward_s or 0.0)
 
+    @property
+    def sizes(self) -> list[str]:
+        """Return, in words, the bytes of its parameters and those kept for backward, where there are any."""
+        named = ((self.param_bytes, "params"), (self.saved_bytes, "saved"))
+        return [f"{bytes_text(size)} {name}" for size, name in named if size]
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Link:
@@ -76,22 +83,19 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Outline:
-    """A graph at one granularity; links by source and target, groups, which do not overlap, by first part."""
-
-    graph: LayerGraph
-    level: Level
-    parts: tuple[Part, ...]
-    links: tuple[Link, ...]
-    groups: tuple[Group, ...]
-
-
-@dataclass(frozen=True)
 class ModelView:
-    """A model as it is to be shown; arguments as of ``coarsen``.
+    """A model as it is to be shown: its layers put together into parts, and its stages.
+
+    At level ``op`` the operations of a layer follow each other as they run; what passes between them inside the layer
+    is not recorded, and time is known of whole layers only.
 
     Attributes:
+        level: "op", "layer", "block" (bottlenecks, cells, levels of a U-Net) or "module" (the first level of modules).
         partition: whose stages and cuts are shown; parts are split where a cut falls inside. None: one stage, no cut.
+        forward_s, backward_s: seconds of each layer.
+
+    Raises:
+        ValueError: an unknown level, or seconds that are not one number for each layer.
     """
 
     graph: LayerGraph
@@ -101,21 +105,50 @@ class ModelView:
     backward_s: Sequence[float] | None = None
     title: str = ""
 
+    def __post_init__(self) -> None:
+        if self.level not in get_args(Level):
+            raise ValueError(f"a graph is drawn by {', '.join(get_args(Level))}; got {self.level!r}")
+        count = len(self.graph.layers)
+        for name, seconds in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+            if seconds is not None and len(seconds) != count:
+                raise ValueError(f"{name} has one number for each of {count} layers; got {len(seconds)}")
+
     @property
     def stages(self) -> Partition:
         """Return the partition, or that of a single stage."""
         return self.partition or Partition(self.graph, (0,))
 
     @cached_property
-    def outline(self) -> Outline:
-        """Return the graph's layers put together into parts."""
-        cuts = self.stages.starts
-        return coarsen(self.graph, self.level, cuts=cuts, forward_s=self.forward_s, backward_s=self.backward_s)
+    def parts(self) -> tuple[Part, ...]:
+        """Return the graph's layers put together, in the order in which they run."""
+        if self.level == "op":
+            return tuple(_operations(self.graph))
+        blocks = {
+            "layer": lambda: [Block(k, k + 1) for k in range(len(self.graph.layers))],
+            "block": lambda: _with_ends(self.graph, find_blocks(self.graph)),
+            "module": lambda: _with_ends(self.graph, find_modules(self.graph)),
+        }[self.level]()
+        return tuple(
+            _part(self.graph, piece, name, self.forward_s, self.backward_s)
+            for block, block_name in zip(blocks, _names(self.graph, blocks), strict=True)
+            for piece, name in _split(block, block_name, self.stages.starts)
+        )
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """Return the values that pass between parts, by source and target."""
+        return _links(self.graph, self.parts)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Return the groups of parts, which do not overlap, by first part."""
+        grouped = _repeats if self.level in ("block", "module") else _in_blocks
+        return grouped(self.graph, self.parts)
 
     @cached_property
     def stage_of(self) -> list[int]:
         """Return the stage of each part."""
-        return [self.stages.stage_of(self.graph.layers[part.start].name) for part in self.outline.parts]
+        return [self.stages.stage_of(self.graph.layers[part.start].name) for part in self.parts]
 
     @cached_property
     def stage_sums(self) -> tuple[Part, ...]:
@@ -145,50 +178,6 @@ PLAIN = ("Module", "ModuleDict", "ModuleList", "Sequential")
 
 COUNTER_BYTES = 8
 """BatchNorm counts its calls in one integer; that operation is not shown."""
-
-
-def coarsen(
-    graph: LayerGraph,
-    level: Level,
-    *,
-    cuts: Sequence[int] = (),
-    forward_s: Sequence[float] | None = None,
-    backward_s: Sequence[float] | None = None,
-) -> Outline:
-    """Return the graph's layers put together into parts.
-
-    At level ``op`` the operations of a layer follow each other as they run; what passes between them inside the layer
-    is not recorded, and time is known of whole layers only.
-
-    Args:
-        level: "op", "layer", "block" (bottlenecks, cells, levels of a U-Net) or "module" (the first level of modules).
-        cuts: positions in ``graph.layers`` at which a part has to begin.
-        forward_s, backward_s: seconds of each layer.
-
-    Raises:
-        ValueError: an unknown level, or seconds that are not one number for each layer.
-    """
-    if level not in get_args(Level):
-        raise ValueError(f"a graph is drawn by {', '.join(get_args(Level))}; got {level!r}")
-    for name, seconds in (("forward_s", forward_s), ("backward_s", backward_s)):
-        if seconds is not None and len(seconds) != len(graph.layers):
-            raise ValueError(f"{name} has one number for each of {len(graph.layers)} layers; got {len(seconds)}")
-    if level == "op":
-        parts = _operations(graph)
-    else:
-        blocks = {
-            "layer": lambda: [Block(k, k + 1) for k in range(len(graph.layers))],
-            "block": lambda: _with_ends(graph, find_blocks(graph)),
-            "module": lambda: _with_ends(graph, find_modules(graph)),
-        }[level]()
-        names = _names(graph, blocks)
-        parts = [
-            _part(graph, piece, name, forward_s, backward_s)
-            for block, name in zip(blocks, names, strict=True)
-            for piece, name in _split(block, name, cuts)
-        ]
-    groups = _repeats(graph, parts) if level in ("block", "module") else _in_blocks(graph, parts)
-    return Outline(graph, level, tuple(parts), _links(graph, parts), groups)
 
 
 def _with_ends(graph: LayerGraph, blocks: list[Block]) -> list[Block]:

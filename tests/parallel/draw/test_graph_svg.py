@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallel.draw.graph_layout import BOX_HEIGHT, Layout, Wire, lay_out
 from parallel.draw.graph_svg import graph_svg
-from parallel.draw.outline import Level, ModelView, Outline, coarsen
+from parallel.draw.outline import Level, ModelView
 from parallel.draw.svg_style import text_width
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, bytes_across, partition_at, partition_equal
@@ -35,14 +35,12 @@ CASES: tuple[tuple[str, Level, int], ...] = (
 )
 
 
-Drawn = tuple[Outline, list[int], Layout]
+Drawn = tuple[ModelView, Layout]
 
 
 def laid_out(graph: LayerGraph, level: Level, stages: int, rows: int = 16) -> Drawn:
-    partition = partition_equal(graph, stages)
-    outline = coarsen(graph, level, cuts=partition.starts)
-    stage_of = [partition.stage_of(graph.layers[part.start].name) for part in outline.parts]
-    return outline, stage_of, lay_out(outline, stage_of, box_width=200, margin=140, top=80, column_rows=rows)
+    view = ModelView(graph, level, partition_equal(graph, stages))
+    return view, lay_out(view, box_width=200, margin=140, top=80, column_rows=rows)
 
 
 def pieces(wire: Wire) -> list[tuple[tuple[float, float], tuple[float, float]]]:
@@ -51,8 +49,8 @@ def pieces(wire: Wire) -> list[tuple[tuple[float, float], tuple[float, float]]]:
 
 def check_apart(drawn: Drawn) -> None:
     """No box over another, no wire under a box, nothing outside the picture."""
-    outline, _, layout = drawn
-    assert sorted(box.number for box in layout.boxes) == list(range(len(outline.parts)))
+    view, layout = drawn
+    assert sorted(box.number for box in layout.boxes) == list(range(len(view.parts)))
     by_column: dict[int, list[tuple[float, float]]] = {}
     for box in layout.boxes:
         by_column.setdefault(box.column, []).append((box.x, box.y))
@@ -76,7 +74,7 @@ def check_apart(drawn: Drawn) -> None:
 
 def check_wires(drawn: Drawn) -> None:
     """Each arrow points at a target of its source, each target has one; no line is of two sources and two targets."""
-    outline, _, layout = drawn
+    view, layout = drawn
     boxes = {box.number: box for box in layout.boxes}
 
     def at(x: float, y: float) -> int:
@@ -85,7 +83,7 @@ def check_wires(drawn: Drawn) -> None:
         )
 
     arrows = [(wire.source, at(*wire.points[-1])) for wire in layout.wires if wire.arrow]
-    assert sorted(arrows) == sorted((link.source, link.target) for link in outline.links)
+    assert sorted(arrows) == sorted((link.source, link.target) for link in view.links)
     for wire, rest in pairwise(layout.wires):
         # What does not end at a part goes on in a later column, in the same place.
         assert wire.arrow or (wire.source == rest.source and wire.points[-1][1] > rest.points[0][1])
@@ -104,13 +102,13 @@ def check_wires(drawn: Drawn) -> None:
 
 def check_bands(drawn: Drawn) -> None:
     """Each box lies between the cuts of its stage."""
-    _, stage_of, layout = drawn
+    view, layout = drawn
     for box in layout.boxes:
         inside = [
             b for b in layout.bands if b.column == box.column and b.top <= box.y and box.y + BOX_HEIGHT <= b.bottom
         ]
-        assert [band.stage for band in inside] == [stage_of[box.number]]
-    assert [band.stage for band in layout.bands if band.begins] == list(range(max(stage_of) + 1))
+        assert [band.stage for band in inside] == [view.stage_of[box.number]]
+    assert [band.stage for band in layout.bands if band.begins] == list(range(max(view.stage_of) + 1))
 
 
 @pytest.mark.parametrize(("model", "level", "stages"), CASES)
@@ -143,7 +141,7 @@ def test_everything_is_said() -> None:
     root = ET.fromstring(svg)
     said = [text.text or "" for text in root.iter(f"{SVG}text")]
     assert said[0] == "U-Net <512 px> & cuts"
-    names = [part.name for part in coarsen(graph, "block").parts]
+    names = [part.name for part in ModelView(graph, "block").parts]
     assert set(names) <= set(said)
     across = bytes_across(graph)
     assert [text for text in said if text.startswith("cut")] == [
