@@ -262,7 +262,7 @@ def test_norms_that_are_not_taken_apart_leave_the_same_facts(
 ) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4), nn.ReLU(inplace=True), BuffersOfItsOwn())
     graph = trace(model, (2, 3, 16, 16), autocast=dtype).graph
-    monkeypatch.setattr("parallel.trace.op_recorder._normed", lambda *given: None)
+    monkeypatch.setattr("parallel.trace.op_recorder._is_normed", lambda *given: False)
     assert trace(model, (2, 3, 16, 16), autocast=dtype).graph == graph
 
 
