@@ -178,7 +178,7 @@ class CostModel:
         by_kind: dict[str, list[tuple[int, Op, OpWork]]] = {}
         for at, op in positions:
             if (work := work_of(op)) is not None:
-                by_kind.setdefault(self._known(work.kind), []).append((at, op, work))
+                by_kind.setdefault(work.kind if work.kind in self.products else "dense", []).append((at, op, work))
         timed = []
         for kind, entries in by_kind.items():
             works = [work for _, _, work in entries]
@@ -189,10 +189,6 @@ class CostModel:
                 passes["input"] += self.fresh(op.read_bytes)
                 timed.append((at, op, passes))
         return timed
-
-    def _known(self, kind: str) -> str:
-        """``kind``, or the nearest that was calibrated."""
-        return kind if kind in self.products else "dense"
 
     def _moved(self, op: Op, curves: Mapping[str, Curve], moved: float) -> float:
         if not moved:

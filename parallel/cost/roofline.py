@@ -42,34 +42,20 @@ PRODUCTS = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm"})
 FREE = frozenset({"_unsafe_view", "as_strided_", "detach", "lift_fresh", "alias", "t", "transpose"})
 """They give another view of memory that is there."""
 
-FORWARD: Mapping[str, tuple[float, float]] = {
-    "native_batch_norm": (2, 1),
-    "native_group_norm": (2, 1),
-    "_native_batch_norm_legit": (2, 1),
-}
+FORWARD: Mapping[str, tuple[float, float]] = dict.fromkeys(
+    ("native_batch_norm", "native_group_norm", "_native_batch_norm_legit"), (2, 1)
+)
 """Name -> how often all that is given is read, and all that it gives written; (1, 1) for others."""
 
 BACKWARD: Mapping[str, tuple[float, float]] = {
-    "native_batch_norm": (3, 2),  # input and gradient for the sums, and again for the input's gradient
-    "_native_batch_norm_legit": (3, 2),
-    "native_group_norm": (3, 2),
+    # Input and gradient for the sums, and again for the input's gradient.
+    **dict.fromkeys(FORWARD, (3, 2)),
     "native_layer_norm": (2, 1),  # a row stays in the cache
-    "add": (0, 0),  # the gradient is handed on as it is
-    "add_": (0, 0),
-    "sub": (0, 0),
-    "clone": (0, 0),
-    "cat": (1, 1),
-    "mean": (1, 1),
-    "sum": (1, 1),
-    "constant_pad_nd": (1, 1),
-    "max_pool2d_with_indices": (1, 1),
-    "avg_pool2d": (1, 1),
-    "_adaptive_avg_pool2d": (1, 1),
-    "upsample_nearest2d": (1, 1),
-    "upsample_bilinear2d": (1, 1),
-    "roll": (1, 1),
-    "mul": (2, 1),  # both inputs read, both gradients written
-    "div": (2, 1),
+    **dict.fromkeys(("add", "add_", "sub", "clone"), (0, 0)),  # the gradient is handed on as it is
+    **dict.fromkeys(("cat", "mean", "sum", "constant_pad_nd", "roll"), (1, 1)),
+    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), (1, 1)),
+    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d"), (1, 1)),
+    **dict.fromkeys(("mul", "div"), (2, 1)),  # both inputs read, both gradients written
 }
 """Likewise of the backward pass; (1, 2) for others: the gradient and what was kept are read, a gradient is written."""
 

@@ -64,15 +64,11 @@ def largest_flops(kind: str) -> float:
 def products(seed: int) -> Iterator[tuple[str, Convolution | Product]]:
     """(kind, shape), without end."""
     draw = random.Random(seed)
+    # Each kind is spread evenly over the round.
+    turns = sorted(((number + 0.5) / count, kind) for kind, count in ROUND.items() for number in range(count))
     while True:
-        for kind in _round():
+        for _, kind in turns:
             yield kind, _matmul(draw) if kind == "matmul" else _convolution(draw, kind)
-
-
-def _round() -> list[str]:
-    """Kinds, each spread evenly over the round."""
-    turns = [((number + 0.5) / count, kind) for kind, count in ROUND.items() for number in range(count)]
-    return [kind for _, kind in sorted(turns)]
 
 
 def _matmul(draw: random.Random) -> Product:

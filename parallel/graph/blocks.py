@@ -183,7 +183,7 @@ def _with_light_layers(graph: LayerGraph, unit_of: list[tuple[str, ...]], *, reg
     end = next((k for k, layer in enumerate(graph.layers) if layer.kind == OUTPUT), len(graph.layers))
     if begin >= end:
         return []
-    runs = _runs(unit_of, begin, end)
+    runs = _joined([Block(position, position + 1, unit_of[position]) for position in range(begin, end)])
     if regions:
         runs = _whole_regions(graph, runs, unit_of, heavy)
     rich = _joined([run for run in runs if not heavy.isdisjoint(range(run.start, run.stop))] or runs[:1])
@@ -199,17 +199,6 @@ def _with_light_layers(graph: LayerGraph, unit_of: list[tuple[str, ...]], *, reg
             allowed = [position for position in between if graph.can_cut(position)] or between
             starts.append(min(allowed, key=lambda position: (across[position], -position)))
     return [Block(start, stop, run.scope) for run, start, stop in zip(rich, starts, [*starts[1:], end], strict=True)]
-
-
-def _runs(unit_of: list[tuple[str, ...]], begin: int, end: int) -> list[Block]:
-    """Return neighbours of one unit as one block, each other layer as a block alone."""
-    runs: list[Block] = []
-    for position in range(begin, end):
-        if runs and unit_of[position] and unit_of[position] == runs[-1].scope:
-            runs[-1] = Block(runs[-1].start, position + 1, runs[-1].scope)
-        else:
-            runs.append(Block(position, position + 1, unit_of[position]))
-    return runs
 
 
 def _whole_regions(
@@ -240,7 +229,7 @@ def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _joined(runs: list[Block]) -> list[Block]:
-    """Return the runs with those of one unit put together that only light layers stood between."""
+    """Return the runs with neighbours of one unit put together."""
     result: list[Block] = []
     for run in runs:
         if result and run.scope and run.scope == result[-1].scope:

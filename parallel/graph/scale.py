@@ -66,24 +66,19 @@ def _scaled(layer: Layer, tiles: int) -> Layer:
 
 @functools.lru_cache(maxsize=1024)  # the blocks of a model repeat their operations
 def _scaled_op(op: Op, fixed: int, tiles: int) -> Op:
-    """Return ``op`` for ``tiles`` tiles; ``fixed`` of the bytes it reads are of parameters."""
-    if _casts_parameter(op):
-        return op
     shape = op.convolution
-    return dataclasses.replace(
-        op,
-        flops=op.flops * tiles,
-        read_bytes=fixed + (op.read_bytes - fixed) * tiles,
-        written_bytes=op.written_bytes * tiles,
-        convolution=shape and dataclasses.replace(shape, batch=shape.batch * tiles),
-    )
+    return _resized(op, fixed, tiles, shape and dataclasses.replace(shape, batch=shape.batch * tiles))
 
 
 def on_part(op: Op, layer: Layer, share: float, shape: Convolution | None) -> Op:
     """Return ``op`` of ``layer`` on a ``share`` of its maps, where a convolution has ``shape``."""
+    return _resized(op, _parameter_bytes(op, layer), share, shape)
+
+
+def _resized(op: Op, fixed: int, share: float, shape: Convolution | None) -> Op:
+    """Return ``op`` with ``share`` of its work; ``fixed`` of the bytes it reads are of parameters."""
     if _casts_parameter(op):
         return op
-    fixed = _parameter_bytes(op, layer)
     return dataclasses.replace(
         op,
         flops=round(op.flops * share),

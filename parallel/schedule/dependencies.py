@@ -93,16 +93,14 @@ class Dependencies:
 
     def __init__(self, mesh: Mesh, links: Links) -> None:
         self._mesh = mesh
-        self._sources: dict[int, list[int]] = {}
-        self._targets: dict[int, list[int]] = {}
-        self._sources_back: dict[int, list[int]] = {}
-        self._targets_back: dict[int, list[int]] = {}
+        empty = [defaultdict[int, list[int]](list) for _ in range(4)]
+        self._sources, self._targets, self._sources_back, self._targets_back = empty
         for (source, target), back in links.items():
-            self._sources.setdefault(target, []).append(source)
-            self._targets.setdefault(source, []).append(target)
+            self._sources[target].append(source)
+            self._targets[source].append(target)
             if back:
-                self._sources_back.setdefault(target, []).append(source)
-                self._targets_back.setdefault(source, []).append(target)
+                self._sources_back[target].append(source)
+                self._targets_back[source].append(target)
 
     def receives_before(self, action: Action, rank: int) -> list[Action]:
         """Return the messages from other ranks that ``action`` of ``rank`` needs."""

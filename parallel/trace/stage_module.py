@@ -135,7 +135,7 @@ class StageModule(nn.Module):
 
     def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Any:
         """Return what the first stage takes of tiles of ``shape`` (n, 3, h, w)."""
-        return images if isinstance(images, Tensor) else as_tensor(images)
+        return as_tensor(images)
 
     def part_of_tiles(self, shape: tuple[int, ...]) -> Box | None:
         """Return the rows and columns that this rank computes of tiles of ``shape``; None: it may want all."""
