@@ -31,11 +31,9 @@ class Work(Protocol):
         Raises:
             CommunicationError: another rank is gone or did not answer in time.
         """
-        ...
 
     def done(self) -> bool:
         """Return whether ``wait`` would return without blocking; may stay False where a library does not report it."""
-        ...
 
 
 Message = tuple[int, Tensor]
@@ -90,11 +88,9 @@ class Communicator(Protocol):
         Args:
             tag: 0 to 32767.
         """
-        ...
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to receive into ``tensor`` a message of rank ``peer`` with ``tag``, of the same size and dtype."""
-        ...
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -121,7 +117,6 @@ class Communicator(Protocol):
 
     def iall_reduce(self, tensor: Tensor) -> Work:
         """Begin to sum ``tensor`` over all ranks, in place; the result has the same bits on every rank."""
-        ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place on every rank."""
@@ -129,26 +124,21 @@ class Communicator(Protocol):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the ``tensor`` of every rank in order, (world, *shape); all have one shape and dtype."""
-        ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` on every rank with that of rank ``source``."""
-        ...
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        ...
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """Return a communicator of ``ranks``, renumbered 0..len-1 in the order given; None on all other ranks.
 
         Every rank of this communicator calls it, all with the same arguments in the same order.
         """
-        ...
 
     def abort(self) -> None:
         """End all ranks, as this one has failed: a rank that is a process exits here."""
-        ...
 
     def close(self) -> None:
         """Leave the other ranks."""

@@ -71,18 +71,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def on_other_thread(self) -> Iterator[None]:
         """Count on the thread that enters this as on that of the block; nothing once the block has ended."""
-        mode = _OtherThread(self)
         with self._changed:
             counting = self._open
             if counting:
                 self._other_threads += 1
-                mode.__enter__()  # type: ignore[no-untyped-call]
+                super().__enter__()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             if counting:
                 with self._changed:
-                    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                    super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
                     self._other_threads -= 1
                     self._changed.notify_all()
 
@@ -127,17 +126,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         if self.limit is not None and self.peak_bytes > self.limit:
             raise torch.OutOfMemoryError(f"tensors take {self.peak_bytes} bytes of {self.limit}")
-
-
-class _OtherThread(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts for another thread's ``LiveBytes``."""
-
-    def __init__(self, whole: LiveBytes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._whole = whole
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._whole.__torch_dispatch__(func, types, args, kwargs)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

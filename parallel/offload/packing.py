@@ -20,7 +20,6 @@ class Packed(Protocol):
 
     def unpack(self) -> Tensor:
         """Return the tensor on the device, with the values it was packed with; may be called more than once."""
-        ...
 
 
 Packer = Callable[[Tensor], Packed]
@@ -56,11 +55,7 @@ def saving(packer: Packer, state: Container[int]) -> AbstractContextManager[Any]
     def pack(tensor: Tensor) -> Packed:
         return SavedTensor(tensor) if tensor.untyped_storage().data_ptr() in state else packer(tensor)
 
-    return saved_tensors_hooks(pack, _unpack)
-
-
-def _unpack(packed: Packed) -> Tensor:
-    return packed.unpack()
+    return saved_tensors_hooks(pack, lambda packed: packed.unpack())
 
 
 class ActivationMeter:

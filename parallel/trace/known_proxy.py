@@ -24,10 +24,11 @@ class UnknownProxy(fx.Proxy):
     """A proxy for a value that is not known without data, taken for a tensor."""
 
     tracer: Any  # a ``GraphTracer``
+    hint: Hint | None = None
 
     @property
     def __class__(self) -> type:  # what isinstance() goes by
-        return Tensor
+        return Tensor if self.hint is None or self.hint.is_tensor else type(self.hint.value)
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
@@ -46,17 +47,11 @@ class UnknownProxy(fx.Proxy):
 class KnownProxy(UnknownProxy):
     """A proxy with a hint of the value that it stands for."""
 
+    hint: Hint
+
     def __init__(self, node: fx.Node, tracer: Any, hint: Hint) -> None:
         super().__init__(node, tracer)
         self.hint = hint
-
-    @property
-    def __class__(self) -> type:
-        return Tensor if self.hint.is_tensor else type(self.hint.value)
-
-    @__class__.setter
-    def __class__(self, kind: type) -> None:
-        raise TypeError(f"a value that is traced stays one; got {kind}")
 
     def __getattr__(self, name: str) -> Any:
         if self.hint.is_tensor and callable(getattr(Tensor, name, None)):

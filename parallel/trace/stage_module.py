@@ -31,21 +31,17 @@ class Boxes(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole; rows and columns last."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the boxes."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Device of the boxes."""
-        ...
 
     def box(self, rows: Span, columns: Span) -> Tensor:
         """Return these rows and columns of all, in memory of their own: the same numbers as a crop of the whole."""
-        ...
 
 
 def as_tensor(value: Tensor | Boxes) -> Tensor:
