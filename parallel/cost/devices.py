@@ -1,10 +1,9 @@
 """Devices and links by name, as their data sheets give them: for plans of machines that are not at hand.
 
-Takes a name; gives ``DeviceSpec`` or ``LinkSpec``. Figures are those the vendors print for dense arithmetic: NVIDIA on
-P100, T4, V100 (SXM2), A10, A40, A100 (SXM4), L4, L40S, RTX 6000 Ada, H100 and H200 (SXM5), in its white papers on
-Turing, GA102 and Ada for the RTX cards, AMD on MI250X, MI300X and EPYC 7742, Intel on Xeon 8280 (both at their base
-clock). Where a sheet prints arithmetic with 2:4 sparsity, half of it stands here. Memory is what the driver reports, a
-little below the printed size. No torch here.
+Figures are those the vendors print for dense arithmetic: NVIDIA on P100, T4, V100 (SXM2), A10, A40, A100 (SXM4), L4,
+L40S, RTX 6000 Ada, H100 and H200 (SXM5), in its white papers on Turing, GA102 and Ada for the RTX cards, AMD on MI250X,
+MI300X and EPYC 7742, Intel on Xeon 8280 (both at their base clock). Where a sheet prints arithmetic with 2:4 sparsity,
+half of it stands here. Memory is what the driver reports, a little below the printed size.
 """
 
 from __future__ import annotations
@@ -42,12 +41,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """Link between two ranks.
-
-    Attributes:
-        bandwidth: bytes per second in each direction that large messages attain.
-        latency_s: of an empty message.
-    """
+    """Link between two ranks: bytes per second each way that large messages attain, and seconds of an empty message."""
 
     name: str
     bandwidth: float

@@ -1,12 +1,11 @@
 """Times of layers from a data sheet: for devices that are not at hand.
 
-Takes a ``LayerGraph`` and a ``DeviceSpec``; gives ``Costs``. Each operation takes what its arithmetic or its bytes
-take, whichever is more, and a launch (Williams et al., Roofline, CACM 2009). The bytes that an operation moves follow
-from what it has to read and write, were nothing kept in a cache: a batch norm in training reads its input for the
-statistics and again to normalise it. How much of a device's best is attained is assumed in ``ARITHMETIC`` and
-``BANDWIDTH``. These were set so that a training step of ResNet-50, 224 px, 256 images, takes what NVIDIA publishes
-(DeepLearningExamples, ResNet50 v1.5 for PyTorch, container 21.03: V100 367 images/s in float32 and 1200 in mixed
-precision, A100 938 in TF32 and 2470 in mixed precision); all four come out within 10 %. No torch here.
+Each operation takes what its arithmetic or its bytes take, whichever is more, and a launch (Williams et al., Roofline,
+CACM 2009). The bytes that an operation moves follow from what it has to read and write, were nothing kept in a cache.
+How much of a device's best is attained is assumed in ``ARITHMETIC`` and ``BANDWIDTH``. These were set so that a
+training step of ResNet-50, 224 px, 256 images, takes what NVIDIA publishes (DeepLearningExamples, ResNet50 v1.5 for
+PyTorch, container 21.03: V100 367 images/s in float32 and 1200 in mixed precision, A100 938 in TF32 and 2470 in mixed
+precision); all four come out within 10 %.
 """
 
 from __future__ import annotations

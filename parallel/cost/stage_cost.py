@@ -17,12 +17,7 @@ from parallel.schedule.timeline import LinkCost, StageCost
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Seconds of a layer for one microbatch of the traced shape.
-
-    Attributes:
-        backward_s: of the whole backward pass.
-        backward_input_s: of its half that other stages wait for.
-    """
+    """Seconds of a layer for one microbatch of the traced shape; other stages wait for ``backward_input_s``, a half."""
 
     forward_s: float
     backward_s: float
@@ -67,8 +62,7 @@ def stage_costs(partition: Partition, costs: Costs) -> list[StageCost]:
 
 
 def nominal_costs(partition: Partition) -> list[StageCost]:
-    """Return the costs of every stage on a nominal device and host: the same on every rank of every
-    machine."""
+    """Return the costs of every stage on a nominal device and host: the same on every rank."""
     layers = [LayerCost(seconds / 3, 2 * seconds / 3, seconds / 3) for seconds in equal_cost(partition.graph)]
     stages = stage_costs(partition, Costs(tuple(layers), "nominal"))
     copies = [cost.activation_bytes / NOMINAL_COPY_BANDWIDTH for cost in stages]

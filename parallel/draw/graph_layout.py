@@ -43,8 +43,7 @@ class Wire:
     """The value of part ``source``, along ``points``.
 
     Attributes:
-        arrow: the wire ends at a part.
-        dot: it begins on another wire of the same source.
+        arrow, dot: the wire ends at a part, and begins on another wire of the same source.
         kind: "trunk" straight from box to box, "lane" down beside the boxes, "stub" from a lane to a box.
     """
 

@@ -29,12 +29,8 @@ WARM_UP, COPIES = 3, 9
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """The speed of large copies of one rank, while all others of its machine copy, too.
-
-    Attributes:
-        to_host, to_device: bytes per second.
-        others: share of this process's cores that other programs took meanwhile.
-    """
+    """Bytes per second of large copies of one rank, while all others of its machine copy, too. ``others``: share of
+    this process's cores that other programs took meanwhile."""
 
     to_host: float
     to_device: float
@@ -64,8 +60,7 @@ def measure_copies(device: torch.device, *, threads: int = 1, together: int = 1)
     """Return the median of several copies each way, after a warm-up.
 
     Args:
-        threads: of each rank, on a CPU.
-        together: ranks that will copy at the same time on this machine, if it is a CPU; on an accelerator 1.
+        threads, together: as of ``DeviceUse``.
     """
     if device.type == "cuda":
         return CopySpeed(*in_cuda_process(gpu_copies, str(device)))

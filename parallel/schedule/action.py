@@ -169,13 +169,11 @@ def held(actions: Iterable[Action]) -> Iterator[tuple[Action, Held, Held]]:
 
 
 def versions(actions: Iterable[Action]) -> tuple[dict[tuple[int, int], int], int]:
-    """Return the versions of the weights that a rank's microbatches are computed with, and the most held at a time.
+    """Return (stage, microbatch) -> version of the weights that a rank computes it with, and the most versions held at
+    a time.
 
     A version is the number of updates that made it. It is held while it is the newest, or while a microbatch that went
     forward with it has not updated the weights (weight stashing; Harlap et al., 2018, section 3.3).
-
-    Returns:
-        (stage, microbatch) -> version; 1 without updates.
     """
     newest: dict[int, int] = {}
     used: dict[tuple[int, int], int] = {}

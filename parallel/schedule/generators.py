@@ -29,9 +29,8 @@ def mp_basic(depth: int, m: int) -> Schedule:
 def gpipe(depth: int, m: int) -> Schedule:
     """All forward passes, then all backward passes: GPipe (Huang et al., NeurIPS 2019).
 
-    Step time (m + D - 1)(F + B); every rank keeps the activations of all m microbatches, which recomputation is to make
-    small. B in the order of the F, where the paper draws the reverse: equally long, and gradients add up as in the
-    plain step.
+    Step time (m + D - 1)(F + B); every rank keeps the activations of all m microbatches. B in the order of the F, where
+    the paper draws the reverse: equally long, and gradients add up as in the plain step.
     """
     return {k: [Action(kind, k, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(m)] for k in range(depth)}
 
@@ -70,9 +69,8 @@ def interleaved(depth: int, m: int, chunks: int) -> Schedule:
     Stage s of D v is on rank s mod D. Each round goes through the rank's first chunk, then its second and so on;
     backward the other way round. Rank k does (v - 1) rounds' worth of F and 2 (D - 1 - k) more ahead, then F and B
     alternate, then the rest of the B. With F and B of all v chunks of a rank together, a step takes m (F + B) + (D -
-    1)(F + B) / v for m >= D: the bubble of 1f1b over v, for v times the messages. The paper asks for m divisible by
-    D. Here microbatches go in rounds of D to 2D - 1, as even as they can be: the paper's order where D divides m,
-    the same formula elsewhere.
+    1)(F + B) / v for m >= D: the bubble of 1f1b over v, for v times the messages. Microbatches go in rounds of D to 2D
+    - 1, as even as they can be: the paper's order where D divides m.
     """
     rounds = split_batch(m, max(1, m // depth))
     schedule: Schedule = {}
@@ -111,10 +109,9 @@ def zero_bubble(depth: int, m: int) -> Schedule:
 def master(depth: int, m: int) -> Schedule:
     """Two inverted replicas that alternate: MASTER of GEMS (Jain et al., SC'20).
 
-    Microbatch i goes through replica i mod 2; on every rank its F follows the B of the one before, through the ranks on
-    which that turned round. A rank keeps the activations of one microbatch at a time, as in mp-basic, and the
-    parameters of two stages. Step time m (D B + F) + (D - 1) F for B >= F: batch size at constant activation memory, at
-    no more than 1.5 times mp-basic's speed. With m = 2 it is MAST of the same paper.
+    Microbatch i goes through replica i mod 2; on every rank its F follows the B of the one before. A rank keeps the
+    activations of one microbatch at a time, as in mp-basic, and the parameters of two stages. Step time m (D B + F) +
+    (D - 1) F for B >= F: no more than 1.5 times mp-basic's speed. With m = 2 it is MAST of the same paper.
     """
     return {
         k: [
@@ -131,12 +128,12 @@ def bidirectional(depth: int, m: int) -> Schedule:
 
     Even microbatches go through replica 0, odd ones through replica 1; each pipeline fills the other's bubbles. For
     even D and m the bubble comes near (D - 2) / (2m + D - 2) of the step, which takes about m (F + B) + (D - 2)(F + B)
-    / 2. The papers draw the merged order for some D and m only. Here it is found for any, by list scheduling: time runs
-    in units (F = 1, B = 2), a free rank takes the most urgent action that is ready, and the shorter result of two rules
-    of urgency is taken. Stage s keeps at most D - s microbatches, as in 1f1b, hence a rank at most D + 1 in its two
-    stages. Within that each pipeline alone can always move, so neither ever blocks the other. No order is shorter than
-    m (F + B) + floor((D - 1) / 2)(F + B), for the sake of the ranks in the middle; for m >= D this one takes at most D
-    / 2 + 1 forward passes more (tried for D to 12 and m to 40).
+    / 2. The papers draw the order for some D and m only. Here it is found for any, by list scheduling: time runs in
+    units (F = 1, B = 2), a free rank takes the most urgent action that is ready, and the shorter result of two rules of
+    urgency is taken. Stage s keeps at most D - s microbatches, hence a rank at most D + 1 in its two stages. Within
+    that each pipeline alone can always move, so neither ever blocks the other. No order is shorter than m (F + B) +
+    floor((D - 1) / 2)(F + B); for m >= D this one takes at most D / 2 + 1 forward passes more (tried for D to 12 and m
+    to 40).
     """
     timed = [_list_schedule(depth, m, urgency) for urgency in (_begun_first, _deep_first)]
     return min(timed, key=lambda pair: pair[0])[1]

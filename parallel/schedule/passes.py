@@ -161,13 +161,11 @@ def _messages(schedule: Schedule, mesh: Mesh, between: Dependencies) -> list[_Me
 
 
 def in_order(schedule: Schedule, mesh: Mesh, between: Dependencies) -> dict[Action, int]:
-    """Return the place of each action in an order in which ranks can do them, about that in which they begin.
+    """Return the place of each action of a compute-only ``schedule`` in an order in which ranks can do them, about that
+    in which they begin.
 
     Messages are made before the action that had better post their receives, and that comes before the sender's next
     action, where this is possible.
-
-    Args:
-        schedule: compute-only, one that comes to its end.
     """
     wished: dict[Action, list[Action]] = defaultdict(list)
     for message in _messages(schedule, mesh, between):
@@ -222,14 +220,10 @@ def add_reduction(
     schedule: Schedule, mesh: Mesh, links: Links, place: Mapping[Action, int] | None = None, *, at_end: bool = False
 ) -> Schedule:
     """A REDUCE of each stage that several ranks hold, on each of them, as early as the last B or W of all of them
-    allows, or ``at_end`` of everything.
+    allows, or ``at_end`` of everything; ``place`` as for ``add_communication``.
 
     Sums are collective: all ranks begin them in one order, each after its actions that begin no later than the last one
-    that adds to a copy. An action may wait for its device, and so, over NCCL, for sums that other ranks have not begun.
-    A rank with both replicas of a stage sums them once.
-
-    Args:
-        place: as for ``add_communication``.
+    that adds to a copy. A rank with both replicas of a stage sums them once.
     """
     computed = {rank: [action for action in actions if action.kind in COMPUTE] for rank, actions in schedule.items()}
     place = place or in_order(computed, mesh, Dependencies(mesh, links))

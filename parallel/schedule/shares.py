@@ -185,10 +185,7 @@ class Rebalancing:
     """Counts of microbatches of a running job, which follow measured speeds and are steady under noise.
 
     All ranks are given the same tables of seconds and so decide alike. After LB-BSP (Chen et al. 2018): adapt at the
-    boundaries of steps, to speeds as they are measured.
-
-    Attributes:
-        counts: in force now.
+    boundaries of steps.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
