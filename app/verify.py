@@ -235,7 +235,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     from app.training.random_draws import refuse_draws
     from models.registry import build_model
     from parallel.schedule.shares import most_unlike, split_batch
-    from parallel.trace.tile_size import refuse_tile_size
+    from parallel.trace.without_data import refuse_tile_size
 
     strategy = command.strategy.to_strategy(device.type)
     # Those that follow speeds are not known beforehand; replayed ones come a step each, however late in the file.

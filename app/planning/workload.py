@@ -36,10 +36,9 @@ from parallel.streaming.box_sums import with_sums
 from parallel.streaming.read_region import read_region
 from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
-from parallel.trace.tile_size import refuse_tile_size
 from parallel.trace.trace import Traced, run_again, trace
 from parallel.trace.updated_faults import copies_fault
-from parallel.trace.without_data import preserve_module_state
+from parallel.trace.without_data import preserve_module_state, refuse_tile_size
 
 T = TypeVar("T")
 FAULTS = (ValueError, RuntimeError, NotImplementedError)

@@ -31,7 +31,7 @@ from models.registry import build_model
 from models.weights import IMAGENET, Weights, load_weights, read_weights
 from models.weights_report import LoadedWeights
 from parallel.comm.communicator import Communicator
-from parallel.trace.tile_size import refuse_tile_size
+from parallel.trace.without_data import refuse_tile_size
 
 
 @dataclass(frozen=True, eq=False)

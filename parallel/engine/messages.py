@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from parallel.comm.communicator import Communicator, Work
-from parallel.comm.unpickling import UnknownTypeError, dump, load
+from parallel.comm.objects import UnknownTypeError, dump, load
 
 TAGS = 32767
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from parallel.comm.communicator import Communicator
+from parallel.comm.objects import UnknownTypeError, dump, load
 from parallel.comm.thread_comm import run_on_threads
-from parallel.comm.unpickling import UnknownTypeError, dump, load
 from parallel.engine.messages import Form, Messenger, TensorForm, take_apart
 from tests.helpers.small_nets import Pair
 

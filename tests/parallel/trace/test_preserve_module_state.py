@@ -20,10 +20,9 @@ from app.training.random_draws import refuse_draws
 from app.verify import VerifyCommand, verify
 from benchmarks.in_boxes import streamed
 from parallel.comm.local import LocalCommunicator
-from parallel.trace.tile_size import refuse_tile_size
 from parallel.trace.trace import trace, trace_exclusively
 from parallel.trace.updated_search import refuse_checkpointed, updated_buffers
-from parallel.trace.without_data import preserve_module_state
+from parallel.trace.without_data import preserve_module_state, refuse_tile_size
 from tests.helpers import odd_nets, transformers_nets, updating_nets
 
 SHAPE = (2, 3, 64, 64)

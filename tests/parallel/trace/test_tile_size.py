@@ -10,7 +10,7 @@ from app.planning.workload import Workload
 from app.settings.strategy import StrategySettings
 from app.verify import VerifyCommand, verify
 from models.registry import build_model
-from parallel.trace.tile_size import own_side, refuse_tile_size
+from parallel.trace.without_data import own_side, refuse_tile_size
 
 OF_ONE_SIZE = {
     "timm:vit_tiny_patch16_224": 96,
