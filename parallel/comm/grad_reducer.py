@@ -25,11 +25,7 @@ BUCKET_BYTES = 25 << 20
 class Bucket:
     """Parameters of one dtype whose gradients lie in one flat tensor, with one number behind them per parameter: how
     many ranks had a gradient for it. One that no rank had stays None, so that the optimizer passes it over as it would
-    in a single process.
-
-    Attributes:
-        with_grad: numbers of the parameters that this rank has a gradient for.
-    """
+    in a single process. ``with_grad``: numbers of those that this rank has a gradient for."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)

@@ -225,13 +225,8 @@ class MpiProgress:
 
 @dataclass(eq=False)
 class MpiWork:
-    """An operation under way; holds its buffers.
-
-    Attributes:
-        call: hands it to MPI, and returns MPI's request.
-        arrive: what is left to do with the data once it is here.
-        ready: event of the GPU after which MPI may read and write the buffers; None: they may now.
-    """
+    """An operation under way; holds its buffers. ``call`` hands it to MPI and returns MPI's request, once the event
+    ``ready`` of the GPU has come; ``arrive`` is what is left to do with the data once it is here."""
 
     progress: MpiProgress
     timeout_s: float

@@ -294,11 +294,8 @@ def _describe(missing: Sequence[int], world: int, timeout_s: float, ended: bool 
 
 
 def call_with_timeout(call: Callable[[], Result], limit_s: float) -> Result:
-    """Return what ``call()`` returns, or raise what it raises; it must release Python's lock while it waits.
-
-    Raises:
-        TimeoutError: it did not return within ``limit_s``; its thread ends with the process.
-    """
+    """Return what ``call()`` returns, or raise what it raises; it must release Python's lock while it waits. A
+    TimeoutError says that it did not return within ``limit_s``; its thread ends with the process."""
     thread = OrderedTasks("call with timeout")
     task = thread.add(call)
     thread.close(wait=False)

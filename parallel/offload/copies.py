@@ -77,11 +77,7 @@ class CopyClock:
 
 
 class Copies:
-    """Copies of one device; this one of a CPU, ``CudaCopies`` of a GPU.
-
-    Attributes:
-        at_once: a copy is done when the call that asks for it returns.
-    """
+    """Copies of one device; this one of a CPU, where they are done (``at_once``) when the call that asks returns."""
 
     at_once = True
 

@@ -44,14 +44,7 @@ Bring = Callable[[nn.Parameter], DeviceCopy]
 
 
 class Unit:
-    """Parameters that one layer used in one forward pass, which began with the parameter ``first``.
-
-    Attributes:
-        scope: the call of the layer.
-        before: the unit before it in the same pass.
-        copies: held until ``release``.
-        given: to the layer, by parameter and whether gradients were wanted.
-    """
+    """Parameters that one layer used in one forward pass; they were copied for the call ``scope`` of the layer."""
 
     def __init__(self, scope: object, before: Unit | None, first: int) -> None:
         self.scope, self.before, self.first = scope, before, first

@@ -22,15 +22,8 @@ PART = 2
 
 
 class SavedStorage:
-    """One saved storage.
-
-    Attributes:
-        place: number in its microbatch.
-        saved: its bytes on the device, None while they are on the host alone.
-        host: buffer on the host that holds or awaits them.
-        mark: of the copy under way, if any.
-        references: packed tensors that lie in it.
-    """
+    """One saved storage, by its ``place`` in the microbatch, and the number of packed tensors that lie in it. Its bytes
+    are in ``saved`` on the device, in ``host``, or both; ``mark`` is of a copy under way."""
 
     __slots__ = ("bytes", "host", "mark", "place", "references", "saved", "version")
 

@@ -70,15 +70,7 @@ class Hint:
 
 
 class Hints:
-    """The hints of the nodes of one trace.
-
-    Args:
-        root: the model; its parameters say on which device it runs.
-        shape: (n, ...) of its input.
-
-    Attributes:
-        running: modules are run for their hints now, and not to be traced.
-    """
+    """The hints of the nodes of one trace; ``running``: modules are run for their hints now, and not to be traced."""
 
     def __init__(self, root: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._root = root

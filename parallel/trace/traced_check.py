@@ -36,12 +36,8 @@ SILENT = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a graph computes something else than its model.
-
-    Attributes:
-        paths: of the modules whose forwards were at work, in the model and in the graph; "" for the model's own.
-        text: for the user.
-    """
+    """The first place where a graph computes something else than its model: the modules whose forwards were at work
+    there, "" for the model's own, and a text for the user."""
 
     paths: frozenset[str]
     text: str

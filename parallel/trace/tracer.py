@@ -169,11 +169,7 @@ class GraphTracer(fx.Tracer):
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
-        """Return a new node, named after the module it is from, whose value the hints have learnt.
-
-        Raises:
-            TraceError: gradients or autocast are not switched as where this forward was entered.
-        """
+        """Return a new node, named after the module it is from, whose value the hints have learnt."""
         switches = _switches()
         # At the root, a switch of gradients is recorded by ``create_proxy``.
         if switches != self._entered[-1] and (self._paths or switches[1:] != self._entered[-1][1:]):
@@ -224,11 +220,7 @@ class GraphTracer(fx.Tracer):
         return (KnownNumber if number else KnownProxy)(node, self, hint)
 
     def decided(self, proxy: KnownProxy, convert: type) -> Any:
-        """Return ``convert`` of what ``proxy`` stands for, on which Python is about to decide; note it in the graph.
-
-        Raises:
-            TraceError: it depends on data, on the number of tiles, or in a submodule on type or device.
-        """
+        """Return ``convert`` of what ``proxy`` stands for, on which Python is about to decide; note it in the graph."""
         hint, node = proxy.hint, proxy.node
         if hint.is_tensor:
             raise fx.proxy.TraceError("its path depends on the values of tensors")

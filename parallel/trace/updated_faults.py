@@ -32,7 +32,7 @@ def refuse_updating_copies(
     passes update state; every rank calls it.
 
     Raises:
-        ValueError: names the first state, and says what to do.
+        ValueError: names the first state, and says what to do; so do the other functions here.
     """
     if communicator.world == 1:
         return
@@ -62,11 +62,7 @@ def refuse_schedule(
     strategy: str,
 ) -> None:
     """Refuse a schedule under which a stage with such state has several copies, is recomputed, or sees microbatches in
-    another order than the plain step. Every rank finds the same.
-
-    Raises:
-        ValueError: names the first state, and says what to do.
-    """
+    another order than the plain step. Every rank finds the same."""
     for stage, updated in _by_stage(traced, partition).items():
         holders = mesh.teams_with(stage)
         _refuse_copies(updated, len(holders), strategy)
@@ -112,11 +108,7 @@ def _fault(updated: Mapping[str, Updated], strategy: str, what: str) -> str:
 
 
 def refuse_attributes(updated: Mapping[str, Updated]) -> None:
-    """Refuse a model that keeps state in plain attributes: it cannot be taken apart into layers.
-
-    Raises:
-        ValueError: names the first state, and says what to do.
-    """
+    """Refuse a model that keeps state in plain attributes: it cannot be taken apart into layers."""
     if attributes := {name: state for name, state in updated.items() if state.kind == ATTRIBUTE}:
         raise ValueError(
             f"{_named(attributes)}, which a graph of layers does not record: use --parallel {ALONE}, or make it a "

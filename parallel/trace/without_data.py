@@ -45,11 +45,7 @@ LARGEST_RUN = 512
 
 @dataclass(frozen=True)
 class Trial:
-    """Tiles that a model may be run on.
-
-    Attributes:
-        fake: the mode in which tensors have no data; None where they have.
-    """
+    """Tiles that a model may be run on; ``fake`` is the mode in which tensors have no data, None where they have."""
 
     example: Tensor
     fake: FakeTensorMode | None = None
