@@ -190,7 +190,4 @@ def copy_streams(device: torch.device) -> Mapping[Direction, Any]:
 
     torch hands out 32 streams, round robin, to NCCL as well: beyond them a copy would wait for a receive.
     """
-    return {
-        "out": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-        "back": torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-    }
+    return {direction: torch.cuda.Stream(device) for direction in ("out", "back")}  # type: ignore[no-untyped-call]

@@ -49,7 +49,8 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
             if isinstance(start, Tensor):
                 set_random_state(start, device)
             else:
-                seed_random(start, device)
+                for generator in _generators(device):  # other threads may be using other devices
+                    generator.manual_seed(start)
             yield draws
             draws._end = get_random_state(device)
         finally:
@@ -82,12 +83,6 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 def state_size(device: torch.device) -> int:
     """Return the bytes of a random state, the same for all devices of a kind."""
     return sum(generator.get_state().numel() for generator in _generators(device))
-
-
-def seed_random(seed: int, device: torch.device) -> None:
-    """Seed as ``torch.manual_seed`` does, the CPU and ``device`` alone: other threads may be using other devices."""
-    for generator in _generators(device):
-        generator.manual_seed(seed)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -106,16 +106,11 @@ def time_convolution(shape: Convolution, setting: Setting) -> Reading:
     if shape.transposed:
         padding = [max(math.ceil((k - s) / 2), 0) for k, s in zip(shape.kernel, shape.stride, strict=True)]
         rest = [s - k + 2 * p for s, k, p in zip(shape.stride, shape.kernel, padding, strict=True)]
-        return _time(
-            lambda: F.conv_transpose2d(images, weight, None, shape.stride, padding, rest), images, [weight], setting
-        )
-    padding = [d * (k - 1) // 2 for d, k in zip(shape.dilation, shape.kernel, strict=True)]
-    return _time(
-        lambda: F.conv2d(images, weight, None, shape.stride, padding, shape.dilation, shape.groups),
-        images,
-        [weight],
-        setting,
-    )
+        run = functools.partial(F.conv_transpose2d, images, weight, None, shape.stride, padding, rest)
+    else:
+        padding = [d * (k - 1) // 2 for d, k in zip(shape.dilation, shape.kernel, strict=True)]
+        run = functools.partial(F.conv2d, images, weight, None, shape.stride, padding, shape.dilation, shape.groups)
+    return _time(run, images, [weight], setting)
 
 
 def time_product(shape: Product, setting: Setting) -> Reading:

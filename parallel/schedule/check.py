@@ -50,10 +50,8 @@ def check(schedule: Schedule, mesh: Mesh, links: Links) -> None:
 
 def _ranks(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
     size = f"{mesh.groups} x {mesh.depth} ranks"
-    for rank in sorted(set(range(mesh.teams)) - set(schedule)):
-        yield ScheduleFault(f"has no row in the schedule, which is for {size}", rank)
-    for rank in sorted(set(schedule) - set(range(mesh.teams))):
-        yield ScheduleFault(f"has a row in the schedule, which is for {size}", rank)
+    for rank in sorted(schedule.keys() ^ set(range(mesh.teams))):
+        yield ScheduleFault(f"has {'a' if rank in schedule else 'no'} row in the schedule, which is for {size}", rank)
 
 
 def _owners(schedule: Schedule, mesh: Mesh) -> Iterator[ScheduleFault]:
