@@ -25,9 +25,8 @@ from parallel.graph.layers import LayerGraph
 from parallel.graph.scale import with_tiles
 from parallel.profile.cache import kept_at
 from parallel.profile.calibrate import QUICK_S, DeviceUse, load_or_calibrate
-from parallel.profile.copy_speed import load_or_measure_copies
 from parallel.profile.gpu import gpu_at
-from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_links
+from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_copies, load_or_measure_links
 from pipelines.catalog.counted import counted
 
 log = logging.getLogger(__name__)

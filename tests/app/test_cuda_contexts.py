@@ -27,7 +27,7 @@ from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES
 from parallel.cost.devices import link_named
 from parallel.profile import calibrate, gpu
-from parallel.profile.copy_speed import load_or_measure_copies
+from parallel.profile.link_speed import load_or_measure_copies
 from tests.app.conftest import QUICK
 from tests.helpers.in_process import call
 from tests.parallel.profile.test_calibrate import KEY, made_up_readings
@@ -190,7 +190,7 @@ def test_a_process_that_has_a_context_asks_no_other(monkeypatch: pytest.MonkeyPa
     assert gpu.gpu_at(0).free_bytes == 15 * GIB
     assert calibrate._run([{"device": "cuda:0"}], 1.0) == []
     assert read == ["cuda:0"]
-    monkeypatch.setattr("parallel.profile.copy_speed.gpu_copies", lambda name: (1e9, 3e9))
+    monkeypatch.setattr("parallel.profile.link_speed.gpu_copies", lambda name: (1e9, 3e9))
     assert load_or_measure_copies(torch.device("cuda", 0)).bandwidth == pytest.approx(1.5e9)
     gpu.gpu_at.cache_clear()
 

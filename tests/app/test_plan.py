@@ -18,8 +18,7 @@ from parallel.plan.candidates import BOXES, PLAIN
 from parallel.plan.largest_tile import LIMIT, LargestTile
 from parallel.plan.plan import Plan, PlanRow
 from parallel.profile.calibrate import DeviceUse
-from parallel.profile.copy_speed import CopySpeed
-from parallel.profile.link_speed import LinkSpeed
+from parallel.profile.link_speed import CopySpeed, LinkSpeed
 from parallel.strategy import Strategy
 
 V100 = ("--device-spec", "v100-16gb")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.profile import cache, copy_speed
+from parallel.profile import cache, link_speed
 from parallel.profile import calibrate as calibration
 from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import DeviceUse, load_or_calibrate
-from parallel.profile.copy_speed import CopySpeed, load_or_measure_copies
+from parallel.profile.link_speed import CopySpeed, load_or_measure_copies
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ class Measured:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     cache._tell.cache_clear()
     monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: Measured())
-    monkeypatch.setattr(copy_speed, "measure_copies", lambda *_, **__: CopySpeed(1e9, 1e9))
+    monkeypatch.setattr(link_speed, "measure_copies", lambda *_, **__: CopySpeed(1e9, 1e9))
 
 
 def measure(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.profile import copy_speed
-from parallel.profile.copy_speed import COPIES, SIZE, CopySpeed, load_or_measure_copies, measure_copies
+from parallel.profile import link_speed
+from parallel.profile.link_speed import COPIES, SIZE, CopySpeed, load_or_measure_copies, measure_copies
 
 CPU = torch.device("cpu")
 
@@ -18,8 +18,8 @@ def test_what_goes_out_and_comes_back() -> None:
 
 
 def test_a_copy_in_memory_is_timed_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_speed, "SIZE", SIZE // 16)
-    assert len(copy_speed._in_memory(2)) == 2 * COPIES
+    monkeypatch.setattr(link_speed, "SIZE", SIZE // 16)
+    assert len(link_speed._in_memory(2)) == 2 * COPIES
     threads = torch.get_num_threads()
     found = measure_copies(CPU, threads=1, together=2)
     assert torch.get_num_threads() == threads
@@ -35,7 +35,7 @@ def test_a_speed_is_kept_by_threads_and_ranks(monkeypatch: pytest.MonkeyPatch, t
         asked.append((threads, together))
         return CopySpeed(1e9 * together, 2e9)
 
-    monkeypatch.setattr(copy_speed, "measure_copies", measure)
+    monkeypatch.setattr(link_speed, "measure_copies", measure)
     first = load_or_measure_copies(CPU, threads=2)
     assert load_or_measure_copies(CPU, threads=2) == first
     assert load_or_measure_copies(CPU, threads=1, together=2).to_host == 2e9
