@@ -12,7 +12,7 @@ from html import escape
 from typing import NamedTuple
 
 from parallel.draw.svg_style import FONT
-from parallel.schedule.action import Action, Kind
+from parallel.schedule.action import Kind
 from parallel.schedule.timeline import Span, Timeline
 
 LABELS, WIDTH, MARGIN = 76.0, 1000.0, 24.0
@@ -30,34 +30,15 @@ class Shade(NamedTuple):
     ink: str
 
 
-REPLICAS: tuple[dict[Kind, Shade], ...] = (
-    {
-        Kind.FORWARD: Shade("#a9cdf4", "#0d2f57"),
-        Kind.BACKWARD: Shade("#1f66b1", "#ffffff"),
-        Kind.BACKWARD_INPUT: Shade("#1f66b1", "#ffffff"),
-        Kind.BACKWARD_WEIGHT: Shade("#23828c", "#ffffff"),
-        Kind.RECOMPUTE: Shade("#e3eefb", "#0d2f57"),
-        Kind.UPDATE: Shade("#1f2733", "#ffffff"),
-    },
-    {
-        Kind.FORWARD: Shade("#fbcf9d", "#5c2c00"),
-        Kind.BACKWARD: Shade("#c25a0a", "#ffffff"),
-        Kind.BACKWARD_INPUT: Shade("#c25a0a", "#ffffff"),
-        Kind.BACKWARD_WEIGHT: Shade("#8f6f00", "#ffffff"),
-        Kind.RECOMPUTE: Shade("#fdeedd", "#5c2c00"),
-        Kind.UPDATE: Shade("#1f2733", "#ffffff"),
-    },
-)
-"""Blue and orange, which stay apart for colour-blind eyes and in grey."""
-
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, inputs",
-    Kind.BACKWARD_WEIGHT: "backward, weights",
-    Kind.RECOMPUTE: "recompute",
-    Kind.UPDATE: "update",
+KINDS = {
+    Kind.FORWARD: ("forward", Shade("#a9cdf4", "#0d2f57"), Shade("#fbcf9d", "#5c2c00")),
+    Kind.BACKWARD: ("backward", Shade("#1f66b1", "#ffffff"), Shade("#c25a0a", "#ffffff")),
+    Kind.BACKWARD_INPUT: ("backward, inputs", Shade("#1f66b1", "#ffffff"), Shade("#c25a0a", "#ffffff")),
+    Kind.BACKWARD_WEIGHT: ("backward, weights", Shade("#23828c", "#ffffff"), Shade("#8f6f00", "#ffffff")),
+    Kind.RECOMPUTE: ("recompute", Shade("#e3eefb", "#0d2f57"), Shade("#fdeedd", "#5c2c00")),
+    Kind.UPDATE: ("update", Shade("#1f2733", "#ffffff"), Shade("#1f2733", "#ffffff")),
 }
+"""Name, and shades in replicas 0 and 1: blue and orange stay apart for colour-blind eyes and in grey."""
 
 
 def schedule_svg(
@@ -131,7 +112,8 @@ def _chunks(timeline: Timeline, rank: int) -> dict[tuple[int, int], int]:
 
 
 def _box(span: Span, x: float, y: float, width: float, chunk: int) -> Iterator[str]:
-    shade = _shade(span.action)
+    _, *shades = KINDS[span.action.kind]
+    shade = shades[span.action.replica]
     # A hair's breadth of paper between neighbours, so that boxes of one colour can be told apart.
     shown = max(width - 1.2, 0.6)
     yield f'<g class="action"><title>{span.action}</title>'
@@ -169,18 +151,14 @@ def _legend(charts: list[Timeline], y: float) -> Iterator[str]:
         if len(replicas) > 1:
             yield _text(x, y + 1, f"replica {replica}:", size=13, fill=PALE)
             x += 68
-        for kind in NAMES:
+        for kind, (name, *shades) in KINDS.items():
             if any(action.kind is kind and action.replica == replica for action in actions):
-                action = Action(kind, 0, 0, replica)
-                yield f'<rect x="{x:g}" y="{y - 12:g}" width="16" height="16" rx="2.5" fill="{_shade(action).fill}"/>'
+                fill = shades[replica].fill
+                yield f'<rect x="{x:g}" y="{y - 12:g}" width="16" height="16" rx="2.5" fill="{fill}"/>'
                 if kind is Kind.RECOMPUTE:
                     yield f'<rect x="{x:g}" y="{y - 12:g}" width="16" height="16" rx="2.5" fill="url(#again)"/>'
-                yield _text(x + 22, y + 1, NAMES[kind], size=13)
-                x += 22 + 6.6 * len(NAMES[kind]) + 22
-
-
-def _shade(action: Action) -> Shade:
-    return REPLICAS[action.replica][action.kind]
+                yield _text(x + 22, y + 1, name, size=13)
+                x += 22 + 6.6 * len(name) + 22
 
 
 def _text(

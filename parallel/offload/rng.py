@@ -19,16 +19,9 @@ DRAWING = threading.RLock()
 
 
 class Draws:
-    """The random numbers of one forward pass."""
+    """The random numbers of one forward pass; ``end``, the state after them, is there once the block is left."""
 
-    def __init__(self) -> None:
-        self._end: Tensor | None = None
-
-    @property
-    def end(self) -> Tensor:
-        """Return the state after the last number drawn; there once the ``drawing`` block is left without an error."""
-        assert self._end is not None, "asked before the end of the block"
-        return self._end
+    end: Tensor
 
 
 @contextmanager
@@ -52,7 +45,7 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
                 for generator in _generators(device):  # other threads may be using other devices
                     generator.manual_seed(start)
             yield draws
-            draws._end = get_random_state(device)
+            draws.end = get_random_state(device)
         finally:
             set_random_state(before, device)
 
