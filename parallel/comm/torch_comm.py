@@ -289,6 +289,5 @@ def is_lost_peer(fault: BaseException) -> bool:
 
 
 def _is_out_of_memory(fault: BaseException) -> bool:
-    """Return whether NCCL could not allocate GPU memory."""
     words = str(fault).lower()
     return isinstance(fault, dist.DistBackendError) and ("out of memory" in words or "failed to cuda calloc" in words)

@@ -58,7 +58,6 @@ def graph_svg(view: ModelView) -> str:
 
 
 def _box_width(parts: Sequence[Part]) -> float:
-    """Return the width of the boxes: that of the longest words, within limits."""
     needed = [
         max(
             text_width(part.name, 13) * 1.06 + 12 + text_width(part.kind, 11),
@@ -173,7 +172,6 @@ def _groups(layout: Layout, view: ModelView) -> Iterator[str]:
 
 
 def _legend(view: ModelView) -> tuple[list[str], float]:
-    """Return the lines of the legend and their width."""
     sums = view.stage_sums
     params, saved = sum(total.param_bytes for total in sums), sum(total.saved_bytes for total in sums)
     count = sum(part.kind not in (INPUT, OUTPUT) for part in view.parts)
@@ -252,7 +250,6 @@ def _arrow(wire: Wire) -> str:
 
 
 def _crossings(layout: Layout) -> list[tuple[float, float, float]]:
-    """Return (y, left, right) of all horizontal lines."""
     bounds = [(band.top, band.left, band.right) for band in layout.bands]
     for wire in layout.wires:
         for (ax, ay), (bx, by) in pairwise(wire.points):

@@ -54,7 +54,6 @@ def graph_text(view: ModelView) -> str:
 
 
 def _rows(view: ModelView) -> list[list[str]]:
-    """Headings, then a row for each part."""
     columns = [[part.forward_s for part in view.parts], [part.backward_s for part in view.parts]]
     times = [column for column in columns if any(seconds is not None for seconds in column)]
     names = ["forward" if column is columns[0] else "backward" for column in times]
@@ -95,7 +94,6 @@ def _short(text: str, limit: int) -> str:
 
 
 def _line(row: list[str], widths: list[int]) -> str:
-    """Words to the left, numbers to the right."""
     cells = [
         cell.ljust(width) if 0 < column < 4 else cell.rjust(width)
         for column, (cell, width) in enumerate(zip(row, widths, strict=True))

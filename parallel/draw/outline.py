@@ -181,7 +181,6 @@ COUNTER_BYTES = 8
 
 
 def _with_ends(graph: LayerGraph, blocks: list[Block]) -> list[Block]:
-    """Return ``blocks`` with the model's input and output."""
     inside = range(blocks[0].start, blocks[-1].stop) if blocks else range(0)
     ends = [Block(k, k + 1) for k in range(len(graph.layers)) if k not in inside]
     return sorted([*blocks, *ends], key=lambda block: block.start)
@@ -313,7 +312,6 @@ def _repeats(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
 
 
 def _in_blocks(graph: LayerGraph, parts: Sequence[Part]) -> tuple[Group, ...]:
-    """Return a group for each block of several parts."""
     blocks = _with_ends(graph, find_blocks(graph))
     groups, number = [], 0
     for block, name in zip(blocks, _names(graph, blocks), strict=True):

@@ -84,7 +84,6 @@ def schedule_svg(
 
 
 def _joined(team: range, top: float) -> str:
-    """Return a line next to the rows of a team."""
     first, last = top + team.start * (ROW + GAP), top + (team.stop - 1) * (ROW + GAP) + ROW
     words = f"ranks {team.start} to {team.stop - 1} compute each tile together"
     return (

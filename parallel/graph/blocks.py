@@ -129,7 +129,6 @@ def _is_opened(graph: LayerGraph, scope: Scope, root: Scope, copies: dict[tuple[
 
 
 def _only_strings(scope: Scope) -> bool:
-    """Return whether the module only strings several others together."""
     return len(scope.inner) > 1 and not scope.computes
 
 

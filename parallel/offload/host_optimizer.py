@@ -128,7 +128,6 @@ class HostOptimizer:
             self._copy_back(self._parameters)
 
     def _copy_back(self, names: Iterable[str]) -> None:
-        """Let the parameters ``names`` have their values on the host."""
         for name in names:
             parameter = self._parameters[name]
             parameter.copy_(self.owned[name], non_blocking=True)
@@ -150,7 +149,6 @@ class HostOptimizer:
             self._reset()
 
     def _reset(self) -> None:
-        """Forget the gradients and updates of this step."""
         self._ready.clear()
         self._begun.clear()
         self._replaced = {}
@@ -176,7 +174,6 @@ class HostOptimizer:
             self._copies.synchronize(mark)
 
     def _added(self, name: str) -> None:
-        """A gradient was added to parameter ``name``."""
         if name in self._final:
             self._final.remove(name)
             self.gradient_ready(name)

@@ -190,7 +190,6 @@ class HostParameters:
         return unit.given[key]
 
     def _begin(self, parameter: nn.Parameter) -> Unit:
-        """Begin the unit of a layer that reads its first parameter."""
         before, first = self._unit, id(parameter)
         if before is not None:
             before.release()
@@ -203,7 +202,6 @@ class HostParameters:
         return unit
 
     def _bring(self, parameter: nn.Parameter) -> DeviceCopy:
-        """Return the copy of ``parameter`` on the device, or begin a new one."""
         copy = self._present.get(id(parameter))
         if copy is None:
             tensor, mark = self._copies.to_device(parameter.detach())

@@ -119,12 +119,11 @@ def _folder() -> Path | None:
 
 def kept_text(path: Path | None) -> str | None:
     """Return the text kept at ``path``, of ``kept_at``; None where there is none, or, with a warning, it is damaged."""
-    try:
-        data = path.read_bytes() if path is not None else None
-    except OSError:
+    if path is None:
         return None
-    text, _, digest = (data or b"").rpartition(b"\n")
-    if data is None:
+    try:
+        text, _, digest = path.read_bytes().rpartition(b"\n")
+    except OSError:
         return None
     if hashlib.sha256(text).hexdigest().encode() != digest:
         log.warning("%s is damaged, or of an earlier version: measured anew", path)

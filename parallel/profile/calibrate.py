@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallel.cost.calibrated import PASSES, CostModel, Curve, OpWork, PassModel, work_of_shape
-from parallel.cost.regression import fit
+from parallel.cost.calibrated import PASSES, CostModel, Curve, OpWork, PassModel, fit, work_of_shape
 from parallel.cost.roofline import backward_bytes, forward_bytes
 from parallel.cost.shapes import ROUND, Product, products
 from parallel.graph.layers import Convolution

@@ -64,7 +64,6 @@ class Mesh:
 
     @cached_property
     def _held(self) -> list[list[tuple[int, int]]]:
-        """(stage, replica) of each team of a group."""
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.depth)]
         for replica, stage in itertools.product(range(self.replicas), range(self.stages)):
             held[self.team_at(stage, replica)].append((stage, replica))

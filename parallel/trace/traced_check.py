@@ -79,8 +79,6 @@ def first_difference(traced: Traced, shape: tuple[int, ...], dtype: torch.dtype)
 
 @dataclass
 class _Run:
-    """Record of one run."""
-
     operations: list[Any]  # each with its arguments, tensors by what made them
     origins: list[tuple[str, str]]  # (module, line) that each operation is from
     ends: list[Any]  # which of these came out, and autograd's functions behind them

@@ -43,23 +43,18 @@ class UntracedModule(StageModule):
 
     @property
     def root(self) -> nn.Module:
-        """Return the model."""
         return self.model
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of the model."""
         yield from self.model.named_modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a module of the model."""
         return self.model.get_submodule(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the model."""
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the state of the model."""
         return self.model.load_state_dict(*args, **kwargs)
 
 
