@@ -31,11 +31,7 @@ NAMES = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
-    """Return the ``value`` of every rank, in order, on rank 0; None on the others.
-
-    Args:
-        value: anything ``torch.load`` reads back with ``weights_only``.
-    """
+    """Return the ``value`` of every rank, which ``torch.save`` takes, in order, on rank 0; None on the others."""
     if communicator.rank:
         data = _to_bytes(value)
         for tensor in (torch.tensor([data.numel()]), data):

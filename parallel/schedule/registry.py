@@ -69,11 +69,7 @@ ONE_STAGE = {name: ScheduleKind(name, mp_basic) for name in ("single", "ddp", "f
 
 
 def default_microbatches(name: str, depth: int) -> int:
-    """Return the microbatches of one group when the user names none.
-
-    Raises:
-        ValueError: no schedule has this name.
-    """
+    """Return the microbatches of one group when the user names none, for the schedule ``name``."""
     return kind_of(name).microbatches or 2 * depth
 
 

@@ -53,11 +53,7 @@ class Hint:
 
     @property
     def value(self) -> Any:
-        """Return the value for the traced number of tiles.
-
-        Raises:
-            TraceError: the node does not run on them.
-        """
+        """Return the value for the traced number of tiles; a TraceError where the node does not run on them."""
         if self._find is not None:
             self._find()
         if isinstance(self._value, Exception):

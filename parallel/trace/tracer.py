@@ -85,11 +85,7 @@ class GraphTracer(fx.Tracer):
         self._decided: dict[tuple[fx.Node, type], Any] = {}
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Return the graph of ``root`` in its present mode.
-
-        Raises:
-            TraceError: it does what a graph does not record.
-        """
+        """Return the graph of ``root`` in its present mode; a TraceError where it does what no graph records."""
         with torch.random.fork_rng(devices=[]), _recording_functions(self):
             self._entered = [_switches()]
             before = _random_state()
