@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel.cost.calibrated import CostModel, Curve, work_of, work_of_shape
-from parallel.cost.regression import Polynomial, fit
+from parallel.cost.calibrated import CostModel, Curve, Polynomial, fit, work_of, work_of_shape
 from parallel.cost.shapes import ROUND, Product, products
 from parallel.graph.layers import Convolution, LayerGraph
 from parallel.profile import cache
