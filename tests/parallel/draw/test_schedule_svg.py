@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from parallel.draw.schedule_svg import IDLE, LABELS, MARGIN, REPLICAS, WIDTH, schedule_svg
+from parallel.draw.schedule_svg import IDLE, KINDS, LABELS, MARGIN, WIDTH, schedule_svg
 from parallel.schedule.action import COMPUTE, Action, Kind
 from parallel.schedule.passes import lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
@@ -45,7 +45,7 @@ def test_one_box_for_each_compute_action(name: str) -> None:
     drawn = boxes(schedule_svg(timeline, title=name))
     assert [text for text, _ in drawn] == [str(action) for action in actions if action.kind in COMPUTE]
     for (_, box), action in zip(drawn, (a for a in actions if a.kind in COMPUTE), strict=True):
-        assert box.get("fill") == REPLICAS[action.replica][action.kind].fill
+        assert box.get("fill") == KINDS[action.kind][1 + action.replica].fill
 
 
 def test_boxes_stand_where_time_says() -> None:
@@ -111,6 +111,6 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 
 
 def test_kinds_of_one_replica_can_be_told_apart() -> None:
-    for shades in REPLICAS:
-        assert shades.keys() == COMPUTE
-        assert len({shades[kind].fill for kind in COMPUTE - {Kind.BACKWARD_INPUT}}) == 5
+    assert KINDS.keys() == COMPUTE
+    for replica in (0, 1):
+        assert len({KINDS[kind][1 + replica].fill for kind in COMPUTE - {Kind.BACKWARD_INPUT}}) == 5
