@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import _engine_run_backward  # type: ignore[attr-defined]
 
 from tests.helpers.sim_gpu.dispatch import Dispatch
 from tests.helpers.sim_gpu.hazards import NO_TRACES
@@ -48,6 +49,7 @@ def patches(gpus: Gpus, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, name, _saying_its_device(gpus, plain))
     for name, plain in NEW.items():
         patch.setattr(Tensor, name, _saying_its_device(gpus, plain))
+    patch.setattr("torch.autograd._engine_run_backward", functools.partial(_back, gpus, _engine_run_backward))
     for name in ("parallel.offload.copies.copy_streams", "pipelines.stream.device_batch.feed_stream"):
         patch.setattr(name, _once_a_process(gpus, pkgutil.resolve_name(name)))
     run = threading.Thread.run
@@ -420,6 +422,12 @@ def _saying_its_device(gpus: Gpus, plain: Any) -> Any:
             return plain(*args, **kwargs)  # type: ignore[no-any-return]
 
     return made
+
+
+def _back(gpus: Gpus, plain: Any, outputs: Any, gradients: Any, *args: Any, **options: Any) -> Any:
+    """A backward pass."""
+    with gpus.going_back(next((each.device for each in gradients if each is not None), None)):
+        return plain(outputs, gradients, *args, **options)
 
 
 def _index(gpus: Gpus, device: Any) -> int:

@@ -133,10 +133,22 @@ class Gpus:
         """Python has called the factory or copy that is under way."""
         return getattr(self._local, "from_python", False)
 
+    @contextlib.contextmanager
+    def going_back(self, device: torch.device | None) -> Iterator[None]:
+        """Within it, a backward pass whose gradients came in on ``device`` runs in this thread."""
+        outer = getattr(self._local, "back", None)
+        self._local.back = None if device is None else self.index(device)
+        try:
+            yield
+        finally:
+            self._local.back = outer
+
     def meant(self, asked: torch.device) -> torch.device:
         """Return the device that a factory means. In C++, which knows of no simulation, all tensors are on the CPU:
-        then it is the device of the operation before, as formulas of autograd call factories for what they compute."""
-        before = getattr(self._local, "before", None)
+        then it is the device of the backward pass under way, as formulas of autograd call factories for what they
+        compute, whatever Python did on the host before; outside of one it is that of the operation before."""
+        before = getattr(self._local, "back", None)
+        before = getattr(self._local, "before", None) if before is None else before
         if asked.type != "cpu" or self.is_from_python or before is None:
             return asked
         return torch.device("cuda", before)

@@ -30,6 +30,8 @@ STRATEGIES = {
     "ddp": Strategy("ddp", 2, 1, M),
     "spatial": Strategy("spatial", 2, 1, 2, grid=STRIPS),
     "teams in 1f1b": Strategy("1f1b", 4, 2, 2, grid=STRIPS),
+    "teams in 1f1b of four stages": Strategy("1f1b", 8, 4, 4, grid=STRIPS),
+    "teams in master": Strategy("master", 4, 2, M, grid=STRIPS),
     "halves of the optimizer state": strategy_for("master", 2, m=2, shard_optimizer=True),
     "offload": strategy_for("1f1b", 2, m=M, policy=OFFLOAD),
     "offload, ahead": strategy_for("gpipe", 2, m=M, policy=ActivationPolicy("none", (), "overlap", 20_000, 512)),
@@ -49,7 +51,7 @@ STRATEGIES = {
 
 
 QUICK = {
-    "late": set(STRATEGIES) - {"1f1b, streamed", "spatial, streamed"},
+    "late": set(STRATEGIES) - {"1f1b, streamed", "spatial, streamed", "teams in 1f1b of four stages"},
     "at once": {"1f1b", "ddp"},
     "in between": {"1f1b", "ddp"},
 }
