@@ -17,8 +17,9 @@ from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
 from parallel.team.team_comm import TeamComm
+from parallel.team.team_plan import plan_alone
 from parallel.team.team_stage import TeamStage
-from parallel.team.team_stages import plan_alone, team_stages
+from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_exclusively
 
 

@@ -51,9 +51,9 @@ from parallel.stage.weight_versions import WeightVersions
 from parallel.strategy import Strategy
 from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import MOST_PLANS, TeamPlans
+from parallel.team.team_plan import MOST_PLANS, plan_alone, team_plans
 from parallel.team.team_stage import Plans
-from parallel.team.team_stages import plan_alone, stages_of_rank
+from parallel.team.team_stages import stages_of_rank
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced
@@ -258,7 +258,7 @@ def _plans(traced: Traced, strategy: Strategy) -> Plans:
     """Return what gives the plan of a team for tiles of a shape; each is made when it is first asked for."""
     if strategy.mesh.members == 1 or strategy.grid is None:
         return functools.lru_cache(MOST_PLANS)(plan_alone)
-    return functools.partial(TeamPlans(traced, once=strategy.policy.stream is None).plan, strategy.grid)
+    return team_plans(traced, strategy.grid, once=strategy.policy.stream is None)
 
 
 def _boxed(

@@ -25,8 +25,8 @@ from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine
-from parallel.schedule.shares import Shares, microbatch_seed
+from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine, microbatch_seed
+from parallel.schedule.shares import Shares
 from parallel.space.grid import Span
 from parallel.stage.stage import Loss
 from parallel.trace.patched_kernels import patch_kernels

@@ -8,7 +8,6 @@ the tensor it is in.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from parallel.graph.partition import Partition
 from parallel.space.team import Grid
 from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import TeamPlans
+from parallel.team.team_plan import team_plans
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_as_it_runs
 
@@ -90,7 +89,7 @@ def team_error(
 
     def member(communicator: Communicator, _: None) -> dict[str, Any]:
         link, own = TeamComm(communicator), copy.deepcopy(traced)
-        plans, whole = functools.partial(TeamPlans(own, once=boxed is None).plan, grid), Partition(own.graph, (0,))
+        plans, whole = team_plans(own, grid, once=boxed is None), Partition(own.graph, (0,))
         stage = team_stages(own, whole, [0], grid, link, plans, CPU, boxed=boxed)[0].train(training)
         image = images.clone().requires_grad_(boxed is None)
         with stage.context(shape, SEED) as passing:

@@ -27,9 +27,8 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.fully_sharded import FullyShardedEngine
-from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine
+from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine, microbatch_seed
 from parallel.offload.live_bytes import LiveBytes
-from parallel.schedule.shares import microbatch_seed
 
 LR = 1e-3
 SMALL = 64

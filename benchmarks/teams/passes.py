@@ -7,7 +7,6 @@ Takes the name of a model and the side of a tile; both ways have the same weight
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from parallel.graph.partition import Partition
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import TeamPlans
+from parallel.team.team_plan import team_plans
 from parallel.team.team_stage import TeamStage
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_exclusively
@@ -58,7 +57,7 @@ class Problem:
         model = copy.deepcopy(self.model)
         traced = trace_exclusively(model, self.shape, communicator)
         link = link or TeamComm(communicator)
-        partition, plans = Partition(traced.graph, (0,)), functools.partial(TeamPlans(traced).plan, grid)
+        partition, plans = Partition(traced.graph, (0,)), team_plans(traced, grid)
         stage = team_stages(traced, partition, [0], grid, link, plans, torch.device("cpu"))[0]
         return Member(self, stage.train(), link)
 

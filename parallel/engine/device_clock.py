@@ -7,45 +7,38 @@ event tells when the GPU came to it, and recording one does not wait for the GPU
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 Mark = Any
 """A moment: seconds of ``time.perf_counter`` on a CPU, a ``torch.cuda.Event`` on a GPU."""
 
 
 class DeviceClock:
-    """Moments in the work of one device."""
+    """Moments in the work of one device.
+
+    Attributes:
+        mark: returns the moment in which the device has done what the current stream was asked for so far.
+        on_gpu: moments are events, which can be waited for.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.on_gpu = device, device.type == "cuda"
+        self.mark: Callable[[], Mark] = self._event if self.on_gpu else time.perf_counter
 
-    def mark(self) -> Mark:
-        """Return the moment in which the device has done what the current stream was asked for so far."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
+    def _event(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def begin_read(self, value: Tensor) -> Tensor:
-        """Return ``value`` in host memory, where it is complete once a later mark was waited for."""
-        return value.to("cpu", non_blocking=True) if self._device.type == "cuda" else value
-
-    def wait(self, mark: Mark) -> None:
-        """Wait until the device has come to ``mark``."""
-        if self._device.type == "cuda":
-            mark.synchronize()
 
     def host_seconds(self, marks: Sequence[Mark]) -> list[float]:
         """Return ``marks`` in seconds of ``time.perf_counter``; waits for a GPU.
 
         The clocks of a GPU and its host may drift apart by some microseconds for each second since the marks.
         """
-        if self._device.type != "cuda" or not marks:
+        if not self.on_gpu or not marks:
             return list(marks)
         now = self.mark()
         (since_first_s,) = self.durations([(marks[0], now)])
@@ -54,7 +47,7 @@ class DeviceClock:
 
     def durations(self, pairs: Sequence[tuple[Mark, Mark]]) -> list[float]:
         """Return the seconds between the marks of each pair; waits for a GPU to come to the last mark."""
-        if self._device.type != "cuda" or not pairs:
+        if not self.on_gpu or not pairs:
             return [end - start for start, end in pairs]
-        self.wait(pairs[-1][1])
+        pairs[-1][1].synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in pairs]

@@ -27,12 +27,13 @@ from parallel.engine.step import (
     StepResult,
     TrainingEngine,
     mean_loss,
+    microbatch_seed,
     read_losses,
 )
 from parallel.engine.transfers import describe
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind, Schedule
-from parallel.schedule.shares import Shares, microbatch_seed
+from parallel.schedule.shares import Shares
 from parallel.schedule.text import describe_fault
 from parallel.schedule.timeline import Span
 from parallel.space.team import Box
@@ -116,10 +117,9 @@ class Engine(TrainingEngine):
             stage.module.train()
             stage.statistics.begin_step(work.m)
         work.update.begin_step()
-        self._learning_rate = learning_rate
         for reducer in work.reducers.values():
             reducer.begin_step()
-        self._marks, sent = [], self._sent_so_far
+        self._marks, self._learning_rate, sent = [], learning_rate, self._sent_so_far
         begun_s = time.perf_counter()
         self._feed, self._step, self._losses = StepBatches(microbatches, self.share), step, {}
         losses = self._walk()
@@ -149,8 +149,7 @@ class Engine(TrainingEngine):
             return StepResult(loss, tiles, self._own_seconds(), *self._clock.durations([(self._marks[-1][2], summed)]))
         if self.mesh.groups == 1 or work.messenger.device.type != "cpu":  # which computes behind the clock's back
             return StepResult(loss, tiles)
-        each_s = walked_s / len(self.share)
-        return StepResult(loss, tiles, tuple((i, each_s) for i in self.share), waited_s)
+        return StepResult(loss, tiles, tuple((i, walked_s / len(self.share)) for i in self.share), waited_s)
 
     def _own_seconds(self) -> tuple[tuple[int, float], ...]:
         """Return the seconds of each microbatch, from the begin of its forward to the end of its backward pass. The
@@ -164,8 +163,8 @@ class Engine(TrainingEngine):
         return predict(self._work, microbatch, sums)
 
     def outputs(self, microbatches: Iterable[Microbatch], step: int) -> Outputs:
-        of_step = StepBatches(microbatches, self.share), (self._seed, step)
-        return rehearse(self._work, self._actions, *of_step, self._observer)
+        feed = StepBatches(microbatches, self.share)
+        return rehearse(self._work, self._actions, feed, (self._seed, step), self._observer)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -240,17 +239,18 @@ class Engine(TrainingEngine):
                 raise self._fault(position, fault) from fault
         if self._observer:
             self._observer.at(-1)
-        if not self.counted or not self._losses:
-            return read_losses({}, self._work.m)
-        self._clock.wait(self._last_loss)
-        return read_losses(self._losses, self._work.m)
+        losses = self._losses if self.counted else {}
+        if losses and self._clock.on_gpu:
+            self._last_loss.synchronize()
+        return read_losses(losses, self._work.m)
 
     def _perform(self, position: int, action: Action) -> None:
         work, feed = self._work, self._feed
         if action.kind is Kind.REDUCE:
             work.reducers[action.stage].begin()
             return
-        i, stage = action.i, work.stages[action.stage]
+        i, stage = action.microbatch, work.stages[action.stage]
+        assert i is not None, action
         match action.kind:
             case Kind.FORWARD:
                 self._forward(position, action, i)
@@ -299,7 +299,7 @@ class Engine(TrainingEngine):
                 shape=shape,
             )
             if is_last:
-                self._losses[i] = self._clock.begin_read(outputs[LOSS].detach()), shape[0]
+                self._losses[i] = outputs[LOSS].detach().to("cpu", non_blocking=True), shape[0]
         if is_last:
             self._last_loss = self._marks[-1][2]
         work.transfers.stash_output(action, outputs)

@@ -19,9 +19,18 @@ from parallel.comm.torch_shard import part_like, run_sharded, shard_module, whol
 from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep
 from parallel.engine.sharding_units import sharding_units
 from parallel.engine.state_dict import options_by_name, own_state, states_by_name, whole_state
-from parallel.engine.step import Microbatch, NeededInputs, StepResult, TrainingEngine, mean_loss, measured, read_losses
+from parallel.engine.step import (
+    Microbatch,
+    NeededInputs,
+    StepResult,
+    TrainingEngine,
+    mean_loss,
+    measured,
+    microbatch_seed,
+    read_losses,
+)
 from parallel.offload.rng import drawing
-from parallel.schedule.shares import microbatch_seed, share_of
+from parallel.schedule.shares import share_of
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import Sums

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from parallel.engine.rank_program import RankProgram
-from parallel.engine.step import Microbatch, Observer, StepBatches, measured
+from parallel.engine.step import Microbatch, Observer, StepBatches, measured, microbatch_seed
 from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action, Kind
-from parallel.schedule.shares import microbatch_seed
 from parallel.streaming.box_sums import BoxSums, Sums
 from parallel.trace.stage_module import as_tensor
 

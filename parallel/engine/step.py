@@ -5,6 +5,7 @@ An engine takes the microbatches of this rank's group and returns the loss of th
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -78,6 +79,12 @@ class StepResult:
     seconds: tuple[tuple[int, float], ...] = ()
     waited_s: float | None = None
     pushes: tuple[Push, ...] = field(default=(), kw_only=True)
+
+
+def microbatch_seed(seed: int, step: int, i: int) -> int:
+    """Return a 63-bit seed for microbatch ``i`` of ``step``: dropout is the same whichever rank computes it."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{i}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def measured(output: Any, microbatch: Microbatch, sums: Sums | None) -> Any:

@@ -31,7 +31,7 @@ from parallel.graph.partition import Partition
 from parallel.profile.malloc import keep_freed_memory
 from parallel.space.team import Grid
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import TeamPlans
+from parallel.team.team_plan import team_plans
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_exclusively
 
@@ -197,7 +197,7 @@ class MemberPass:
         self._link = TeamComm(team)
         traced = trace_exclusively(copy.deepcopy(self._net), shape, team)
         grid, partition = Grid(team.world, 1), Partition(traced.graph, (0,))
-        plans = functools.partial(TeamPlans(traced).plan, grid)
+        plans = team_plans(traced, grid)
         self._stage = team_stages(traced, partition, [0], grid, self._link, plans, CPU)[0]
         self._stage.train()
         self._part = torch.randn((1, 3, *PART)).to(memory_format=torch.channels_last)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import hashlib
 import heapq
 import io
 import itertools
@@ -61,12 +60,6 @@ def share_of(rank: int, world: int, m: int) -> range:
     if m < world:
         raise ValueError(f"{m} microbatches cannot keep {world} ranks busy: raise --microbatches to {world} or more")
     return split_batch(m, world)[rank]
-
-
-def microbatch_seed(seed: int, step: int, i: int) -> int:
-    """Return a 63-bit seed for microbatch ``i`` of ``step``: dropout is the same whichever rank computes it."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{i}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def consecutive(counts: Sequence[int]) -> Shares:

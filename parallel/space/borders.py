@@ -18,10 +18,10 @@ MOST = 0.5
 """Of its output, in strips: beyond, one convolution of all that is needed is less work."""
 
 
-def overlap_pays(map_bytes: int, weight_bytes: int) -> bool:
+def overlap_pays(map_size: int, weight_size: int) -> bool:
     """Return whether a convolution is better taken apart: each of its strips reads, and each gradient of a halo writes,
-    the weights again, where putting all together copies a member's part ``map_bytes`` of a tile."""
-    return map_bytes >= weight_bytes
+    the weights again, where putting all together copies a member's part of a tile. Both in bytes, or in numbers."""
+    return map_size >= weight_size
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class SpatialPlan:
         taken = {name for step in self.steps for name in step.maps}
         return frozenset(name for name in made | taken if name in self.sides)
 
+    @functools.cached_property
+    def tile_boxes(self) -> tuple[Box, ...]:
+        """Boxes of the tile, by member."""
+        return self.mesh.all_owned(self.mesh.side)
+
     def owned(self, name: str, member: int) -> Box:
         """Return the box of a map that ``member`` has."""
         return self.mesh.owned(member, self.sides[name])

@@ -1,14 +1,15 @@
 """Running statistics of normalisation layers, exact whoever computes which microbatch in which order.
 
-Takes a module and the ranks that hold a copy of it. ``OrderedStatistics`` gives what the plain step gives: one update
+Takes a module and the ranks that hold a copy of it. ``RunningStatistics`` gives what the plain step gives: one update
 per microbatch, in microbatch order. ``DeferredStatistics`` gives torchgpipe's deferred batch norm (Kim et al. 2020,
 arXiv 2004.09910): each microbatch is normalised by itself, and layers are updated once per step. A pass that is not to
-update the layers itself starts from zeros and is put back after; what it left is kept.
+update the layers itself starts from zeros and is put back after, past autograd's version counters: batch norm saves
+these buffers and never reads them.
 """
 
 from __future__ import annotations
 
-import abc
+import functools
 from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
@@ -19,7 +20,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from parallel.comm.communicator import Communicator
-from parallel.stage.running_buffers import FlatBuffers, buffers_of, untouched
 from parallel.trace.updated_search import tracking_layers
 
 _DEFERRABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -36,25 +36,29 @@ def running_statistics(
     Raises:
         ValueError: ``deferred`` with layers other than BatchNorm1d, 2d and 3d.
     """
-    if mode == "deferred":
-        return DeferredStatistics(module, communicator)
-    return OrderedStatistics(module, communicator, contributes)
+    kind = DeferredStatistics if mode == "deferred" else RunningStatistics
+    return kind(module, communicator, contributes)
 
 
-class RunningStatistics(abc.ABC):
-    """The running statistics of one module, kept right over a step; no layer of another module is touched.
+class RunningStatistics:
+    """Running statistics of one module, updated once per microbatch, in microbatch order.
+
+    With momentum a, one update is r <- (1 - a) r + a s. Started from r = 0 it leaves exactly the addend a s, whatever
+    the kind of layer, and ranks exchange addends. ``momentum=None`` keeps the mean over all updates: started from
+    nothing it leaves the mean over this microbatch's.
 
     Args:
         module: its layers that track running statistics take part while they are in training mode.
         communicator: the ranks that hold a copy of ``module``.
+        contributes: this rank sends the others what its passes leave.
 
     Attributes:
         alone: layers may update themselves, since this rank has all microbatches; else ``end_step`` updates them.
     """
 
-    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
+    def __init__(self, module: nn.Module, communicator: Communicator, contributes: bool = True) -> None:
         self._layers = tracking_layers(module)
-        self._communicator = communicator
+        self._communicator, self._contributes = communicator, contributes
         self.alone = communicator.world == 1
         self._flat: FlatBuffers | None = None
 
@@ -63,16 +67,12 @@ class RunningStatistics(abc.ABC):
         self._active = [layer for layer in self._layers if layer.training]
         if self._flat is None or self._flat.layers != self._active:
             self._flat = FlatBuffers(self._active) if self._active else None
-        elif self._flat is not None:
+        else:
             self._flat.find_buffers()
         # Where no sum of several ranks comes before the update, layers update themselves within the step.
         self._before = self._flat.read() if self._flat and self.alone else None
-        self._m = m
+        self._m, self._next = m, 0
         self._records: dict[int, Tensor] = {}
-
-    @abc.abstractmethod
-    def microbatch(self, i: int) -> AbstractContextManager[None]:
-        """Return a context for the forward pass of microbatch ``i``, numbered over all ranks; in any order."""
 
     def frozen(self, within: Container[nn.Module] | None = None) -> AbstractContextManager[None]:
         """Return a context for a recomputed forward pass: its outputs are the same, and nothing is counted.
@@ -91,35 +91,9 @@ class RunningStatistics(abc.ABC):
         """Let ``end_step`` take microbatch i as number ``order[i]``."""
         self._records = {order[i]: record for i, record in self._records.items()}
 
-    @abc.abstractmethod
-    def end_step(self) -> None:
-        """Bring the statistics of every rank to those after the step; all ranks call it."""
-
-
-class OrderedStatistics(RunningStatistics):
-    """Running statistics updated once per microbatch, in microbatch order.
-
-    With momentum a, one update is r <- (1 - a) r + a s. Started from r = 0 it leaves exactly the addend a s, whatever
-    the kind of layer, and ranks exchange addends. ``momentum=None`` keeps the mean over all updates: started from
-    nothing it leaves the mean over this microbatch's.
-
-    Args:
-        module: its layers that track running statistics take part while they are in training mode.
-        communicator: the ranks that hold a copy of ``module``.
-        contributes: this rank sends the others what its passes leave.
-    """
-
-    def __init__(self, module: nn.Module, communicator: Communicator, contributes: bool = True) -> None:
-        super().__init__(module, communicator)
-        self._contributes = contributes
-
-    def begin_step(self, m: int) -> None:
-        super().begin_step(m)
-        self._next = 0
-
     @contextmanager
     def microbatch(self, i: int) -> Iterator[None]:
-        """Let layers update themselves while the block runs in the right order, else record their addends."""
+        """Return a context for the forward pass of microbatch ``i``, numbered over all ranks; in any order."""
         # A rank that has all microbatches lets the layers update themselves for as long as the order is right.
         if self._flat is None or (self.alone and i == self._next):
             yield
@@ -168,8 +142,7 @@ class OrderedStatistics(RunningStatistics):
             keep = torch.where(of_mean, 1 - total / all_updates, keep)
             weights = torch.where(of_mean, counts / all_updates, weights)
         values = values.double() * flat.spread(keep) + (addends * flat.spread(weights)).sum(0)
-        counted = flat.constant(*(float(not of_instance) for of_instance in instance))
-        flat.write(values, updates + (total * counted).long())
+        flat.write(values, updates + (total * flat.constant(*(float(not each) for each in instance))).long())
 
 
 @contextmanager
@@ -204,8 +177,8 @@ class DeferredStatistics(RunningStatistics):
             values of a batch, and SyncBatchNorm already sees more than a microbatch.
     """
 
-    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
-        super().__init__(module, communicator)
+    def __init__(self, module: nn.Module, communicator: Communicator, contributes: bool = True) -> None:
+        super().__init__(module, communicator, contributes)
         others = sorted({type(layer).__name__ for layer in self._layers if not isinstance(layer, _DEFERRABLE)})
         if others:
             raise ValueError(
@@ -281,3 +254,97 @@ def _pooled(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Ten
     """Return mean and sum of squared deviations over parts of given counts: all (parts, C), or counts (parts, 1)."""
     mean = (counts * means).sum(0) / counts.sum(0).clamp(min=1)
     return mean, (squares + counts * (means - mean).square()).sum(0)
+
+
+def buffers_of(layer: _NormBase) -> tuple[Tensor, Tensor, Tensor]:
+    """Return running mean and variance (C,) and the number of updates (), for changes that autograd does not see."""
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    return layer.running_mean.data, layer.running_var.data, layer.num_batches_tracked.data
+
+
+class FlatBuffers:
+    """Running statistics of ``layers`` as two flat tensors: means, then variances, (2 S,) for S channels over all
+    layers, and numbers of updates, (L,).
+
+    Args:
+        layers: at least one, on one device.
+    """
+
+    def __init__(self, layers: Sequence[_NormBase]) -> None:
+        self.layers = list(layers)
+        channels = [layer.num_features for layer in layers]
+        self.sizes = [*channels, *channels]
+        self.width = sum(self.sizes)
+        self._constants: dict[tuple[float, ...], Tensor] = {}
+        self.find_buffers()
+
+    def find_buffers(self) -> None:
+        """Find the layers' buffers, which are others once a module has been moved."""
+        means, variances, updates = zip(*map(buffers_of, self.layers), strict=True)
+        self._values: list[Tensor] = [*means, *variances]
+        self._updates: list[Tensor] = list(updates)
+        self._dtype = functools.reduce(torch.promote_types, [buffer.dtype for buffer in self._values])
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return copies of the values and of the numbers of updates."""
+        return torch.cat(self._values), torch.stack(self._updates)
+
+    def write(self, values: Tensor, updates: Tensor) -> None:
+        """Set what ``read`` gives."""
+        torch._foreach_copy_(self._values, torch.split(values.to(self._dtype), self.sizes))
+        torch._foreach_copy_(self._updates, updates.unbind())
+
+    def clear(self) -> None:
+        """Set the running statistics to 0."""
+        torch._foreach_zero_([*self._values, *self._updates])
+
+    def constant(self, *numbers: float) -> Tensor:
+        """Return ``numbers``, float64, on the device; they are copied there once."""
+        if numbers not in self._constants:
+            self._constants[numbers] = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        return self._constants[numbers]
+
+    def spread(self, of_layers: Tensor) -> Tensor:
+        """Return one number per value, (..., 2 S), from one per layer, (..., L)."""
+        return of_layers.index_select(-1, self._layer_of_value)
+
+    @functools.cached_property
+    def _layer_of_value(self) -> Tensor:
+        numbers = [k % len(self.layers) for k, size in enumerate(self.sizes) for _ in range(size)]
+        return torch.tensor(numbers, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._values[0].device
+
+    def exchanged(self, records: dict[int, Tensor], m: int, ranks: Communicator) -> tuple[Tensor, Tensor]:
+        """Return the records of all microbatches, in order: (m, 2 S) values and (m, L) counts. All ranks call it.
+
+        Args:
+            records: by microbatch, those made on this rank, (2 S + L,) float64 each; no other rank has made them.
+            m: number of microbatches over all ranks.
+            ranks: that made records.
+        """
+        width = self.width + len(self.layers)
+        table = torch.zeros((m, width), dtype=torch.float64, device=self._device)
+        for i, record in records.items():
+            table[i] = record
+        if ranks.world > 1:
+            ranks.all_reduce(table)
+        return table[:, : self.width], table[:, self.width :]
+
+
+@contextmanager
+def untouched(layers: Sequence[_NormBase], flat: FlatBuffers | None = None) -> Iterator[None]:
+    """Put the layers' buffers, which are those of ``flat``, back at the end of the block."""
+    if not layers:
+        yield
+        return
+    flat = flat or FlatBuffers(layers)
+    before = flat.read()
+    try:
+        yield
+    finally:
+        flat.write(*before)

@@ -31,6 +31,8 @@ def convolve(patch: Patch, rules: Rules, weight: Tensor, bias: Tensor | None, gr
 
 def _evenly_padded(patch: Patch) -> tuple[Tensor, tuple[int, int]]:
     """Return the patch and the rows and columns to pad on both sides: 0 of a padded copy, where they are uneven."""
+    if patch.have == patch.need:
+        return patch.tensor, (0, 0)
     (top, bottom), (left, right) = patch.pads
     if top == bottom and left == right:
         return patch.tensor, (top, left)

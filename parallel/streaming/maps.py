@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel.offload.host_memory import HostMemory
 from parallel.streaming.patch import Box
-from parallel.trace.stage_module import Boxes
+from parallel.trace.stage_module import Boxes, layout_of
 
 Dims = Mapping[str, tuple[int, int]]
 
@@ -105,7 +105,7 @@ class Maps:
             return part
         layout = self._layouts.get(name)
         if layout is None:
-            layout = self._layouts[name] = torch.channels_last if channels_last(whole) else torch.contiguous_format
+            layout = self._layouts[name] = layout_of(whole)
         return part.to(self._device, copy=True, memory_format=layout)
 
     def part(self, name: str, box: Box) -> Tensor:
@@ -119,7 +119,7 @@ class Maps:
     def _made(self, name: str, like: Tensor) -> Tensor:
         """Zeros, in the type and layout of a box."""
         shape = self._held_shape(name)
-        if not channels_last(like):
+        if layout_of(like) is torch.contiguous_format:
             return self._zeros(name, shape, like.dtype)
         n, c, h, w = shape
         return self._zeros(name, (n, h, w, c), like.dtype).permute(0, 3, 1, 2)
@@ -134,8 +134,3 @@ class Maps:
         if name in self._here:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         return self._host.zeros(shape, dtype)
-
-
-def channels_last(tensor: Tensor) -> bool:
-    """Return whether the channels of (n, c, h, w) are next to each other in memory."""
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()

@@ -1,11 +1,13 @@
 """Mean and squared differences of a map, box by box, and the map normalised by them; with gradients of both.
 
 Boxes give (count, mean, M2), where M2 is the sum of squared differences from the box's own mean; they are merged in
-float64 by Chan, Golub and LeVeque (1983), so that nothing cancels and uneven boxes weigh by their px.
+float64 by Chan, Golub and LeVeque (1983), so that nothing cancels and uneven boxes weigh by their px. Members of a team
+merge the moments of their parts in the order of members, the same bits everywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,3 +98,56 @@ class _Normalised(torch.autograd.Function):
         )
         scale = (variance + ctx.epsilon).rsqrt()
         return to_x, -weight * scale * to_bias, -0.5 * weight * scale.square() * to_weight, to_weight, to_bias, None
+
+
+def normalised_part(
+    x: Tensor,
+    of_all: Tensor,
+    operands: tuple[Tensor | None, Tensor | None],
+    count: int,
+    epsilon: float,
+    sum_of_all: Callable[[Tensor], Callable[[], list[Tensor]]],
+) -> Tensor:
+    """Return a member's part of a map normalised by the moments ``of_all`` parts. Backward is the textbook formula with
+    sums over all members, in one message.
+
+    Args:
+        operands: scale and shift.
+        count: px of all tiles.
+        sum_of_all: begins to sum over the members; what it returns waits for the sum.
+    """
+    weight = torch.ones_like(of_all[0].flatten(), dtype=x.dtype) if operands[0] is None else operands[0]
+    bias = torch.zeros_like(weight) if operands[1] is None else operands[1]
+    y: Tensor = _NormalisedPart.apply(x, weight, bias, of_all, count, epsilon, sum_of_all)
+    return y
+
+
+class _NormalisedPart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, of_all: Tensor, count: int, epsilon: float, sum_of_all: Any
+    ) -> Tensor:
+        total, mean, squares = of_all.flatten(1)
+        mean, variance = mean.to(x.dtype), (squares / total).to(x.dtype)
+        y, *saved = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, epsilon)
+        ctx.save_for_backward(x, weight, mean, variance, *saved)
+        ctx.count, ctx.sum_of_all, ctx.epsilon = count, sum_of_all, epsilon
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, mean, variance, *saved = ctx.saved_tensors
+        _, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
+            gradients[0], x, weight, mean, variance, *saved, False, ctx.epsilon, [False, True, True]
+        )
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            arriving = ctx.sum_of_all(torch.stack([to_bias, to_weight]).double())
+            deviation = (variance.double() + ctx.epsilon).rsqrt()
+            to_x = gradients[0] * (weight.double() * deviation).to(x.dtype)[:, None, None]  # while the sums travel
+            (total,) = arriving()
+            total = total / ctx.count
+            slope = weight.double() * deviation.square() * total[1]
+            level = weight.double() * deviation * total[0] - slope * mean.double()
+            to_x.addcmul_(x, slope.to(x.dtype)[:, None, None], value=-1).sub_(level.to(x.dtype)[:, None, None])
+        return to_x, to_weight, to_bias, None, None, None, None

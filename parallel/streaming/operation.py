@@ -105,10 +105,10 @@ class Operation:
         first: steps of the node before this one.
         fresh: the gradient that it gives a map lies in memory of its own.
         flops_each: flops of each number that it gives.
-        convolution: (gives weight and bias, groups) of a convolution padded by zeros.
+        convolution: (gives weight and bias, groups, numbers of the weight) of a convolution padded by zeros.
         norm: constants of a batch norm by the statistics of the whole image.
         drawn: draws the factors of the whole map.
-        plain: gives a box from the tensor of the only map alone.
+        plain: gives a box, or what it adds to a sum, from the tensor of the only map alone.
     """
 
     compute: Compute
@@ -122,7 +122,7 @@ class Operation:
     first: tuple[Prior, ...] = ()
     fresh: bool = False
     flops_each: float = 40.0
-    convolution: tuple[Callable[[Arguments], tuple[Tensor, Tensor | None]], int] | None = None
+    convolution: tuple[Callable[[Arguments], tuple[Tensor, Tensor | None]], int, int] | None = None
     norm: ChannelNorm | None = None
     drawn: Compute | None = None
     plain: Callable[[Tensor], Any] | None = None
@@ -133,14 +133,18 @@ class ChannelNorm:
     """Constants of a batch norm over all tiles, rows and columns.
 
     Attributes:
-        affine: gives scale and shift.
-        then: activation behind it.
+        affine: gives scale and shift, as ``weight`` and ``bias`` of its module.
+        running: gives running mean and variance, as ``running_mean`` and ``running_var`` of its module.
+        update: changes them by the moments of all boxes; None: it has none.
+        then: activation behind it; None: nothing.
         count: px of all tiles.
     """
 
     affine: Callable[[Arguments], tuple[Tensor | None, Tensor | None]]
+    running: Callable[[Arguments], tuple[Tensor, Tensor]]
+    update: Callable[[Tensor, Tensor, Tensor], None] | None
     eps: float
-    then: Callable[[Tensor], Tensor]
+    then: Callable[[Tensor], Tensor] | None
     count: int
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.space.grid import Span
+from parallel.trace.stage_module import layout_of
 
 Cut = tuple[tuple[int, int], tuple[int, int]]
 """(start, size) of rows and of columns."""
@@ -42,7 +43,7 @@ class _Parts(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, dims: tuple[int, int], cuts: tuple[Cut, ...]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.dims, ctx.cuts = dims, cuts
-        ctx.form = (value.shape, value.dtype, value.device, _layout(value))
+        ctx.form = (value.shape, value.dtype, value.device, layout_of(value))
         return (value.view_as(value), *(narrowed(value, dims, cut) for cut in cuts))
 
     @staticmethod
@@ -54,12 +55,6 @@ class _Parts(torch.autograd.Function):
             if part is not None:
                 narrowed(whole, ctx.dims, cut).add_(part)
         return whole, None, None
-
-
-def _layout(value: Tensor) -> torch.memory_format:
-    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous():
-        return torch.channels_last
-    return torch.contiguous_format
 
 
 Box = tuple[Span, Span]

@@ -31,7 +31,7 @@ Then = Callable[[Tensor], Tensor]
 
 def batch_norm(layer: Layer) -> Operation:
     """Batch norm by running statistics where they are used, else by those of the microbatch."""
-    module, then = layer.module, unchanged
+    module, then = layer.module, None
     training, statistics = layer.get("training", False), layer.get("running_mean") is not None
     if module is not None:
         joined = _joined_with_activation(module)
@@ -47,26 +47,27 @@ def batch_norm(layer: Layer) -> Operation:
             then = module.act
     if not training:
         return layer.as_called()
-    count = layer.shape[0] * math.prod(layer.sides)
-    running: tuple[Prior, ...] = ()
-    if statistics:
-        tensors, momentum = layer.operands("running_mean", "running_var"), layer.get("momentum", 0.1)
+    count, momentum = layer.shape[0] * math.prod(layer.sides), layer.get("momentum", 0.1)
 
-        @torch.no_grad()
-        def update(given: Any) -> Tensor:
-            """Update running statistics, as the layer does."""
-            share = momentum if module is None else module.momentum
-            if module is not None:
-                module.num_batches_tracked.add_(1)
-                share = 1 / float(module.num_batches_tracked) if share is None else share
-            mean, variance = tensors(given)
-            _, means, squares = given.prior(MOMENTS).flatten(1).to(mean.dtype)
-            mean.mul_(1 - share).add_(means, alpha=share)
-            variance.mul_(1 - share).add_(squares, alpha=share / (count - 1))
-            return torch.empty(0)
+    @torch.no_grad()
+    def update(of_all: Tensor, mean: Tensor, variance: Tensor) -> None:
+        """Update running statistics, as the layer does."""
+        share = momentum if module is None else module.momentum
+        if module is not None:
+            module.num_batches_tracked.add_(1)
+            share = 1 / float(module.num_batches_tracked) if share is None else share
+        _, means, squares = of_all.flatten(1).to(mean.dtype)
+        mean.mul_(1 - share).add_(means, alpha=share)
+        variance.mul_(1 - share).add_(squares, alpha=share / (count - 1))
 
-        running = (Prior(RUNNING, Operation(update), once=True),)
-    return _normalisation(layer, count, CHANNELS, unchanged, running, then)
+    affine, running = layer.operands("weight", "bias"), layer.operands("running_mean", "running_var")
+    return _normalisation(
+        layer,
+        count,
+        CHANNELS,
+        None,
+        ChannelNorm(affine, running, update if statistics else None, layer.get("eps", 1e-5), then, count),
+    )
 
 
 def _joined_with_activation(module: nn.Module) -> bool:
@@ -100,43 +101,38 @@ def _in_groups(layer: Layer, kind: type[nn.Module], groups: int) -> Operation:
     return _normalisation(layer, math.prod(layer.sides) * each, (2, 3, 4), grouped)
 
 
-def unchanged(x: Tensor) -> Tensor:
-    """Return ``x``."""
-    return x
-
-
 def _normalisation(
-    layer: Layer, count: int, over: tuple[int, ...], view: Then, running: tuple[Prior, ...] = (), then: Then = unchanged
+    layer: Layer, count: int, over: tuple[int, ...], view: Then | None, norm: ChannelNorm | None = None
 ) -> Operation:
     """Return the two steps of a norm.
 
     Args:
         count: numbers that go into each mean.
         over: dims of the ``view`` of a map that they lie in.
-        running: updates running statistics.
-        then: an activation behind the norm.
+        norm: constants of a batch norm.
     """
     if layer.dims != DIMS or len(layer.shape) != 4 or count < 2:
         raise NotTileable(ADVICE)
     affine, eps = layer.operands("weight", "bias"), layer.get("eps", 1e-5)
+    then = None if norm is None else norm.then
 
     def wide(given: Any) -> Tensor:
         x = given.patch.tensor
         x = x.float() if x.dtype in HALVES else x
-        return x if view is unchanged else view(x)
+        return x if view is None else view(x)
 
     def normalise(given: Any) -> Tensor:
         x, (total, mean, squares) = wide(given), given.prior(MOMENTS)
         mean, variance = mean.to(x.dtype), (squares / total).to(x.dtype)
         weight, bias = affine(given)
-        if over == CHANNELS and weight is not None and bias is not None:
+        if norm is not None and weight is not None and bias is not None:
             y = normalised(x, mean.flatten(), variance.flatten(), weight, bias, eps)
         else:
             y = ((x - mean) * (variance + eps).rsqrt()).reshape(given.patch.tensor.shape)
             y = y if weight is None else y * weight[:, None, None]
             y = y if bias is None else y + bias[:, None, None]
         y = y.to(given.patch.tensor.dtype)
-        return y if then is unchanged else then(y)
+        return y if then is None else then(y)
 
     sums = Operation(
         lambda given: moments(wide(given), over),
@@ -144,5 +140,13 @@ def _normalisation(
         merge=merged,
         again=lambda given: share_of_moments(wide(given), given.prior(MOMENTS)),
     )
-    norm = ChannelNorm(affine, eps, then, count) if over == CHANNELS else None
-    return Operation(normalise, first=(Prior(MOMENTS, sums), *running), flops_each=100.0, norm=norm)
+    first = [Prior(MOMENTS, sums)]
+    if norm is not None and (update := norm.update):
+        running = norm.running
+
+        def count_once(given: Any) -> Tensor:
+            update(given.prior(MOMENTS), *running(given))
+            return torch.empty(0)
+
+        first.append(Prior(RUNNING, Operation(count_once), once=True))
+    return Operation(normalise, first=tuple(first), flops_each=100.0, norm=norm)

@@ -22,11 +22,11 @@ def summed(layer: Layer, over: set[int], *, keep: bool, mean: bool) -> Operation
     """Return the sum or mean over rows, columns and whatever else ``over`` holds."""
     dims, divisor = tuple(sorted(over)), _count(layer, over) if mean else 1
 
-    def compute(given: Any) -> Tensor:
-        total: Tensor = given.patch.tensor.sum(dims, keepdim=True) / divisor
+    def plain(x: Tensor) -> Tensor:
+        total = x.sum(dims, keepdim=True) / divisor
         return total if keep else total.squeeze(dims)
 
-    return Operation(compute, sums=True, dims=layer.dims)
+    return Operation(lambda given: plain(given.patch.tensor), sums=True, dims=layer.dims, plain=plain)
 
 
 def reduction(layer: Layer, kind: str) -> Operation:

@@ -75,7 +75,7 @@ def convolution(layer: Layer) -> Operation:
         again=lambda given: convolve_again(given.patch, rules, *operands(given), groups, given.stored),
         fresh=True,
         flops_each=flops,
-        convolution=(operands, groups),
+        convolution=(operands, groups, shape.numel()),
     )
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from parallel.offload.copies import Mark
 from parallel.offload.host_memory import HostMemory
-from parallel.streaming.maps import Maps, channels_last
+from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan
 from parallel.streaming.patch import Box
+from parallel.trace.stage_module import layout_of
 
 UNDER_WAY = 2
 """Boxes that may be on their way to the host: one is copied while the next is packed."""
@@ -223,8 +224,7 @@ class StripMaps(Maps):
         if name in self._here or name in self._whole:
             return False
         if name not in self._strips:
-            layout = torch.channels_last if channels_last(value) else torch.contiguous_format
-            self._strips[name] = self._new(name, value.dtype, layout)
+            self._strips[name] = self._new(name, value.dtype, layout_of(value))
         self._leaving.append(self._strips[name].update(box, value, add=add))
         while len(self._leaving) > UNDER_WAY:
             for _, mark in self._leaving.popleft():

@@ -24,8 +24,7 @@ from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.team.program import NodeRun
 from parallel.team.region_run import Kept, RegionRun
-from parallel.team.team_comm import TeamComm
-from parallel.team.team_context import ForwardContext
+from parallel.team.team_comm import ForwardContext, TeamComm
 from parallel.team.team_plan import TeamPlan
 from parallel.trace.stage_module import Boxes, as_tensor
 from parallel.trace.without_data import ONE_AT_A_TIME

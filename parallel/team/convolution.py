@@ -34,8 +34,7 @@ def sharded_convolution(
     if torch.is_autocast_enabled(own.device.type):
         kind = torch.get_autocast_dtype(own.device.type)
         own, weight, bias = own.to(kind), weight.to(kind), bias if bias is None else bias.to(kind)
-    split = work.split if overlap_pays(own.nbytes // len(own), weight.nbytes) else None
-    value: Tensor = _Convolution.apply(own, weight, bias, comm, work, split, groups)
+    value: Tensor = _Convolution.apply(own, weight, bias, comm, work, groups)
     return value
 
 
@@ -45,15 +44,20 @@ class HaloConvolution:
     Args:
         patch: of what the member needs, without a tensor.
         rules: windows of rows and columns.
+        map_size, weight_size: numbers of the member's part of a tile, and of the weight.
 
     Attributes:
         split: into own part and halos; None where part and halos are copied into one tensor.
     """
 
-    def __init__(self, exchange: BoundExchange, patch: Patch, rules: tuple[Any, Any]) -> None:
+    def __init__(
+        self, exchange: BoundExchange, patch: Patch, rules: tuple[Any, Any], map_size: int, weight_size: int
+    ) -> None:
         self.exchange, self.pads = exchange, _padding(patch.pads)
         self.stride, self.dilation = [rule.stride for rule in rules], [rule.dilation for rule in rules]
-        split = borders(rules, patch.box, exchange.box, exchange.own, patch.sides)
+        split = None
+        if overlap_pays(map_size, weight_size):
+            split = borders(rules, patch.box, exchange.box, exchange.own, patch.sides)
         self.split = None if split is None else _Split(exchange, patch.box, split)
 
     def forward(self, x: Tensor, pads: Padding, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -124,9 +128,9 @@ class _Convolution(torch.autograd.Function):
         bias: Tensor | None,
         comm: TeamComm,
         work: HaloConvolution,
-        split: _Split | None,
         groups: int,
     ) -> Tensor:
+        split = work.split
         arriving = comm.fetch(work.exchange, own)
         if split is None:
             halos = arriving()
@@ -138,16 +142,16 @@ class _Convolution(torch.autograd.Function):
             for concat, pads, part in split.strips:
                 y[part].copy_(work.forward(concat(own, halos), pads, weight, bias, groups))
         ctx.save_for_backward(own, weight, *halos)
-        ctx.comm, ctx.work, ctx.split, ctx.groups = comm, work, split, groups
+        ctx.comm, ctx.work, ctx.groups = comm, work, groups
         ctx.bias = None if bias is None else list(bias.shape)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         own, weight, *halos = ctx.saved_tensors
-        work, split, (to_input, weights, biases) = ctx.work, ctx.split, ctx.needs_input_grad[:3]
+        work, split, (to_input, weights, biases) = ctx.work, ctx.work.split, ctx.needs_input_grad[:3]
         if split is None:
-            return *_backward_of_needed(ctx, gradients[0], own, halos, weight), None, None, None, None
+            return *_backward_of_needed(ctx, gradients[0], own, halos, weight), None, None, None
         (gradient,) = gradients
         of_weight, of_halos = [], []
         for concat, pads, part in split.halos:
@@ -171,7 +175,7 @@ class _Convolution(torch.autograd.Function):
                 to_base, to_own = to_own, torch.zeros_like(own)
                 to_own[split.base].copy_(to_base)
             work.exchange.add_pieces(to_own, arriving())
-        return to_own, to_weight, to_bias, None, None, None, None
+        return to_own, to_weight, to_bias, None, None, None
 
 
 def _backward_of_needed(ctx: Any, gradient: Tensor, own: Tensor, halos: Sequence[Tensor], weight: Tensor) -> Any:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from parallel.space.team import Box, Exchange, overlap
-from parallel.streaming.patch import Patch, had
+from parallel.streaming.patch import Patch, had, padded_need
 from parallel.team.team_comm import TeamComm, cut
+from parallel.trace.stage_module import layout_of
 
 Dims = tuple[int, int]
 Slices = tuple[slice, ...]
@@ -54,7 +55,7 @@ class BoundExchange:
         def concat(own: Tensor, pieces: Sequence[Tensor]) -> Tensor:
             shape = list(own.shape)
             shape[first], shape[second] = rows, columns
-            value = torch.empty(shape, dtype=own.dtype, device=own.device, memory_format=layout(own))
+            value = torch.empty(shape, dtype=own.dtype, device=own.device, memory_format=layout_of(own))
             for source, target, part in copies:
                 value[target].copy_((own if source < 0 else pieces[source])[part])
             return value
@@ -67,7 +68,7 @@ class BoundExchange:
         It is written once: pages that are touched for zeros first cost as much as the rest of a pass over a large map.
         """
         if self._used == [self.own]:
-            return gradient[self._used_slices[0][1]].clone(memory_format=layout(gradient))
+            return gradient[self._used_slices[0][1]].clone(memory_format=layout_of(gradient))
         own = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
         for target, part in self._used_slices:
             own[target].copy_(gradient[part])
@@ -136,8 +137,7 @@ def patch_of(exchange: Exchange, member: int, value: Any, made: Box, sides: tupl
     """Return ``value``, the box that is needed of a map of ``sides``, as what an operation takes to give ``made``."""
     need, has = exchange.needs[member], exchange.boxes[member]
     have = had(need, has, sides)
-    wide = tuple(n if h.size else type(n)(h.start - n.size, h.stop) for n, h in zip(need, have, strict=True))
-    return Patch(value, (wide[0], wide[1]), have, made, sides, dims)
+    return Patch(value, (padded_need(need[0], have[0]), padded_need(need[1], have[1])), have, made, sides, dims)
 
 
 def slices(dims: Dims, box: Box, at: Box) -> Slices:
@@ -150,9 +150,3 @@ def slices(dims: Dims, box: Box, at: Box) -> Slices:
 
 def sizes(box: Box) -> tuple[int, int]:
     return box[0].size, box[1].size
-
-
-def layout(value: Tensor) -> torch.memory_format:
-    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous():
-        return torch.channels_last
-    return torch.contiguous_format

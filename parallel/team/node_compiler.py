@@ -16,14 +16,15 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from parallel.space.grid import Span
-from parallel.streaming.operation import Arguments, Operation
+from parallel.space.team import box_px
+from parallel.streaming.moments import merged, moments, normalised_part
+from parallel.streaming.operation import Arguments, ChannelNorm, Operation, module_of
 from parallel.streaming.patch import Patch, cut_of, narrowed
-from parallel.streaming.read_norm import MOMENTS
+from parallel.streaming.read_norm import CHANNELS, HALVES
 from parallel.streaming.read_pointwise import MASK
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, all_of_own, halo_exchange, patch_of, slices
-from parallel.team.norm import sharded_batch_norm
-from parallel.team.team_context import (
+from parallel.team.team_comm import (
     ForwardContext,
     all_reduce_sum,
     empty_with_zero_grad,
@@ -38,8 +39,6 @@ Load = Callable[[Values], Any]
 GATHERED = "~gathered"
 """Behind the name of a map that member 0 has put together."""
 NO_PRIORS: Values = {}
-FULL = (torch.float32, torch.float64)
-"""Types in which a norm is computed as such."""
 
 
 class NodeCompiler:
@@ -130,12 +129,14 @@ class NodeCompiler:
                 return context.run_with_rng(given.run) if random else given.run()
 
             return compute
-        priors = [self._prior(node, prior, operation) for prior in operation.first]
+        if operation.norm is not None:
+            return self._norm(node, operation.norm)
+        priors = [self._prior(node, prior) for prior in operation.first]
         own: Callable[..., Any]
         if operation.of_sums:
             own = self._of_sums(node, operation)
         elif operation.sums:
-            own = self._summed(node, node.name, operation, operation)
+            own = self._summed(node, node.name, operation)
         else:
             own = self._map(node, operation)
         if not priors:
@@ -149,10 +150,10 @@ class NodeCompiler:
 
         return with_priors
 
-    def _prior(self, node: fx.Node, prior: Any, of: Operation) -> tuple[str, Any]:
+    def _prior(self, node: fx.Node, prior: Any) -> tuple[str, Any]:
         name = node.name + prior.suffix
         if not prior.once:
-            return name, self._summed(node, name, prior.operation, of)
+            return name, self._summed(node, name, prior.operation)
         compute = self._of_sums(node, prior.operation)
         if node.name not in self._random:
             return name, compute
@@ -163,31 +164,31 @@ class NodeCompiler:
         make, resolver = self._arguments(node), self._without_rows(node)
         return lambda known, _, before=NO_PRIORS: operation.compute(make({}, resolver(known), known=before))
 
-    def _summed(self, node: fx.Node, name: str, operation: Operation, of: Operation) -> Any:
+    def _summed(self, node: fx.Node, name: str, operation: Operation) -> Any:
         """A sum over the parts of all members."""
-        make, resolver, comm = self._arguments(node), self._without_rows(node), self._comm
-        load, is_norm = self._patches(node, name), of.norm is not None
+        comm, plain, source = self._comm, operation.plain, self._sources(node)[0].name
+        if plain is not None:
+            return lambda known, _, before=NO_PRIORS: all_reduce_sum(comm, plain(known[source]))
+        make, resolver, load = self._arguments(node), self._without_rows(node), self._patches(node, name)
         if (merge := operation.merge) is None:
             return lambda known, _, before=NO_PRIORS: all_reduce_sum(
                 comm, operation.compute(make(load(known), resolver(known), known=before))
             )
         again = operation.again
 
-        def merged(known: Values, _: ForwardContext, before: Values = NO_PRIORS) -> Any:
+        def merged_sum(known: Values, _: ForwardContext, before: Values = NO_PRIORS) -> Any:
             patches, resolve = load(known), resolver(known)
             with torch.no_grad():
                 own = operation.compute(make(patches, resolve, known=before))
                 of_all = functools.reduce(merge, comm.all_gather(own))  # in the order of members
-            if is_norm and next(iter(patches.values())).tensor.dtype in FULL:
-                return of_all
             assert again is not None
             given = make(patches, resolve, known={**before, name: of_all})
             return identity_fwd_all_reduce_bwd(comm, again(given))
 
-        return merged
+        return merged_sum
 
     def _map(self, node: fx.Node, operation: Operation) -> Any:
-        resolver, compute, norm = self._without_rows(node), operation.compute, operation.norm
+        resolver, compute = self._without_rows(node), operation.compute
         if operation.convolution is not None and (convolution := self._convolution(node, operation)):
             return convolution
         if (plain := operation.plain) is not None:
@@ -196,14 +197,26 @@ class NodeCompiler:
         make, load = self._arguments(node, self._may_change(node)), self._patches(node, node.name)
         if operation.drawn is not None:
             return self._drawn(node, operation, make, load)
-        if norm is None:
-            return lambda known, _, before=NO_PRIORS: compute(make(load(known), resolver(known), known=before))
-        comm, moments = self._comm, node.name + MOMENTS
+        return lambda known, _, before=NO_PRIORS: compute(make(load(known), resolver(known), known=before))
 
-        def normalise(known: Values, _: ForwardContext, before: Values = NO_PRIORS) -> Any:
-            given = make(load(known), resolver(known), known=before)
-            x = next(iter(given.patches.values())).tensor
-            return sharded_batch_norm(comm, x, before[moments], norm, given) if x.dtype in FULL else compute(given)
+    def _norm(self, node: fx.Node, norm: ChannelNorm) -> Compute:
+        """A batch norm by the moments of all members' parts."""
+        comm, make, resolver = self._comm, self._arguments(node), self._without_rows(node)
+        module: Any = module_of(self._stage, node)
+        source = self._sources(node)[0].name
+
+        def normalise(known: Values, _: ForwardContext) -> Tensor:
+            own = known[source]
+            x = own.float() if own.dtype in HALVES else own
+            with torch.no_grad():
+                of_all = functools.reduce(merged, comm.all_gather(moments(x, CHANNELS)))  # in the order of members
+            given = None if module is not None else make({}, resolver(known))
+            if norm.update is not None:
+                tensors = (module.running_mean, module.running_var) if given is None else norm.running(given)
+                norm.update(of_all, *tensors)
+            operands = (module.weight, module.bias) if given is None else norm.affine(given)
+            y = normalised_part(x, of_all, operands, norm.count, norm.eps, comm.all_reduce_async).to(own.dtype)
+            return y if norm.then is None else norm.then(y)
 
         return normalise
 
@@ -221,11 +234,14 @@ class NodeCompiler:
                 make({name: frame(known[name])}, resolver(known), known=before)
             )
         assert operation.convolution is not None
-        work, (operands, groups) = HaloConvolution(exchange, patch, operation.rules), operation.convolution
-        if node.op == "call_module":  # its operands are the module's
-            fixed = make({}, resolver({}))
+        operands, groups, numbers = operation.convolution
+        module: Any = module_of(self._stage, node)
+        assert self._plan.region is not None
+        own_size = self._plan.region.forms[name][0][1] * box_px(exchange.own)
+        work = HaloConvolution(exchange, patch, operation.rules, own_size, numbers)
+        if module is not None:
             return lambda known, _, before=NO_PRIORS: sharded_convolution(
-                comm, known[name], work, *operands(fixed), groups
+                comm, known[name], work, module.weight, module.bias, groups
             )
         return lambda known, _, before=NO_PRIORS: sharded_convolution(
             comm, known[name], work, *operands(make({}, resolver(known), known=before)), groups
@@ -293,11 +309,9 @@ class NodeCompiler:
 
     def _may_change(self, node: fx.Node) -> bool:
         """Nobody else uses the memory of the only map that it takes."""
-        region, sources = self._plan.region, self._sources(node)
+        region, step = self._plan.region, self._plan.by_name[node.name]
         assert region is not None
-        if len(sources) != 1 or sources[0].name in self._entering or sources[0].name not in region.operations:
-            return False
-        return len(sources[0].users) == 1 and not region.operations[sources[0].name].shares
+        return step.maps[0] not in self._entering and region.may_change(step)
 
     def _arguments(self, node: fx.Node, may_change: bool = False) -> Callable[..., Arguments]:
         """Return (patches, resolve, known=) -> ``Arguments``."""

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.operation import DIMS
 from parallel.team.node_compiler import GATHERED, Compute, NodeCompiler, Values
-from parallel.team.team_context import ForwardContext, all_reduce_sum
+from parallel.team.team_comm import ForwardContext, all_reduce_sum
 from parallel.team.team_plan import TeamPlan
 
 

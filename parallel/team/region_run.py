@@ -31,8 +31,7 @@ from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plai
 from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.strip_maps import StripMaps, column_cuts
 from parallel.team.region_exchange import RegionExchange
-from parallel.team.team_comm import TeamComm
-from parallel.team.team_context import ForwardContext
+from parallel.team.team_comm import ForwardContext, TeamComm
 from parallel.trace.stage_module import Boxes
 
 

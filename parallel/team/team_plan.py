@@ -5,12 +5,13 @@ A value is sharded over the members, replicated, or on member 0 alone. No parame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from parallel.space.spatial_plan import SpatialPlan
 from parallel.space.team import Grid, SpatialMesh
@@ -48,26 +49,38 @@ class TeamPlan(SpatialPlan):
         return self.region.dims[name]
 
 
-def plan_team(
-    model: nn.Module, nodes: Sequence[fx.Node], shape: Sequence[int], grid: Grid, once: bool = True
-) -> TeamPlan:
-    """Return the plan for tiles of ``shape`` (n, 3, h, w), of a model in the mode that ``nodes`` are of.
+def plan_alone(shape: tuple[int, ...], training: bool) -> TeamPlan:
+    """Return the plan of a team of one, for tiles of ``shape`` (n, 3, h, w): nothing is divided."""
+    return TeamPlan(SpatialMesh(Grid(), (shape[2], shape[3])), (), {}, None, None)
+
+
+def team_plans(traced: Traced, grid: Grid, once: bool = True) -> Callable[[tuple[int, ...], bool], TeamPlan]:
+    """Return (shape (n, 3, h, w) of tiles, in training) -> the plan of a model, made when it is first asked for.
 
     Args:
         once: each member computes its part at once; False: in boxes, and again in the backward pass.
     """
-    mesh = SpatialMesh(grid, (shape[2], shape[3]))
-    parameter = next(model.parameters())
-    images = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(tuple(shape))
-    (entering,) = (node.name for node in nodes if node.op == "placeholder")
+    model = traced.model
 
-    if fault := mesh.fault(mesh.side):
-        return TeamPlan(mesh, (), {}, ("the tile", fault), None)
-    try:
-        region = read_region(model, nodes, {entering: images}, refuse=mesh.fault, once=once)
-    except NothingTileable as reason:
-        return TeamPlan(mesh, (), {}, reason.ends_at, None)
-    return TeamPlan(mesh, region.steps, region.sides, region.ends_at, region)
+    @functools.lru_cache(MOST_PLANS)
+    def plan(shape: tuple[int, ...], training: bool) -> TeamPlan:
+        mesh = SpatialMesh(grid, (shape[2], shape[3]))
+        if fault := mesh.fault(mesh.side):
+            return TeamPlan(mesh, (), {}, ("the tile", fault), None)
+        nodes = list((traced.training if training else traced.evaluation).graph.nodes)
+        (entering,) = (node.name for node in nodes if node.op == "placeholder")
+        with preserve_module_state(model):
+            model.train(training)
+            _put_on_one_device(model)
+            parameter = next(model.parameters())
+            images = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
+            try:
+                region = read_region(model, nodes, {entering: images}, refuse=mesh.fault, once=once)
+            except NothingTileable as reason:
+                return TeamPlan(mesh, (), {}, reason.ends_at, None)
+        return TeamPlan(mesh, region.steps, region.sides, region.ends_at, region)
+
+    return plan
 
 
 def _put_on_one_device(model: nn.Module) -> None:
@@ -82,30 +95,3 @@ def _put_on_one_device(model: nn.Module) -> None:
             empty[key] = nn.Parameter(empty[key], tensor.requires_grad)
     for values in held:
         values.update({name: empty[id(tensor)] for name, tensor in values.items() if tensor is not None})
-
-
-class TeamPlans:
-    """Plans of a model for tiles and grids of all kinds, each made when it is first asked for.
-
-    Args:
-        once: as for ``plan_team``.
-    """
-
-    def __init__(self, traced: Traced, once: bool = True) -> None:
-        self._once = once
-        self._traced = traced
-        self._plans: dict[tuple[Grid, tuple[int, ...], bool], TeamPlan] = {}
-
-    def plan(self, grid: Grid, shape: Sequence[int], training: bool) -> TeamPlan:
-        """Return the plan for tiles of ``shape`` (n, 3, h, w)."""
-        key = (grid, tuple(shape), training)
-        if key not in self._plans:
-            if len(self._plans) >= MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
-            traced = self._traced
-            nodes = list((traced.training if training else traced.evaluation).graph.nodes)
-            with preserve_module_state(traced.model):
-                traced.model.train(training)
-                _put_on_one_device(traced.model)
-                self._plans[key] = plan_team(traced.model, nodes, shape, grid, self._once)
-        return self._plans[key]

@@ -16,8 +16,7 @@ from torch import Tensor
 from parallel.space.team import Box
 from parallel.streaming.box_sums import BoxSums, SummedLoss
 from parallel.team.program import NodeRun
-from parallel.team.team_comm import ReplayLog, TeamComm
-from parallel.team.team_context import ForwardContext
+from parallel.team.team_comm import ForwardContext, ReplayLog, TeamComm
 from parallel.team.team_plan import TeamPlan
 from parallel.trace.stage_module import Boxes, Run, SegmentRun, StageModule, as_tensor
 
@@ -97,7 +96,7 @@ class TeamStage(StageModule):
         plans = [self.plans(shape, training) for training in (True, False)]
         if any(plan.region is None for plan in plans):
             return None
-        return plans[0].mesh.owned(self.link.member, plans[0].mesh.side)
+        return plans[0].tile_boxes[self.link.member]
 
     def part_of_masks(self, shape: tuple[int, ...]) -> Box | None:
         """Return the rows and columns whose targets this member holds against the model's output; None: it may want
@@ -115,7 +114,7 @@ class TeamStage(StageModule):
         plan = self.plans(shape, self.training)
         if plan.region is None:
             return as_tensor(images)
-        box = plan.mesh.owned(self.link.member, plan.mesh.side)
+        box = plan.tile_boxes[self.link.member]
         if isinstance(images, Tensor):
             return own_part(images, plan.mesh.side, box)
         return images.box(*box)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment, segments_of
-from parallel.space.team import Grid, SpatialMesh
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.streaming.layer import Reading
 from parallel.streaming.read_region import NothingTileable
@@ -28,11 +28,6 @@ from parallel.team.team_stage import Plans, TeamStage
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced
 from parallel.trace.without_data import preserve_module_state, replacements, swapped, without_data
-
-
-def plan_alone(shape: tuple[int, ...], training: bool) -> TeamPlan:
-    """Return the plan of a team of one, for tiles of ``shape`` (n, 3, h, w): nothing is divided."""
-    return TeamPlan(SpatialMesh(Grid(), (shape[2], shape[3])), (), {}, None, None)
 
 
 def stages_of_rank(

@@ -251,3 +251,10 @@ def compiled(
 def paths_of(nodes: Iterable[fx.Node], op: str) -> set[str]:
     """Return the targets of the ``nodes`` of kind ``op``."""
     return {str(node.target) for node in nodes if node.op == op}
+
+
+def layout_of(value: Tensor) -> torch.memory_format:
+    """Return whether the channels of (n, c, h, w) are next to each other in memory, in torch's words."""
+    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous():
+        return torch.channels_last
+    return torch.contiguous_format

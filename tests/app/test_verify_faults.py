@@ -13,8 +13,7 @@ from app.settings.strategy import StrategySettings
 from app.verify import VerifyCommand, VerifyResult, main, verify
 from parallel.engine.engine import Engine
 from parallel.engine.optimizer_step import OptimizerStep
-from parallel.stage.batchnorm import OrderedStatistics
-from parallel.stage.running_buffers import untouched
+from parallel.stage.batchnorm import RunningStatistics, untouched
 from parallel.stage.stage import Stage
 from parallel.team.team_comm import TeamComm
 
@@ -84,16 +83,16 @@ def forget_momentum(update: OptimizerStep) -> None:
 
 def skipped_statistic(patch: Patch) -> None:
     """Batch norm does not count the second microbatch."""
-    right = OrderedStatistics.microbatch
+    right = RunningStatistics.microbatch
 
     @contextlib.contextmanager
-    def microbatch(statistics: OrderedStatistics, i: int) -> Iterator[None]:
+    def microbatch(statistics: RunningStatistics, i: int) -> Iterator[None]:
         with untouched(statistics._active if i == 1 else []), right(statistics, i):
             yield
         if i == 1 and i in statistics._records:  # for other ranks, or for later
             statistics._records[i].zero_()
 
-    patch.setattr(OrderedStatistics, "microbatch", microbatch)
+    patch.setattr(RunningStatistics, "microbatch", microbatch)
 
 
 FAULTS: dict[str, tuple[Fault, str]] = {

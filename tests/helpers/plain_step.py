@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.schedule.shares import microbatch_seed
+from parallel.engine.step import microbatch_seed
 from parallel.stage.stage import Loss
 
 Batch = list[tuple[Tensor, Tensor]]

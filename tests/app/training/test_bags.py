@@ -25,11 +25,10 @@ from models.bag import BagGradient, BagLoss, bag_logits, put_bag_head
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.step import Microbatch, NonFiniteLoss
+from parallel.engine.step import Microbatch, NonFiniteLoss, microbatch_seed
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.live_bytes import LiveBytes
 from parallel.offload.rng import drawing
-from parallel.schedule.shares import microbatch_seed
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 

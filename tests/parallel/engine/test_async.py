@@ -18,12 +18,12 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.async_engine import AsyncEngine
-from parallel.engine.step import Microbatch, NonFiniteLoss
+from parallel.engine.step import Microbatch, NonFiniteLoss, microbatch_seed
 from parallel.engine.weight_average import keep_average
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Schedule
 from parallel.schedule.pushes import Push, PushRule
-from parallel.schedule.shares import consecutive, microbatch_seed
+from parallel.schedule.shares import consecutive
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import LR, SEED, build, net, steps_of
 from tests.helpers.plain_step import Batch, largest_error

@@ -17,8 +17,8 @@ from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.engine import Engine
-from parallel.engine.step import Microbatch, NonFiniteLoss
-from parallel.schedule.shares import microbatch_seed, split_batch
+from parallel.engine.step import Microbatch, NonFiniteLoss, microbatch_seed
+from parallel.schedule.shares import split_batch
 from tests.helpers.ranks import run_on_ranks
 
 BATCH, M, SEED, STEPS = 7, 3, 11, 3

@@ -18,8 +18,7 @@ from parallel.comm.objects import gather_objects
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine import state_dict as full_state
 from parallel.engine.engine import Engine
-from parallel.engine.step import Microbatch
-from parallel.schedule.shares import microbatch_seed
+from parallel.engine.step import Microbatch, microbatch_seed
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from tests.helpers.small_nets import TwoOutputs, batch_of, drawn_once, two_losses

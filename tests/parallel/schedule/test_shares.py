@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel.engine.step import microbatch_seed
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.registry import build_schedule
 from parallel.schedule.shares import (
@@ -17,7 +18,6 @@ from parallel.schedule.shares import (
     Rebalancing,
     best_counts,
     coarseness,
-    microbatch_seed,
     parse_counts,
     read_changes,
     rows_of,

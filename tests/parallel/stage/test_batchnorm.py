@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.counts import Counts
 from parallel.comm.local import LocalCommunicator
-from parallel.stage.batchnorm import DeferredStatistics, OrderedStatistics, RunningStatistics, running_statistics
+from parallel.stage.batchnorm import DeferredStatistics, RunningStatistics, running_statistics
 
 SIZES = (3, 1, 4, 2)
 M = len(SIZES)
@@ -157,7 +157,7 @@ def test_deferred_counts_every_use_of_a_layer() -> None:
 def test_a_single_holder_in_order_updates_by_itself() -> None:
     module = nn.BatchNorm2d(2)
     plain = copy.deepcopy(module)
-    statistics = OrderedStatistics(module, LocalCommunicator())
+    statistics = RunningStatistics(module, LocalCommunicator())
     statistics.begin_step(1)
     x = torch.randn(2, 2, 3, 3)
     with statistics.microbatch(0):

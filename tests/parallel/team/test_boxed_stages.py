@@ -30,7 +30,7 @@ from parallel.strategy import Strategy
 from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import TeamPlans
+from parallel.team.team_plan import team_plans
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_as_it_runs
 from tests.helpers import engine_runs
@@ -302,7 +302,7 @@ def test_boxes_are_on_the_device_of_their_stage() -> None:
 
     def member(communicator: Communicator, _: None) -> set[torch.device]:
         own = copy.deepcopy(traced)
-        plans, whole = functools.partial(TeamPlans(own, once=False).plan, STRIPS), Partition(own.graph, (0,))
+        plans, whole = team_plans(own, STRIPS, once=False), Partition(own.graph, (0,))
         comm = TeamComm(communicator)
         stage = team_stages(own, whole, [0], STRIPS, comm, plans, device, boxed=BoxedParts(8))[0].train()
         plan = stage._run_training.planned(stage, plans(shape, True), ())  # type: ignore[union-attr]

@@ -104,7 +104,9 @@ def test_halos_travel_while_a_member_computes() -> None:
         made, own = exchange.owned[member], part(whole, exchange.owned[member]).clone().requires_grad_()
         with Convolutions(notes), torch.autograd.set_multithreading_enabled(False):
             patch = patch_of(exchange, member, None, made, sides, (2, 3))
-            work = HaloConvolution(BoundExchange(exchange, member, (2, 3)), patch, (rule, rule))
+            work = HaloConvolution(
+                BoundExchange(exchange, member, (2, 3)), patch, (rule, rule), own.numel(), weight.numel()
+            )
             y = sharded_convolution(link, own, work, weight, None, 1)
             y.backward(part(torch.ones(1, 4, *sides), made))
         link.finish()

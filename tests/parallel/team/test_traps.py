@@ -255,7 +255,9 @@ def test_no_padded_copy_is_kept() -> None:
         own, weight = torch.randn(1, 4, 8, 8, requires_grad=True), torch.randn(4, 4, 3, 3, requires_grad=True)
         made = exchange.owned[member.member]
         patch = patch_of(exchange, member.member, None, made, (16, 8), (2, 3))
-        work = HaloConvolution(BoundExchange(exchange, member.member, (2, 3)), patch, (window, window))
+        work = HaloConvolution(
+            BoundExchange(exchange, member.member, (2, 3)), patch, (window, window), own.numel(), weight.numel()
+        )
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             sharded_convolution(member, own, work, weight, None, 1)
         return sum(kept.values())
