@@ -26,7 +26,7 @@ from parallel.comm import rank_server
 from parallel.comm.launch import STARTED_BY_US, RankServer, environments
 
 LOADED = ("app.training.loop", "app.training.session", "app.training.summary", "parallel.comm.torch_comm")
-LOADED += ("torch._dynamo", "torch.distributed.fsdp")  # by the first trace and step, in a second or two of every rank
+LOADED += ("torch._dynamo", "matplotlib.figure", "torch.utils.tensorboard")  # by the first trace, and at the end
 TASK = "MEGATILE_TEST_TASK"
 """Variable: the file that says what a rank runs."""
 
@@ -49,20 +49,37 @@ def run_ranks(
         folder: of this call alone.
         by_launcher: the ranks are those of ``--ranks``, whose launcher has prepared the data; else of another launcher.
     """
-    sys.audit("os.fork")  # by another process, where no audit hook of this one sees it
-    task, printed = folder / "task.pickle", folder / "printed.txt"
-    task.write_bytes(pickle.dumps((target, list(arguments), str(printed))))
-    server = shared_server()
+    printed, server = folder / "printed.txt", shared_server()
     for environment in environments(world, folder, server.pid):
         if not by_launcher:
             del environment[STARTED_BY_US]
-        server.start(environment | {TASK: str(task)})
+        server.start(environment | _task(target, arguments, printed))
     deadline_s = time.monotonic() + timeout_s
     while server.are_running and time.monotonic() < deadline_s:
         server.poll()
     codes = [server.codes.get(rank) for rank in server.ranks]
     server.end()
     return codes, printed.read_text() if printed.exists() else ""
+
+
+def _task(target: str, arguments: Sequence[Any], printed: Path) -> dict[str, str]:
+    sys.audit("os.fork")  # by another process, where no audit hook of this one sees it
+    task = printed.with_suffix(".pickle")
+    task.write_bytes(pickle.dumps((target, list(arguments), str(printed))))
+    return {TASK: str(task)}
+
+
+@contextlib.contextmanager
+def running(target: str, arguments: Sequence[Any], printed: Path) -> Iterator[psutil.Process]:
+    """While this lasts, a process under no launcher runs ``target``; then it is ended if it has not been."""
+    server = shared_server()
+    server.start({**os.environ, "RANK": "0"} | _task(target, arguments, printed))
+    while not server.ranks:
+        server.poll()
+    try:
+        yield psutil.Process(server.ranks[0])
+    finally:
+        server.end()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Run a function on several ranks, as a user's run is started, with a hard time limit.
 
 The function is named ``package.module:function``, gets a communicator and what ``argument`` holds, and its result is
-saved per rank. Ranks are forked processes (Gloo), processes of the launcher of ``--ranks``, of mpirun, or threads of
-this process. A hang is a failure that says which ranks were still at it.
+saved per rank. Ranks are forked as ``--ranks`` forks them (Gloo), processes of mpirun, or threads of this process. A
+hang is a failure that says which ranks were still at it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,6 @@ ROOT = Path(__file__).parents[2]
 
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
-LAUNCH = """
-import sys
-from parallel.comm.launch import RankServer
-
-_, ranks, loads, *command = sys.argv
-with RankServer(command, loads.split(",")) as server:
-    sys.exit(server.launch(int(ranks)))
-"""
-"""Python's ``-c``: start ranks as a user's launcher does. Arguments: their number, modules to load, their command."""
 MPI_ENVIRONMENT = {
     # Open MPI refuses to run as root, as containers do, and more ranks than cores; MPICH reads none of these.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -50,7 +41,7 @@ def run_on_ranks(
     argument: Any = None,
     timeout_s: float = 150,
     *,
-    launcher: Literal["forked", "torch", "mpi", "threads"] = "forked",
+    launcher: Literal["forked", "mpi", "threads"] = "forked",
     patience_s: float = 60,
 ) -> list[Any]:
     """Results of ``target(communicator, argument)`` on each of ``world`` ranks, in order of rank.
@@ -70,7 +61,7 @@ def run_on_ranks(
         codes, printed = run_ranks(world, "tests.helpers.ranks", words, folder, timeout_s)
         hung, failed = codes == [None] * world, any(code != 0 for code in codes)
     else:
-        hung, failed, printed = _start(world, launcher, words, timeout_s)
+        hung, failed, printed = _start_mpi(world, words, timeout_s)
     if hung:
         missing = [rank for rank in range(world) if not (folder / f"{rank}.pt").exists()]
         raise AssertionError(f"{target}: ranks {missing} hung for {timeout_s:g} s\n{printed}")
@@ -78,15 +69,10 @@ def run_on_ranks(
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def _start(world: int, launcher: str, words: list[str], timeout_s: float) -> tuple[bool, bool, str]:
-    """Whether processes started one by one hung, or failed, and what they printed."""
-    rank = [sys.executable, "-m", "tests.helpers.ranks", *words]
-    if launcher == "torch":
-        command = [sys.executable, "-c", LAUNCH, str(world), "parallel.comm.torch_comm", *rank[2:]]
-    else:
-        command = [str(MPIRUN), "-n", str(world), *rank]
+def _start_mpi(world: int, words: list[str], timeout_s: float) -> tuple[bool, bool, str]:
+    """Whether processes of mpirun hung, or failed, and what they printed."""
     process = subprocess.Popen(
-        command,
+        [str(MPIRUN), "-n", str(world), sys.executable, "-m", "tests.helpers.ranks", *words],
         cwd=ROOT,
         env={**os.environ, **MPI_ENVIRONMENT, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

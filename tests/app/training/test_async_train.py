@@ -26,7 +26,7 @@ HEAD = ",".join(Push._fields)
 
 @pytest.mark.process
 def test_killed_and_resumed_and_replayed_from_its_log(
-    classify_slides: Path, train: Train, train_process: Train, tmp_path: Path
+    classify_slides: Path, train: Train, train_ranks: Train, tmp_path: Path
 ) -> None:
     """No update is lost or made twice: the log of a run that was killed replays to its last bit."""
     out, again = tmp_path / "run", tmp_path / "again"
@@ -41,7 +41,7 @@ def test_killed_and_resumed_and_replayed_from_its_log(
     assert process.returncode == 1, output.decode()
     assert b"a rank ended with exit code 137" in output
     assert torch.load(out / "checkpoints" / "last.pt", weights_only=True)["step"] < 40
-    done = train_process(*run, "--resume")
+    done = train_ranks(*run, "--resume")
     assert done.returncode == 0, done.stderr + done.stdout
     assert f"async: {DELAYED}" in done.stdout
     pushes = read_pushes((out / "pushes.csv").read_text())

@@ -11,7 +11,9 @@ from tests.app.conftest import QUICK, Train, summary_of
 
 
 @pytest.mark.process
-def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_process: Train, tmp_path: Path) -> None:
+def test_processes_train_split_and_go_on_sharded(
+    classify_slides: Path, train_process: Train, train_ranks: Train, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     # Without --microbatches: those of the first strategy are kept, which are not the second one's own.
     arguments = [argument for argument in QUICK if argument not in ("--microbatches", "2")]
@@ -22,7 +24,7 @@ def test_processes_train_split_and_go_on_sharded(classify_slides: Path, train_pr
     assert (summary["strategy"], summary["ranks"], summary["stages"], summary["microbatches"]) == ("master", 2, 2, 4)
     assert 0 < summary["bubble"] < 1
     assert (summary["images"], len(summary["peak_memory_bytes"])) == (12, 2)
-    done = train_process(*common, "--parallel", "fsdp", "--steps", "5", "--resume", "--extend")
+    done = train_ranks(*common, "--parallel", "fsdp", "--steps", "5", "--resume", "--extend")
     assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(out)
     assert (summary["strategy"], summary["stages"], summary["microbatches"], summary["images"]) == ("fsdp", 1, 4, 20)

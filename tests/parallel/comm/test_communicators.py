@@ -14,7 +14,7 @@ from tests.helpers.ranks import run_on_ranks
 
 CONTRACT = "tests.contracts.communicator_contract:check_communicator"
 SILENCE = "tests.contracts.communicator_contract:check_silence"
-Launcher = Literal["forked", "torch", "mpi", "threads"]
+Launcher = Literal["forked", "mpi", "threads"]
 
 
 def test_local_communicator_keeps_the_contract() -> None:
@@ -26,7 +26,7 @@ def test_local_communicator_keeps_the_contract() -> None:
     [
         *(("threads", n) for n in (1, 2, 3)),
         pytest.param("threads", 4, marks=pytest.mark.long),
-        pytest.param("torch", 2, marks=pytest.mark.process),
+        pytest.param("forked", 2, marks=pytest.mark.process),
         pytest.param("forked", 3, marks=pytest.mark.process),
         *(pytest.param("mpi", n, marks=pytest.mark.process) for n in (1, 2, 3, 4)),
     ],
@@ -38,7 +38,7 @@ def test_communicator_keeps_the_contract(launcher: Launcher, world: int, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "launcher", ["threads", *(pytest.param(name, marks=pytest.mark.process) for name in ("torch", "mpi"))]
+    "launcher", ["threads", *(pytest.param(name, marks=pytest.mark.process) for name in ("forked", "mpi"))]
 )
 def test_silent_rank_is_named_after_the_time_given(launcher: Launcher, tmp_path: Path) -> None:
     said = r"rank 0 of 2: \w+ of \(2,\) float32 from rank 1, tag 3 failed: "

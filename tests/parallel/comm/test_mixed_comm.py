@@ -31,7 +31,7 @@ from tests.helpers.plain_step import TOLERANCE, largest_error, plain_run
 from tests.helpers.ranks import run_on_ranks
 
 HERE = "tests.parallel.comm.test_mixed_comm"
-Launcher = Literal["forked", "torch", "mpi", "threads"]
+Launcher = Literal["forked", "mpi", "threads"]
 
 
 def table(text: str) -> list[RankKind]:
@@ -66,8 +66,8 @@ def contract(communicator: Communicator, argument: Any) -> dict[str, Any]:
     ("launcher", "way", "kinds"),
     [
         *(pytest.param("threads", *case, marks=pytest.mark.long) for case in CASES),
-        pytest.param("torch", "device", "a0 ac", marks=pytest.mark.process),
-        pytest.param("torch", "host", "a0 ac b0 bc", marks=pytest.mark.process),
+        pytest.param("forked", "device", "a0 ac", marks=pytest.mark.process),
+        pytest.param("forked", "host", "a0 ac b0 bc", marks=pytest.mark.process),
         pytest.param("forked", "device", "a0 ac bc b0", marks=pytest.mark.process),
         pytest.param("mpi", "host", "a0 ac ac", marks=pytest.mark.process),
         pytest.param("mpi", "device", "a0 a1 ac", marks=pytest.mark.process),
@@ -230,7 +230,7 @@ def test_lost_neighbours_are_told(way: Way, kinds: str, how: str, tmp_path: Path
     argument = {"kinds": kinds, "way": way, "how": how, "sleeps": 3 * limit_s, "folder": str(tmp_path / "said")}
     (tmp_path / "said").mkdir()
     with pytest.raises((AssertionError, FileNotFoundError)):  # the lost rank leaves no result
-        run_on_ranks(world, f"{HERE}:lost", tmp_path / "ranks", argument, 60, launcher="torch", patience_s=limit_s)
+        run_on_ranks(world, f"{HERE}:lost", tmp_path / "ranks", argument, 60, patience_s=limit_s)
     told = torch.load(tmp_path / "said" / "0.pt")
     for said in told["said"]:
         assert said.startswith(f"rank 0 of {world}: all_reduce of (5,) float32 by way of the {way}: rank 0 of 2: ")
