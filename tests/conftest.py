@@ -56,10 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What has been loaded lives to the end: no collection looks through it again."""
+    _freeze()
+    gc.enable()
+
+
+def _freeze() -> None:
+    """Free garbage, and keep what is left out of later collections: libraries and caches, which live to the end."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -91,13 +95,15 @@ def _deal(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     watch = item.config.stash[WATCH]
     watch.begin(item)
     try:
         return (yield)
     finally:
         watch.end()
+        if nextitem is not None and nextitem.path != item.path:
+            _freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

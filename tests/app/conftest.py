@@ -15,12 +15,14 @@ import psutil
 import pytest
 
 from app import synth
+from tests.helpers.at_once import at_once, in_processes
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
 from tests.helpers.indexed_once import indexed_once, kept_indexes
 from tests.helpers.slurm import Slurm, missing_programs, running_slurm
+from tests.helpers.traced_once import traced_once
 
-__all__ = ["indexed_once", "kept_indexes"]
+__all__ = ["at_once", "in_processes", "indexed_once", "kept_indexes", "traced_once"]
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "256", "--batch", "4", "--microbatches", "2")

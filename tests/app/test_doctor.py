@@ -88,7 +88,7 @@ def test_scenes_are_refused_until_one_is_chosen_and_the_others_are_listed(tmp_pa
     assert (check.faults, check.width, check.other_images) == ((), 640, ("512 x 512 px",))
 
 
-def test_a_slide_that_ends_its_process_costs_only_itself():
+def test_a_slide_that_ends_its_process_costs_only_itself(in_processes):
     dying = DyingSpec("dying", SVS)
     checks = {check.slide_id: check for check in check_slides([dying, SlideSpec("cmu", SVS)], workers=1)}
     assert checks["cmu"].faults == ()

@@ -14,6 +14,7 @@ import pytest
 
 from tests.app.conftest import QUICK, Train
 from tests.helpers.in_process import call
+from tests.helpers.lanes import long_where
 from tests.helpers.sim_gpu import Gpus, simulated
 
 STEPS, MICROBATCHES = 3, 2
@@ -50,7 +51,7 @@ def on_cpu(classify_slides: Path, train: Train, tmp_path_factory: pytest.TempPat
     return run
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", long_where(WAYS, "recompute", "optimizer on the host"))
 def test_training(way: str, classify_slides: Path, on_cpu: Path, train: Train, tmp_path: Path) -> None:
     with simulated(1, late=0) as gpus:
         done = train("--slides", classify_slides, "--out", tmp_path / "run", *COMMAND, *ON_GPU, *WAYS[way])
@@ -72,7 +73,7 @@ def test_resume_with_fewer_devices(classify_slides: Path, on_cpu: Path, train: T
     assert len(losses(tmp_path / "run")) == STEPS + 1
 
 
-@pytest.mark.parametrize("way", [(), ("--stream", "64")], ids=["whole", "stream"])
+@pytest.mark.parametrize("way", [pytest.param((), marks=pytest.mark.long), ("--stream", "64")], ids=["whole", "stream"])
 def test_prediction(way: tuple[str, ...], classify_slides: Path, on_cpu: Path, tmp_path: Path) -> None:
     slide = sorted(classify_slides.glob("*.tif*"))[0]
     slides = tmp_path / "slides"

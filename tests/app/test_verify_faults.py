@@ -16,6 +16,7 @@ from parallel.engine.optimizer_step import OptimizerStep
 from parallel.stage.batchnorm import RunningStatistics, untouched
 from parallel.stage.stage import Stage
 from parallel.team.team_comm import TeamComm
+from tests.helpers.lanes import long_where
 
 MODEL = "tests.helpers.tiny_models:classifier"
 Patch = pytest.MonkeyPatch
@@ -104,7 +105,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.parametrize("parallel", ["gpipe", "1f1b", "master"])
+@pytest.mark.parametrize("parallel", long_where(["gpipe", "1f1b", "master"], "gpipe", "1f1b"))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, parallel: str, monkeypatch: Patch) -> None:
     assert verified(parallel, 2).passed

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,18 @@ def test_models_is_our_package() -> None:
     assert Path(models.__file__).parents[1] == Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", long_where(model_names(), "resnet1001_v2"))
-@pytest.mark.parametrize("norm", ["batch", "group", "instance", "frozen", "layer"])
-def test_every_name_builds_with_every_norm(name: str, norm: str) -> None:
+SMALLEST = ("resnet18", "resnet50", "resnet110_v2", "unet_w16", "unet(5,64)", "amoebanet(6,190)")
+"""Of each kind, and of each kind of block."""
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        *long_where([(name, "batch") for name in model_names()], ("resnet1001_v2", "batch")),
+        *itertools.product(SMALLEST, ("group", "instance", "frozen", "layer")),
+    ],
+)
+def test_every_name_builds_and_every_kind_with_every_norm(name: str, norm: str) -> None:
     with torch.device("meta"):
         model = build_model(name, classes=4, norm=norm, in_channels=5)  # type: ignore[arg-type]
         logits = model.eval()(torch.empty(2, 5, 64, 64))

@@ -6,6 +6,7 @@ import torch.fx
 from torch import nn
 
 from models.resnet_v2 import ResNetV2
+from tests.helpers.lanes import long_where
 from tests.helpers.models import parameter_count
 
 
@@ -29,16 +30,16 @@ def keras_count(depth: int, classes: int) -> int:
     return total + 2 * channels + (channels + 1) * classes
 
 
-@pytest.mark.parametrize("depth", [20, 56, 110, 164, 1001])
+@pytest.mark.parametrize("depth", long_where([20, 56, 110, 164, 1001], 164, 1001))
 def test_parameter_count_is_that_of_the_keras_example(depth: int) -> None:
     with torch.device("meta"):
         assert parameter_count(ResNetV2(depth, classes=10)) == keras_count(depth, 10)
 
 
-def test_parameter_counts_of_the_networks_gems_trains() -> None:
+@pytest.mark.parametrize(("depth", "millions"), long_where([(56, 1.66), (110, 3.30), (1001, 30.35)], (1001, 30.35)))
+def test_parameter_counts_of_the_networks_gems_trains(depth: int, millions: float) -> None:
     with torch.device("meta"):
-        millions = [parameter_count(ResNetV2(depth, classes=10)) / 1e6 for depth in (56, 110, 1001)]
-    assert millions == pytest.approx([1.66, 3.30, 30.35], abs=0.005)
+        assert parameter_count(ResNetV2(depth, classes=10)) / 1e6 == pytest.approx(millions, abs=0.005)
 
 
 @pytest.mark.parametrize("depth", [20, 110])
@@ -73,6 +74,7 @@ def test_symbolic_trace_computes_the_same() -> None:
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
 
 
+@pytest.mark.long
 def test_the_deepest_one_can_be_traced() -> None:
     with torch.device("meta"):
         graph = torch.fx.symbolic_trace(ResNetV2(1001, classes=2)).graph

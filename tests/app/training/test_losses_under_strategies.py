@@ -36,10 +36,12 @@ STRATEGIES = {
 @pytest.mark.parametrize(
     ("loss", "strategies"),
     [
-        ("dice", ("ddp", "1f1b")),
-        ("dice", ("ddp in boxes", "1f1b in boxes")),
-        ("cross entropy", ("ddp", "1f1b in boxes")),
-        ("focal", ("1f1b", "ddp in boxes")),
+        ("dice", ("ddp", "1f1b in boxes")),
+        pytest.param("dice", ("1f1b", "ddp in boxes"), marks=pytest.mark.long),
+        pytest.param("cross entropy", ("ddp", "1f1b in boxes"), marks=pytest.mark.long),
+        ("cross entropy", ("ddp",)),
+        ("focal", ("1f1b",)),
+        pytest.param("focal", ("ddp in boxes",), marks=pytest.mark.long),
     ],
 )
 def test_a_loss_is_that_of_the_plain_step(loss: str, strategies: tuple[str, ...]) -> None:

@@ -50,6 +50,7 @@ from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, Slide, TileReadError
 from pipelines.tiles.index_settings import IndexSettings
 from tests.helpers import tiny_models
+from tests.helpers.lanes import long_where
 from tests.helpers.tiff_damage import tile_extent, with_bytes
 
 torch.manual_seed(0)
@@ -172,11 +173,11 @@ def bad_tiles(dataset: Dataset) -> tuple[str, str, NDArray[np.int64]]:
 
 CASES = [
     ("classify", {"parallel": "ddp", "ranks": 2}),
-    ("classify", {"parallel": "gpipe", "ranks": 4, "stages": 2}),
-    ("segment", {}),
+    pytest.param("classify", {"parallel": "gpipe", "ranks": 4, "stages": 2}, marks=pytest.mark.long),
+    pytest.param("segment", {}, marks=pytest.mark.long),
     ("segment", {"parallel": "gpipe", "ranks": 2}),
-    ("segment", {"parallel": "master", "ranks": 2}),
-    ("segment", {"parallel": "ddp", "ranks": 2, "stream": "48"}),
+    pytest.param("segment", {"parallel": "master", "ranks": 2}, marks=pytest.mark.long),
+    pytest.param("segment", {"parallel": "ddp", "ranks": 2, "stream": "48"}, marks=pytest.mark.long),
 ]
 
 
@@ -230,7 +231,7 @@ def test_unreadable_tiles_take_no_part_in_scores(
     assert "no tile could be read" in page
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", long_where([0, 2], 0))
 def test_replaced_training_tiles_are_counted_and_their_labels_follow(
     prefetch: int, classify_slides: Path, data: Dataset, tmp_path: Path
 ) -> None:

@@ -143,7 +143,10 @@ def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
         Strategy("single", 1, 1, 3, policy=ActivationPolicy(optimizer=True)),
         Strategy("ddp", 2, 1, 3, policy=ActivationPolicy(stream=12)),
         pytest.param(Strategy("1f1b", 2, 2, 3), marks=pytest.mark.long),
-        Strategy("1f1b", 2, 2, 3, policy=ActivationPolicy(optimizer=True, recompute="block")),
+        pytest.param(
+            Strategy("1f1b", 2, 2, 3, policy=ActivationPolicy(optimizer=True, recompute="block")),
+            marks=pytest.mark.long,
+        ),
         pytest.param(Strategy("zero-bubble", 2, 2, 3), marks=pytest.mark.long),
         Strategy("bidirectional", 2, 2, 3, shard_optimizer=True),
         pytest.param(Strategy("master", 2, 2, 3), marks=pytest.mark.long),

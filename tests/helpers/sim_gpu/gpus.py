@@ -264,8 +264,14 @@ def simulated(
     from tests.helpers.sim_gpu.cuda import patches
 
     gpus = Gpus(count, late, limit, sync_every)
-    with pytest.MonkeyPatch.context() as patch:
-        patches(gpus, patch)
-        with Dispatch(gpus):
-            yield gpus
-            gc.collect()  # page-locked memory in cycles is freed on these GPUs, not on those of a later test
+    gc.collect(1)
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patches(gpus, patch)
+            with Dispatch(gpus):
+                yield gpus
+                # Free page-locked memory in cycles on these GPUs, not on those of a later test. All of it is young.
+                gc.collect(0)
+    finally:
+        gc.enable()

@@ -8,6 +8,7 @@ from torch import nn
 
 from models.registry import build_model
 from parallel.engine.sharding_units import LARGEST, SMALLEST, sharding_units
+from tests.helpers.lanes import long_where
 from tests.helpers.small_nets import FourierNet
 
 
@@ -44,7 +45,11 @@ def test_tied_parameters_stay_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet18", "resnet1001_v2", "unet", "amoebanet(6,190)", "torchvision:inception_v3", "torchvision:swin_t"]
+    "name",
+    long_where(
+        ["resnet18", "resnet1001_v2", "unet", "amoebanet(6,190)", "torchvision:inception_v3", "torchvision:swin_t"],
+        *("resnet1001_v2", "amoebanet(6,190)", "torchvision:inception_v3"),
+    ),
 )
 def test_units_of_real_models_are_few_and_leave_little(name: str) -> None:
     with torch.device("meta"):

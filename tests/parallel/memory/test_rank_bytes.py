@@ -26,6 +26,7 @@ from parallel.schedule.passes import add_recompute, lower
 from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
+from tests.helpers.lanes import long_where
 from tests.helpers.random_graphs import kept_bytes, random_graph
 from tests.helpers.small_nets import SkipNet
 
@@ -55,7 +56,7 @@ def resnet50() -> LayerGraph:
     return trace(*net("resnet50")).graph
 
 
-@pytest.mark.parametrize("name", ["unet_w8", "resnet50"])
+@pytest.mark.parametrize("name", long_where(["unet_w8", "resnet50"], "resnet50"))
 def test_windows_agree_with_stages(name: str) -> None:
     model, shape = net(name)
     graph = trace(model, shape).graph

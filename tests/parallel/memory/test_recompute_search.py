@@ -48,7 +48,7 @@ def all_plans(graph: LayerGraph) -> list[Plan]:
 
 def test_against_all_plans_of_small_graphs() -> None:
     gaps, missed = [], 0
-    for seed in range(25):
+    for seed in range(10):
         graph, draw = random_graph(seed), random.Random(seed)
         forward_s = [draw.choice([1.0, 2.0, 5.0]) for _ in graph.layers]
         in_flight = draw.randint(1, 3)
@@ -64,7 +64,7 @@ def test_against_all_plans_of_small_graphs() -> None:
             assert peak(graph, plan, in_flight) <= budget
             assert [s.start for s in plan[1:]] == [s.stop for s in plan[:-1]]
             gaps.append((seconds(plan, forward_s) - best) / sum(forward_s))
-    assert missed <= 2
+    assert missed <= 1
     assert min(gaps) >= -1e-12
     assert sum(gap < 1e-9 for gap in gaps) >= 0.85 * len(gaps)
     assert statistics.mean(gaps) < 0.035

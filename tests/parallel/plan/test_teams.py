@@ -16,6 +16,7 @@ from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
+from tests.helpers.lanes import long_where
 
 GIB = 2**30
 
@@ -73,7 +74,7 @@ def test_rims_of_convolutions_are_counted_as_work() -> None:
 MIB = 2**20
 
 
-@pytest.mark.parametrize("model", ["resnet18", "unet"])
+@pytest.mark.parametrize("model", long_where(["resnet18", "unet"], "unet"))
 def test_the_largest_boxes_that_fit_are_found(model: str) -> None:
     """And no larger box needs more of the host."""
     made = planner(model, 512, 1, 1000 * MIB, 1)

@@ -24,6 +24,7 @@ from parallel.profile.link_speed import FORMAT, LinkSpeed, load_or_measure_links
 from parallel.profile.link_worker import MEMBER_LAYERS, MemberPass
 from parallel.schedule.timeline import StageCost
 from parallel.strategy import Strategy
+from tests.helpers.lanes import long_where
 from tests.helpers.sim_gpu import simulated
 from tests.helpers.sim_gpu.ranks import run_ranks
 
@@ -99,7 +100,7 @@ def test_gpus_measure_messages_sums_and_what_nccl_allocates(ranks: int, monkeypa
     assert (speed.beside_backward, speed.gathering) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("ranks", "count"), long_where([(2, 2), (3, 3), (4, 2)], (2, 2)))
 def test_gpus_talk_over_nccl_and_over_gloo_where_they_are_shared(
     ranks: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,16 +46,16 @@ def test_passes_check_whatever_the_mesh_and_the_skips(mesh: tuple[Schedule, Mesh
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("m", COUNTS)
-def test_step_time_is_that_of_the_paper(depth: int, m: int) -> None:
-    assert makespan(mp_basic(depth, m)) == m * depth * 3
-    assert makespan(gpipe(depth, m)) == (m + depth - 1) * 3
-    assert makespan(one_f_one_b(depth, m)) == (m + depth - 1) * 3
-    assert makespan(master(depth, m)) == m * (depth * 2 + 1) + depth - 1
-    if m >= depth:
-        assert makespan(zero_bubble(depth, m)) == m * 3 + depth - 1
-        for chunks in (2, 3):
-            assert makespan(interleaved(depth, m, chunks)) == m * 3 * chunks + (depth - 1) * 3
+def test_step_time_is_that_of_the_paper(depth: int) -> None:
+    for m in COUNTS:
+        assert makespan(mp_basic(depth, m)) == m * depth * 3
+        assert makespan(gpipe(depth, m)) == (m + depth - 1) * 3
+        assert makespan(one_f_one_b(depth, m)) == (m + depth - 1) * 3
+        assert makespan(master(depth, m)) == m * (depth * 2 + 1) + depth - 1
+        if m >= depth:
+            assert makespan(zero_bubble(depth, m)) == m * 3 + depth - 1
+            for chunks in (2, 3):
+                assert makespan(interleaved(depth, m, chunks)) == m * 3 * chunks + (depth - 1) * 3
 
 
 def test_step_times_of_the_table() -> None:
@@ -66,25 +66,25 @@ def test_step_times_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("m", COUNTS)
-def test_activations_kept_are_those_of_the_paper(depth: int, m: int) -> None:
-    assert peaks(mp_basic(depth, m)) == [1] * depth
-    assert peaks(gpipe(depth, m)) == [m] * depth
-    assert peaks(one_f_one_b(depth, m)) == [min(m, depth - k) for k in range(depth)]
-    assert peaks(zero_bubble(depth, m)) == [min(m, depth)] * depth
-    assert peaks(master(depth, m)) == [1] * depth
-    for chunks in (2, 3):
-        turn = -(-m // max(1, m // depth))
-        assert max(peaks(interleaved(depth, m, chunks))) <= (chunks - 1) * turn + 2 * depth - 1
-    if depth > 1:
-        assert all(peak <= min(m, depth + 1) for peak in peaks(bidirectional(depth, m)))
+def test_activations_kept_are_those_of_the_paper(depth: int) -> None:
+    for m in COUNTS:
+        assert peaks(mp_basic(depth, m)) == [1] * depth
+        assert peaks(gpipe(depth, m)) == [m] * depth
+        assert peaks(one_f_one_b(depth, m)) == [min(m, depth - k) for k in range(depth)]
+        assert peaks(zero_bubble(depth, m)) == [min(m, depth)] * depth
+        assert peaks(master(depth, m)) == [1] * depth
+        for chunks in (2, 3):
+            turn = -(-m // max(1, m // depth))
+            assert max(peaks(interleaved(depth, m, chunks))) <= (chunks - 1) * turn + 2 * depth - 1
+        if depth > 1:
+            assert all(peak <= min(m, depth + 1) for peak in peaks(bidirectional(depth, m)))
 
 
 @pytest.mark.parametrize("depth", range(2, 7))
-@pytest.mark.parametrize("m", COUNTS)
-def test_zero_bubble_is_shorter_than_1f1b_at_the_same_peak(depth: int, m: int) -> None:
-    assert makespan(zero_bubble(depth, m)) < makespan(one_f_one_b(depth, m))
-    assert max(peaks(zero_bubble(depth, m))) <= max(peaks(one_f_one_b(depth, m)))
+def test_zero_bubble_is_shorter_than_1f1b_at_the_same_peak(depth: int) -> None:
+    for m in COUNTS:
+        assert makespan(zero_bubble(depth, m)) < makespan(one_f_one_b(depth, m))
+        assert max(peaks(zero_bubble(depth, m))) <= max(peaks(one_f_one_b(depth, m)))
 
 
 @pytest.mark.parametrize("m", [2, 4, 6, 8, 10, 12])
@@ -106,13 +106,13 @@ def test_bidirectional_on_four_ranks_is_as_short_as_can_be(m: int) -> None:
 
 
 @pytest.mark.parametrize("depth", range(2, 9))
-@pytest.mark.parametrize("m", range(2, 25))
-def test_bidirectional_is_shorter_than_1f1b(depth: int, m: int) -> None:
-    bubble = makespan(bidirectional(depth, m)) - 3 * m
-    assert bubble < 3 * (depth - 1)
-    if m >= depth:
-        least = 3 * ((depth - 1) // 2)  # a rank in the middle waits for its first F, and others for its last B
-        assert least <= bubble <= least + depth // 2 + m % 2
+def test_bidirectional_is_shorter_than_1f1b(depth: int) -> None:
+    for m in range(2, 25):
+        bubble = makespan(bidirectional(depth, m)) - 3 * m
+        assert bubble < 3 * (depth - 1)
+        if m >= depth:
+            least = 3 * ((depth - 1) // 2)  # a rank in the middle waits for its first F, and others for its last B
+            assert least <= bubble <= least + depth // 2 + m % 2
 
 
 def test_interleaved_is_the_paper_s_where_depth_divides_m() -> None:

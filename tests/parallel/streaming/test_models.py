@@ -94,8 +94,15 @@ def test_running_statistics_are_those_of_the_plain_step() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if dtype is torch.float64 or name == "unet_w4" else pytest.mark.long)
+        for name in SMALL
+        for dtype in TOLERANCE
+    ],
+    ids=str,
+)
 def test_exact(name: str, dtype: torch.dtype) -> None:
     tile, boxes = SMALL[name]
     assert error(name, "frozen", tile, boxes[1], dtype) <= TOLERANCE[dtype]

@@ -14,6 +14,7 @@ from parallel.streaming import step_record
 from parallel.streaming.step_record import record
 from parallel.team.boxed_nodes import PlannedRegion
 from parallel.trace.without_data import preserve_module_state
+from tests.helpers.lanes import long_where
 
 
 def living(name: str, norm: str, tile: int, box: int) -> tuple[Boxes, int]:
@@ -53,7 +54,7 @@ def test_boxes_keep_to_the_bytes_they_are_planned_for() -> None:
         assert part.box == 64 or boxes.part_bytes(phase, part) <= 1.05 * allowed
 
 
-@pytest.mark.parametrize("name", ["resnet18", "torchvision:efficientnet_b0"])
+@pytest.mark.parametrize("name", long_where(["resnet18", "torchvision:efficientnet_b0"], "torchvision:efficientnet_b0"))
 def test_records_are_those_of_every_step_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = Workload(name, 64, 2)
     traced = work._traced

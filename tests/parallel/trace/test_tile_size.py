@@ -11,6 +11,7 @@ from app.settings.strategy import StrategySettings
 from app.verify import VerifyCommand, verify
 from models.registry import build_model
 from parallel.trace.without_data import own_side, refuse_tile_size
+from tests.helpers.lanes import long_where
 
 OF_ONE_SIZE = {
     "timm:vit_tiny_patch16_224": 96,
@@ -23,9 +24,10 @@ OF_ONE_SIZE = {
 }
 
 
-@pytest.mark.parametrize(("name", "side"), OF_ONE_SIZE.items(), ids=OF_ONE_SIZE)
-def test_models_of_one_size_are_made_for_the_tiles(name: str, side: int) -> None:
+@pytest.mark.parametrize("name", long_where(OF_ONE_SIZE, "torchvision:maxvit_t", "timm:swinv2_tiny_window8_256"))
+def test_models_of_one_size_are_made_for_the_tiles(name: str) -> None:
     """They ended in the library's assertion, below 60 lines of traceback."""
+    side = OF_ONE_SIZE[name]
     with torch.device("meta"):
         model = build_model(name, classes=3, side=side)
     refuse_tile_size(model, name, (2, 3, side, side))
@@ -43,7 +45,13 @@ def test_one_message_names_the_size() -> None:
         Workload(name, 90, 3).trace()
 
 
-@pytest.mark.parametrize("strategy", [{"parallel": "gpipe", "ranks": 2}, {"parallel": "single", "recompute": "block"}])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param({"parallel": "gpipe", "ranks": 2}, marks=pytest.mark.long),
+        {"parallel": "single", "recompute": "block"},
+    ],
+)
 def test_a_vision_transformer_at_another_size_is_exact(strategy: dict[str, object]) -> None:
     asked = StrategySettings(batch=2, microbatches=2, **strategy)  # type: ignore[arg-type]
     result = verify(VerifyCommand(asked, model="timm:test_vit", tile=48, steps=1))

@@ -43,6 +43,7 @@ def stage_of(model: nn.Module, policy: ActivationPolicy) -> StageModule:
     return engine._work.stages[0].module
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ALL_NETS)

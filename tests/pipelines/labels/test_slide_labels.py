@@ -283,18 +283,18 @@ def test_mpp_is_taken_from_the_table_else_from_the_labels(tmp_path: Path) -> Non
         read_mpp(tmp_path, table)
 
 
-def test_a_hundred_thousand_rows_are_read_in_seconds(tmp_path: Path) -> None:
-    """Every row once looked at every slide: 75 s."""
+def test_rows_are_read_in_time_in_proportion(tmp_path: Path) -> None:
+    """Every row once looked at every slide: 15 s."""
     names = [f"Slide_{k:04}" for k in range(1000)]
     specs = tuple(SlideSpec(name, tmp_path / f"{name}.svs") for name in names)
     lines = [f"{name.lower()}.svs,{k % 2}" for k, name in enumerate(names)]
-    lines += [f"case_{k},{k % 3}" for k in range(100_000)]
+    lines += [f"case_{k},{k % 3}" for k in range(20_000)]
     (tmp_path / "labels.csv").write_text("slide,label\n" + "\n".join(lines))
     begun_s = time.process_time()
     found = find_labels(tmp_path, specs)
-    assert time.process_time() - begun_s < 20
+    assert time.process_time() - begun_s < 5
     assert isinstance(found, SlideLabels)
-    assert (len(found.label), len(found.unknown)) == (1000, 100_000)
+    assert (len(found.label), len(found.unknown)) == (1000, 20_000)
 
 
 def test_many_contradictions_are_a_short_message(tmp_path: Path) -> None:

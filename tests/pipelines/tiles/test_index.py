@@ -37,7 +37,7 @@ def contents(table):
     return [(table.slide_id(i), table.region(i), float(table.tissue[i])) for i in range(len(table))]
 
 
-def test_real_slides_are_indexed(tmp_path):
+def test_real_slides_are_indexed(tmp_path, in_processes):
     lines = []
     table = build_index(
         specs_of(dapi=NDPI, svs=SVS), SETTINGS, tmp_path, workers=2, progress=lambda told: lines.append(str(told))
@@ -103,7 +103,7 @@ class Greedy(SlideSpec):
 
 
 @pytest.mark.long
-def test_a_slide_that_takes_too_much_is_named_with_the_limit(tmp_path, monkeypatch):
+def test_a_slide_that_takes_too_much_is_named_with_the_limit(tmp_path, monkeypatch, in_processes):
     monkeypatch.setattr("pipelines.tiles.index.slide_limits", lambda threads: Limits(8, 2 << 30))
     specs = [Slow("slow", SVS), Greedy("greedy", SVS), *specs_of(svs=SVS)]
     assert build_index(specs, SETTINGS, tmp_path, workers=2).slides == ("svs",)

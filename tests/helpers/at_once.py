@@ -1,0 +1,48 @@
+"""Work on slides in this process, where the commands start helper processes for it: most of a test's time otherwise.
+
+The processes themselves are for ``tests/pipelines/catalog/test_processes.py``. A test that needs them asks for
+``in_processes``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from pipelines.catalog import processes
+
+MODULES = (
+    "app.checks.slides",
+    "app.pages.slide_pictures",
+    "app.prediction.slide_as_tile",
+    "pipelines.tiles.index",
+    "pipelines.tiles.stain_fits",
+    "pipelines.tiles.windows",
+)
+"""Those that call ``each_in_process``."""
+
+
+def each_at_once(task: Any, items: Sequence[Any], workers: int, limits: object = None) -> Iterator[tuple[Any, Any]]:
+    """Yield what ``each_in_process`` yields. Task and items are pickled, as for another process."""
+    for item in items:
+        copied_task, copied_item = pickle.loads(pickle.dumps((task, item)))
+        yield item, copied_task(copied_item)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def at_once() -> Iterator[None]:
+    """Replace ``each_in_process`` before other fixtures of a module, which index, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES:
+            patch.setattr(f"{module}.each_in_process", each_at_once)
+        yield
+
+
+@pytest.fixture
+def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the modules their ``each_in_process`` back."""
+    for module in MODULES:
+        monkeypatch.setattr(f"{module}.each_in_process", processes.each_in_process)
