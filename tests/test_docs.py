@@ -68,6 +68,7 @@ def test_plans_shown_are_those_printed_today(capsys: pytest.CaptureFixture[str])
         assert [line for line, _ in itertools.groupby(printed_rows)] == shown, page.name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drawing", [boxes_picture, memory_picture], ids=lambda module: module.FILE.stem)
 def test_pictures_are_those_drawn_today(drawing: ModuleType) -> None:
     """``python -m tests.helpers.memory_picture``, and ``boxes_picture``, draw them anew."""

@@ -24,7 +24,6 @@ EXACT = (
     "odd.state:TrunkWithoutGradients",
     "odd.flow:EarlyReturn",
     "odd.flow:AsksAtRoot",
-    pytest.param("monai_nets:BasicUNet", marks=pytest.mark.long),
     pytest.param("smp:FPN(resnet18)", marks=pytest.mark.long),
 )
 

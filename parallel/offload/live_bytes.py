@@ -107,14 +107,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._notice()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_memory(part).cdata for part in _tensors((args, kwargs))}
         value = func(*args, **(kwargs or {}))
-        leave_out = getattr(_THREAD, "leaving_out", False)
-        with self._changed:
-            for part in _tensors(value):
-                if _memory(part).cdata not in given:
-                    self._count(part, counts=not leave_out)
-            self._notice()
+        # Views and results in place, half of all, have the memory of what is known already.
+        unknown = [part for part in _tensors(value) if _memory(part).cdata not in self._known]
+        if unknown:
+            given = {_memory(part).cdata for part in _tensors((args, kwargs))}
+            leave_out = getattr(_THREAD, "leaving_out", False)
+            with self._changed:
+                for part in unknown:
+                    if _memory(part).cdata not in given:
+                        self._count(part, counts=not leave_out)
+                self._notice()
         return value
 
     def _count(self, tensor: Tensor, *, counts: bool) -> None:

@@ -152,6 +152,7 @@ def team_calls(kind: str, layout: torch.memory_format) -> list[Call]:
 RUNS = {"streaming": streaming_calls, "team": team_calls}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("run", RUNS)

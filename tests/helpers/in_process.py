@@ -55,8 +55,9 @@ def call(module: str, *arguments: str | Path, env: Mapping[str, str] | None = No
         patch.setattr("app.launch.place.keep_freed_memory", lambda: True)
         patch.setattr("tyro._unsafe_cache.clear_cache", lambda: None)
         patch.setattr(Workload, "_trace", _trace_once)
-        if module == "app.train":  # tests/app/test_report.py looks at the curves of a run
+        if module == "app.train":  # tests/app/test_report.py looks at curves and overlays
             patch.setattr("app.pages.run_page.curves", lambda *_: [])
+            patch.setattr("app.pages.run_page.overlays", lambda *_: [])
         os.environ.update(env or {})
         try:
             code = main(words)

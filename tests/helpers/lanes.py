@@ -120,8 +120,9 @@ def marks_of(item: pytest.Item) -> list[str]:
 
 
 def long_where(values: Iterable[Any], *long: Any) -> list[Any]:
-    """``values`` to parametrize a test with; those that are ``long`` are marked so."""
-    return [pytest.param(value, marks=pytest.mark.long) if value in long else value for value in values]
+    """Return ``values`` to parametrize a test with, tuples for several names; those that are ``long`` are marked so."""
+    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [pytest.param(*row, marks=pytest.mark.long) if value in long else value for value, row in rows]
 
 
 def is_helper(command: Sequence[str]) -> bool:

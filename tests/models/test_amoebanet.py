@@ -17,7 +17,6 @@ from parallel.engine.step import Microbatch
 from parallel.graph.partition import partition_at
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
-from tests.helpers.lanes import long_where
 from tests.helpers.models import parameter_count
 from tests.helpers.plain_step import TOLERANCE, largest_error, plain_run
 from tests.helpers.small_nets import drawn_once
@@ -25,10 +24,7 @@ from tests.helpers.small_nets import drawn_once
 
 @pytest.mark.parametrize(
     ("normal_cells", "filters", "published"),
-    long_where(
-        [(18, 208, "81.5M"), (18, 416, "319.0M"), (18, 544, "542.7M"), (36, 544, "1.06B"), (72, 512, "1.84B")],
-        *((18, 544, "542.7M"), (36, 544, "1.06B"), (72, 512, "1.84B")),
-    ),
+    [(18, 208, "81.5M"), (18, 416, "319.0M"), pytest.param(36, 544, "1.06B", marks=pytest.mark.long)],
 )
 def test_parameter_counts_are_those_of_torchgpipes_memory_benchmark(
     normal_cells: int, filters: int, published: str
@@ -101,21 +97,6 @@ def test_factorized_reduction_looks_at_both_diagonal_neighbours() -> None:
     even, odd = reduction(x)[0]
     assert even.tolist() == [[1, 3, 5], [11, 13, 15]]
     assert odd.tolist() == [[7, 9, 0], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("norm", ["batch", "group", "instance"])
-def test_symbolic_trace_computes_the_same(norm: str) -> None:
-    torch.manual_seed(0)
-    model = AmoebaNet(3, 16, classes=3, norm=norm).eval()  # type: ignore[arg-type]
-    x = torch.rand(2, 3, 65, 70)
-    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
-
-
-def test_group_norm_makes_a_tile_independent_of_its_batch() -> None:
-    torch.manual_seed(0)
-    model = AmoebaNet(3, 16, classes=3, norm="group")
-    x = torch.rand(2, 3, 64, 64)
-    torch.testing.assert_close(model(x)[:1], model(x[:1]))
 
 
 def test_between_any_two_cells_two_values_pass() -> None:

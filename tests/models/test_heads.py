@@ -55,7 +55,6 @@ def test_generalised_mean_begins_as_a_cubic_mean_and_ends_as_an_average_or_a_max
         pytest.param("resnet18", "attention", (33,), marks=pytest.mark.long),
         ("resnet20_v2", "gem", (24,)),
         ("timm:resnet10t", "attention", (40, 64)),
-        pytest.param("timm:resnet10t", "gem", (40, 64), marks=pytest.mark.long),
     ],
 )
 def test_heads_in_boxes_are_exact(name: str, head: Any, boxes: tuple[int, ...]) -> None:

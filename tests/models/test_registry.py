@@ -48,6 +48,15 @@ def test_every_name_builds_and_every_kind_with_every_norm(name: str, norm: str) 
     assert kinds & set(wanted.values()) == {wanted[norm]}
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet20_v2", "unet_w8", "amoebanet(3,16)"])
+def test_group_norm_makes_a_tile_independent_of_its_batch(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(name, classes=2, norm="group").double()
+    x = torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    torch.testing.assert_close(model(x)[:1], model(x[:1]))
+    assert not list(model.buffers())
+
+
 def test_numbers_in_names_reach_the_model() -> None:
     with torch.device("meta"):
         assert len(build_model("resnet29_v2", classes=2).layers) == 9

@@ -29,7 +29,7 @@ def test_same_weights_give_torchvisions_logits_and_gradients(depth: int) -> None
     theirs = torchvision.models.get_model(f"resnet{depth}", weights=None, num_classes=5).double()
     ours = ResNet(depth, classes=5).double()
     ours.load_state_dict(theirs.state_dict())
-    x = torch.rand(2, 3, 64, 96, dtype=torch.float64)
+    x = torch.rand(2, 3, 33, 48, dtype=torch.float64)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-12, atol=1e-12)
     for model in (ours, theirs):
         model(x).square().sum().backward()
@@ -43,21 +43,6 @@ def test_same_weights_give_torchvisions_logits_and_gradients(depth: int) -> None
 @pytest.mark.parametrize("size", [(33, 33), (64, 100), (129, 65)])
 def test_any_tile_size_gives_one_row_of_logits_per_tile(size: tuple[int, int]) -> None:
     assert ResNet(18, classes=3)(torch.rand(2, 3, *size)).shape == (2, 3)
-
-
-@pytest.mark.parametrize("depth", [18, 50])
-def test_symbolic_trace_computes_the_same(depth: int) -> None:
-    model = ResNet(depth, classes=3).eval()
-    x = torch.rand(1, 3, 65, 33)
-    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
-
-
-def test_group_norm_makes_a_tile_independent_of_its_batch() -> None:
-    torch.manual_seed(0)
-    model = ResNet(18, classes=3, norm="group")
-    x = torch.rand(2, 3, 64, 64)
-    torch.testing.assert_close(model(x)[:1], model(x[:1]))
-    assert not list(model.buffers())
 
 
 def test_other_depth_is_refused() -> None:

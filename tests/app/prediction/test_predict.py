@@ -316,8 +316,6 @@ def recorded(slides):
     ("words", "table", "mpp"),
     [
         ((), "", {"a": 1.0, "b": 0.25}),  # what the run read this slide at, and its --slide-mpp
-        pytest.param(("--slide-mpp", "0.5"), "", {"a": 0.5, "b": 0.5}, marks=pytest.mark.long),
-        pytest.param((), "b,0.5", {"a": 1.0, "b": 0.5}, marks=pytest.mark.long),
         ((), "A.png,0.25", {"a": 0.25, "b": 0.25}),
         (("--slide-mpp", "0.5"), "b,1", {"a": 0.5, "b": 1.0}),
     ],

@@ -15,12 +15,11 @@ from app.checkpoint.file import save_checkpoint
 from app.prediction.trained_model import load_model
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import RunConfig, ScoreSettings
-from app.train import main
 from app.training import model as model_module
 from app.training.dataset import Dataset, prepare
 from app.training.loop import TrainingLoop
 from app.training.run_folder import RunFolder
-from tests.app.conftest import QUICK, summary_of
+from tests.app.conftest import QUICK, Train, summary_of
 from tests.app.training.test_parallel_train import (
     MODELS,
     Ran,
@@ -106,23 +105,24 @@ def test_a_run_that_gets_no_better_ends_on_all_ranks(data: tuple[Path, Dataset],
     assert (state["step"], state["stale"], state["best"]["step"]) == (4, 2, 1)
 
 
-def test_the_summary_says_why_a_run_ended_early(
-    classify_slides: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_says_why_a_run_ended_early(classify_slides: Path, tmp_path: Path, train: Train) -> None:
     out = tmp_path / "run"
     arguments = ["--slides", str(classify_slides), *QUICK, "--lr", "1e-30", "--freeze", "0", "--steps", "9"]
     arguments += ["--out", str(out), "--developer", "validate-every=1"]
-    assert main([*arguments, "--patience", "1"]) == 0
-    printed = capsys.readouterr().out
+    done = train(*arguments, "--patience", "1")
+    assert done.returncode == 0, done.stderr
     early = summary_of(out)["stopped_early"]
     assert (summary_of(out)["status"], summary_of(out)["steps"]) == ("completed", 2)
     assert (early["step"], early["validations"], early["best_step"]) == (2, 1, 1)
     assert (
-        f"stopped early at step 2: 1 validations in a row without a better score than {early['best_metric']}" in printed
+        f"stopped early at step 2: 1 validations in a row without a better score than {early['best_metric']}"
+        in done.stdout
     )
-    assert "--freeze 0: 626 of 1,226 numbers are trained; without --weights the rest stays as" in printed
+    assert "--freeze 0: 626 of 1,226 numbers are trained; without --weights the rest stays as" in done.stdout
     assert "--freeze 0: 626 of" in (out / "run.log").read_text()
-    assert main([*arguments, "--patience", "1", "--resume"]) == 0
-    assert "was stopped early at step 2; ask for more --patience" in capsys.readouterr().out
-    assert main([*arguments, "--patience", "3", "--resume"]) == 0
+    assert (
+        "was stopped early at step 2; ask for more --patience"
+        in train(*arguments, "--patience", "1", "--resume").stdout
+    )
+    assert train(*arguments, "--patience", "3", "--resume").returncode == 0
     assert (summary_of(out)["steps"], summary_of(out)["stopped_early"]["validations"]) == (4, 3)

@@ -193,8 +193,9 @@ def test_a_longer_run_has_the_rates_of_its_new_length(
     assert train(*longer).returncode == 0, "that is its length from now on"
 
 
-@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["started again", "resumed"])
-@pytest.mark.parametrize("is_new", [True, False], ids=["new", "begun"])
+@pytest.mark.parametrize(
+    ("is_new", "resume"), [(True, ("--resume",)), (False, ())], ids=["new, resumed", "begun, started again"]
+)
 def test_a_run_without_a_checkpoint_starts_from_its_beginning_and_says_so(
     resume: tuple[str, ...], is_new: bool, whole: Path, command: tuple[str | Path, ...], train: Train, tmp_path: Path
 ) -> None:

@@ -142,7 +142,6 @@ def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
         Strategy("single", 1, 1, 3),
         Strategy("single", 1, 1, 3, policy=ActivationPolicy(optimizer=True)),
         Strategy("ddp", 2, 1, 3, policy=ActivationPolicy(stream=12)),
-        pytest.param(Strategy("1f1b", 2, 2, 3), marks=pytest.mark.long),
         pytest.param(
             Strategy("1f1b", 2, 2, 3, policy=ActivationPolicy(optimizer=True, recompute="block")),
             marks=pytest.mark.long,

@@ -7,8 +7,6 @@ import random
 import statistics
 from itertools import pairwise
 
-import pytest
-
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import cut_positions
 from parallel.memory.policy import ActivationPolicy, Segment
@@ -70,9 +68,8 @@ def test_against_all_plans_of_small_graphs() -> None:
     assert statistics.mean(gaps) < 0.035
 
 
-@pytest.mark.parametrize(("name", "px"), [("torchvision:resnet18", 128), ("unet_w8", 128)])
-def test_less_memory_takes_more_time(name: str, px: int) -> None:
-    graph = trace(net(name)[0], (1, 3, px, px)).graph
+def test_less_memory_takes_more_time() -> None:
+    graph = trace(net("unet_w8")[0], (1, 3, 128, 128)).graph
     forward_s = [1e-9 * layer.flops + 1e-9 * layer.output_bytes + 1e-6 for layer in graph.layers]
     count = len(graph.layers)
     blocks = tuple(Segment(k, min(k + 6, count), False) for k in range(0, count, 6))

@@ -185,11 +185,13 @@ def plain_steps() -> Result:
         (staged("1f1b", 2, cuts=("squeeze.1",)), "squeeze_0"),
         pytest.param(staged("1f1b", 2, cuts=("mul",)), "squeeze_2", marks=pytest.mark.long),
         pytest.param(staged("gpipe", 4, cuts=("middle",)), "", marks=pytest.mark.long),
-        (staged("master", 2, shard_optimizer=True), ""),
+        pytest.param(staged("master", 2, shard_optimizer=True), "", marks=pytest.mark.long),
         (staged("bidirectional", 2), ""),
         pytest.param(staged("interleaved", 2), "", marks=pytest.mark.long),
         (staged("1f1b", 2, STRIPS, cuts=("squeeze.1",)), "squeeze_0"),
-        (staged("gpipe", 2, QUARTERS, {"host_bytes": 1}, cuts=("mul",)), "squeeze_2"),
+        pytest.param(
+            staged("gpipe", 2, QUARTERS, {"host_bytes": 1}, cuts=("mul",)), "squeeze_2", marks=pytest.mark.long
+        ),
     ],
     ids=[
         "a gate from a pooled map",

@@ -1,4 +1,4 @@
-"""Whole models that are computed again in parts or keep their activations on the host: exact, and really doing it."""
+"""Whole models that are recomputed in parts or keep their activations on the host: they hold less, or are refused."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.whole_engine import whole_engine
-from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.live_bytes import LiveBytes
-from parallel.offload.packing import ActivationMeter
 from parallel.trace import untraced
 from parallel.trace.stage_module import StageModule
 from parallel.trace.untraced import UntracedModule
-from tests.helpers.engine_runs import SEED, SGD, net, plain, steps_of, train
-from tests.helpers.small_nets import ALL_NETS, pixel_loss
+from tests.helpers.engine_runs import SGD, net, steps_of, train
+from tests.helpers.small_nets import pixel_loss
 
 SHAPE = (2, 3, 12, 12)
 POLICIES = {
@@ -31,45 +27,9 @@ POLICIES = {
 }
 
 
-def engine(name: str, policy: ActivationPolicy, communicator: Communicator, meter: ActivationMeter) -> Engine:
-    model, loss = net(name, torch.float64), ALL_NETS[name][1]
-    return whole_engine(
-        model, loss, SGD, communicator, batch=8, m=4, shape=SHAPE, seed=SEED, policy=policy, meter=meter
-    )
-
-
 def stage_of(model: nn.Module, policy: ActivationPolicy) -> StageModule:
     engine = whole_engine(model, pixel_loss, SGD, LocalCommunicator(), batch=8, m=4, shape=SHAPE, policy=policy)
     return engine._work.stages[0].module
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ALL_NETS)
-def test_exact(name: str, world: int, policy: ActivationPolicy) -> None:
-    def rank(communicator: Communicator, _: Any) -> tuple[dict[str, Tensor], list[float]]:
-        made = engine(name, policy, communicator, ActivationMeter())
-        losses = train(made, steps_of(4))
-        return made.state_dict().get("model", {}), losses
-
-    state, losses = run_on_threads(world, rank, None, timeout_s=60)[0]
-    expected = plain(name, 4)
-    assert losses == pytest.approx(expected.losses, rel=1e-10)
-    assert list(state) == list(expected.model)
-    torch.testing.assert_close(state, expected.model, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.long
-def test_less_is_kept_on_the_device() -> None:
-    kept = {}
-    for label, policy in {"none": ActivationPolicy(), **POLICIES}.items():
-        meter = ActivationMeter()
-        train(engine("skips", policy, LocalCommunicator(), meter), steps_of(4))
-        kept[label] = meter.peak_bytes
-    assert kept["block"] < 0.8 * kept["none"]
-    assert kept["overlap"] < 0.4 * kept["none"]
-    assert kept["both"] < 0.6 * kept["block"]
 
 
 def test_a_model_that_keeps_everything_is_called_as_it_is() -> None:

@@ -45,18 +45,18 @@ def test_a_collection_grows_without_changing(tmp_path: Path) -> None:
 
 
 def test_segment_writes_masks_and_patients_and_no_labels(tmp_path: Path) -> None:
-    _make(Collection("segment", 1, 1500, 7, 0.5), tmp_path)
+    _make(Collection("segment", 1, 1000, 7, 0.5), tmp_path)
     mask = tifffile.imread(tmp_path / "annotations" / "slide_0000.tif")
     assert set(mask.ravel()) == {0, 1}
     assert (tmp_path / "annotations" / "classes.txt").read_text() == "0 background\n1 gland\n"
     assert (tmp_path / "labels.csv").read_text().startswith("slide,patient\n")
 
 
-@pytest.mark.parametrize(("field", "value"), [("seed", 8), ("size", 700), ("mpp", 0.25), ("task", "segment")])
-def test_another_collection_is_refused(tmp_path: Path, field: str, value: object) -> None:
+def test_another_collection_is_refused(tmp_path: Path) -> None:
     _make(dataclasses.replace(SMALL, slides=1), tmp_path)
-    with pytest.raises(ValueError, match=f"other artificial slides \\({field} "):
-        _make(dataclasses.replace(SMALL, slides=1, **{field: value}), tmp_path)
+    for field, value in {"seed": 8, "size": 700, "mpp": 0.25, "task": "segment"}.items():
+        with pytest.raises(ValueError, match=f"other artificial slides \\({field} "):
+            _make(dataclasses.replace(SMALL, slides=1, **{field: value}), tmp_path)
 
 
 def test_someone_elses_file_is_refused(tmp_path: Path) -> None:
