@@ -15,9 +15,9 @@ from parallel.offload.rng import get_random_state, set_random_state
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.read_region import NothingTileable
-from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
+from parallel.team.boxed_nodes import PlannedRegion
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import plan_alone
+from parallel.team.team_plan import BoxedParts, plan_alone
 from parallel.team.team_stage import TeamStage
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_exclusively

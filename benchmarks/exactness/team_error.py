@@ -20,9 +20,8 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.graph.partition import Partition
 from parallel.space.team import Grid
-from parallel.team.boxed_nodes import BoxedParts
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import team_plans
+from parallel.team.team_plan import BoxedParts, team_plans
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_as_it_runs
 

@@ -180,7 +180,9 @@ class SpatialMesh:
     @functools.lru_cache(4096)  # noqa: B019  one entry for all equal meshes
     def exchange(self, rules: tuple[Rule, Rule], made: Sides, taken: Sides) -> Exchange:
         """Return what an operation exchanges, of the map of sides ``taken`` for one of sides ``made``."""
-        return self._of(needs_of(rules, self.all_owned(made), taken), taken)
+        (of_rows, of_columns), (high, wide) = rules, taken
+        needs = [(of_rows.need(rows, high), of_columns.need(columns, wide)) for rows, columns in self.all_owned(made)]
+        return self.needed(needs, taken)
 
     def boxed(self, box: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return where the members' parts are cut into boxes of ``box`` px: rows and columns, in px of the tile."""
@@ -197,17 +199,14 @@ class SpatialMesh:
         rows, columns = boxed
         return range(rows.index(top), rows.index(bottom)), range(columns.index(left), columns.index(right))
 
-    def needed(self, needs: Sequence[Box], sides: Sides) -> Exchange:
-        """Return the exchange that gives each member what it ``needs`` of a map."""
-        return self._of(needs, sides)
-
     @functools.lru_cache(256)  # noqa: B019  as above
     def gathered(self, sides: Sides) -> Exchange:
         """Return the exchange that gives member 0 all of a map, and the others nothing."""
         nothing = (Span(0, 0), Span(0, 0))
-        return self._of([(Span(0, sides[0]), Span(0, sides[1])), *[nothing] * (self.grid.members - 1)], sides)
+        return self.needed([(Span(0, sides[0]), Span(0, sides[1])), *[nothing] * (self.grid.members - 1)], sides)
 
-    def _of(self, needs: Sequence[Box], sides: Sides) -> Exchange:
+    def needed(self, needs: Sequence[Box], sides: Sides) -> Exchange:
+        """Return the exchange that gives each member what it ``needs`` of a map."""
         axes, width = self._axes(sides), self.grid.columns
         boxes = [within(need, sides) for need in needs]
         pieces = []
@@ -222,12 +221,6 @@ class SpatialMesh:
 
 def box_px(box: Box) -> int:
     return box[0].size * box[1].size
-
-
-def needs_of(rules: tuple[Rule, Rule], made: Sequence[Box], taken: Sides) -> list[Box]:
-    """Return what is needed of a map of sides ``taken`` for each box that is made, rows and columns outside of the map
-    among them."""
-    return [(rules[0].need(rows, taken[0]), rules[1].need(columns, taken[1])) for rows, columns in made]
 
 
 def within(need: Box, sides: Sides) -> Box:

@@ -98,11 +98,6 @@ class Patch:
         return F.pad(self.tensor, (left, right, top, bottom), value=fill)
 
 
-def had(need: Box, has: Box, sides: tuple[int, int]) -> Box:
-    """Return the rows and columns of ``need`` that the map has; an empty span of ``has`` where it has none."""
-    return available(need[0], has[0], sides[0]), available(need[1], has[1], sides[1])
-
-
 def available(need: Span, has: Span, side: int) -> Span:
     """Return the rows of ``need`` that the map, of ``side`` rows, has; an empty span of ``has`` where it has none."""
     inside = need.within(side)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from parallel.offload.host_memory import HostMemory
 from parallel.space.rule import Step
 from parallel.space.team import Grid
 from parallel.streaming.box_sums import BoxSums, sums_by_name, with_sums
@@ -25,19 +24,9 @@ from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.team.program import NodeRun
 from parallel.team.region_run import Kept, RegionRun
 from parallel.team.team_comm import ForwardContext, TeamComm
-from parallel.team.team_plan import TeamPlan
+from parallel.team.team_plan import BoxedParts, TeamPlan
 from parallel.trace.stage_module import Boxes, as_tensor
 from parallel.trace.without_data import ONE_AT_A_TIME
-
-
-@dataclass(frozen=True)
-class BoxedParts:
-    """Sizes of boxes and memory for their maps, as for ``RegionRun``."""
-
-    box: int
-    stored_bytes: int | None = None
-    host: HostMemory | None = None
-    map_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,13 +197,10 @@ class BoxedNodes(NodeRun):
             region = summed
         run = RegionRun(
             region,
-            self._boxed.box,
+            self._boxed,
             self._grid,
             self._comm,
-            stored_bytes=self._boxed.stored_bytes,
-            map_bytes=self._boxed.map_bytes,
             scale=scale_of(region, plan.mesh.side),
-            host=self._boxed.host,
             random=self._random,
         )
         made = {step.name for step in region.steps}.union(region.constants)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from parallel.space.team import Box, Exchange, overlap
-from parallel.streaming.patch import Patch, had, padded_need
-from parallel.team.team_comm import TeamComm, cut
+from parallel.streaming.patch import Patch, available, cut_of, narrowed, padded_need
+from parallel.team.team_comm import TeamComm
 from parallel.trace.stage_module import layout_of
 
 Dims = tuple[int, int]
@@ -102,7 +102,7 @@ class BoundExchange:
 def halo_exchange(comm: TeamComm, exchange: BoundExchange, own: Tensor) -> Tensor:
     """Return the box that this member needs of the map that it owns ``own`` of."""
     if exchange.exchange.is_local:
-        return cut(own, exchange.dims, exchange.box, exchange.own)
+        return narrowed(own, exchange.dims, cut_of(exchange.box, exchange.own))
     value: Tensor = _HaloExchange.apply(own, comm, exchange)
     return value
 
@@ -136,7 +136,7 @@ def all_of_own(exchange: Exchange, member: int, patch: Patch) -> Patch | None:
 def patch_of(exchange: Exchange, member: int, value: Any, made: Box, sides: tuple[int, int], dims: Dims) -> Patch:
     """Return ``value``, the box that is needed of a map of ``sides``, as what an operation takes to give ``made``."""
     need, has = exchange.needs[member], exchange.boxes[member]
-    have = had(need, has, sides)
+    have = available(need[0], has[0], sides[0]), available(need[1], has[1], sides[1])
     return Patch(value, (padded_need(need[0], have[0]), padded_need(need[1], have[1])), have, made, sides, dims)
 
 

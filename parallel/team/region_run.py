@@ -32,6 +32,7 @@ from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.strip_maps import StripMaps, column_cuts
 from parallel.team.region_exchange import RegionExchange
 from parallel.team.team_comm import ForwardContext, TeamComm
+from parallel.team.team_plan import BoxedParts
 from parallel.trace.stage_module import Boxes
 
 
@@ -63,14 +64,9 @@ class RegionRun:
 
     Args:
         region: as it was read.
-        box: box size, px.
         grid: of the team.
         comm: with the other members.
-        stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
-            per pixel of the tile.
-        map_bytes: that maps between parts may take of a GPU.
         scale: rows and columns of the tile for each of the largest map that enters.
-        host: where maps are; None: in memory.
         random: names of nodes that may draw.
 
     Attributes:
@@ -87,18 +83,15 @@ class RegionRun:
     def __init__(
         self,
         region: Region,
-        box: int,
+        boxed: BoxedParts,
         grid: Grid,
         comm: TeamComm,
         *,
-        stored_bytes: int | None = None,
-        map_bytes: int = 0,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
-        host: HostMemory | None = None,
         random: Collection[str] = (),
     ) -> None:
-        self.region, self._comm, self._host, self._random = region, comm, host, random
-        self.boxes = boxes = plan_boxes(region.on_paper(scale), box, grid, stored_bytes)
+        self.region, self._comm, self._host, self._random = region, comm, boxed.host, random
+        self.boxes = boxes = plan_boxes(region.on_paper(scale), boxed.box, grid, boxed.stored_bytes)
         self.phases = [
             Phase(
                 phase.global_steps,
@@ -112,7 +105,7 @@ class RegionRun:
             for phase in boxes.phases
         ]
         self._exchange = RegionExchange(region, boxes, [phase.parts for phase in self.phases], comm)
-        self._on_device = boxes.on_device(map_bytes)
+        self._on_device = boxes.on_device(boxed.map_bytes)
         self._shapes = {name: shape for name, (shape, _, _) in region.forms.items()}
         self._cuts = column_cuts(part for phase in self.phases for part in phase.parts)
         last_use = {name: part for phase in self.phases for part in phase.parts for name in part.entering}

@@ -24,8 +24,6 @@ from torch import Tensor
 from parallel.comm.communicator import Communicator, Work
 from parallel.offload.rng import drawing
 from parallel.space import team
-from parallel.space.team import Box
-from parallel.streaming.patch import narrowed
 
 if TYPE_CHECKING:
     from parallel.team.halo_exchange import BoundExchange
@@ -223,12 +221,6 @@ class TeamComm:
             return f"a piece {shape} of a map or sum, from rank {self._ranks[peer]}"
         others = [str(rank) for member, rank in enumerate(self._ranks) if member != self.member]
         return f"a sum {shape} with rank{'s' * (len(others) > 1)} {', '.join(others)}"
-
-
-def cut(value: Tensor, dims: tuple[int, int], box: Box, at: Box) -> Tensor:
-    """Return a view of ``box`` of a map of which ``value`` is the part ``at``."""
-    (rows, columns), (top, left) = box, at
-    return narrowed(value, dims, ((rows.start - top.start, rows.size), (columns.start - left.start, columns.size)))
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from parallel.offload.host_memory import HostMemory
 from parallel.space.spatial_plan import SpatialPlan
 from parallel.space.team import Grid, SpatialMesh
 from parallel.streaming.read_region import NothingTileable, read_region
@@ -47,6 +48,24 @@ class TeamPlan(SpatialPlan):
         """Return the dims of the rows and columns of a map."""
         assert self.region is not None
         return self.region.dims[name]
+
+
+@dataclass(frozen=True)
+class BoxedParts:
+    """Sizes of boxes and memory for their maps.
+
+    Attributes:
+        box: box size, px.
+        stored_bytes: that maps between parts should take, where the sums in the model do not ask for more; None: 32
+            per pixel of the tile.
+        host: where maps are; None: in memory.
+        map_bytes: that maps between parts may take of a GPU.
+    """
+
+    box: int
+    stored_bytes: int | None = None
+    host: HostMemory | None = None
+    map_bytes: int = 0
 
 
 def plan_alone(shape: tuple[int, ...], training: bool) -> TeamPlan:

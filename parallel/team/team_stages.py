@@ -20,10 +20,10 @@ from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.streaming.layer import Reading
 from parallel.streaming.read_region import NothingTileable
-from parallel.team.boxed_nodes import BoxedNodes, BoxedParts
+from parallel.team.boxed_nodes import BoxedNodes
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import TeamPlan
+from parallel.team.team_plan import BoxedParts, TeamPlan
 from parallel.team.team_stage import Plans, TeamStage
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced

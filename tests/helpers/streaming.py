@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 from parallel.comm.local import LocalCommunicator
 from parallel.space.team import Grid
-from parallel.team.boxed_nodes import BoxedNodes, BoxedParts, PlannedRegion
+from parallel.team.boxed_nodes import BoxedNodes, PlannedRegion
 from parallel.team.region_run import RegionRun
 from parallel.team.team_comm import ForwardContext, TeamComm
-from parallel.team.team_plan import plan_alone
+from parallel.team.team_plan import BoxedParts, plan_alone
 
 
 class _Tracer(fx.Tracer):

@@ -28,9 +28,9 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import NothingTileable
-from parallel.team.boxed_nodes import BoxedParts, PlannedRegion
+from parallel.team.boxed_nodes import PlannedRegion
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import team_plans
+from parallel.team.team_plan import BoxedParts, team_plans
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_as_it_runs
 from tests.helpers import engine_runs

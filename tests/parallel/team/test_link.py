@@ -14,9 +14,10 @@ from parallel.comm.communicator import Communicator, Work
 from parallel.comm.thread_comm import run_on_threads
 from parallel.space.rule import Window
 from parallel.space.team import Box, Grid, SpatialMesh
+from parallel.streaming.patch import cut_of, narrowed
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, patch_of
-from parallel.team.team_comm import TeamComm, cut
+from parallel.team.team_comm import TeamComm
 
 SIDES = (12, 12)
 
@@ -82,7 +83,7 @@ def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: Grid) 
             assert torch.equal(halo, part(whole, piece.box))
         back = link.send_halo_grads(bound, halos, own)()
         for (_, sent), arrived in zip(exchange.sends[link.member], back, strict=True):
-            assert torch.equal(arrived, cut(own, (2, 3), sent, box))
+            assert torch.equal(arrived, narrowed(own, (2, 3), cut_of(sent, box)))
         link.finish()
         return [each for each in order if each != "wait"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.exactness.spatial_ops import OPERATIONS, Network
 from benchmarks.exactness.team_error import team_error
 from parallel.space.team import Grid, SpatialMesh
-from parallel.team.boxed_nodes import BoxedParts
+from parallel.team.team_plan import BoxedParts
 
 EXACT = 1e-12
 SHAPE = (2, 2, 37, 29)

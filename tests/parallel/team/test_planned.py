@@ -21,6 +21,7 @@ from parallel.strategy import Strategy
 from parallel.streaming.read_region import read_region
 from parallel.team.region_run import RegionRun
 from parallel.team.team_comm import TeamComm
+from parallel.team.team_plan import BoxedParts
 from parallel.trace.trace import trace_as_it_runs
 from tests.helpers.team_engine import segments, team_engine
 
@@ -101,7 +102,7 @@ def test_members_hold_as_much_of_each_map_as_on_paper(grid: Grid) -> None:
     region = read_region(traced.model, nodes, {nodes[0].name: torch.zeros(1, 3, 96, 96)})
 
     def held(communicator: Communicator, _: None) -> dict[str, tuple[int, int]]:
-        run = RegionRun(region, 16, grid, TeamComm(communicator))
+        run = RegionRun(region, BoxedParts(16), grid, TeamComm(communicator))
         held = run._exchange.held
         assert held.keys() == run.boxes.held.keys()
         paper.update(run.boxes.held)

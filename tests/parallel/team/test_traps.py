@@ -19,7 +19,7 @@ from parallel.offload.rng import DRAWING
 from parallel.space.grid import Span
 from parallel.space.rule import SAME, Step, Window
 from parallel.space.team import Exchange, Grid, SpatialMesh
-from parallel.streaming import local_ops, read_norm, read_region, read_window
+from parallel.streaming import local_ops, read_region, read_window
 from parallel.streaming.patch import Patch
 from parallel.team import node_compiler, program
 from parallel.team.convolution import HaloConvolution, sharded_convolution
@@ -74,13 +74,13 @@ def half_merged(before: Tensor, box: Tensor) -> Tensor:
     return torch.stack([before[0] + box[0], (before[1] + box[1]) / 2, before[2] + box[2]])
 
 
-def without_far_owners(self: SpatialMesh, needs: Any, sides: Any, whole: Any = SpatialMesh._of) -> Exchange:
+def without_far_owners(self: SpatialMesh, needs: Any, sides: Any, whole: Any = SpatialMesh.needed) -> Exchange:
     exchange = whole(self, needs, sides)
     near = (tuple(p for p in ps if abs(p.owner - m) <= 1) for m, ps in enumerate(exchange.pieces))
     return Exchange(exchange.needs, exchange.boxes, tuple(near), exchange.owned)
 
 
-def without_corners(self: SpatialMesh, needs: Any, sides: Any, whole: Any = SpatialMesh._of) -> Exchange:
+def without_corners(self: SpatialMesh, needs: Any, sides: Any, whole: Any = SpatialMesh.needed) -> Exchange:
     exchange = whole(self, needs, sides)
     columns = self.grid.columns
 
@@ -124,10 +124,10 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         Together, replaced(HaloConvolution, "forward", padded_by_ones), GRID),
     # Rows that were fetched are counted by their owner.
     "statistics are of owned rows": (
-        OPERATIONS["batch norm"].make, replaced(read_region, "Step", with_halos_of_sums), GRID),
+        OPERATIONS["group norm"].make, replaced(read_region, "Step", with_halos_of_sums), GRID),
     # MPI4DL's batch norm is of each part; torch's SyncBatchNorm weighed ranks alike.
     "statistics weigh uneven parts by their px": (
-        OPERATIONS["batch norm"].make, replaced(read_norm, "merged", half_merged), GRID),
+        OPERATIONS["batch norm"].make, replaced(node_compiler, "merged", half_merged), GRID),
     "the backward pass of a norm takes sums of all members": (
         OPERATIONS["batch norm"].make,
         replaced(TeamComm, "all_reduce_async", lambda _, value: lambda: [value]), GRID),
@@ -155,10 +155,10 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         replaced(read_window, "same_pads", lambda k, d: ((d * (k - 1) + 1) // 2, d * (k - 1) // 2)), GRID),
     # XLA's halos ended at the neighbour.
     "halos reach beyond the neighbour": (
-        OPERATIONS["convolution, dilation 12"].make, replaced(SpatialMesh, "_of", without_far_owners), Grid(4, 1)),
+        OPERATIONS["convolution, dilation 12"].make, replaced(SpatialMesh, "needed", without_far_owners), Grid(4, 1)),
     # DistConv loses them where backward overlaps.
     "corners are fetched": (
-        OPERATIONS["convolution 3x3"].make, replaced(SpatialMesh, "_of", without_corners), Grid(2, 2)),
+        OPERATIONS["convolution 3x3"].make, replaced(SpatialMesh, "needed", without_corners), Grid(2, 2)),
 }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def sums_of_squares(x: Tensor, over: tuple[int, ...]) -> Tensor:
 def test_moments_do_not_cancel(fault: Any, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sums of squares in float32, at a mean of 1,000 deviations, the variance is left to chance."""
     if fault is not None:
-        monkeypatch.setattr(read_norm, "moments", fault)
+        monkeypatch.setattr(node_compiler, "moments", fault)
     network = nn.Sequential(Call(lambda x: 1000 + x), nn.BatchNorm2d(2), nn.Conv2d(2, 1, 1))
     errors = team_error(network, SHAPE, GRID)
     assert (errors.statistics < 1e-4) == exact, errors
