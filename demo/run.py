@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,11 +150,12 @@ def mebibytes(of_ranks: list[int | None]) -> str:
     return " ".join("-" if size is None else str(round(size / (1 << 20))) for size in of_ranks)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train on the shipped slides and print scores and images/s.")
     parser.add_argument("--steps", type=int, default=5, help="optimiser steps of the first runs (default: 5)")
-    arguments = parser.parse_args()
-    data = ROOT / "demo-data"
+    parser.add_argument("--out", type=Path, default=ROOT / "demo-data", help="folder of what it makes")
+    arguments = parser.parse_args(argv)
+    data = arguments.out.absolute()
     slides, borders = collect_slides(data), draw_borders(data)
     finished: list[tuple[Run, dict[str, Any] | None]] = []
     for run in runs(slides, borders, arguments.steps):
@@ -166,7 +168,7 @@ def main() -> None:
     print("\nTwo ranks share the cores of one process here, so splitting makes room and no speed.")
     for run, summary in finished:
         if summary is not None:
-            print(f"report: {(data / run.name / 'report.html').relative_to(ROOT)}")
+            print(f"report: {os.path.relpath(data / run.name / 'report.html')}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.helpers.benchmark_run import assert_runs
     [
         ("benchmarks.schedules.engine --tile 64 --steps 1", "engine_over_plain"),
         ("benchmarks.schedules.replicas --model resnet11_v2 --tile 64 --rounds 1", "4 microbatches a rank"),
-        ("benchmarks.tile_reading.data_wait --tile 256 --steps 1", "data_wait_fraction"),
+        ("benchmarks.tile_reading.data_wait --tile 256 --steps 1 --side 1536", "data_wait_fraction"),
         ("benchmarks.many_slides.big_slide --size 3000 --tile 512 --steps 1", "1 tiles trained on"),
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
         ("benchmarks.tile_reading.parts --side 5000 --tile 1024 --rounds 1", "2x2, bytes of all ranks over the whole"),
@@ -31,7 +31,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.plan_accuracy.plan_speed --only one-node", "s on the cores"),
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
         ("benchmarks.slide_quality.run --strokes 1", "Pen marks on the slide as it is: 0 mm2; on 0 of the 28 pictures"),
-        ("benchmarks.tile_reading.cache --tiles 2 --side 5300", "pays from epoch"),
+        ("benchmarks.tile_reading.cache --tiles 2 --side 2000 --px 512", "pays from epoch"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
         ("benchmarks.tile_size.context --slides 8 --steps 1 --seeds 1", "| whole slide |"),
         ("benchmarks.bags.run noise --slides 8 --steps 1 --seeds 1", "| --tile slide --head attention"),

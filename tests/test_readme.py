@@ -1,17 +1,28 @@
-"""The commands of the README and of the page on strategies, in a copy of the project; each needs the demo's slides."""
+"""The demo and the commands of the README and of the page on strategies, which need the demo's slides.
+
+All run in this process, and their ranks are forked, but for the demo's first command: how processes are started is
+tested where a user's run is.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import demo.run
 from tests.helpers.documents import commands
+from tests.helpers.forked import launched_here
+from tests.helpers.in_process import call
+from tests.helpers.indexed_once import indexed_once, kept_indexes
+
+__all__ = ["indexed_once", "kept_indexes"]
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/strategies.md")
@@ -20,58 +31,63 @@ SHOWN = [line for line in SHOWN if not line.startswith(("make", "source"))]
 
 pytestmark = [pytest.mark.readme, pytest.mark.timeout(900)]
 
-
-COLLECT = "import demo.run, pathlib; demo.run.collect_slides(pathlib.Path('demo-data').absolute())"
-"""What ``demo/run.py`` does first."""
+SLIDE = "CMU-1-Small-Region.svs"
 
 SHORTER = {
-    "app.train": ("--steps", "1", "--developer", "validation-tiles=6", "--developer", "twin-steps=0"),
+    "app.train": ("--steps", "1", "--tile", "256", "--developer", "validation-tiles=2"),
+    "app.predict": ("--slides", "one"),
     "app.bench": ("--tiles", "256"),
+    "app.plan": ("--tile", "512", "--model", "resnet18"),
 }
 """Put after what is shown of a command: it is read, checked and begun as typed, and has less to compute."""
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project as a clone has it: nothing in the working tree is overwritten."""
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Working folder with all that commands of the README name; what they make lies in it."""
     folder = tmp_path_factory.mktemp("project")
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / name)
-    return folder
+    (folder / "data").symlink_to(ROOT / "data")
+    (folder / "one").mkdir()
+    (folder / "one" / SLIDE).symlink_to(ROOT / "data" / "real" / SLIDE)
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    settings = folder / "configs" / "demo_classify.yaml"
+    assert "tile: 512\n" in settings.read_text()
+    settings.write_text(settings.read_text().replace("tile: 512\n", "tile: 256\n"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
 
 
 @pytest.fixture(scope="module")
 def with_slides(project: Path) -> Path:
     """The project, with the slides of the demo, which has made them if it was run here."""
     if not (project / "demo-data" / "slides" / "labels.csv").exists():
-        run_python(project, "-c", COLLECT)
+        demo.run.collect_slides(project / "demo-data")
     return project
 
 
-def run_python(folder: Path, *arguments: str) -> str:
-    """What ``python`` with these arguments prints; it has to end well."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def run_here(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder, launched_here(Path(folder)):
+        return call(module, *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
-def test_demo(project: Path) -> None:
-    """What ``make demo`` runs, shortened: tiles of a quarter of the px, and one step on them."""
-    settings = project / "configs" / "demo_classify.yaml"
-    assert "tile: 512\n" in settings.read_text()
-    settings.write_text(settings.read_text().replace("tile: 512\n", "tile: 256\n"))
-    said = run_python(project, "demo/run.py", "--steps", "1")
+def test_demo(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run what ``make demo`` runs, shortened: one step, and smaller tiles where memory is not limited."""
+    start = subprocess.run
+
+    def run(command: Sequence[str], **others: Any) -> subprocess.CompletedProcess[Any]:
+        _, minus_m, module, *arguments = command
+        assert minus_m == "-m"
+        if module == "app.synth":
+            return start(command, **others)
+        done = run_here(module, *arguments)
+        print(done.stdout)
+        assert done.returncode == 0 or not others["check"], done.stdout + done.stderr
+        return done
+
+    monkeypatch.setattr(demo.run.subprocess, "run", run)
+    demo.run.main(["--steps", "1", "--out", "demo-data"])
+    said = capsys.readouterr().out
     assert re.search(r"nuclei in real tissue, U-Net +dice \d\.\d\d +\d+\.\d\d", said)
     assert re.search(r"512 px, 2 ranks, ddp +slide_auc \d\.\d\d +\d+\.\d\d", said)
     assert "<- plan" in said
@@ -85,7 +101,8 @@ def test_demo(project: Path) -> None:
 def test_command(line: str, with_slides: Path) -> None:
     program, minus_m, module, *arguments = line.split()
     assert (program, minus_m) == ("python", "-m"), line
-    run_python(with_slides, "-m", module, *arguments, *SHORTER.get(module, ()))
+    done = run_here(module, *arguments, *SHORTER.get(module, ()))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_there_are_commands() -> None:

@@ -4,7 +4,7 @@ Takes nothing; makes slides of real tissue and reads tiles of a grid from each t
 one thread: as ever, with an empty cache, and with a full one. Slow storage is this machine's with a wait after every
 read: so many bytes a second, so long a request. Figures are of the clock on the wall.
 
-    python -m benchmarks.tile_reading.cache [--tiles 150] [--side 9000] [--write]
+    python -m benchmarks.tile_reading.cache [--tiles 150] [--side 9000] [--px 512 2048] [--write]
 """
 
 from __future__ import annotations
@@ -212,6 +212,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tiles", type=int, default=150, help="read from each slide, at most")
     parser.add_argument("--side", type=int, default=9000, help="of the slides in px")
+    parser.add_argument("--px", type=int, nargs="+", default=TILES, help="sides of the tiles")
     arguments = parser.parse_args()
     cv2.setNumThreads(1)
     side = arguments.side
@@ -231,7 +232,7 @@ def main() -> None:
         Case("JPEG, mpp 1.0 from 0.5", jpeg, mpp=2 * MPP, slides=SHARE, cache=SHARE),
     ]
     rows = []
-    for tile in TILES:
+    for tile in arguments.px:
         for case in cases:
             rows.append(measured(case, tile, side, max(4, arguments.tiles * TILES[0] // tile)))
             print(*rows[-1], sep=" | ", flush=True)

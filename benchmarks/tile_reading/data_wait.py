@@ -2,7 +2,7 @@
 
 Takes nothing (slides are made); gives images/s of both, alternating in one run, and the share of waiting.
 
-    python -m benchmarks.tile_reading.data_wait [--steps 12] [--model resnet18] [--tile 1024]
+    python -m benchmarks.tile_reading.data_wait [--steps 12] [--model resnet18] [--tile 1024] [--side 8192]
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pipelines.tiles.index_settings import IndexSettings
 WARM_UP = 2
 
 
-def measure(model: str, tile: int, batch: int, steps: int) -> dict[str, Any]:
-    """Times of ``steps`` steps of each kind."""
+def measure(model: str, tile: int, batch: int, steps: int, side: int) -> dict[str, Any]:
+    """Times of ``steps`` steps of each kind, on slides of ``side`` px."""
     slides = OUT / "data_wait"
-    synth.main([str(slides), "--slides", "4", "--size", "8192", "--task", "classify"])
+    synth.main([str(slides), "--slides", "4", "--size", str(side), "--task", "classify"])
     config = RunConfig(
         DataSettings(slides),
         index=IndexSettings(tile=tile),
@@ -82,8 +82,9 @@ def main() -> None:
     parser.add_argument("--tile", type=int, default=1024, help="px")
     parser.add_argument("--batch", type=int, default=2, help="tiles of a step")
     parser.add_argument("--steps", type=int, default=12, help="steps of each kind")
+    parser.add_argument("--side", type=int, default=8192, help="px of the slides that are made")
     arguments = parser.parse_args()
-    result = measure(arguments.model, arguments.tile, arguments.batch, arguments.steps)
+    result = measure(arguments.model, arguments.tile, arguments.batch, arguments.steps, arguments.side)
     write_json("data_wait", result)
     print(json.dumps(result, indent=2))
 

@@ -12,44 +12,55 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.app.conftest import ROOT, train_environment
+from app.benchmark import trial
+from tests.app.conftest import ROOT, Train, train_environment
+from tests.helpers.in_process import call
 
-TINY = ("--model", "tests.helpers.tiny_models:classifier", "--mpp", "0.5", "--developer", "twin-steps=1")
+DELAYED = "delayed gradients, not the plain step"
+TINY = ("--model", "tests.helpers.tiny_models:classifier", "--mpp", "0.5", "--tiles", "256", "--batch", "4")
+
+
+@pytest.fixture
+def bench(train_ranks: Train, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """``app.bench`` in this process, which trains in this process, too; ranks are forked."""
+
+    def run(command: list[str], output: Path, timeout_s: float) -> int:
+        done = train_ranks(*command[3:])
+        output.write_text(done.stdout + done.stderr)
+        return done.returncode
+
+    def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(trial, "_run", run)
+        return call("app.bench", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+    return bench
 
 
 @pytest.mark.process
-def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) -> None:
+def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, bench: Train, tmp_path: Path) -> None:
+    """First in processes of its own; then refused, and gone on with."""
     out = tmp_path / "bench"
-    asked = [
-        *TINY,
-        "--slides",
-        str(classify_slides),
-        "--tiles",
-        "256",
-        "--batch",
-        "4",
-        "--steps",
-        "3",
-        "--out",
-        str(out),
-    ]
-    asked += ["--ranks", "2", "--repeats", "1"]
-    first = bench_run(*asked, "--strategies", "ddp", "mast")
+    asked = [*TINY, "--slides", str(classify_slides), "--steps", "3", "--out", str(out), "--ranks", "2"]
+    asked += ["--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=1"]
+    first = subprocess.run(
+        [sys.executable, "-m", "app.bench", *asked, "--strategies", "ddp", "mast"],
+        cwd=ROOT,
+        env=train_environment(),
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert first.returncode == 0, first.stdout + first.stderr
     assert "mast computes 2 microbatches" in first.stdout
-    refused = bench_run(*asked, "--strategies", "ddp")
+    refused = bench(*asked, "--strategies", "ddp")
     assert refused.returncode == 2
     assert "--resume" in refused.stderr
-    second = bench_run(*asked, "--strategies", "ddp", "mast", "master", "--resume")
+    second = bench(*asked, "--strategies", "ddp", "mast", "master", "pipedream", "--resume")
     assert second.returncode == 0, second.stdout + second.stderr
-    assert second.stdout.count("images/s (") == 1  # the one that was added
-    found = json.loads((out / "bench.json").read_text())
-    assert [(row["strategy"], row["status"]) for row in found["rows"]] == [
-        ("ddp", "ok"),
-        ("mast", "cannot"),
-        ("master", "ok"),
-    ]
-    ddp, _, master = found["rows"]
+    assert second.stdout.count("images/s (") == 2  # those that were added
+    ddp, mast, master, pipedream = json.loads((out / "bench.json").read_text())["rows"]
+    assert [row["strategy"] for row in (ddp, mast, master, pipedream)] == ["ddp", "mast", "master", "pipedream"]
+    assert [row["status"] for row in (ddp, mast, master, pipedream)] == ["ok", "cannot", "ok", "ok"]
     assert master["loss_matches"] is True
     assert len(master["peak_memory_bytes"]) == len(master["device_bytes"]) == len(master["bytes_sent"]) == 2
     assert 0 < master["bubble_predicted"] < 1
@@ -57,16 +68,22 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, tmp_path: Path) 
     assert ddp["baseline"] is None
     assert master["times_baseline"] == pytest.approx(master["images_per_second"] / ddp["images_per_second"])
     assert "x ddp on 2 ranks" in second.stdout
-    assert (out / "report.html").exists()
     assert not list(out.glob("trials/*/*/checkpoints"))
+    assert pipedream["loss_matches"] is None
+    assert pipedream["claim"].endswith(f"x ddp on 2 ranks, measured once; {DELAYED}")
+    assert DELAYED not in ddp["claim"]
+    (summary,) = out.glob("trials/*pipedream*/*/summary.json")
+    assert json.loads(summary.read_text())["gradients"] == DELAYED
+    assert DELAYED in " ".join((summary.parent / "run.log").read_text().split())
+    assert DELAYED in (out / "report.html").read_text()
 
 
 @pytest.mark.process
-def test_groups_and_teams_are_measured_as_a_user_starts_them(classify_slides: Path, tmp_path: Path) -> None:
+def test_groups_and_teams_are_measured(classify_slides: Path, bench: Train, tmp_path: Path) -> None:
     out = tmp_path / "groups"
-    asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
-    asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
-    done = bench_run(*asked, "--strategies", "ddp", "gpipe", "1f1b@2x1", "--out", str(out))
+    asked = [*TINY, "--slides", str(classify_slides), "--steps", "3", "--repeats", "1", "--out", str(out)]
+    asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--developer", "twin-steps=0"]
+    done = bench(*asked, "--strategies", "ddp", "gpipe", "1f1b@2x1")
     assert done.returncode == 0, done.stdout + done.stderr
     ddp, gpipe, team = json.loads((out / "bench.json").read_text())["rows"]
     assert (gpipe["strategy"], gpipe["status"], gpipe["ranks"], gpipe["stages"]) == ("gpipe 2 x 2", "ok", 4, 2)
@@ -78,26 +95,9 @@ def test_groups_and_teams_are_measured_as_a_user_starts_them(classify_slides: Pa
 
 
 @pytest.mark.process
-def test_delayed_gradients_are_marked_in_table_and_reports(classify_slides: Path, tmp_path: Path) -> None:
-    out, words = tmp_path / "delayed", "delayed gradients, not the plain step"
-    asked = [*TINY[:4], "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "3"]
-    asked += ["--ranks", "2", "--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=0"]
-    done = bench_run(*asked, "--strategies", "ddp", "pipedream", "--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    ddp, pipedream = json.loads((out / "bench.json").read_text())["rows"]
-    assert (pipedream["status"], pipedream["loss_matches"]) == ("ok", None)
-    assert pipedream["claim"].endswith(f"x ddp on 2 ranks, measured once; {words}")
-    assert words not in ddp["claim"]
-    (summary,) = out.glob("trials/*pipedream*/*/summary.json")
-    assert json.loads(summary.read_text())["gradients"] == words
-    assert words in " ".join((summary.parent / "run.log").read_text().split())
-    assert words in (out / "report.html").read_text()
-
-
-@pytest.mark.process
 def test_a_benchmark_that_is_asked_to_end_leaves_nothing_running(classify_slides: Path, tmp_path: Path) -> None:
     out = tmp_path / "ended"
-    asked = [*TINY, "--slides", str(classify_slides), "--tiles", "256", "--batch", "4", "--steps", "100000"]
+    asked = [*TINY, "--slides", str(classify_slides), "--steps", "100000"]
     asked += ["--ranks", "2", "--strategies", "ddp", "--out", str(out)]
     bench = subprocess.Popen(
         [sys.executable, "-m", "app.bench", *asked], cwd=ROOT, env=train_environment(), stdout=subprocess.DEVNULL
@@ -112,14 +112,3 @@ def test_a_benchmark_that_is_asked_to_end_leaves_nothing_running(classify_slides
     assert bench.wait(30) == 128 + signal.SIGTERM
     _, left = psutil.wait_procs(ranks, timeout=10)
     assert not left
-
-
-def bench_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "app.bench", *arguments],
-        cwd=ROOT,
-        env=train_environment(),
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )

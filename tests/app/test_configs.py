@@ -25,7 +25,7 @@ SMALLER = {
         "0",
     ),
     "segment_folds": ("--fold", "4", "--annotations", NUCLEI / "masks", "--batch", "2"),
-    "large_tiles": ("--tile", "256", "--batch", "2", "--microbatches", "2", "--model", "resnet18", "--norm", "group"),
+    "large_tiles": ("--tile", "128", "--batch", "2", "--microbatches", "2", "--model", "resnet18", "--norm", "group"),
     "whole_slides": ("--mpp", "4", "--stream", "256", "--validation", "0.4"),
 }
 """Put after ``--config``: fewer and smaller tiles, and models that need no download."""

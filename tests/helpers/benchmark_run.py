@@ -1,47 +1,74 @@
 """A benchmark's command, as its README shows it but shortened, run to its end; what it measures is not judged.
 
-It runs in a process forked from one that has loaded torch, and so do its ranks. ``test_gpu_benchmark`` starts both one
-by one.
+It runs in this process, as do the project's commands that it starts; ranks are forked from a process that has loaded
+torch. ``test_gpu_benchmark`` starts both one by one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
+import subprocess
+import sys
 import tempfile
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import benchmarks.ranks
-from tests.helpers.forked import run_module, run_ranks, shared_server
+import pytest
 
-STARTED = benchmarks.ranks.run_on_ranks
+import benchmarks.ranks
+from tests.helpers.forked import launched_here, run_module, run_ranks
+from tests.helpers.in_process import call, put_back
+
+START_RANKS, START = benchmarks.ranks.run_on_ranks, subprocess.run
 
 
 def assert_runs(command: str, says: str) -> None:
     """``python -m command`` ends well, or misses a target, and prints ``says``."""
-    with tempfile.TemporaryDirectory() as folder:
-        (code,), printed = run_ranks(1, f"{__name__}:run", command.split(), Path(folder), timeout_s=250)
+    module, *arguments = command.split()
+    said = io.StringIO()
+    code: object = 0
+    with (
+        put_back(),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+        warnings.catch_warnings(action="default"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(benchmarks.ranks, "run_on_ranks", run_on_forked_ranks)
+        patch.setattr(subprocess, "run", run_command)
+        patch.setattr("parallel.profile.malloc.keep_freed_memory", lambda: True)
+        patch.setattr(sys, "argv", [module])
+        try:
+            run_module(module, arguments)
+        except SystemExit as stop:
+            code = stop.code or 0
     # 1: a target was missed, which a busy machine does.
-    assert code in (0, 1), printed
-    assert says in printed, printed
+    assert code in (0, 1), said.getvalue()
+    assert says in said.getvalue(), said.getvalue()
 
 
-def run(module: str, *arguments: str) -> None:
-    """In the forked process: the command alone on its machine, its ranks forked too."""
-    shared_server()  # while this process has no threads
-    benchmarks.ranks.run_on_ranks = run_on_forked_ranks
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del os.environ[variable]
-    run_module(module, arguments)
+def run_command(command: Sequence[str], **others: Any) -> subprocess.CompletedProcess[Any]:
+    """Stand in for ``subprocess.run``: the project's own commands run in this process."""
+    _, *words = command
+    if words[:1] != ["-m"] or not words[1].startswith("app."):
+        return START(command, **others)
+    with tempfile.TemporaryDirectory() as folder, launched_here(Path(folder)):
+        done = call(*words[1:], env=others.get("env"))
+    if others.get("check"):
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def run_on_forked_ranks(
     world: int, target: str, argument: Any, *, launcher: Any = "torch", timeout_s: float = 200, **others: Any
 ) -> list[Any]:
-    """As ``benchmarks.ranks.run_on_ranks``; ranks of torch are forked, on the CPU."""
+    """Stand in for ``benchmarks.ranks.run_on_ranks``: ranks of torch are forked, on the CPU."""
     if launcher != "torch":
-        return STARTED(world, target, argument, launcher=launcher, timeout_s=timeout_s)
+        return START_RANKS(world, target, argument, launcher=launcher, timeout_s=timeout_s)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "argument.json").write_text(json.dumps(argument))

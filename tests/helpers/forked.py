@@ -12,7 +12,6 @@ import importlib
 import os
 import pickle
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,11 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
-from parallel.comm import rank_server
 from parallel.comm.launch import STARTED_BY_US, RankServer, environments
 
 LOADED = ("app.training.loop", "app.training.session", "app.training.summary", "parallel.comm.torch_comm")
 LOADED += ("torch._dynamo", "matplotlib.figure", "torch.utils.tensorboard")  # by the first trace, and at the end
+ROOT = Path(__file__).parents[2]
 TASK = "MEGATILE_TEST_TASK"
 """Variable: the file that says what a rank runs."""
 
@@ -65,7 +64,7 @@ def run_ranks(
 def _task(target: str, arguments: Sequence[Any], printed: Path) -> dict[str, str]:
     sys.audit("os.fork")  # by another process, where no audit hook of this one sees it
     task = printed.with_suffix(".pickle")
-    task.write_bytes(pickle.dumps((target, list(arguments), str(printed))))
+    task.write_bytes(pickle.dumps((target, list(arguments), os.getcwd(), str(printed))))
     return {TASK: str(task)}
 
 
@@ -106,19 +105,8 @@ def launched_here(folder: Path) -> Iterator[None]:
 @functools.cache
 def shared_server() -> RankServer:
     """The server of this process; it ends with the process."""
-    return (HereForked if TASK in os.environ else RankServer)(["tests.helpers.forked"], LOADED)
-
-
-class HereForked(RankServer):
-    """A server that is forked from this process: itself forked, it has loaded everything and started no thread yet."""
-
-    def _start_process(self, theirs: socket.socket, command: Sequence[str], loads: Sequence[str]) -> Any:
-        server = os.fork()
-        if not server:
-            self._socket.close()
-            rank_server.run(theirs, *command, [])
-            sys.exit(0)
-        return psutil.Process(server)
+    with contextlib.chdir(ROOT):  # wherever the first test that asks for it works
+        return RankServer(["tests.helpers.forked"], LOADED)
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:
@@ -129,7 +117,8 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
 
 def main() -> object:
     """Exit code of this rank."""
-    target, arguments, printed = pickle.loads(Path(os.environ[TASK]).read_bytes())
+    target, arguments, folder, printed = pickle.loads(Path(os.environ[TASK]).read_bytes())
+    os.chdir(folder)
     descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -29,7 +29,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 GPUS = 4
 STARTS_WITHIN_S = 60.0
-REQUEUE_S = 10
+REQUEUE_S = 5
 """Between a requeue and the next start Slurm waits until a job's credential has expired; two minutes by default."""
 
 

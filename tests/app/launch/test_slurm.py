@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from app.settings.slurm import expand_hosts
 from benchmarks.faults.starts import rank_of
@@ -147,59 +147,25 @@ def test_mpi(
     assert losses_of(tmp_path / "run") == losses_of(trained[0])
 
 
-def test_a_run_that_is_preempted_and_then_loses_a_rank_is_requeued_and_goes_on(
+def test_a_run_that_is_preempted_and_then_loses_a_node_is_requeued_and_goes_on(
     slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
 ) -> None:
+    """A rank on each of two nodes, of which one goes: the other computes all of each step, to the same numbers."""
     out, output = with_index(indexed, tmp_path / "run"), tmp_path / "job.out"
+    arguments = ("--slides", classify_slides, *RUN, "--parallel", "ddp", "--model", UNHURRIED)
     job = slurm.submit(
+        "--nodes=1-2",
         f"--output={output}",
         ROOT / "configs" / "slurm" / "preemptible.sbatch",
-        *("--slides", classify_slides, *RUN, "--parallel", "ddp", "--model", UNHURRIED),
+        *(*arguments, "--checkpoint-every", "1"),
         cwd=ROOT,
-        environment={**ENVIRONMENT, "RUN": str(out), "RANKS": "2"},
+        environment={**ENVIRONMENT, "RUN": str(out), "RANKS": "1"},
     )
     wait_for(lambda: (out / "metrics.csv").exists() and len(losses_of(out)) >= 2, output)
     # As Slurm does before the time is up: to the steps, not the script.
     sent = slurm.run("scancel", "--signal=USR1", job)
     assert sent.returncode == 0, sent.stderr
     wait_for(lambda: "restarted (attempt 2): continuing from step " in output.read_text(), output)
-    rank_of(out, 1).kill()
-    assert slurm.wait(job, 240) == "COMPLETED", output.read_text()
-    assert slurm.job(job)["Restarts"] == "2"
-    printed = output.read_text()
-    assert "restarted (attempt 3): continuing from step " in printed
-    assert summary_of(out)["status"] == "completed"
-    assert losses_of(out) == losses_of(trained[0])
-    weights, expected = (torch.load(run / "checkpoints" / "last.pt", weights_only=True) for run in (out, trained[0]))
-    assert weights["model"].keys() == expected["model"].keys()
-    assert all(torch.equal(weights["model"][name], expected["model"][name]) for name in expected["model"])
-
-
-def test_a_run_that_loses_a_node_goes_on_with_those_that_are_left(
-    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
-) -> None:
-    """A rank on each of two nodes, of which one goes: the other computes all of each step, to the same numbers."""
-    out, output = with_index(indexed, tmp_path / "run"), tmp_path / "job.out"
-    arguments = (
-        "--slides",
-        classify_slides,
-        *RUN,
-        "--parallel",
-        "ddp",
-        "--model",
-        UNHURRIED,
-        "--checkpoint-every",
-        "1",
-    )
-    job = slurm.submit(
-        "--nodes=1-2",
-        f"--output={output}",
-        ROOT / "configs" / "slurm" / "preemptible.sbatch",
-        *arguments,
-        cwd=ROOT,
-        environment={**ENVIRONMENT, "RUN": str(out), "RANKS": "1"},
-    )
-    wait_for(lambda: (out / "checkpoints" / "last.pt").exists(), output)
     try:
         # A node that is given up is drained; its rank goes with it.
         assert slurm.run("scontrol", "update", f"nodename={NODES[1]}", "state=drain", "reason=lost").returncode == 0
@@ -207,13 +173,15 @@ def test_a_run_that_loses_a_node_goes_on_with_those_that_are_left(
         assert slurm.wait(job, 240) == "COMPLETED", output.read_text()
     finally:
         slurm.run("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
-    assert slurm.job(job)["NumNodes"] == "1"
-    assert "restarted (attempt 2 on 1 rank in place of 2): continuing from step " in output.read_text()
+    assert (slurm.job(job)["Restarts"], slurm.job(job)["NumNodes"]) == ("2", "1")
+    lost = re.findall(
+        r"restarted \(attempt 3 on 1 rank in place of 2\): continuing from step (\d+)", output.read_text()
+    )
     summary = summary_of(out)
     assert (summary["status"], summary["ranks"], summary["steps"]) == ("completed", 1, 6)
-    assert [float(loss) for loss in losses_of(out)] == pytest.approx(
-        [float(loss) for loss in losses_of(trained[0])], 1e-4
-    )
+    found, expected = losses_of(out), losses_of(trained[0])
+    assert found[: int(lost[0])] == expected[: int(lost[0])]
+    assert [float(loss) for loss in found] == pytest.approx([float(loss) for loss in expected], 1e-4)
 
 
 def wait_for(what: Callable[[], bool], output: Path) -> None:

@@ -15,6 +15,7 @@ from tests.helpers.in_process import put_back
 
 PLAIN = ["--parallel", "single", "--device", "cpu"]
 NET = ["--model", "resnet11_v2"]  # which draws nothing
+ASKED = [*QUICK, *NET, "--tile", "128", "--optimizer", "sgd", "--steps", "3", "--microbatches", "4"]
 MIXED = ["--parallel", "ddp", "--device", "mixed", "--cpu-ranks", "1"]
 
 
@@ -34,35 +35,33 @@ def as_if_on_gpus(*arguments: str) -> int:
         return main(list(arguments))
 
 
+@pytest.fixture(scope="module")
+def plain_run(classify_slides: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    with put_back():
+        assert main(["--slides", str(classify_slides), *ASKED, *PLAIN, "--out", str(out)]) == 0
+    return out
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("extra", [("--shares", "3,1"), ("--shares", "2,2", "--developer", "mixed-sums=host")])
-def test_a_mixed_run_is_that_of_one_process(extra: tuple[str, ...], classify_slides: Path, tmp_path: Path) -> None:
-    asked = [
-        "--slides",
-        str(classify_slides),
-        *QUICK,
-        *NET,
-        "--optimizer",
-        "sgd",
-        "--steps",
-        "3",
-        "--microbatches",
-        "4",
-    ]
-    with put_back():
-        assert main([*asked, *PLAIN, "--out", str(tmp_path / "plain")]) == 0
-    words = [*asked, *MIXED, *extra, "--out", str(tmp_path / "mixed")]
+def test_a_mixed_run_is_that_of_one_process(
+    extra: tuple[str, ...], plain_run: Path, classify_slides: Path, tmp_path: Path
+) -> None:
+    mixed = tmp_path / "mixed"
+    words = ["--slides", str(classify_slides), *ASKED, *MIXED, *extra, "--out", str(mixed)]
     codes, printed = run_ranks(2, "tests.app.training.test_mixed_train:as_if_on_gpus", words, tmp_path)
     assert codes == [0, 0], printed
-    losses = {}
-    for name in ("plain", "mixed"):
-        with (tmp_path / name / "metrics.csv").open() as file:
-            losses[name] = [float(row["loss"]) for row in csv.DictReader(file)]
-    assert losses["mixed"] == pytest.approx(losses["plain"], rel=1e-5)
-    weights = [torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True)["model"] for name in losses]
+    losses = []
+    for run in (plain_run, mixed):
+        with (run / "metrics.csv").open() as file:
+            losses.append([float(row["loss"]) for row in csv.DictReader(file)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    weights = [torch.load(run / "checkpoints" / "last.pt", weights_only=True)["model"] for run in (plain_run, mixed)]
     for name, value in weights[0].items():
         assert (weights[1][name] - value).abs().max() <= 1e-4 * max(1, value.abs().max()), name
-    assert summary_of(tmp_path / "mixed")["ranks"] == 2
+    assert summary_of(mixed)["ranks"] == 2
 
 
 @pytest.mark.process

@@ -226,7 +226,7 @@ def lost(communicator: Communicator, argument: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize(("way", "kinds"), [("host", "a0 ac"), ("device", "a0 ac"), ("device", "a0 ac b0 bc")])
 def test_lost_neighbours_are_told(way: Way, kinds: str, how: str, tmp_path: Path) -> None:
-    world, limit_s = len(kinds.split()), 3.0
+    world, limit_s = len(kinds.split()), 2.0
     argument = {"kinds": kinds, "way": way, "how": how, "sleeps": 3 * limit_s, "folder": str(tmp_path / "said")}
     (tmp_path / "said").mkdir()
     with pytest.raises((AssertionError, FileNotFoundError)):  # the lost rank leaves no result

@@ -73,7 +73,6 @@ def test_bytes_are_those_planned(model: str, px: int, grid: str, recompute: str,
 @pytest.mark.parametrize(
     ("model", "px", "grid", "box"),
     [
-        pytest.param("resnet18", 256, "2x1", 64, marks=pytest.mark.long),
         pytest.param("resnet18", 256, "1x2", 128, marks=pytest.mark.long),
         pytest.param("unet_w4", 256, "2x1", 64, marks=pytest.mark.long),
         # Every member draws the numbers of the whole map, and keeps its own.
