@@ -20,7 +20,7 @@ from tests.helpers.pairs import covering
 
 # No deadline: a shared machine is at times ten times slower, and a time limit per test catches what hangs.
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
-settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("same", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile("search", max_examples=1000, deadline=None)
 
 LONGEST = ("readme", "slurm", "bench", "process", "browser", "long")
@@ -31,7 +31,7 @@ WATCH = pytest.StashKey[Watch]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="grids whole, not every pair of their values; 100 examples, not 25"
+        "--full", action="store_true", help="grids whole, not every pair of their values; 50 examples, not 25"
     )
 
 

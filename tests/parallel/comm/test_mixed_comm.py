@@ -230,7 +230,7 @@ def test_lost_neighbours_are_told(way: Way, kinds: str, how: str, tmp_path: Path
     argument = {"kinds": kinds, "way": way, "how": how, "sleeps": 3 * limit_s, "folder": str(tmp_path / "said")}
     (tmp_path / "said").mkdir()
     with pytest.raises((AssertionError, FileNotFoundError)):  # the lost rank leaves no result
-        run_on_ranks(world, f"{HERE}:lost", tmp_path / "ranks", argument, 60, patience_s=limit_s)
+        run_on_ranks(world, f"{HERE}:lost", tmp_path / "ranks", argument, patience_s=limit_s)
     told = torch.load(tmp_path / "said" / "0.pt")
     for said in told["said"]:
         assert said.startswith(f"rank 0 of {world}: all_reduce of (5,) float32 by way of the {way}: rank 0 of 2: ")
