@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.model_zoo import measure
 from benchmarks.model_zoo.zoo import all_entries
+from tests.helpers.lanes import long_where
 
 ENTRIES = {entry.name: entry for entry in all_entries()}
 EXACT = (
@@ -24,8 +25,11 @@ EXACT = (
     "odd.state:TrunkWithoutGradients",
     "odd.flow:EarlyReturn",
     "odd.flow:AsksAtRoot",
-    pytest.param("smp:FPN(resnet18)", marks=pytest.mark.long),
+    "smp:FPN(resnet18)",
 )
+
+LONG = ("odd.sharing:ReusedModule", "odd.sharing:Siamese", "odd.sharing:adapters", "odd.flow:AsksAtRoot", EXACT[-1])
+"""Each has a relative of the same kind in the quick lane."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +38,7 @@ def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.gc, "collect", lambda: 0)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", long_where(EXACT, *LONG))
 def test_it_is_exact_in_two_stages(name: str) -> None:
     (row,) = measure.rows_of(replace(ENTRIES[name], ways=("2 stages",)))
     assert row.status == "exact", row

@@ -34,7 +34,18 @@ def test_a_name_with_a_tag_trains_from_its_weights_and_predicts_with_their_norma
 
 
 def test_frozen_norms_without_weights_are_warned_of(classify_slides: Path, train: Train, tmp_path: Path) -> None:
-    arguments = ("--model", "resnet18", "--norm", "frozen", "--tile", "64", "--steps", "1", "--out", tmp_path / "run")
+    arguments = (
+        "--model",
+        "resnet20_v2",
+        "--norm",
+        "frozen",
+        "--tile",
+        "64",
+        "--steps",
+        "1",
+        "--out",
+        tmp_path / "run",
+    )
     done = train("--slides", classify_slides, *QUICK, *arguments)
     assert done.returncode == 0, done.stderr
     assert "the running statistics were never measured" in (tmp_path / "run" / "run.log").read_text()

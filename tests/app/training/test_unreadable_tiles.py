@@ -172,7 +172,7 @@ def bad_tiles(dataset: Dataset) -> tuple[str, str, NDArray[np.int64]]:
 
 
 CASES = [
-    ("classify", {"parallel": "ddp", "ranks": 2}),
+    pytest.param("classify", {"parallel": "ddp", "ranks": 2}, marks=pytest.mark.long),
     pytest.param("classify", {"parallel": "gpipe", "ranks": 4, "stages": 2}, marks=pytest.mark.long),
     pytest.param("segment", {}, marks=pytest.mark.long),
     ("segment", {"parallel": "gpipe", "ranks": 2}),

@@ -41,7 +41,7 @@ CASES = [
     ("skips", of_teams("1f1b", STRIPS, policy=ActivationPolicy("block", offload="overlap", smallest=0))),
     pytest.param("two-outputs", of_teams("spatial", STRIPS), marks=pytest.mark.long),
     ("two-outputs", of_teams("mp-basic", STRIPS)),
-    ("two-outputs", of_teams("mast", QUARTERS, m=2)),
+    pytest.param("two-outputs", of_teams("mast", QUARTERS, m=2), marks=pytest.mark.long),
 ]
 
 

@@ -252,7 +252,7 @@ def some() -> list[Strategy]:
     return list(candidates(2, 4, names=["ddp", "1f1b"], most_stages=5))[:3]
 
 
-@pytest.mark.parametrize(("memory", "copies"), [(60 * MIB, 1e9), (130 * MIB, 1e7), (130 * MIB, 1e8), (260 * MIB, 1e6)])
+@pytest.mark.parametrize(("memory", "copies"), [(60 * MIB, 1e9), (130 * MIB, 1e7)])
 def test_what_takes_too_long_to_move_is_left_out_of_no_answer(
     memory: int, copies: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

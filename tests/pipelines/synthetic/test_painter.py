@@ -28,7 +28,7 @@ def _paint(path: Path, mask: Path | None = None, workers: int = 1, size: Size = 
 
 def test_the_number_of_threads_does_not_show(tmp_path: Path) -> None:
     for workers in (1, 3):
-        _paint(tmp_path / f"{workers}.tif", tmp_path / f"{workers}_mask.tif", workers, Size(1100, 600))
+        _paint(tmp_path / f"{workers}.tif", tmp_path / f"{workers}_mask.tif", workers, Size(700, 600))
     for kind in ("", "_mask"):
         assert (tmp_path / f"1{kind}.tif").read_bytes() == (tmp_path / f"3{kind}.tif").read_bytes()
 
