@@ -169,13 +169,11 @@ class Planner(Evaluator):
 
     def tune_recompute(self, rows: Sequence[PlanRow], savings: MemoryOptions = ANY) -> list[PlanRow]:
         """Return ``rows`` with the best choice of what is recomputed, for strategies that may become the best by it."""
-        refined, best = list(rows), 0.0
-        names = dict.fromkeys(row.strategy.name for row in rows)
-        fastest = [best_of(row for row in rows if row.strategy.name == name) for name in names]
-        for row in sorted(filter(None, fastest), key=lambda row: -(row.images_per_second or 0)):
-            if GAIN * (row.images_per_second or 0) >= best:
-                refined[refined.index(row)] = tuned = self._tuned(row, savings)
-                best = max(best, tuned.images_per_second or 0)
+        refined, best = list(rows), best_of(rows)
+        for name in dict.fromkeys(row.strategy.name for row in rows):
+            own = best_of(row for row in rows if row.strategy.name == name)
+            if own and best and GAIN * (own.images_per_second or 0) >= (best.images_per_second or 0):
+                refined[refined.index(own)] = self._tuned(own, savings)
         return refined
 
     def _tuned(self, row: PlanRow, savings: MemoryOptions) -> PlanRow:
