@@ -20,7 +20,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.bags.run import run_forked
 from benchmarks.results import OUT, markdown_table, parser_of, results, write_json, write_results
 
 ROOT = Path(__file__).parents[2]
@@ -80,11 +79,11 @@ def train(task: str, slides: list[str], way: Way, rate: str, seed: int, steps: i
     """Train once; the plain way makes ``M`` steps of a minibatch for each of the others."""
     out = OUT / "delayed" / "run"
     shutil.rmtree(out, ignore_errors=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
     times = M if way.arguments[1] == "single" else 1
     every = max(1, steps // LOOKS) * times
     arguments = [*slides, "--out", str(out), *COMMON, *TASKS[task], *way.arguments, "--lr", rate, "--seed", str(seed)]
-    run_forked([*arguments, "--steps", str(steps * times), "--developer", f"validate-every={every}"], out)
+    arguments += ["--steps", str(steps * times), "--developer", f"validate-every={every}"]
+    subprocess.run([sys.executable, "-m", "app.train", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     trained_s = list(accumulate(float(row["step_s"]) for row in _rows(out / "metrics.csv")))
     looks = _rows(out / "validation.csv")
     return Run([trained_s[int(row["step"]) - 1] for row in looks], [float(row["loss"]) for row in looks])
