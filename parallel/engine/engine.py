@@ -241,7 +241,8 @@ class Engine(TrainingEngine):
             self._observer.at(-1)
         losses = self._losses if self.counted else {}
         if losses and self._clock.on_gpu:
-            self._last_loss.synchronize()
+            ends = [end for each, _, end in self._marks if each.stage == self._last and each.kind is Kind.FORWARD]
+            ends[-1].synchronize()
         return read_losses(losses, self._work.m)
 
     def _perform(self, position: int, action: Action) -> None:
@@ -299,9 +300,8 @@ class Engine(TrainingEngine):
                 shape=shape,
             )
             if is_last:
-                self._losses[i] = outputs[LOSS].detach().to("cpu", non_blocking=True), shape[0]
-        if is_last:
-            self._last_loss = self._marks[-1][2]
+                loss = outputs[LOSS].detach()
+                self._losses[i] = loss.to("cpu", non_blocking=True) if self._clock.on_gpu else loss, shape[0]
         work.transfers.stash_output(action, outputs)
 
     def _backward(self, position: int, action: Action, i: int) -> None:
