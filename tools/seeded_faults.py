@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault(
         "all microbatches drop the same values",
-        "parallel/schedule/shares.py",
+        "parallel/engine/step.py",
         '"{seed}/{step}/{i}"',
         '"{seed}/{step}/0"',
         (

@@ -134,7 +134,7 @@ def test_hooks_of_gradients_ask_the_device_for_nothing() -> None:
     with Operations() as asked:
         reducer.begin()
         reducer.finish()
-    assert asked.names == ["aten.fill_.Scalar"]
+    assert asked.names == ["aten.fill_.Scalar", "aten.as_strided.default"]  # the second is a view
 
 
 class Operations(TorchDispatchMode):
