@@ -162,7 +162,11 @@ CASES = [
     Case("more ranks than tiles", slides, TRAIN + " --ranks 8 --parallel ddp", 2, "every rank needs a microbatch"),
     Case("benchmark of no folder", nothing, "app.bench --slides {d}/nowhere --out {out}", 2, "nowhere does not exist"),
     Case(
-        "folder in place of a checkpoint", nothing, "app.predict --slides {d} --checkpoint {d}", 2, "best.pt of a run"
+        "folder in place of a checkpoint",
+        nothing,
+        "app.predict --slides {d} --checkpoint {d} --out {out}",
+        2,
+        "best.pt of a run",
     ),
     Case("drawings that are not there", nothing, "app.convert {d}/nowhere {out}", 2, "nowhere is none. Check the path"),
     Case(
