@@ -133,7 +133,7 @@ def _box_note(task: Task) -> str:
 
 
 def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
-    """How far the team of the fastest row with one divides tiles, where that is not to the end."""
+    """Return how far the team of the fastest row with one divides tiles, where that is not to the end."""
     best = best_of(row for row in rows if row.strategy.grid)
     grid = best.strategy.grid if best else None
     if grid is None or planner.stages.teams is None:

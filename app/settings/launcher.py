@@ -38,7 +38,7 @@ MPI = (
 
 
 def find_launch() -> Launch | None:
-    """How this process was launched; None when a user started it alone.
+    """Return how this process was launched; None when a user started it alone.
 
     Raises:
         ValueError: variables of Slurm that cannot be read.

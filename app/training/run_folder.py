@@ -196,7 +196,7 @@ class RunFolder:
         return out_of_blocks(read_data(self.config)) if begun else {}
 
     def tells_end(self, step: int) -> bool:
-        """Whether the summary is there and is of a run that was completed with ``step`` steps.
+        """Return whether the summary is there and is of a run that was completed with ``step`` steps.
 
         Raises:
             ValueError: the file is damaged.
