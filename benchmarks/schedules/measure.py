@@ -35,7 +35,7 @@ def contenders(model: str, px: int, m: int, communicator: Communicator) -> Itera
     yield Ours("bidirectional", pair, communicator)
     yield Ours("bidirectional", whole, communicator)
     yield DataParallel(whole, communicator)
-    for schedule in ("master", "mp-basic", "interleaved", "zero-bubble"):
+    for schedule in ("master", "mp-basic", "interleaved", "zero-bubble", "pipedream"):
         yield Ours(schedule, whole, communicator)
     if communicator.rank == 0:
         yield Ours("mp-basic", whole, LocalCommunicator())

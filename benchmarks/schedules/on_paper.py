@@ -22,14 +22,14 @@ from parallel.schedule.action import Kind
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, StageCost
 
-COSTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+COSTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE)
 TRIES = 11
 
 
 def simulated_steps_s(ours: Ours, communicator: Communicator) -> list[float] | None:
     """Step time of each recorded step, on rank 0; None on the others. Every rank takes part.
 
-    The update and the sum of the losses are left out.
+    The update after a whole step and the sum of the losses are left out.
     """
     mesh = ours.strategy.mesh
     partition = ours.work.partition(mesh.stages)
@@ -59,8 +59,8 @@ def _costs(of_ranks: Sequence[Durations], stages: int) -> list[StageCost]:
         return statistics.mean(durations) if durations else 0.0
 
     def cost(stage: int) -> StageCost:
-        forward_s, backward_s, input_s, weight_s = (mean_s(f"{stage}{kind.value}") for kind in COSTED)
-        return StageCost(forward_s, backward_s, input_s, weight_s, activation_bytes=0)
+        forward_s, backward_s, input_s, weight_s, update_s = (mean_s(f"{stage}{kind.value}") for kind in COSTED)
+        return StageCost(forward_s, backward_s, input_s, weight_s, activation_bytes=0, update_s=update_s)
 
     return [cost(stage) for stage in range(stages)]
 
