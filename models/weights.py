@@ -30,6 +30,8 @@ LEAST = 0.5
 """Of the numbers of the smaller of model and file, the part that has to match."""
 
 SHOWN_FAULTS = 20
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Last word of the names of what only batch norms have."""
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of R, G and B, 0 to 1, that torchvision and most of timm train with."""
@@ -87,9 +89,10 @@ def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
     faults += [f"{key}: not in the file" for key in missing if key not in fresh]
     faults += [f"{key}: not in the model" for key in extra if key not in unused]
     if faults:
+        of_norms = all(fault.partition(":")[0].endswith(STATISTICS) for fault in faults)
         raise ValueError(
             f"the weights in {source} are of another model ({len(faults)} of {len(wanted)} tensors differ); "
-            f"choose the --model they were trained with:\n  " + "\n  ".join(_first(faults))
+            f"choose the {'--norm' if of_norms else '--model'} they were trained with:\n  " + "\n  ".join(_first(faults))
         )
     _refuse_another_model(source, tensors, wanted, fitting)
     model.load_state_dict({key: tensors[key] for key in fitting}, strict=False)

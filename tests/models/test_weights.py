@@ -12,6 +12,7 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from models.blocks import Norm
 from models.registry import build_model
 from models.weights import load_weights, read_weights
 
@@ -95,6 +96,14 @@ def test_a_head_of_two_layers_stays_fresh_as_a_whole(tmp_path: Path) -> None:
         build_model("torchvision:lraspp_mobilenet_v3_large", classes=2), read_weights(tmp_path / "w.pth")
     ).left
     assert {line.split(".")[1] for line in fresh} == {"low_classifier", "high_classifier"}
+
+
+@pytest.mark.parametrize(("trained", "built"), [("batch", "group"), ("group", "batch")])
+def test_weights_with_other_norms_name_the_flag_of_norms(trained: Norm, built: Norm, tmp_path: Path) -> None:
+    torch.save(build_model("resnet18", classes=2, norm=trained).state_dict(), tmp_path / "w.pt")
+    weights = read_weights(tmp_path / "w.pt")
+    with pytest.raises(ValueError, match="choose the --norm they were trained with"):
+        load_weights(build_model("resnet18", classes=2, norm=built), weights)
 
 
 def test_another_model_is_refused_with_all_faults_and_nothing_loaded(source: nn.Module, tmp_path: Path) -> None:
