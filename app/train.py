@@ -305,9 +305,10 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
     """
     planned = config if dataset.tiles.sides is None else as_square(config, dataset.tiles.largest)
     learned = len(dataset.classes), dataset.task == "segment"
+    epoch_tiles = len(dataset.rows("train")) if planned is config and not config.stream.bag else None
     if config.strategy.planned:
         try:
-            plan_run(planned, *learned, folder.path, _say)
+            plan_run(planned, *learned, folder.path, _say, epoch_tiles)
         except RunError as fault:
             if planned is config:
                 raise

@@ -11,18 +11,21 @@ from typing import Any
 
 from app.pages.html import Table, format_setting, format_value
 from app.pages.run_files import RunFiles
-from parallel.units import bytes_text
+from parallel.units import bytes_text, seconds_text
 
 WAIT, IDLE, BUBBLE, FULL = 0.1, 0.1, 0.25, 0.9
 """Shares of the step time and of the memory from which something is advised."""
+
+STAGES = 8
+"""Slowest stages whose seconds are compared."""
 
 ROOM = 0.5
 """Share of the memory below which recomputation is not needed: it saves at most about so much of the whole."""
 
 
 def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:
-    """Return planned and measured speed, waiting and bytes with the deviation in per cent, and where the plan's times
-    came from; no rows of a run without a plan."""
+    """Return planned and measured speed, bytes, waiting and seconds of stages with the deviation in per cent, and where
+    the plan's times came from; no rows of a run without a plan."""
     plan, summary = files.plan, files.summary
     if plan.get("strategy") != summary.get("strategy"):  # resumed with another, by name
         plan = {}
@@ -31,7 +34,11 @@ def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:
         ("images/s, reading included", speed, summary.get("images_per_second"), format_value),
         ("images/s, fed from memory", speed, summary.get("images_per_second_no_data"), format_value),
         ("tensors on the fullest rank", taken, _largest(summary.get("device_bytes")), bytes_text),
+        ("waiting for other stages", plan.get("bubble"), summary.get("bubble"), "{:.1%}".format),
     ]
+    pairs = zip(plan.get("stage_seconds") or (), summary.get("stage_seconds") or (), strict=False)
+    slowest_first = sorted(enumerate(pairs), key=lambda numbered: -numbered[1][0])
+    compared += [(f"stage {k}, a microbatch", *pair, seconds_text) for k, pair in sorted(slowest_first[:STAGES])]
     rows = [
         (name, form(planned), form(measured), f"{100 * (measured / planned - 1):+.0f} %".replace("-", "−"))
         for name, planned, measured, form in compared

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.planning.explained import hours_text
 from app.settings.cli import RunError
 from app.settings.launcher import find_launch
 from app.settings.run import RunConfig
@@ -33,12 +34,20 @@ PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "shard_optimizer", "
 """What a plan decides besides the policy for activations."""
 
 
-def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say: Callable[[str], None]) -> None:
+def plan_run(
+    config: RunConfig,
+    classes: int,
+    segments: bool,
+    folder: Path,
+    say: Callable[[str], None],
+    epoch_tiles: int | None = None,
+) -> None:
     """Choose a strategy, or what the one that is named computes again, and write ``plan.json`` into ``folder``. One
     process of the run does this.
 
     Args:
         segments: a class per pixel is learned, else one per tile.
+        epoch_tiles: tiles of an epoch, where a step has ``--batch`` of them.
 
     Raises:
         RunError: nothing fits the memory, or what is to be computed again of a model that cannot be traced.
@@ -58,6 +67,8 @@ def plan_run(config: RunConfig, classes: int, segments: bool, folder: Path, say:
         say(f"plan: {row.strategy}; the model cannot be planned for: {fault}")
     else:
         say(f"plan: {_described(plan.row)}")
+        if epoch_tiles and plan.row.step_s:
+            say(f"plan: an epoch takes {hours_text(epoch_tiles, config.strategy.batch, plan.row.step_s)}")
     (folder / TEXT).write_text(plan.dumps())
 
 
@@ -134,17 +145,16 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
         config.optimization.ema > 0,
     )
     planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
-    costs = planner.stages.microbatch(1)[1]
     if not strategy.undecided:
         decide = _with_boxes if strategy.box_undecided else _with_runs
-        return Plan(problem, decide(strategy, planner), costs.source, costs.expected_error)
+        return planner.plan(problem, decide(strategy, planner))
     names, m = names_for(strategy), strategy.microbatches
     savings = savings_of(strategy)
     rows = list(planner.search(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
     best = best_of(planner.tune_recompute(rows, savings))
     if best is None:
         raise RunError(too_small(rows, planner.cluster))
-    return Plan(problem, best, costs.source, costs.expected_error)
+    return planner.plan(problem, best)
 
 
 def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
@@ -260,6 +270,13 @@ def plan_text(folder: Path) -> str:
         return (folder / TEXT).read_text()
     except (OSError, ValueError):
         return ""
+
+
+def planned_speed(folder: Path, strategy: str) -> float | None:
+    """Return the images per second that the plan in ``folder`` expects of ``strategy``; None where it has no time or is
+    of another one."""
+    kept = _read(plan_text(folder))
+    return kept.row.images_per_second if kept is not None and kept.row.strategy.name == strategy else None
 
 
 def _read(text: str) -> Plan | None:

@@ -64,16 +64,19 @@ class PlanCommand:
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Precision of products; bf16 and fp16 are mixed. auto: as app.train, bf16 on GPUs that compute in it, else fp32.
     fp16 needs --device-spec."""
+    tiles: int | None = None
+    """Also say how many hours so many tiles take, such as those of an epoch."""
     largest_tile: bool = False
     """Also search the largest tile that each strategy can train within the memory: as it is, with parts computed again,
     and with the rest moved to the host, too; and what stands in the way of twice that tile."""
     graph: Literal["op", "layer", "block", "module"] = "block"
     """How finely the model is drawn in --out."""
     out: Path | None = None
-    """Folder for plan.json, candidates.json, schedule.svg, schedule.csv, and graph.svg, .dot, .json and .txt."""
+    """Folder for plan.json, candidates.json, schedule.svg, schedule.csv, graph.svg, .dot, .json and .txt, memory.svg
+    (memory by tile side) and map.svg (model size by branches)."""
 
     @property
-    def tiles(self) -> int:
+    def step_tiles(self) -> int:
         """Tiles of one optimizer step."""
         return max(8, self.ranks) if self.batch is None else self.batch
 
@@ -86,7 +89,7 @@ class PlanCommand:
     def validate(self) -> list[str]:
         faults = [
             f"--{name.replace('_', '-')} must be at least 1; got {value}"
-            for name in ("tile", "classes", "ranks", "batch", "stages", "microbatches", "per_node")
+            for name in ("tile", "classes", "ranks", "batch", "tiles", "stages", "microbatches", "per_node")
             if (value := getattr(self, name)) is not None and value < 1
         ]
         faults += [

@@ -16,12 +16,16 @@ from typing import Any
 
 from app.planning.command import PlanCommand
 from app.planning.delayed_notes import delayed_notes
+from app.planning.explained import hours_text, print_reasons, print_stages
 from app.planning.machine import Machine, devices_named, named_machine, this_machine
+from app.planning.region_pictures import write_regions
+from app.planning.regions import PlannerAt
 from app.planning.table import print_largest, print_rows
 from app.planning.unequal import unequal_notes
 from app.planning.workload import Workload
 from app.settings.cli import FAILED, OK
 from app.settings.sizes import bytes_of
+from parallel.cost.cluster import Cluster
 from parallel.draw.graph_svg import graph_svg
 from parallel.draw.graph_text import graph_dot, graph_json, graph_text
 from parallel.draw.outline import ModelView
@@ -29,7 +33,7 @@ from parallel.draw.schedule_svg import schedule_svg
 from parallel.graph.scale import with_tiles
 from parallel.plan.candidates import MemoryOptions
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
-from parallel.plan.plan import Plan, PlanRow, best_of, too_small
+from parallel.plan.plan import PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.plan.stages import Task
 from parallel.plan.step_time import schedule_of
@@ -83,12 +87,17 @@ def report(command: PlanCommand) -> int:
     costs = planner.stages.microbatch(1)[1]
     error = "" if costs.expected_error is None else f", expected error of a layer {100 * costs.expected_error:.0f} %"
     print(
-        f"{command.model}, {command.tile} px, {counted(command.tiles, 'tile')} a step, "
+        f"{command.model}, {command.tile} px, {counted(command.step_tiles, 'tile')} a step, "
         f"{counted(command.ranks, 'rank')} of "
         f"{bytes_text(machine.cluster.memory_bytes)} on {machine.cluster.name}, {machine.precision}\n"
         f"times: {costs.source}{error}"
     )
     print_rows(rows, best)
+    print_reasons(planner, rows, best)
+    if best is not None:
+        print_stages(planner, rows, best)
+        if command.tiles is not None and best.step_s:
+            print(f"\nhours of the plan: {hours_text(command.tiles, command.step_tiles, best.step_s)}")
     if note := _box_note(planner.task):
         print(f"\n{note}")
     if note := _team_note(planner, rows):
@@ -99,9 +108,19 @@ def report(command: PlanCommand) -> int:
         print("\n" + "\n".join(_unequal(command, planner, rows, work, names)))
     if best is None:
         print(f"\n{too_small(rows, machine.cluster)}")
-    largest = _largest(command, machine, work, names) if command.largest_tile else []
+    planners: dict[int, Planner | None] = {command.tile: planner}
+
+    def planner_at(tile: int) -> Planner | None:
+        if tile not in planners:
+            try:
+                planners[tile] = planner_for(command, machine, work.at(tile))
+            except ValueError:  # the model does not run on tiles as small as this
+                planners[tile] = None
+        return planners[tile]
+
+    largest = _largest(command, machine.cluster, planner_at, names) if command.largest_tile else []
     if command.out:
-        _write(command, machine, planner, rows, best, largest)
+        _write(command, machine, planner_at, rows, best, largest)
     return OK if best else FAILED
 
 
@@ -114,7 +133,7 @@ def _unequal(
 
     def without(device: str) -> float | None:
         left = [name for name in devices if name != device]
-        fewer = dataclasses.replace(command, device_spec=",".join(left), ranks=len(left), batch=command.tiles)
+        fewer = dataclasses.replace(command, device_spec=",".join(left), ranks=len(left), batch=command.step_tiles)
         others = planner_for(fewer, machine_of(fewer), work)
         of_others = names if len(left) > 1 else ("single",)
         best = best_of(others.search(of_others, ranks=len(left), savings=command.savings))
@@ -180,22 +199,15 @@ def workload_of(command: PlanCommand, machine: Machine) -> Workload:
 
 def planner_for(command: PlanCommand, machine: Machine, work: Workload) -> Planner:
     """A planner of the command's problem, of one tile side."""
-    task = work.task(command.tiles, machine.estimate)
-    usual = with_tiles(work.in_float32, max(1, command.tiles // (FINE * command.ranks)))
+    task = work.task(command.step_tiles, machine.estimate)
+    usual = with_tiles(work.in_float32, max(1, command.step_tiles // (FINE * command.ranks)))
     return Planner(task, dataclasses.replace(machine.cluster, speeds=machine.speeds(usual)))
 
 
-def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The table, printed; and what it says as data."""
-    planners: dict[int, Planner | None] = {}
-
-    def planner_at(tile: int) -> Planner | None:
-        if tile not in planners:
-            try:
-                planners[tile] = planner_for(command, machine, work.at(tile))
-            except ValueError:  # the model does not run on tiles as small as this
-                planners[tile] = None
-        return planners[tile]
+def _largest(
+    command: PlanCommand, cluster: Cluster, planner_at: PlannerAt, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Print the table of largest tiles, and return what it says as data."""
 
     def least(tile: int, name: str, savings: MemoryOptions) -> PlanRow | None:
         planner = planner_at(tile)
@@ -212,7 +224,7 @@ def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequ
     asked = dict.fromkeys(("single", *names) if command.ranks > 1 else names)
     found = [timed(one) for one in largest_tiles(asked, steps_of(command.savings), least)]
     limits = [limit(one) for one in found]
-    print_largest(found, limits, machine.cluster)
+    print_largest(found, limits, cluster)
     return [
         {
             "strategy": one.name,
@@ -229,12 +241,14 @@ def _largest(command: PlanCommand, machine: Machine, work: Workload, names: Sequ
 def _write(
     command: PlanCommand,
     machine: Machine,
-    planner: Planner,
+    planner_at: PlannerAt,
     rows: Sequence[PlanRow],
     best: PlanRow | None,
     largest: Sequence[dict[str, Any]],
 ) -> None:
     out: Path = command.out  # type: ignore[assignment]  # asked for by the caller
+    planner = planner_at(command.tile)
+    assert planner is not None  # it made the rows
     out.mkdir(parents=True, exist_ok=True)
     candidates = [row.to_json() for row in rows]
     (out / "candidates.json").write_text(json.dumps({"rows": candidates}, indent=2))
@@ -243,8 +257,7 @@ def _write(
     graph, costs = planner.stages.microbatch(1)
     partition = None
     if best is not None:
-        plan = Plan(problem_of(command, machine), best, costs.source, costs.expected_error)
-        (out / "plan.json").write_text(plan.dumps())
+        (out / "plan.json").write_text(planner.plan(problem_of(command, machine), best).dumps())
         partition = planner.partition_of(best) if best.strategy.splits else None
         if best.strategy.splits:
             timeline = planner.timeline(best)
@@ -263,6 +276,8 @@ def _write(
     (out / "graph.dot").write_text(graph_dot(view))
     (out / "graph.txt").write_text(graph_text(view))
     (out / "graph.json").write_text(json.dumps(graph_json(view), indent=1))
+    needed = write_regions(out, planner_at, model=command.model, tile=command.tile, ranks=command.ranks)
+    print("\ntile sides in px by what is needed, with nothing recomputed or offloaded:", *needed, sep="\n  ")
     print(f"\nwritten to {out}: " + ", ".join(sorted(path.name for path in out.iterdir())))
 
 
@@ -274,7 +289,7 @@ def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:
         "head": command.head,
         "classes": command.classes,
         "tile_px": command.tile,
-        "batch": command.tiles,
+        "batch": command.step_tiles,
         "ranks": command.ranks,
         "memory_bytes": machine.cluster.memory_bytes,
         "optimizer": command.optimizer,

@@ -22,7 +22,7 @@ LONG_STEP_S = 3600.0
 
 def print_rows(rows: Sequence[PlanRow], best: PlanRow | None) -> None:
     """Print the best candidate of each strategy, the chosen one first."""
-    in_order = sorted(_best_of_each(rows), key=lambda row: row is not best)
+    in_order = sorted(best_of_each(rows), key=lambda row: row is not best)
     print_table(
         "strategies, best candidate of each",
         ("strategy", "ranks", "m", "fits", "images/s", "waiting", "peak bytes a rank", ""),
@@ -48,8 +48,9 @@ def print_largest(found: Sequence[LargestTile], limits: Sequence[str], cluster: 
         print("  !: a step takes more than an hour")
 
 
-def _best_of_each(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """Fastest first; then those that do not fit, nearest first; then those that cannot run."""
+def best_of_each(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the best row of each strategy: the fastest first; then those that do not fit, the nearest first; then
+    those that cannot run."""
     found = []
     for name in dict.fromkeys(row.strategy.name for row in rows):
         own = [row for row in rows if row.strategy.name == name]

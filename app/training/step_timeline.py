@@ -28,10 +28,15 @@ from parallel.strategy import WHOLE
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: as it was measured, and as simulated from its own stage times with messages that take no time."""
+    """One step: as it was measured, and as simulated from its own stage times with messages that take no time.
+
+    Attributes:
+        stage_seconds: of each stage, forward and backward of one microbatch, without recomputation of whole stages.
+    """
 
     measured: Timeline
     simulated: Timeline
+    stage_seconds: list[float]
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -59,8 +64,8 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     measured = gather_timeline(communicator, engine.spans())
     if measured is None or not any(measured.spans.values()):
         return None
-    stages = engine.mesh.stages
-    simulated = of_ranks(simulate(engine.schedule, engine.mesh, measured_costs(measured, stages)), engine.mesh)
+    costs = measured_costs(measured, engine.mesh.stages)
+    simulated = of_ranks(simulate(engine.schedule, engine.mesh, costs), engine.mesh)
     computed = {
         rank: [action for action in actions if action.kind in COMPUTE and action.kind is not Kind.RECOMPUTE]
         for rank, actions in engine.schedule.items()
@@ -71,7 +76,8 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     picture = schedule_svg(simulated, title=title, compare=measured, teams=teams)
     (folder / "schedule.svg").write_text(picture)
     (folder / "trace.json").write_text(json.dumps(chrome_trace({"simulated": simulated, "measured": measured})))
-    return StepRecord(measured, simulated)
+    seconds = [c.forward_s + (c.backward_s or c.backward_input_s + c.backward_weight_s) for c in costs]
+    return StepRecord(measured, simulated, seconds)
 
 
 def of_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from app.pages.run_page import write_report
+from app.planning.auto import planned_speed
 from app.training.example_pictures import predicted_masks, write_examples
 from app.training.memory_limit import MemoryLimit, excess
 from app.training.mlflow_log import MlflowLog
@@ -138,13 +139,16 @@ class RunSummary:
             "bubble": step.measured.bubble if step else None,
             "bubble_predicted": step.simulated.bubble if step else None,
             "step_seconds": step.seconds if step else None,
+            "stage_seconds": step.stage_seconds if step else None,
             "examples": list(examples),
         }
         self._folder.write_json("summary.json", summary)
         page = write_report(self._folder.path)
         speed = summary["images_per_second"]
         did = f"{counted(summary['steps'], 'step')}, {counted(summary['images'], 'tile')}"
-        self.say(f"{status}: {did}, {_number(speed)} images/s")
+        planned = planned_speed(self._folder.path, summary["strategy"]) if speed else None
+        beside = f"; planned {planned:.3f} ({speed / planned - 1:+.0%})" if planned else ""
+        self.say(f"{status}: {did}, {_number(speed)} images/s{beside}")
         if idle := summary["idle_fraction"]:
             each = ", ".join(f"rank {rank} {fraction:.1%}" for rank, fraction in enumerate(idle))
             self.say(f"ranks waited for each other {sum(idle) / len(idle):.1%} of the time: {each}")

@@ -12,14 +12,15 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from parallel.cost.cluster import Cluster
 from parallel.graph.partition import Partition
 from parallel.plan.candidates import ANY, MemoryOptions
-from parallel.plan.plan import Limit, PlanRow, best_of, limit_of
+from parallel.plan.plan import Limit, Plan, PlanRow, best_of, limit_of
 from parallel.plan.stages import StageCache, Task
 from parallel.plan.step_time import LONG, StepTime, links_between, schedule_of, step_time, weights_of
-from parallel.schedule.timeline import Timeline
+from parallel.schedule.timeline import LinkCost, Timeline
 from parallel.strategy import Strategy
 
 
@@ -209,7 +210,7 @@ class Evaluator:
 
     def estimate_time(self, check: MemoryCheck, seconds: bool = True) -> PlanRow:
         """Return the row of ``check``, with the time of a step unless ``seconds`` is False."""
-        step = self._step_time(check.strategy, check.partition) if seconds else None
+        step = self.step_time(check.strategy, check.partition) if seconds else None
         return PlanRow(
             check.strategy,
             self.task.batch / step.step_s if step and step.step_s else None,
@@ -226,6 +227,17 @@ class Evaluator:
         graph, _ = self.stages.of(row.strategy)
         return Partition(graph, (0, *(graph.position[cut] for cut in row.strategy.cuts)))
 
+    def plan(self, problem: dict[str, Any], row: PlanRow) -> Plan:
+        """Return the plan that chooses ``row``.
+
+        Args:
+            problem: as ``Plan`` has it.
+        """
+        source = self.stages.microbatch(1)[1]
+        costs = self.stages.stage_costs(row.strategy, self.partition_of(row))
+        seconds = tuple(cost.forward_s + cost.backward_s for cost in costs)
+        return Plan(problem, row, source.source, source.expected_error, seconds)
+
     def limit(self, row: PlanRow) -> Limit:
         """Return what fills the fullest rank most, or the host where a row misses that by more."""
         strategy, partition = row.strategy, self.partition_of(row)
@@ -241,10 +253,17 @@ class Evaluator:
 
     def timeline(self, row: PlanRow) -> Timeline:
         """Return the simulated step of a group."""
-        return self._step_time(row.strategy, self.partition_of(row)).timeline
+        return self.step_time(row.strategy, self.partition_of(row)).timeline
 
-    def _step_time(self, candidate: Strategy, partition: Partition) -> StepTime:
+    def step_time(self, candidate: Strategy, partition: Partition, *, messages: bool = True) -> StepTime:
+        """Return the time of a step.
+
+        Args:
+            messages: take time; False: values and gradients are passed between stages in 0 s.
+        """
         stages = self.stages.stage_costs(candidate, partition)
         params = [sum(layer.param_bytes for layer in partition.layers_of(stage)) for stage in range(partition.depth)]
         links = links_between(candidate, partition, self.cluster)
+        if not messages:
+            links = {ends: LinkCost(0.0, None if link.backward_s is None else 0.0) for ends, link in links.items()}
         return step_time(candidate, self.task.batch, stages, links, params, self.task.slots, self.cluster)

@@ -123,12 +123,14 @@ class Plan:
         row: the candidate chosen.
         cost_source: where the times come from.
         expected_error: relative, of a layer's time; None where unknown.
+        stage_seconds: of each stage, forward and backward of one microbatch.
     """
 
     problem: dict[str, Any]
     row: PlanRow
     cost_source: str
     expected_error: float | None
+    stage_seconds: tuple[float, ...] = ()
 
     def dumps(self) -> str:
         """Return the plan as JSON."""
@@ -139,6 +141,7 @@ class Plan:
                 **self.row.to_json(),
                 "cost_source": self.cost_source,
                 "expected_error": self.expected_error,
+                "stage_seconds": list(self.stage_seconds),
             },
             indent=2,
         )
@@ -154,7 +157,8 @@ class Plan:
             plan = json.loads(text)
             if plan["version"] != VERSION:
                 raise ValueError(f"it is of version {plan['version']}, and this program reads version {VERSION}")
-            return cls(plan["problem"], PlanRow.from_json(plan), plan["cost_source"], plan["expected_error"])
+            row, seconds = PlanRow.from_json(plan), tuple(plan.get("stage_seconds", ()))
+            return cls(plan["problem"], row, plan["cost_source"], plan["expected_error"], seconds)
         except (json.JSONDecodeError, KeyError, TypeError) as fault:
             raise ValueError(f"it is not a plan: {fault!r}") from fault
 

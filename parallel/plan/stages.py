@@ -79,13 +79,16 @@ class StageCache:
     Args:
         task: what is to be trained.
         cluster: where.
+
+    Attributes:
+        places: positions in the graph's layers at which stages may begin.
     """
 
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster
         places = cut_positions(task.graph)
         blocks = block_cuts(task.graph) if len(places) > MANY else ()
-        self._places = list(blocks) or places
+        self.places = list(blocks) or places
         self._microbatches: dict[_Size, tuple[LayerGraph, Costs]] = {}
         self._partitions: dict[object, Partition | None] = {}
         self._windows: dict[_Size, Windows] = {}
@@ -139,7 +142,7 @@ class StageCache:
     @property
     def most_stages(self) -> int:
         """Stages that the model can be cut into."""
-        return len(self._places) + 1
+        return len(self.places) + 1
 
     def tiles(self, candidate: Strategy) -> int:
         """Return the tiles of the largest microbatch."""
@@ -194,7 +197,7 @@ class StageCache:
                     speeds=self._speeds(candidate),
                     memory=self._rule(candidate) if within else None,
                     paired=paired,
-                    positions=self._places,
+                    positions=self.places,
                     windows=functools.partial(self._windows_of, size),
                 )
             except ValueError:
@@ -314,7 +317,7 @@ class StageCache:
         assert positions is not None  # of all places that ``partition_optimal`` is given
         if size not in self._windows:
             graph, costs = self.microbatch(*size)
-            self._windows[size] = Windows(graph, costs.seconds, [0, *self._places, len(graph.layers)])
+            self._windows[size] = Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)])
         return self._windows[size].among(positions)
 
     def _rule(self, candidate: Strategy) -> MemoryRule:

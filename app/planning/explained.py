@@ -1,0 +1,159 @@
+"""A plan explained: the stages of a split and their slowest, why each strategy is or is not the plan, and hours.
+
+Takes the rows of a planner; prints tables and lines of at most 80 columns where names of layers allow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from app.planning.table import best_of_each
+from app.settings.console import print_table
+from parallel.graph.layers import INPUT, OUTPUT
+from parallel.graph.partition import bytes_across, partition_equal
+from parallel.plan.plan import BOXES, SIMPLER, PlanRow, best_of
+from parallel.plan.search import Planner
+from parallel.plan.step_shares import COMPUTING, step_shares
+from parallel.plan.step_time import schedule_of
+from parallel.strategy import Strategy
+from parallel.units import bytes_text, seconds_text
+from pipelines.catalog.counted import counted
+
+NOTABLE = 0.02
+"""Part of a step that is said to make a strategy slower."""
+CAUSES = 2
+"""That are named of a strategy."""
+NAME = 22
+"""Most characters of a layer's name; longer ones lose their beginning."""
+
+
+def print_reasons(planner: Planner, rows: Sequence[PlanRow], best: PlanRow | None) -> None:
+    """Print why each strategy is or is not the plan, in the order of the table of strategies.
+
+    Args:
+        best: the plan; None where nothing fits.
+    """
+    spent = step_shares(planner, best) if best is not None and best.step_s else {}
+    in_order = sorted(best_of_each(rows), key=lambda row: row is not best)
+    lines = [(row.strategy.name, reason(planner, row, best, spent)) for row in in_order]
+    print_table("why; shares are of a step", ("", ""), lines)
+
+
+def reason(planner: Planner, row: PlanRow, best: PlanRow | None, spent: Mapping[str, float]) -> str:
+    """Return why ``row`` is or is not the plan.
+
+    Args:
+        spent: ``step_shares`` of the plan.
+    """
+    if row.refused:
+        return f"cannot run: {row.refused}"
+    if not row.fits:
+        return f"does not fit: {bytes_text(row.over_bytes)} over; {planner.limit(row)}"
+    assert best is not None
+    if not row.images_per_second or not best.images_per_second:
+        return "the plan" if row is best else "fits; times are not known"
+    if row is best:
+        return f"fastest that fits{_where_time_goes(spent)}"
+    slower = best.images_per_second / row.images_per_second
+    if slower < 1 / (1 + SIMPLER):
+        return f"{1 / slower:.2f}x as fast: boxes are the plan if they gain {100 * (BOXES + SIMPLER):.0f} %"
+    if slower < 1 + SIMPLER:
+        return f"as fast within {100 * SIMPLER:.0f} %; the simpler strategy is the plan"
+    return f"{slower:.2f}x slower{_causes(planner, row, best, spent)}"
+
+
+def _where_time_goes(spent: Mapping[str, float]) -> str:
+    lost = sorted(((share, what) for what, share in spent.items() if what != COMPUTING), reverse=True)
+    words = [f"{100 * share:.0f} % {what}" for share, what in lost if share >= NOTABLE]
+    return ", ".join([f": {100 * spent[COMPUTING]:.0f} % computing", *words[:1]])
+
+
+def _causes(planner: Planner, row: PlanRow, best: PlanRow, spent: Mapping[str, float]) -> str:
+    """Return what of a step of ``row`` takes longer than in the plan, the longest first."""
+    assert row.step_s is not None
+    assert best.step_s is not None
+    shares, relative = step_shares(planner, row), best.step_s / row.step_s
+    more = {what: share - relative * spent.get(what, 0.0) for what, share in shares.items()}
+    smaller = planner.stages.tiles(row.strategy) < planner.stages.tiles(best.strategy)
+    names = {COMPUTING: "smaller microbatches" if smaller else "uneven shares"}
+    lost = sorted(((share, names.get(what, what)) for what, share in more.items() if share >= NOTABLE), reverse=True)
+    words = [f"{100 * share:.0f} % {what}" for share, what in lost[:CAUSES]]
+    return f": {', '.join(words)}" if words else ""
+
+
+def print_stages(planner: Planner, rows: Sequence[PlanRow], best: PlanRow) -> None:
+    """Print the stages of the plan, or of the fastest split that fits where the plan does not split the model, and what
+    a split into equal numbers of layers would cost; nothing where no split fits."""
+    splits = [row for row in rows if row.strategy.stages > 1 and not row.strategy.paired]
+    row = best if best.strategy.stages > 1 else best_of(splits)
+    if row is None:
+        return
+    strategy, partition = row.strategy, planner.partition_of(row)
+    graph, tiles = partition.graph, planner.stages.tiles(strategy)
+    across = bytes_across(graph)
+    speeds = planner.cluster.speeds_of(range(strategy.depth))
+    costs = planner.stages.stage_costs(strategy, partition)
+    seconds = [(cost.forward_s + cost.backward_s) / speeds[k % strategy.depth] for k, cost in enumerate(costs)]
+    slowest = _slowest(strategy, seconds)
+    lines = []
+    for stage, (start, cost) in enumerate(zip(partition.starts, costs, strict=True)):
+        layers = partition.layers_of(stage)
+        name = layers[0].name
+        speed = speeds[stage % strategy.depth]
+        lines.append(
+            (
+                str(stage),
+                name if len(name) <= NAME else f"…{name[1 - NAME :]}",
+                str(len(layers)),
+                seconds_text(cost.forward_s / speed),
+                seconds_text(cost.backward_s / speed),
+                bytes_text(sum(graph.owned_bytes[start : start + len(layers)])),
+                bytes_text(across[start + len(layers)]) if stage + 1 < partition.depth else "",
+                "<- slowest" if stage in slowest else "",
+            )
+        )
+    which = "" if row is best else ", the fastest split"
+    print_table(
+        f"stages of {strategy}{which}; a microbatch has {counted(tiles, 'tile')}",
+        ("stage", "from", "layers", "forward", "backward", "params", "over cut", ""),
+        lines,
+    )
+    print(f"  equal numbers of layers: {_equal_layers(planner, row)}")
+
+
+def _slowest(strategy: Strategy, seconds: Sequence[float]) -> list[int]:
+    """Return the stages of the rank that computes longest, of those that hold several stages; none where all ranks of
+    these are as fast."""
+    mesh = schedule_of(strategy)[1]
+    held = [sorted({stage for stage, _ in mesh.held_by(rank)}) for rank in range(strategy.depth)]
+    loads = [sum(seconds[stage] for stage in stages) for stages in held]
+    most = max(loads)
+    return [] if len(held[0]) > 1 and most <= (1 + SIMPLER) * min(loads) else held[loads.index(most)]
+
+
+def _equal_layers(planner: Planner, row: PlanRow) -> str:
+    """Return what a split into stages of equal numbers of layers would cost."""
+    graph, _ = planner.stages.of(row.strategy)
+    counts = [float(layer.kind not in (INPUT, OUTPUT, "get_attr")) for layer in graph.layers]
+    equal = partition_equal(graph, row.strategy.stages, counts)
+    other = planner.forecast(dataclasses.replace(row.strategy, cuts=()), partition=equal)
+    if other is None:
+        return "would not fit, whatever is recomputed"
+    assert other.step_s is not None
+    assert row.step_s is not None
+    factor = other.step_s / row.step_s
+    words = "as fast" if factor < 1 + SIMPLER else f"{factor:.2f}x slower"
+    return words if other.fits else f"{words}, and {bytes_text(other.over_bytes)} over"
+
+
+def hours_text(tiles: int, batch: int, step_s: float) -> str:
+    """Return how long ``tiles`` tiles take in steps of ``batch``: hours, or minutes of less than a tenth of one.
+
+    >>> hours_text(1_000_000, 8, 0.474), hours_text(100, 8, 1.0)
+    ('16.5 h for 1,000,000 tiles, 125,000 steps of 474 ms', '0.217 min for 100 tiles, 13 steps of 1 s')
+    """
+    steps = -(-tiles // batch)
+    hours = steps * step_s / 3600
+    duration = f"{60 * hours:.3g} min" if hours < 0.1 else f"{hours:.3g} h" if hours < 1000 else f"{hours:,.0f} h"
+    return f"{duration} for {tiles:,} tiles, {steps:,} steps of {seconds_text(step_s)}"
