@@ -92,7 +92,8 @@ def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
         of_norms = all(fault.partition(":")[0].endswith(STATISTICS) for fault in faults)
         raise ValueError(
             f"the weights in {source} are of another model ({len(faults)} of {len(wanted)} tensors differ); "
-            f"choose the {'--norm' if of_norms else '--model'} they were trained with:\n  " + "\n  ".join(_first(faults))
+            f"choose the {'--norm' if of_norms else '--model'} they were trained with:\n  "
+            + "\n  ".join(_first(faults))
         )
     _refuse_another_model(source, tensors, wanted, fitting)
     model.load_state_dict({key: tensors[key] for key in fitting}, strict=False)
