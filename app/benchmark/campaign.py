@@ -19,10 +19,11 @@ import yaml
 
 from app.benchmark.case import Case
 from app.benchmark.command import BenchCommand
+from app.benchmark.page import NAME, write_page
 from app.benchmark.row import Row, compare, row_of
 from app.benchmark.table import print_bench
 from app.benchmark.trial import Trial, run_trial
-from app.pages.bench_page import write_page
+from app.pages.html import save
 from app.settings.cli import FAILED, OK
 from app.settings.data_file import read_data
 from app.settings.fields import arguments_for, flat
@@ -164,9 +165,7 @@ class Campaign:
             "settings": flat(command) | {"microbatches": command.m},
             "rows": rows,
         }
-        temporary = self._folder / "bench.tmp"
-        temporary.write_text(json.dumps(found, indent=2) + "\n")
-        temporary.replace(self._folder / "bench.json")
+        save(self._folder / NAME, json.dumps(found, indent=2) + "\n")
         return rows
 
     def _wall_s(self) -> float:

@@ -12,7 +12,6 @@ from typing import Any
 
 from app.benchmark.case import Case
 from app.benchmark.trial import Trial
-from app.pages.bench_file import WORDS
 from parallel.strategy import DELAYED, STALE
 
 Row = dict[str, Any]
@@ -25,6 +24,8 @@ OTHER_RANKS = {"fp32": 1e-3, "tf32": 2.5e-3, "bf16": 2e-2}
 """The same between numbers of ranks. On a CPU they have other numbers of threads, which sum in another order: the loss
 of a ResNet-50 fresh from its weights then differs by up to 5e-4, and is itself as far from that in float64."""
 
+WORDS = {"out-of-memory": "out of memory", "killed": "killed by signal 9", "cannot": "cannot run"}
+"""Status of a row that was not measured, as its claim has it."""
 ENDED = {"out-of-memory": "is out of memory", "killed": "was killed", "cannot": "cannot run", "failed": "failed"}
 """Status of a baseline that was not measured, as a claim has it."""
 

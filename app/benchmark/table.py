@@ -1,6 +1,6 @@
-"""The table of a benchmark on a terminal: a line for each row, and beneath it what can be claimed.
+"""The rows of a benchmark as cells, for its page and for the terminal: a table for each tile size and number of ranks.
 
-Takes rows of ``bench.json``; prints them, by tile size and ranks.
+Takes rows of ``bench.json``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ SHORT = 90
 
 
 def print_bench(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table for each tile size and number of ranks."""
+    """Print a table for each tile size and number of ranks."""
     for tile, ranks in dict.fromkeys((row["tile_px"], row["ranks"]) for row in rows):
-        own = [row for row in rows if (row["tile_px"], row["ranks"]) == (tile, ranks)]
-        batch, m = own[0]["global_batch"], own[0]["microbatches"]
-        told = f"{tile} px, {ranks} {'rank' if ranks == 1 else 'ranks'}, {batch} tiles a step in {m} microbatches"
-        print_table(told, HEADERS, [_line(row) for row in own])
+        alike = [row for row in rows if (row["tile_px"], row["ranks"]) == (tile, ranks)]
+        batch, m = alike[0]["global_batch"], alike[0]["microbatches"]
+        title = f"{tile} px, {ranks} {'rank' if ranks == 1 else 'ranks'}, {batch} tiles a step in {m} microbatches"
+        print_table(title, HEADERS, [_shortened(cells(row)) for row in alike])
 
 
-def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what stands under ``HEADERS``; of a row that did not run, how it ended and the reason."""
     name = row["strategy"] + (f" ({row['chosen']})" if row.get("chosen") else "")
     if row["status"] != "ok":
-        reason = row["reason"] if len(row["reason"]) <= SHORT else row["reason"][: SHORT - 1] + "…"
-        return (name, row["status"], "", "", "", "", "", "", reason)
+        return (name, row["status"], *[""] * (len(HEADERS) - 3), row["reason"])
     low, high = row["images_per_second_range"]
     bubble = "" if row["bubble"] is None else f"{100 * row['bubble']:.0f} % ({100 * row['bubble_predicted']:.0f} %)"
-    held = row["device_bytes"] or row["peak_memory_bytes"]
     return (
         name,
         _number(row["images_per_second"]),
@@ -41,9 +40,13 @@ def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{100 * row['data_wait_fraction']:.1f} %",
         bubble,
         bytes_text(max(row["bytes_sent"])) if row["bytes_sent"] else "",
-        bytes_text(max(held)),
+        bytes_text(max(row["device_bytes"] or row["peak_memory_bytes"])),
         row["claim"],
     )
+
+
+def _shortened(line: tuple[str, ...]) -> tuple[str, ...]:
+    return line if len(line[-1]) <= SHORT or line[2] else (*line[:-1], line[-1][: SHORT - 1] + "…")
 
 
 def _number(value: float | None) -> str:

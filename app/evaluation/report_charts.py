@@ -20,12 +20,12 @@ def classification_charts(cases: Cases, classes: list[str]) -> list[Chart]:
         if not 0 < np.count_nonzero(true) < len(true):
             continue
         false_rate, true_rate, _ = roc_curve(true, cases.score[:, c])
-        roc.append(Series(classes[c], false_rate, true_rate, colour % 6))
+        roc.append(Series(classes[c], false_rate, true_rate, colour))
         precisions, recalls, _ = precision_recall_curve(true, cases.score[:, c])
-        precision.append(Series(classes[c], recalls, precisions, colour % 6))
+        precision.append(Series(classes[c], recalls, precisions, colour))
     return [
-        line_chart(roc, "ROC of slides", "true positive rate", x_label="false positive rate", from_zero=True),
-        line_chart(precision, "Precision and recall of slides", "precision", x_label="recall", from_zero=True),
+        line_chart(roc, "ROC of slides", "true positive rate", x_label="false positive rate", from_zero=True, last=False),
+        line_chart(precision, "Precision and recall of slides", "precision", x_label="recall", from_zero=True, last=False),
     ]
 
 
@@ -41,6 +41,7 @@ def reliability_chart(reliability: Calibration) -> Chart:
         "share that is right",
         x_label="how certain the model is",
         from_zero=True,
+        last=False,
     )
 
 
@@ -51,6 +52,6 @@ def froc_chart(areas: AreaScores) -> Chart:
         if curve.score is not None:
             up_to = np.array(FALSE_POSITIVES)
             series.append(
-                Series(name, up_to, np.interp(up_to, curve.false_per_slide, curve.sensitivity), number % 6, "dots")
+                Series(name, up_to, np.interp(up_to, curve.false_per_slide, curve.sensitivity), number, "dots")
             )
-    return line_chart(series, "Lesions found (FROC)", "sensitivity", x_label="false alarms per slide", from_zero=True)
+    return line_chart(series, "Lesions found (FROC)", "sensitivity", x_label="false alarms per slide", from_zero=True, last=False)

@@ -40,7 +40,7 @@ def curves(metrics: Columns, validation: Columns, pictures: bool = False) -> lis
     scores = [key for key in scores if not (pictures and key.startswith("tile_"))]
     if scores:
         drawn = [
-            Series(score_name(key, pictures), validation["step"], validation[key], i % 6, "dots")
+            Series(score_name(key, pictures), validation["step"], validation[key], i, "dots")
             for i, key in enumerate(scores)
         ]
         drawn.append(drawn.pop(next((i for i, key in enumerate(scores) if key in ("slide_auc", "dice")), 0)))

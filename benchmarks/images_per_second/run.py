@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.benchmark.page import write_page
 from app.benchmark.row import compare
-from app.pages.bench_page import write_page
 from app.settings.sizes import bytes_of
 from benchmarks.images_per_second.torch_pipelines import measured
 from benchmarks.results import markdown_table, parser_of, publish, results

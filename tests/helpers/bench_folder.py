@@ -1,4 +1,4 @@
-"""A folder as ``app.bench`` leaves it, with figures made up by a formula and real pictures of simulated schedules."""
+"""A folder as ``app.bench`` leaves it, with figures made up by a formula."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from parallel.draw.schedule_svg import schedule_svg
-from parallel.schedule.passes import lower
-from parallel.schedule.registry import build_schedule, mesh_for
-from parallel.schedule.simulate import simulate
-from parallel.schedule.timeline import StageCost, Timeline
 
 GIB = 1 << 30
 LIMIT_GIB = 3
@@ -39,7 +33,7 @@ def write_bench(
     """A finished benchmark: some rows out of memory, some that cannot run."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        _row(folder, model, strategy, n, tile)
+        _row(model, strategy, n, tile)
         for model, tile, n in itertools.product(MODELS, tiles, ranks)
         for strategy in STRATEGIES
         if strategy in (("single", "bidirectional") if n == 1 else STRATEGIES[1:])
@@ -114,20 +108,7 @@ def unfit(strategy: str = "ddp", **changed: Any) -> dict[str, Any]:
     return _ended(row(strategy, **changed), "out-of-memory", reason)
 
 
-def picture(name: str, ranks: int) -> str:
-    """An SVG of a schedule, simulated, above itself a little slower."""
-    simulated, measured = (_step(name, ranks, unit_s) for unit_s in (0.05, 0.053))
-    return schedule_svg(simulated, title=f"{name}: simulated from its stage times, and measured", compare=measured)
-
-
-def _step(name: str, ranks: int, unit_s: float) -> Timeline:
-    mesh = mesh_for(name, groups=1, depth=ranks, chunks=1)
-    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
-    costs = [StageCost(unit_s, 2 * unit_s, unit_s, unit_s, 1)] * mesh.stages
-    return simulate(lower(build_schedule(name, mesh, 8), mesh, links), mesh, costs)
-
-
-def _row(folder: Path, model: str, strategy: str, ranks: int, tile: int) -> dict[str, Any]:
+def _row(model: str, strategy: str, ranks: int, tile: int) -> dict[str, Any]:
     alone, tile_gib = MODELS[model]
     base = strategy.split(" ")[0]
     times = {"ddp + recompute": 0.74, "fsdp": 0.93}.get(strategy, SPLIT.get(strategy, 1.0))
@@ -156,12 +137,8 @@ def _row(folder: Path, model: str, strategy: str, ranks: int, tile: int) -> dict
     if max(counted) > LIMIT_GIB * GIB:
         return _ended(found, "out-of-memory", unfit()["reason"])
     if base in SPLIT:
-        found |= {"bubble": 0.12, "bubble_predicted": 0.111 if not base.startswith("torch") else None}
+        found |= {"bubble": 0.12, "bubble_predicted": 0.111}
         found["time"] = {"compute": 6.2 / speed, "transfer": 0.6 / speed, "bubble": 1.0 / speed, "data": 0.1 / speed}
-        if not base.startswith("torch"):
-            name = f"{base}-{ranks}.svg"
-            (folder / name).write_text(picture(base, ranks))
-            found["schedule_svg"] = name
     return found
 
 

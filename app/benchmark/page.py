@@ -1,0 +1,90 @@
+"""Report page of a benchmark: every row of ``bench.json`` in one table, and charts of their speed.
+
+Takes the folder of an ``app.bench`` that is finished or still running; writes ``report.html`` into it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.benchmark.table import HEADERS, cells
+from app.pages.charts import Chart, Series, line_chart
+from app.pages.html import Table, flattened, rendered, save
+from app.settings.cli import RunError
+
+NAME = "bench.json"
+
+
+def write_page(folder: Path) -> Path:
+    """Write ``report.html`` into the benchmark's folder and give its path.
+
+    Raises:
+        RunError: ``folder`` has no ``bench.json``, or it cannot be understood.
+        OSError: the page cannot be written.
+    """
+    path = folder / NAME
+    try:
+        bench = json.loads(path.read_text(encoding="utf-8"))
+        page = render(bench, folder.resolve().name)
+    except FileNotFoundError:
+        raise RunError(f"{path} is not there: give the --out folder of app.bench") from None
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as fault:
+        raise RunError(f"{path} is not as app.bench writes it ({fault!r}): run app.bench again") from fault
+    return save(folder / "report.html", page)
+
+
+def render(bench: Mapping[str, Any], name: str) -> str:
+    """Return the page.
+
+    Args:
+        bench: content of ``bench.json``.
+        name: of its folder.
+    """
+    rows = bench["rows"]
+    headers = ("model", "tile px", "ranks", "tiles a step", *HEADERS)
+    table = [
+        (row["model"], *(str(row[key]) for key in ("tile_px", "ranks", "global_batch")), *cells(row)) for row in rows
+    ]
+    return rendered(
+        "bench.html.j2",
+        what=[bench["created"][:16].replace("T", " "), *dict.fromkeys(row["model"] for row in rows)],
+        charts=[*charts(rows, "tile_px", "ranks"), *charts(rows, "ranks", "tile_px")],
+        table=Table(headers, table, range(1, len(headers) - 1)),
+        commands=[bench["command"], "# this page alone, from bench.json", f"python -m app.report {shlex.quote(name)}"],
+        settings=flattened(bench["settings"]),
+        environment=flattened(bench["environment"]),
+    )
+
+
+LABELS = {"tile_px": "tile side, px", "ranks": "ranks"}
+
+
+def charts(rows: Sequence[Mapping[str, Any]], x: str, fixed: str) -> list[Chart]:
+    """Return charts of images/s over ``x``, one for each model and value of ``fixed`` with two values of ``x``.
+
+    Args:
+        rows: of ``bench.json``; those that did not run, or whose loss is not the reference's, are left out.
+        x: ``tile_px`` or ``ranks``.
+        fixed: the other of these.
+    """
+    measured = [row for row in rows if row["status"] == "ok" and row["loss_matches"] is not False]
+    looks = {strategy: number for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in rows))}
+    drawn = []
+    for model, value in dict.fromkeys((row["model"], row[fixed]) for row in measured):
+        alike = [row for row in measured if (row["model"], row[fixed]) == (model, value)]
+        sizes = sorted({row[x] for row in alike})
+        lines = []
+        for strategy in dict.fromkeys(row["strategy"] for row in alike):
+            points = sorted((row[x], row["images_per_second"]) for row in alike if row["strategy"] == strategy)
+            across, speed = np.array(points, np.float64).T
+            lines.append(Series(strategy, across, speed, looks[strategy], "dots"))
+        if len(sizes) > 1:
+            title = f"{model}, {LABELS[fixed]}: {value}"
+            drawn.append(line_chart(lines, title, "images/s", x_label=LABELS[x], sizes=sizes, log=True, last=False))
+    return drawn
