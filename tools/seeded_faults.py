@@ -114,7 +114,7 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint misses the running statistics of its step",
-        "app/checkpoint/snapshot.py",
+        "app/checkpoint/two_phase.py",
         "if name in parameter_names}",
         "}",
         ("tests/app/checkpoint/test_two_phase.py",),

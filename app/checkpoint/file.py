@@ -1,42 +1,29 @@
-"""Checkpoints: what is in the file, and what is said when one cannot be written or read.
+"""Checkpoint files: any state that torch can save, and the errors when one cannot be written or read.
 
-Takes any state torch can save; gives it back. A run folder holds ``checkpoints/last.pt`` and ``checkpoints/best.pt``;
-whatever happens while one is written, the one before stays readable (``atomic_file.py``), and whatever happens to one
-afterwards, it is read as it was written or not at all (``seal.py``).
+A run folder holds ``checkpoints/last.pt`` and ``checkpoints/best.pt``. A file is written under a temporary name, flushed
+to the disk and renamed, so that the one before stays readable. It ends with a checksum (``checksum.py``), so that it is
+read as it was written or not at all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 import torch
 
-from app.checkpoint.atomic_file import link_file, write_file
-from app.checkpoint.seal import SealError, check_seal, has_seal
+from app.checkpoint.checksum import ChecksumError, HashingWriter, check_bytes, has_checksum
 from app.settings.cli import RunError
 from parallel.profile.gpu import is_device_fault
 from pipelines.slides.printable import printable_values
 
 FORMAT = 2
 """Since 2 a checkpoint ends with its checksum. One without is refused, as one that was cut short."""
-
-
 PRINTED = ("settings", "classes", "task")
 """Of a checkpoint's state, what is printed and logged."""
-
-
-class Sink(Protocol):
-    """What a checkpoint is written to, from its first byte to its last."""
-
-    def write(self, data: bytes, /) -> int:
-        """Write ``data``; return the number of bytes written."""
-        ...
-
-    def flush(self) -> None:
-        """Pass on what is not written yet."""
-        ...
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -47,24 +34,45 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         RuntimeError: of the device that the state is copied from.
     """
     try:
-        write_file(path, lambda file: write_state(state, file))
-    except (OSError, RuntimeError) as fault:
-        if is_device_fault(fault):
+        write_file(path, lambda file: _write_state({"format": FORMAT, **state}, file))
+    except (OSError, RuntimeError) as error:
+        if is_device_fault(error):
             raise
-        raise not_written(path, fault) from fault
+        kept = "there is none before it; free space, then start again"
+        if path.exists():
+            kept = f"the previous one is kept: {path}; free space, then --resume"
+        raise RunError(f"checkpoint {path} could not be written ({_reason(error)}); {kept}") from error
 
 
-def write_state(state: dict[str, Any], sink: Sink) -> None:
-    """Write the bytes of a checkpoint of ``state`` to ``sink``.
+def _write_state(state: dict[str, Any], file: HashingWriter) -> None:
+    try:
+        torch.save(state, cast(IO[bytes], file))
+    except RuntimeError as error:  # torch's, of a write that failed
+        raise file.error or error from None
+
+
+def write_file(path: Path, write: Callable[[HashingWriter], object]) -> None:
+    """Write ``path`` with the bytes that ``write`` writes, and their checksum behind them.
 
     Raises:
-        OSError: as ``sink`` raised it.
+        OSError: the disk is full or the folder cannot be written; a file that was there before still is.
     """
-    writer = _Writer(sink)
+    temporary = path.with_suffix(".tmp")
     try:
-        torch.save({"format": FORMAT, **state}, cast(IO[bytes], writer))
-    except RuntimeError as fault:  # what torch makes of a write that failed
-        raise writer.fault or fault from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)  # it may be a second name of another checkpoint
+        with temporary.open("xb") as file:
+            writer = HashingWriter(file)
+            write(writer)
+            writer.finish()
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def keep_as(source: Path, target: Path) -> None:
@@ -73,18 +81,14 @@ def keep_as(source: Path, target: Path) -> None:
     Raises:
         RunError: it could not be done; what had that name before still has.
     """
+    temporary = target.with_suffix(".tmp")
     try:
-        link_file(source, target)
+        temporary.unlink(missing_ok=True)
+        os.link(source, temporary)
+        temporary.replace(target)
+        _sync_folder(target.parent)
     except OSError as fault:
         raise RunError(f"checkpoint {target} could not be written ({_reason(fault)})") from fault
-
-
-def not_written(path: Path, fault: BaseException) -> RunError:
-    """Return what a user is told about a checkpoint that could not be written, and what to do."""
-    kept = "there is none before it; free space, then start again"
-    if path.exists():
-        kept = f"the previous one is kept: {path}; free space, then --resume"
-    return RunError(f"checkpoint {path} could not be written ({_reason(fault)}); {kept}")
 
 
 def resume_state(last: Path, best: Path) -> dict[str, Any]:
@@ -126,9 +130,9 @@ def check_weights(path: Path) -> None:
     """
     with contextlib.suppress(OSError), path.open("rb") as file:  # not there: whoever loads it says so
         try:
-            if has_seal(file):
-                check_seal(file)
-        except SealError as fault:
+            if has_checksum(file):
+                check_bytes(file)
+        except ChecksumError as fault:
             raise ValueError(f"--weights {path} is damaged ({fault}); name another checkpoint of its run") from fault
 
 
@@ -142,9 +146,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise RunError(f"no checkpoint at {path}: name the folder of a run that has written one")
     try:
         with path.open("rb") as file:
-            check_seal(file)
+            check_bytes(file)
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except SealError as fault:
+    except ChecksumError as fault:
         raise RunError(f"checkpoint {path} is damaged and was not loaded ({fault})") from fault
     except Exception as fault:  # torch.load raises whatever its unpickler meets
         raise RunError(f"checkpoint {path} cannot be read ({_reason(fault)})") from fault
@@ -155,22 +159,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state | {key: printable_values(state[key]) for key in PRINTED if key in state}
 
 
-class _Writer:
-    """A sink that remembers why it could not be written to: torch reports only where it stopped."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self.fault: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self._sink.write(data)
-        except OSError as fault:
-            self.fault = fault
-            raise
-
-    def flush(self) -> None:
-        self._sink.flush()
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last through a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _reason(fault: BaseException) -> str:

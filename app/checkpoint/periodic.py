@@ -135,9 +135,8 @@ class Checkpoints:
         try:
             also = self._best if best else None
             self._two_phase.begin(state, self._engine.parameter_names, self._last, also)
-        except OSError as fault:
-            log.warning("checkpoints are written between two steps: they cannot be copied first (%s)", fault.strerror)
-            self._two_phase.close()
+        except MemoryError as error:
+            log.warning("checkpoints are written between two steps: they cannot be copied first (%s)", error)
             self._two_phase = None
             return False
         return True
@@ -151,9 +150,5 @@ class Checkpoints:
         if kind is KeyboardInterrupt:  # asked for twice: at once
             return
         # What the run failed with is told, not what came of its last checkpoint.
-        try:
-            with contextlib.suppress(RunError) if kind is not None else contextlib.nullcontext():
-                self.finish()
-        finally:
-            if self._two_phase is not None:
-                self._two_phase.close()
+        with contextlib.suppress(RunError) if kind is not None else contextlib.nullcontext():
+            self.finish()

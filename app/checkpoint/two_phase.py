@@ -1,29 +1,32 @@
 """Checkpoints in two phases: copied while the next step computes, written while training goes on.
 
-Takes a state and where to write it; returns at once. The engine's update waits for the copy (``await_copy``); another
-process writes it (``writer.py``). After Mohan, Phanishayee, Chidambaram 2021, CheckFreq, section 4.2.
+Takes a state and where to write it; returns at once. The engine's update waits for the copy (``await_copy``); the thread
+that copied then writes. After Mohan, Phanishayee, Chidambaram 2021, CheckFreq, section 4.2.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from app.checkpoint.file import not_written
-from app.checkpoint.image import image_of
-from app.checkpoint.shared_buffer import SharedBuffer
-from app.checkpoint.snapshot import Snapshot
-from app.checkpoint.writer import CheckpointWriter
-from app.launch.priority import let_others_first
+from app.checkpoint.file import keep_as, save_checkpoint
 from parallel.comm.device_thread import on_current_device
-from parallel.offload.copies import Copies
-from parallel.profile.gpu import is_device_fault
+from parallel.offload.copies import Copies, Mark
+
+ALIGNMENT = 64
+"""Bytes, as torch aligns its own storages."""
+NICENESS = 15
+"""Of the thread that writes: a step waits for the slowest of its threads, whatever core that one shares."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,16 @@ class Written:
 
 
 class TwoPhaseCheckpoints:
-    """Checkpoints in two phases, one at a time; memory and the process that writes are there from the first one on.
+    """Checkpoints in two phases, one at a time; the memory for the copy is reused.
 
     Args:
         device: on which tensors may lie.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffer: SharedBuffer | None = None
-        self._copies: Copies | None = None
-        self._writer: CheckpointWriter | None = None
+        self._copies = Copies.for_device(device)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._job: _Job | None = None
-
-    @property
-    def writer(self) -> CheckpointWriter | None:
-        """Return the process that writes; None before the first checkpoint."""
-        return self._writer
 
     @property
     def busy(self) -> bool:
@@ -67,24 +63,44 @@ class TwoPhaseCheckpoints:
         """Begin a checkpoint; call ``finish`` before. From now on updates have to ``await_copy`` first.
 
         Args:
-            state: what ``save_checkpoint`` takes.
-            parameter_names: see ``Snapshot.begin``.
+            state: what ``save_checkpoint`` takes: ``model`` by name, ``optimizer``, and anything else.
+            parameter_names: of the model's tensors that only updates change, as they do those of the optimizer. They
+                are copied later, all others before this returns.
             path: of the file.
             also: second name of the file once it is there.
 
         Raises:
-            OSError: there is no memory to copy to, or no process to write. What ``state`` holds may be changed again.
+            MemoryError: there is no memory to copy to. What ``state`` holds may be changed again.
         """
         assert self._job is None, "finish comes first"
-        if self._buffer is None:
-            self._buffer = SharedBuffer(pinned=self._device.type == "cuda")
-        if self._copies is None:
-            self._copies = Copies.for_device(self._device)
-        snapshot = Snapshot(self._buffer, self._copies)
-        snapshot.begin(state, parameter_names)
-        if self._writer is None:
-            self._writer = CheckpointWriter(self._buffer.descriptor)
-        self._job = _Job(snapshot, self._buffer, self._writer, path, also)
+        steady = {name: value for name, value in state.get("model", {}).items() if name in parameter_names}
+        waiting = {storage_key(tensor) for tensor in tensors_in([steady, state.get("optimizer")])}
+        tensors = list(tensors_in(state))
+        sources = {storage_key(tensor): _bytes_of(tensor) for tensor in tensors}
+        targets = self._targets(sources)
+        later: list[tuple[Tensor, Tensor]] = []
+        marks: list[tuple[Mark, Tensor]] = []
+        for key in sorted(sources, key=lambda key: key in waiting):  # first what cannot wait
+            source, target = sources[key], targets[key]
+            if source.device.type != "cpu":
+                mark = self._copies.to_host(source, target)
+                if key not in waiting:
+                    self._copies.wait(mark)
+                marks.append((mark, source))
+            elif key in waiting:
+                later.append((source, target))
+            else:
+                copy_bytes(source, target)
+        copies = {id(tensor): _like(tensor, targets[storage_key(tensor)]) for tensor in tensors}
+        snapshot = copy.deepcopy(dict(state), memo=dict(copies))
+
+        def complete() -> None:
+            for mark, _ in marks:
+                self._copies.synchronize(mark)
+            for source, target in later:
+                copy_bytes(source, target)
+
+        self._job = _Job(complete, snapshot, path, also)
         self._job.start()
 
     def await_copy(self) -> None:
@@ -104,54 +120,57 @@ class TwoPhaseCheckpoints:
             return None
         job.join()
         self._job = None
-        if isinstance(job.fault, (OSError, RuntimeError)) and not is_device_fault(job.fault):
-            raise not_written(job.path, job.fault) from job.fault
-        if job.fault is not None:
-            raise job.fault
+        if job.error is not None:
+            raise job.error
         return Written(job.held_s, job.persist_s)
 
-    def close(self) -> None:
-        """Give memory and process back; call ``finish`` before."""
-        if self._writer is not None:
-            self._writer.close()
-        if self._buffer is not None:
-            self._buffer.close()
-        self._buffer = self._writer = None
+    def _targets(self, sources: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return uint8 tensors for the copies of ``sources`` in the buffer, each a storage of its own."""
+        sizes = [-(-source.numel() // ALIGNMENT) * ALIGNMENT for source in sources.values()]
+        if sum(sizes) > self._buffer.numel():
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            try:
+                self._buffer = self._copies.empty_on_host(sum(sizes))
+            except (OSError, RuntimeError) as error:
+                raise MemoryError(f"{sum(sizes)} bytes of host memory cannot be had: {error}") from error
+        memory, targets, start = self._buffer.numpy(), {}, 0
+        for (key, source), size in zip(sources.items(), sizes, strict=True):
+            part = memory[start : start + source.numel()]
+            targets[key] = torch.frombuffer(part, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+            start += size
+        return targets
 
 
 class _Job(threading.Thread):
     """One checkpoint from the copy to the disk. A daemon: an interpreter that has to end does not wait for it."""
 
-    def __init__(
-        self, snapshot: Snapshot, buffer: SharedBuffer, writer: CheckpointWriter, path: Path, also: Path | None
-    ) -> None:
+    def __init__(self, complete: Callable[[], None], state: dict[str, Any], path: Path, also: Path | None) -> None:
         super().__init__(target=on_current_device(self._copy_and_write), name="checkpoint", daemon=True)
-        self._snapshot = snapshot
-        self._buffer = buffer
-        self._writer = writer
-        self.path = path
-        self._also = also
+        self._complete, self._state = complete, state
+        self._path, self._also = path, also
         self._copied = threading.Event()
         self._begun_s = time.monotonic()
         self.held_s = 0.0
         self.persist_s = 0.0
-        self.fault: BaseException | None = None
+        self.error: BaseException | None = None
 
     def _copy_and_write(self) -> None:
         """Copy, then write."""
         try:
             try:
-                self._snapshot.complete()
+                self._complete()
             finally:
                 self._copied.set()
-            let_others_first()  # the copy is awaited, what follows is not
-            spans = image_of(self._snapshot.state, self._buffer)
-            self._writer.write(self.path, spans, self._also)
-        except BaseException as fault:
-            self.fault = fault
+            # Updates wait for the copy, not for what follows: it takes what they leave of the processor.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            save_checkpoint(self._path, self._state)
+            if self._also is not None:
+                keep_as(self._path, self._also)
+        except BaseException as error:
+            self.error = error
         finally:
             self.persist_s = time.monotonic() - self._begun_s
-            del self._snapshot
+            del self._complete, self._state
 
     def await_copy(self) -> None:
         """Wait until the copy is complete, and count how long."""
@@ -160,3 +179,36 @@ class _Job(threading.Thread):
         begun_s = time.monotonic()
         self._copied.wait()
         self.held_s += time.monotonic() - begun_s
+
+
+def copy_bytes(source: Tensor, target: Tensor) -> None:
+    """Copy uint8 (n,) on the CPU, on this thread alone, letting other threads of Python run."""
+    np.copyto(target.numpy(), source.numpy())
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors of one storage share while it is held; ``torch.save`` writes each storage once."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the whole storage of ``tensor`` as uint8 (n,)."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _like(tensor: Tensor, target: Tensor) -> Tensor:
+    """Return ``tensor`` as it lies in its storage, in ``target`` instead: uint8 (n,)."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(target.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -18,7 +18,7 @@ class CheckpointSettings:
     checkpoint_overhead: Suppress[float] = 0.035
     """With --checkpoint-every 0: share of the time that checkpoints may cost, above 0 to 1."""
     checkpoint_write: Suppress[Literal["two-phase", "blocking"]] = "two-phase"
-    """two-phase: copied to the host's memory beside the next step's passes, then written by a process of its own; the
+    """two-phase: copied to the host's memory beside the next step's passes, then written by a thread; the
     first rank holds a copy of the parameters and the optimizer's state for it. blocking: written between two steps. The
     files are the same."""
 

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from app.checkpoint.file import load_checkpoint
-from app.checkpoint.snapshot import tensors_in
-from app.checkpoint.two_phase import TwoPhaseCheckpoints
+from app.checkpoint.two_phase import TwoPhaseCheckpoints, tensors_in
 from app.settings.cli import parse
 from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine
@@ -152,7 +151,6 @@ def _checkpoint(communicator: Communicator, case: Row, device: torch.device) -> 
         checkpoints.begin(state, engine.parameter_names, path, None)
         losses = [_step(engine, trial, step) for step in range(1, 1 + STEPS)]
         checkpoints.finish()
-        checkpoints.close()
         loaded = load_checkpoint(path)
     same = all(map(torch.equal, expected, tensors_in(loaded)))
     resumed.load_state_dict(loaded)

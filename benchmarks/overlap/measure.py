@@ -20,9 +20,9 @@ from unittest import mock
 import psutil
 import torch
 
+from app.checkpoint import two_phase
 from app.checkpoint.file import save_checkpoint
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
-from app.checkpoint.writer import CheckpointWriter
 from app.launch.place import RankPlace, take_cores
 from app.launch.watchdog import Watchdog
 from app.settings.run import DataSettings, ModelSettings, RunConfig, SplitSettings, StreamSettings
@@ -92,7 +92,6 @@ class Ranks(contextlib.ExitStack):
         self._sessions: dict[tuple[str, int], Session] = {}
         self._watchdog = Watchdog(communicator.rank, stuck_s=1800.0)
         self._two_phase = TwoPhaseCheckpoints(CPU)
-        self.callback(self._two_phase.close)
         self._persists_s: list[float] = []
         self._dataset = self._prepared()
 
@@ -207,14 +206,13 @@ class Ranks(contextlib.ExitStack):
             self._persists_s.append(written.persist_s)
 
     def _slow_writes(self) -> contextlib.AbstractContextManager[object]:
-        """Let the process that writes checkpoints take as long as over a slow network."""
-        write = CheckpointWriter.write
+        """Let the thread that writes checkpoints take as long as over a slow network."""
 
-        def slowly(writer: CheckpointWriter, path: Path, *arguments: Any) -> None:
-            write(writer, path, *arguments)
+        def slowly(path: Path, state: dict[str, Any]) -> None:
+            save_checkpoint(path, state)
             time.sleep(path.stat().st_size / SHARE.bytes_s)
 
-        return mock.patch.object(CheckpointWriter, "write", slowly)
+        return mock.patch.object(two_phase, "save_checkpoint", slowly)
 
 
 def _stream(session: Session, read_ahead: int, slow: bool) -> TileStream:

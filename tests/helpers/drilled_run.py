@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 import sys
 import threading
 import time
@@ -19,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.checkpoint import snapshot
-from app.checkpoint import writer as checkpoint_writer
+from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint
 from app.checkpoint.periodic import Checkpoints
 from app.settings.checkpoint import CheckpointSettings
@@ -68,7 +68,7 @@ def hold(marker: Path) -> None:
 
 
 def hold_copies(marker: Path) -> None:
-    copied, plain = [0], snapshot.copy_bytes
+    copied, plain = [0], two_phase.copy_bytes
     copies = len(list(classifier(2).parameters())) * 4  # each with three tensors of AdamW's
 
     def copy_bytes(source: Tensor, target: Tensor) -> None:
@@ -78,7 +78,21 @@ def hold_copies(marker: Path) -> None:
                 hold(marker)
         plain(source, target)
 
-    snapshot.copy_bytes = copy_bytes
+    two_phase.copy_bytes = copy_bytes
+
+
+def hold_writes(marker: Path, renamed: bool) -> None:
+    """Hold the thread that writes before its rename, or between that and the flush of the folder."""
+    written, plain = [0], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        of_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        written[0] += not of_folder
+        if written[0] == HELD_AT and of_folder == renamed:
+            hold(marker)
+        plain(descriptor)
+
+    os.fsync = fsync
 
 
 def main() -> None:
@@ -86,8 +100,7 @@ def main() -> None:
     if where == "copying":
         hold_copies(path / "held")
     elif where != "nowhere":
-        os.environ |= {"HELD_MARKER": str(path / "held"), "HELD_WHERE": where}
-        checkpoint_writer.MODULE = "tests.helpers.drilled_writer"
+        hold_writes(path / "held", renamed=where == "renamed")
     train(path)
 
 

@@ -45,7 +45,6 @@ PATIENCE = 4.0
 
 HELPERS = (
     ("-m", "pipelines.catalog.processes"),
-    ("-m", "app.checkpoint.writer_process"),
     ("-c", "import openslide; print(openslide.__library_version__)"),
     ("-c", "from mpi4py import MPI; print(MPI.Get_library_version())"),
 )

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from app.checkpoint import file as checkpoint
-from app.checkpoint.atomic_file import write_file
-from app.checkpoint.file import check_weights, keep_as, load_checkpoint, resume_state, save_checkpoint
+from app.checkpoint.file import check_weights, keep_as, load_checkpoint, resume_state, save_checkpoint, write_file
 from app.settings.cli import RunError
 from models.weights import load_weights, read_weights
 

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import logging
-import os
-import resource
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
 
-from app.checkpoint import file, two_phase
+from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.checkpoint.periodic import Checkpoints
-from app.checkpoint.shared_buffer import SharedBuffer
-from app.checkpoint.snapshot import Snapshot
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
 from app.settings.checkpoint import CheckpointSettings
 from app.settings.cli import RunError
 from app.training.run_folder import RunFolder
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import nothing
+from tests.helpers.sim_gpu import simulated
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def checkpoints() -> Iterator[TwoPhaseCheckpoints]:
-    made = TwoPhaseCheckpoints(CPU)
-    yield made
-    made.close()
+def checkpoints() -> TwoPhaseCheckpoints:
+    return TwoPhaseCheckpoints(CPU)
 
 
 def awkward_state() -> dict[str, Any]:
@@ -82,11 +75,12 @@ def test_a_fault_of_the_device_is_not_one_of_the_disk(
     def fail(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(file, "write_state", fail)
-    monkeypatch.setattr(Snapshot, "complete", fail)
+    monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(two_phase, "copy_bytes", fail)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         save_checkpoint(tmp_path / "last.pt", {})
-    checkpoints.begin({"model": {}, "optimizer": {}}, frozenset(), tmp_path / "last.pt", None)
+    state = {"model": {"w": torch.ones(1)}, "optimizer": {}}
+    checkpoints.begin(state, frozenset({"w"}), tmp_path / "last.pt", None)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         checkpoints.finish()
 
@@ -101,49 +95,31 @@ def test_buffer_is_reused_and_grows(tmp_path: Path, checkpoints: TwoPhaseCheckpo
     assert checkpoints.finish() is None
 
 
-def test_storages_are_copied_once_and_apart_from_the_original() -> None:
-    buffer, base = SharedBuffer(), torch.arange(6.0)
-    snapshot = Snapshot(buffer, Copies())
-    snapshot.begin({"model": {"a": base, "b": base[2:]}, "optimizer": {}}, frozenset({"a", "b"}))
-    assert buffer.size < 2 * base.nbytes + 64
-    base += 1  # not copied yet: it may be waited for
-    snapshot.complete()
+def test_an_update_may_follow_when_the_copy_is_complete(tmp_path: Path, checkpoints: TwoPhaseCheckpoints) -> None:
+    base = torch.arange(6.0)
+    state = {"model": {"a": base, "b": base[2:]}, "optimizer": {}}
+    checkpoints.begin(state, frozenset({"a", "b"}), tmp_path / "last.pt", None)
+    checkpoints.await_copy()
     base += 1
-    found = snapshot.state["model"]
-    assert found["a"].tolist() == [1, 2, 3, 4, 5, 6]
-    found["a"][2] = 0
-    assert found["b"].tolist() == [0, 4, 5, 6]
-    buffer.close()
-
-
-def test_run_goes_on_when_the_writer_is_killed(
-    tmp_path: Path, checkpoints: TwoPhaseCheckpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def begin(step: int) -> None:
-        state = {"model": {"w": torch.full((9,), float(step))}, "optimizer": {}, "step": step}
-        checkpoints.begin(state, frozenset("w"), tmp_path / "last.pt", None)
-
-    begin(1)
     checkpoints.finish()
-    assert checkpoints.writer is not None
-    pid = checkpoints.writer.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # so that it is killed in the middle of a checkpoint
-    begin(2)
-    time.sleep(0.1)
-    assert checkpoints.busy
-    assert load_checkpoint(tmp_path / "last.pt")["step"] == 1
-    os.kill(pid, signal.SIGKILL)
-    with caplog.at_level(logging.WARNING):
+    found = load_checkpoint(tmp_path / "last.pt")["model"]
+    assert found["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    found["a"][2] = 9
+    assert found["b"].tolist() == [9, 3, 4, 5]
+
+
+def test_copies_of_a_gpu_are_awaited(tmp_path: Path) -> None:
+    with simulated(1, late=0) as gpus:
+        device = torch.device("cuda", 0)
+        checkpoints, weight = TwoPhaseCheckpoints(device), torch.arange(8.0, device=device)
+        state = {"model": {"w": weight, "mean": torch.ones(3, device=device)}, "optimizer": {}}
+        checkpoints.begin(state, frozenset({"w"}), tmp_path / "last.pt", None)
+        checkpoints.await_copy()
+        weight += 1
         checkpoints.finish()
-    assert load_checkpoint(tmp_path / "last.pt")["step"] == 2
-    assert not psutil.pid_exists(pid)
-    (record,) = caplog.records
-    assert "the process that writes checkpoints was killed (signal 9); the run goes on" in record.getMessage()
-    begin(3)
-    checkpoints.finish()
-    assert load_checkpoint(tmp_path / "last.pt")["model"]["w"].tolist() == [3.0] * 9
-    assert len(caplog.records) == 1
+        assert not gpus.found
+    found = load_checkpoint(tmp_path / "last.pt")["model"]
+    assert (found["w"].tolist(), found["mean"].tolist()) == (list(range(8)), [1.0] * 3)
 
 
 class Still:
@@ -198,44 +174,38 @@ def test_every_checkpoint_is_on_the_disk_when_the_run_is_left(tmp_path: Path) ->
 
 
 def test_what_no_step_follows_is_written_at_once_behind_what_is_under_way(tmp_path: Path) -> None:
-    folder, before = RunFolder(tmp_path), psutil.Process().children()
+    folder = RunFolder(tmp_path)
     with checkpoints_of(tmp_path) as checkpoints:
         save(checkpoints, 1, at_once=True)
         assert not checkpoints.busy
         assert load_checkpoint(folder.last)["step"] == 1
-        assert psutil.Process().children() == before  # nothing was made that a run without checkpoints does not need
         save(checkpoints, 2)
         save(checkpoints, 3, at_once=True)
         assert load_checkpoint(folder.last)["step"] == 3
 
 
-def test_without_memory_to_copy_to_it_is_written_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+def test_without_memory_to_copy_to_it_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Copies, "empty_on_host", lambda self, size: torch.empty(1 << 60))
     with checkpoints_of(tmp_path) as checkpoints, caplog.at_level(logging.WARNING):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-        try:
-            for step in (1, 2):
-                with pytest.raises(RunError, match="File too large"):
-                    save(checkpoints, step, size=1 << 20)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        save(checkpoints, 3)
-        assert load_checkpoint(RunFolder(tmp_path).last)["step"] == 3
+        for step in (1, 2):
+            save(checkpoints, step)
+            assert load_checkpoint(RunFolder(tmp_path).last)["step"] == step
     (record,) = caplog.records
-    assert "written between two steps: they cannot be copied first (File too large)" in record.getMessage()
+    assert "written between two steps: they cannot be copied first (64 bytes" in record.getMessage()
 
 
 def test_tuned_checkpoints_are_due_by_what_they_cost_and_never_while_one_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = threading.Event()
-    plain = two_phase.image_of
 
-    def held_image(*arguments: Any) -> Any:
+    def save_later(*arguments: Any) -> None:
         assert written.wait(60)
-        return plain(*arguments)
+        save_checkpoint(*arguments)
 
-    monkeypatch.setattr(two_phase, "image_of", held_image)
+    monkeypatch.setattr(two_phase, "save_checkpoint", save_later)
     with checkpoints_of(tmp_path, checkpoint_every=0) as checkpoints:
         for step in range(1, 10):
             checkpoints.add_step(100.0)

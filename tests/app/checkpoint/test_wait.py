@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.checkpoint import snapshot as snapshot_module
+from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
-from app.checkpoint.snapshot import tensors_in
-from app.checkpoint.two_phase import TwoPhaseCheckpoints
+from app.checkpoint.two_phase import TwoPhaseCheckpoints, tensors_in
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
@@ -62,7 +61,7 @@ class SlowCopy:
     def __init__(self, waits: bool) -> None:
         self.before_update, self.updated = threading.Event(), threading.Event()
         self.patience_s = 0.3 if waits else 60
-        self._plain = snapshot_module.copy_bytes
+        self._plain = two_phase.copy_bytes
 
     def copy_bytes(self, source: Tensor, target: Tensor) -> None:
         if threading.current_thread().name == "checkpoint":
@@ -78,7 +77,7 @@ class SlowCopy:
 def test_update_waits_for_the_copy(name: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world, make = ENGINES[name]
     slow = SlowCopy(waits)
-    monkeypatch.setattr(snapshot_module, "copy_bytes", slow.copy_bytes)
+    monkeypatch.setattr(two_phase, "copy_bytes", slow.copy_bytes)
     steps = steps_of(4 if "replicas" in name else M, torch.float32)
     path = tmp_path / "last.pt"
 
@@ -101,7 +100,6 @@ def test_update_waits_for_the_copy(name: str, waits: bool, tmp_path: Path, monke
         if communicator.rank == 0:
             slow.updated.set()
         checkpoints.finish()
-        checkpoints.close()
         later = engine.state_dict()
         return expected, later
 

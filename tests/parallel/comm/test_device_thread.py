@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,12 +47,10 @@ def mixed_sums(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def checkpoint(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    writer = types.SimpleNamespace(write=told, close=lambda: None)
-    patch.setattr(two_phase, "CheckpointWriter", lambda descriptor: writer)
+    patch.setattr(two_phase, "save_checkpoint", told)
     checkpoints = TwoPhaseCheckpoints(torch.device("cpu"))
     checkpoints.begin({"model": {}, "optimizer": {}}, frozenset(), folder / "last.pt", None)
     checkpoints.finish()
-    checkpoints.close()
 
 
 def connection(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
