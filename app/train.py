@@ -271,7 +271,7 @@ def _train_guarded(
         try:
             summary.fed_from_memory(loop.measure_twin())
         except Exception as fault:
-            logging.getLogger("app.train").warning("--developer twin-steps: these steps failed: %s", fault)
+            logging.getLogger("app.train").warning("--twin-steps: these steps failed: %s", fault)
             if placement.communicator.world > 1:  # whoever waits for this rank finds it gone, and ends likewise
                 sys.stdout.flush()
                 atexit.register(os._exit, 0)

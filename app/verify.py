@@ -79,14 +79,14 @@ class VerifyCommand:
         if self.strategy.runs_undecided:
             faults.append(
                 "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no "
-                "--developer recompute-runs: name the layers that are computed again, as a plan wrote them"
+                "--recompute-runs: name the layers that are computed again, as a plan wrote them"
             )
         if self.strategy.box_undecided:
             faults.append("--stream auto is planned for a memory, by app.train: give the side of the boxes in px")
         if self.strategy.precision in ("tf32", "bf16"):
             faults.append(f"--precision {self.strategy.precision} rounds far more than strategies differ: leave it out")
         if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
-            faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.norm}")
+            faults.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.norm}")
         if self.strategy.over_torch and self.communicator == "threads":
             faults.append(
                 f"--parallel {self.strategy.name} talks over torch.distributed: leave --communicator threads out, or "

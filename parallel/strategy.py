@@ -218,10 +218,10 @@ class Strategy:
         given = (
             (self.ranks > self.group_ranks, f"data-parallel groups: give as many --stages as ranks, {self.ranks}"),
             (self.grid is not None, "--grid"),
-            (self.compile, "--developer compile"),
-            (self.statistics == "deferred", "--developer norm-statistics=deferred"),
+            (self.compile, "--compile"),
+            (self.statistics == "deferred", "--norm-statistics=deferred"),
             (policy.moves, f"--offload {policy.offload}"),
-            (policy.optimizer or policy.parameters, "--developer offload-state"),
+            (policy.optimizer or policy.parameters, "--offload-state"),
             (policy.stream is not None, f"--stream {policy.stream}"),
         )
         rule = "updates the weights after every microbatch, which was not tried with"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.regenerate import DEVELOPER, FLAGS, ROOT, flags, page_with_developer_settings
+from tests.golden.regenerate import FLAGS, ROOT, flags
 
 BENCHMARKS = sorted(path.parent.name for path in (ROOT / "benchmarks").glob("*/README.md"))
 UNRUN = {"gpu", "offload_study"}
@@ -16,11 +16,6 @@ UNRUN = {"gpu", "offload_study"}
 
 def test_no_flag_appears_or_vanishes_unseen() -> None:
     assert flags() == FLAGS.read_text(), "a flag or a default changed: run `make golden` and look at the diff"
-
-
-def test_developer_settings_are_told() -> None:
-    text = DEVELOPER.read_text()
-    assert page_with_developer_settings(text) == text, "a developer setting changed: run `make golden`"
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

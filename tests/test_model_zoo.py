@@ -119,7 +119,7 @@ def test_a_model_that_cannot_be_cut_so_often_is_refused_with_the_reason() -> Non
 def test_a_model_that_views_is_computed_without_channels_last_and_the_row_says_so() -> None:
     row, *_ = measure.rows_of(Entry(f"{__name__}:Views", "ours", 8))
     assert row.status == "exact"
-    assert row.note.startswith("with --developer channels-last=false: else RuntimeError: view size is not compatible")
+    assert row.note.startswith("with --no-channels-last: else RuntimeError: view size is not compatible")
 
 
 def test_a_process_that_ends_or_takes_too_long_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.readme, pytest.mark.timeout(900)]
 SLIDE = "CMU-1-Small-Region.svs"
 
 SHORTER = {
-    "app.train": ("--steps", "1", "--tile", "256", "--developer", "validation-tiles=2"),
+    "app.train": ("--steps", "1", "--tile", "256", "--validation-tiles=2"),
     "app.predict": ("--slides", "one"),
     "app.bench": ("--tiles", "256"),
     "app.plan": ("--tile", "512", "--model", "resnet18"),

@@ -181,7 +181,7 @@ class Campaign:
         given |= {"steps": command.steps, "twin_steps": command.twin_steps}
         given["checkpoint_every"] = NEVER
         given |= flat(ALL)
-        return arguments_for(RunConfig, given)
+        return arguments_for(given)
 
     def _prepared(self, tile: int) -> Path:
         return self._folder / "tiles" / str(tile)

@@ -89,7 +89,7 @@ class Case:
             *(("--grid", self.grid) if self.grid else ()),
             *(word for saving in self.savings for word in SAVINGS[saving]),
         ]
-        return given if self.memory is None else [*given, "--memory", self.memory, "--developer", "memory-excess=stop"]
+        return given if self.memory is None else [*given, "--memory", self.memory, "--memory-excess=stop"]
 
 
 def cases_of(

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Suppress
-
 from app.benchmark.asked import Asked
 from app.benchmark.case import Case, cases_of
 from app.settings.launcher import find_launch
 from app.settings.run import DataSettings, ModelSettings
 from app.settings.sizes import bytes_of
+from pipelines.slides.rare import Rare
 
 STRATEGIES = (
     "single",
@@ -67,7 +66,7 @@ class BenchCommand:
     tensors are counted. Default: what there is."""
     steps: int = 5
     """Optimiser steps of a run; the first two are a warm-up and are not counted."""
-    twin_steps: Suppress[int] = 3
+    twin_steps: Rare[int] = 3
     """Steps that are then measured from memory, to tell reading from computing; 0: none."""
     repeats: int = 3
     """Runs of each case; all cases are run once before any is run again."""
@@ -78,7 +77,7 @@ class BenchCommand:
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     """As for app.train. bf16: mixed precision; tf32: float32 with products of 10-bit mantissas; auto: bf16 on GPUs that
     compute in it, fp32 elsewhere."""
-    trial_timeout_s: Suppress[float] = 3600.0
+    trial_timeout_s: Rare[float] = 3600.0
     """Seconds after which a run is ended and counts as failed."""
     seed: int = 0
     """Of weights, order and augmentation."""
@@ -136,9 +135,9 @@ class BenchCommand:
         if self.memory is not None and bytes_of(self.memory) is None:
             faults.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
         if self.twin_steps < 0:
-            faults.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
+            faults.append(f"--twin-steps must be at least 0; got {self.twin_steps}")
         if not self.trial_timeout_s > 0:
-            faults.append(f"--developer trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
+            faults.append(f"--trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
         for strategy in self.strategies:
             try:
                 fault = Asked.parse(strategy).fault(self.ranks)

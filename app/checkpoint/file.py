@@ -1,8 +1,8 @@
 """Checkpoint files: any state that torch can save, and the errors when one cannot be written or read.
 
-A run folder holds ``checkpoints/last.pt`` and ``checkpoints/best.pt``. A file is written under a temporary name, flushed
-to the disk and renamed, so that the one before stays readable. It ends with a checksum (``checksum.py``), so that it is
-read as it was written or not at all.
+A run folder holds ``checkpoints/last.pt`` and ``best.pt``. A file is written under a temporary name, flushed
+to the disk and renamed: the one before stays readable. It ends with a checksum (``checksum.py``): it is read as it was
+written or not at all.
 """
 
 from __future__ import annotations

@@ -24,8 +24,12 @@ def classification_charts(cases: Cases, classes: list[str]) -> list[Chart]:
         precisions, recalls, _ = precision_recall_curve(true, cases.score[:, c])
         precision.append(Series(classes[c], recalls, precisions, colour))
     return [
-        line_chart(roc, "ROC of slides", "true positive rate", x_label="false positive rate", from_zero=True, last=False),
-        line_chart(precision, "Precision and recall of slides", "precision", x_label="recall", from_zero=True, last=False),
+        line_chart(
+            roc, "ROC of slides", "true positive rate", x_label="false positive rate", from_zero=True, last=False
+        ),
+        line_chart(
+            precision, "Precision and recall of slides", "precision", x_label="recall", from_zero=True, last=False
+        ),
     ]
 
 
@@ -54,4 +58,6 @@ def froc_chart(areas: AreaScores) -> Chart:
             series.append(
                 Series(name, up_to, np.interp(up_to, curve.false_per_slide, curve.sensitivity), number, "dots")
             )
-    return line_chart(series, "Lesions found (FROC)", "sensitivity", x_label="false alarms per slide", from_zero=True, last=False)
+    return line_chart(
+        series, "Lesions found (FROC)", "sensitivity", x_label="false alarms per slide", from_zero=True, last=False
+    )

@@ -193,7 +193,7 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
-        f"{settings.join_timeout_s:g} s (--developer join-timeout-s), which it does once all {launch.world} ranks are "
+        f"{settings.join_timeout_s:g} s (--join-timeout-s), which it does once all {launch.world} ranks are "
         "there: see what the others say, and whether the hosts reach each other; where starting takes longer, raise "
         "the limit"
     )

@@ -134,7 +134,7 @@ class WatchdogProcess:
         self._say(
             progress,
             f"{doing}{' on its GPU' * progress.of_device} for {idle_s:.0f} s and is killed",
-            "If a step may really take that long, raise --developer timeout-s; otherwise see what this rank does "
+            "If a step may really take that long, raise --timeout-s; otherwise see what this rank does "
             "there with `py-spy dump` before the time is up.",
         )
 
@@ -162,7 +162,7 @@ def describe_status(status: int | None) -> tuple[str, str]:
     if number in CRASHES:
         advice = "A compiled library failed; PYTHONFAULTHANDLER=1 in the environment shows where it was called."
         if number in (signal.SIGSEGV, signal.SIGABRT):
-            advice += " On CPUs it may be a convolution: try --developer channels-last=false."
+            advice += " On CPUs it may be a convolution: try --no-channels-last."
         return f"crashed (signal {number.value}, {number.name})", advice
     return f"was ended by {number.name} (signal {number.value})", ""
 

@@ -96,18 +96,18 @@ def _of_reading(summary: Mapping[str, Any]) -> Iterator[str]:
         return
     begin = f"Reading was the limit: {format_setting('_fraction', waited)} of the step time waited for tiles."
     if summary.get("tile_px") == "slide":
-        yield f"{begin} Try --developer read-ahead=4GiB, or a coarser --mpp."
+        yield f"{begin} Try --read-ahead=4GiB, or a coarser --mpp."
     elif not cache:
         yield (
             f"{begin} Try --cache DIR on a local disk, which keeps tiles for the epochs that follow, or "
-            "--developer read-ahead=4GiB."
+            "--read-ahead=4GiB."
         )
     elif cache.get("full"):
         yield f"{begin} The cache is full: raise --cache-bytes."
     elif cache["misses"] > cache["hits"]:
         yield f"{begin} Most tiles were not in the cache yet; a second epoch, or a second run, reads them from there."
     else:
-        yield f"{begin} Tiles came from the cache: put --cache on a faster disk, or try --developer read-ahead=4GiB."
+        yield f"{begin} Tiles came from the cache: put --cache on a faster disk, or try --read-ahead=4GiB."
 
 
 def _of_waiting(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -30,9 +30,16 @@ MOST_MARKS = 60
 
 STYLES: dict[str, dict[str, Any]] = {"faint": {"alpha": 0.4, "linewidth": 1.2}, "ideal": {"linestyle": "--"}}
 SETTINGS = {
-    **{"svg.fonttype": "none", "svg.hashsalt": "megatile", "path.simplify_threshold": 1.0},
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y"},
-    **{"grid.alpha": 0.4, "legend.frameon": False, "font.size": 10.0},
+    "svg.fonttype": "none",
+    "svg.hashsalt": "megatile",
+    "path.simplify_threshold": 1.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.alpha": 0.4,
+    "legend.frameon": False,
+    "font.size": 10.0,
 }
 
 Values = NDArray[np.float64]

@@ -23,7 +23,7 @@ import yaml
 from numpy.typing import NDArray
 
 from app.settings.cli import RunError
-from app.settings.fields import out_of_blocks
+from app.settings.fields import settings_of
 from pipelines.catalog.csv_cells import original, read_rows
 
 LOG_LINES = 12
@@ -72,7 +72,7 @@ def read_run(run: Path) -> RunFiles:
         raise RunError(f"{run} is no run folder: config.yaml is missing. Give the --out folder of app.train")
     return RunFiles(
         folder=run,
-        config=out_of_blocks(_mapping(run / "config.yaml")),
+        config=settings_of(_mapping(run / "config.yaml")),
         environment=_mapping(run / "env.json"),
         summary=_mapping(run / "summary.json"),
         metrics=_columns(run / "metrics.csv"),

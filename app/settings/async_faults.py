@@ -14,12 +14,12 @@ def async_faults(settings: StrategySettings) -> list[str]:
             "replay": settings.replay is not None,
         }
         return [
-            f"--developer {name} is for --parallel async; got --parallel {settings.parallel}"
+            f"--{name} is for --parallel async; got --parallel {settings.parallel}"
             for name, is_given in given.items()
             if is_given
         ]
     rules = {
-        f"--developer staleness is at least 0 minibatches; got {settings.staleness}": settings.staleness < 0,
+        f"--staleness is at least 0 minibatches; got {settings.staleness}": settings.staleness < 0,
         f"--parallel async updates after each microbatch, and all are of one size: --batch {settings.batch} is no "
         f"multiple of --microbatches {settings.m}": settings.m > 0 and settings.batch % settings.m != 0,
         f"--parallel async computes on CPUs; got --device {settings.device}: use --device cpu, or --parallel ddp": (
@@ -28,9 +28,9 @@ def async_faults(settings: StrategySettings) -> list[str]:
         "--parallel async is not planned for: use --recompute none, stage or block, and --stream with a number of px": (
             settings.planned
         ),
-        f"--developer offload-state={settings.offload_state} is not for --parallel async, whose optimizer is on the "
+        f"--offload-state={settings.offload_state} is not for --parallel async, whose optimizer is on the "
         "server: leave it out": settings.offload_state != "none",
-        "--developer norm-statistics deferred is about the batch of one update: leave it out with --parallel async": (
+        "--norm-statistics deferred is about the batch of one update: leave it out with --parallel async": (
             settings.norm_statistics == "deferred"
         ),
     }
@@ -43,18 +43,18 @@ def _replay_faults(settings: StrategySettings) -> list[str]:
     faults = []
     if settings.world > 1 or settings.shares != "equal":
         faults.append(
-            f"--developer replay repeats all updates on one rank; got --ranks {settings.world} and --shares "
+            f"--replay repeats all updates on one rank; got --ranks {settings.world} and --shares "
             f"{settings.shares}: use --ranks 1 and leave --shares out"
         )
     try:
         first = [push for push in settings.push_rule().replayed if push.step == 0]
     except FileNotFoundError:
-        return [*faults, f"--developer replay {settings.replay} is not a file"]
+        return [*faults, f"--replay {settings.replay} is not a file"]
     except (OSError, ValueError) as fault:
-        return [*faults, f"--developer replay {settings.replay}: {fault}"]
+        return [*faults, f"--replay {settings.replay}: {fault}"]
     if len(first) != settings.m:
         faults.append(
-            f"--developer replay {settings.replay} has {len(first)} updates a step, and --microbatches is "
+            f"--replay {settings.replay} has {len(first)} updates a step, and --microbatches is "
             f"{settings.m}: add --microbatches {len(first)}"
         )
     return faults

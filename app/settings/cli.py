@@ -1,15 +1,13 @@
 """The command-line frame that every ``python -m app.*`` shares.
 
 Takes a frozen dataclass (nested ones are flattened: every field is one flag and one YAML key) and a body; gives the
-exit code: 0 done, 1 failed, 2 wrong usage. A field whose type is marked ``Suppress`` is no flag but a developer
-setting: a key of the file's ``developer:`` block, or ``--developer KEY=VALUE``. ``--config FILE.yaml`` is read before
-the other flags, so flags win; ``--print-config`` writes the resolved settings as YAML and stops. A settings class with
-a ``validate()`` method is asked for its faults, all at once, before anything runs.
+exit code: 0 done, 1 failed, 2 wrong usage. ``--help`` leaves ``Rare`` fields out, ``--help-all`` shows all.
+``--config FILE.yaml`` is read before the other flags, so flags win; ``--print-config`` writes the resolved settings as
+YAML and stops. The faults that a settings class's ``validate()`` returns are printed all at once before anything runs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import errno
 import shutil
@@ -25,16 +23,7 @@ import yaml
 
 from app.settings.closed_pipe import readers_may_leave
 from app.settings.data_file import read_data
-from app.settings.fields import (
-    BLOCK,
-    developer_settings,
-    developer_values,
-    flags_of,
-    in_blocks,
-    key_and_value,
-    refuse_as_flags,
-    with_values,
-)
+from app.settings.fields import arguments_for, flags_of, flat, settings_of, without_rare
 from parallel.profile.cache import own_torch_cache
 from pipelines.slides.printable import printable
 from pipelines.slides.slide import SlideError
@@ -45,6 +34,8 @@ _TYRO = threading.Lock()
 """tyro keeps its state in globals while it parses; ranks that are threads parse at the same time."""
 
 OK, FAILED, USAGE = 0, 1, 2
+HELP = {"--help-all": "--help"}
+"""Flag of ours -> that of tyro."""
 
 ADVICE = {
     errno.ENOSPC: "make room on that disk, or name a folder on another (--out; TMPDIR for what is temporary)",
@@ -116,56 +107,44 @@ def describe_system_error(fault: OSError) -> str:
     return f"{where}{fault.strerror}; {advice}"
 
 
-def _description(config_type: type[Any], has_developer_settings: bool) -> str:
-    """Return the head of --help, wrapped: tyro joins lines, except those that begin with a blank or a dash."""
+def _description(config_type: type[Any], more: bool) -> str:
+    """Return the head of --help, wrapped: tyro joins lines, except those that begin with a blank or a dash.
+
+    Args:
+        more: there are flags that only --help-all shows.
+    """
     width = max(40, min(shutil.get_terminal_size().columns, 120) - 1)
     purpose = textwrap.fill(" ".join((config_type.__doc__ or "").split()), width, subsequent_indent=" ")
     lines = [
         "--config FILE.yaml reads settings from a file; flags win.",
         "--print-config prints the settings and stops.",
     ]
-    if has_developer_settings:
-        lines.append(f"--{BLOCK} KEY=VALUE sets what hardly anybody changes: docs/developer.md.")
+    if more:
+        lines.append("--help-all shows rare flags, too.")
     return "\n".join((purpose, "", *lines))
 
 
 def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | None:
-    """The settings, or None when ``--print-config`` asked only to see them.
+    """Return the settings, or None when ``--print-config`` asked only to see them.
 
     Raises:
-        ValueError: a configuration file that cannot be read, or an unknown key in it; a developer setting that is
-            unknown, or given as a flag.
+        ValueError: a configuration file that cannot be read, or an unknown key in it.
         SystemExit: from tyro: 0 after ``--help``, 2 after a wrong flag or value.
     """
     argv, files = _take_option(argv, "--config", "a file name")
-    argv, given = _take_option(argv, f"--{BLOCK}", "KEY=VALUE")
-    hidden = developer_settings(config_type)
-    refuse_as_flags(argv, hidden)
+    from_files = [word for file in files for word in _read_yaml(config_type, Path(file))]
     show = "--print-config" in argv
-    from_files: list[str] = []
-    developer: dict[str, str] = {}
-    for file in files:
-        values, block = _read_yaml(config_type, Path(file))
-        from_files += values
-        developer |= block
-    developer |= developer_values(hidden, dict(map(key_and_value, given)), f"--{BLOCK}")
-    argv = from_files + [arg for arg in argv if arg != "--print-config"]
+    short = "--help" in argv or "-h" in argv
     with _TYRO:
         config = tyro.cli(
-            config_type,
-            args=argv,
+            without_rare(config_type) if short else config_type,
+            args=from_files + [HELP.get(word, word) for word in argv if word != "--print-config"],
             prog=prog,
-            description=_description(config_type, bool(hidden)),
+            description=_description(config_type, short and any(flag.rare for flag in flags_of(config_type))),
             config=(tyro.conf.OmitArgPrefixes,),
         )
-    if developer:
-        block_type = dataclasses.make_dataclass(BLOCK, [(name, hidden[name]) for name in developer])
-        words = [f"--{name.replace('_', '-')}={text}" for name, text in developer.items()]
-        with _TYRO:
-            block = tyro.cli(block_type, args=words, prog=f"{prog} --{BLOCK}", config=(tyro.conf.FlagConversionOff,))
-        config = with_values(config, vars(block))
     if show:
-        print(yaml.safe_dump(in_blocks(config), sort_keys=False), end="")
+        print(yaml.safe_dump(flat(config), sort_keys=False), end="")
         return None
     return config
 
@@ -194,43 +173,26 @@ def _takes(hint: Any, values: list[Any]) -> bool:
     return several and not any(isinstance(value, list | dict) for value in values)
 
 
-def _read_yaml(config_type: type, path: Path) -> tuple[list[str], dict[str, str]]:
-    """The flags and the developer settings that say the same as a YAML file, so that types and messages are those of
-    the command line."""
+def _read_yaml(config_type: type, path: Path) -> list[str]:
+    """Return the flags that say the same as a YAML file, so that types and messages are those of the command line."""
     try:
-        loaded = read_data(path)
+        loaded = settings_of(read_data(path))
     except ValueError as fault:
         raise ValueError(f"--config {fault}") from fault
-    known, hidden = dict(flags_of(config_type)), developer_settings(config_type)
-    block = loaded.pop(BLOCK, None) or {}
-    if not isinstance(block, dict):
-        raise ValueError(f"--config {path}: expected `key: value` lines under `{BLOCK}:`, found {block!r}")
-    arguments: list[str] = []
+    known = {flag.name: flag.type for flag in flags_of(config_type)}
     faults: list[str] = []
-    outside: list[str] = []
+    arguments: list[str] = []
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
-        if name in hidden:
-            outside.append(f"`{key}`")
-            continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             faults.append(f"unknown key `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
-            continue
-        flag = "--" + name.replace("_", "-")
-        if known[name] is bool:
-            if not isinstance(value, bool):
-                faults.append(f"key `{key}` takes true or false, found {value!r}")
-                continue
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif known[name] is bool and not isinstance(value, bool):
+            faults.append(f"key `{key}` takes true or false, found {value!r}")
         elif isinstance(value, dict) or (isinstance(value, list) and not _takes(known[name], value)):
             faults.append(f"key `{key}` does not take {value!r:.60}")
-        elif isinstance(value, list):
-            arguments += [flag, *map(str, value)]
         else:
-            arguments += [flag, str(value)]
-    if outside:
-        faults.append(f"write under `{BLOCK}:` what is a developer setting: {', '.join(outside)}")
+            arguments += arguments_for({name: value if known[name] is bool or isinstance(value, list) else str(value)})
     if faults:
         raise ValueError(f"--config {path}: " + "; ".join(faults) + f"\n       known keys: {', '.join(sorted(known))}")
-    return arguments, developer_values(hidden, block, f"--config {path}")
+    return arguments

@@ -1,4 +1,4 @@
-"""What is wrong with ``--developer gradient-buckets`` of a strategy; ``strategy_faults`` asks."""
+"""What is wrong with ``--gradient-buckets`` of a strategy; ``strategy_faults`` asks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ def gradient_faults(settings: StrategySettings) -> list[str]:
     if settings.gradient_buckets is None:
         return []
     if settings.bucket_bytes is None:
-        return [f"--developer gradient-buckets takes a size such as 4MiB, or 0; got {settings.gradient_buckets!r}"]
+        return [f"--gradient-buckets takes a size such as 4MiB, or 0; got {settings.gradient_buckets!r}"]
     if settings.undecided or _sums_gradients(settings):
         return []
     ranks = f"{settings.world} rank{'s' * (settings.world > 1)}"
     units = ": it sums those of a unit at once" if settings.name == "fsdp" else ""
     return [
-        "--developer gradient-buckets is about gradients that several ranks have of the same parameters; "
+        "--gradient-buckets is about gradients that several ranks have of the same parameters; "
         f"--parallel {settings.name} on {ranks} sums none so{units}: leave it out"
     ]
 

@@ -52,7 +52,7 @@ def _faults_of_one_stage(settings: StrategySettings) -> list[str]:
         f"{flag} is about a model split into stages; --parallel spatial has one stage: leave it out"
         for flag, given in (
             (f"--stages {settings.stages}", settings.stages is not None),
-            (f"--developer cuts={settings.cuts}", bool(settings.cuts)),
+            (f"--cuts={settings.cuts}", bool(settings.cuts)),
         )
         if given
     ]

@@ -9,7 +9,7 @@ from app.settings.strategy import StrategySettings
 def mixed_faults(settings: StrategySettings) -> list[str]:
     """Return what is wrong, a line each."""
     if not settings.is_mixed:
-        given = (("--cpu-ranks", settings.cpu_ranks), ("--developer mixed-sums", settings.mixed_sums))
+        given = (("--cpu-ranks", settings.cpu_ranks), ("--mixed-sums", settings.mixed_sums))
         return [
             f"{flag} is for --device mixed; got {value} with --device {settings.device}: leave it out"
             for flag, value in given
@@ -28,7 +28,7 @@ def mixed_faults(settings: StrategySettings) -> list[str]:
         and settings.parallel != "auto",
         f"--precision {settings.precision} rounds differently on a CPU and on a GPU, so that --device mixed would not "
         "be the plain step: leave it out for fp32": settings.precision in ("tf32", "bf16"),
-        f"--developer offload-state={settings.offload_state} is for ranks that are all on a GPU; got --device mixed": (
+        f"--offload-state={settings.offload_state} is for ranks that are all on a GPU; got --device mixed": (
             settings.offload_state != "none"
         ),
         "--device mixed talks over torch.distributed, and these ranks were started by an MPI launcher: start them with "

@@ -1,6 +1,6 @@
 """The settings of what is minimised and how: loss, weights of classes, update rule, learning rate and its course.
 
-A part of ``RunConfig``; every field is a flag of ``app.train`` or one of its developer settings.
+A part of ``RunConfig``; every field is a flag of ``app.train``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tyro.conf import Suppress
+from pipelines.slides.rare import Rare
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class OptimizerSettings:
     """Update rule."""
     lr: float = 1e-3
     """Peak learning rate, reached after the warm-up, then lowered to 0 along a cosine."""
-    momentum: Suppress[float] = 0.9
+    momentum: Rare[float] = 0.9
     """Momentum of sgd."""
     weight_decay: float = 1e-4
     """Decay of the weights, per unit of learning rate; biases and parameters of norms have none."""
-    decay_all: Suppress[bool] = False
+    decay_all: Rare[bool] = False
     """Apply --weight-decay to biases and parameters of norms, too, as runs begun before this setting existed do."""
     warmup: int = 0
     """Steps over which the learning rate rises linearly."""
@@ -44,7 +44,7 @@ class OptimizerSettings:
     entropy in which items count less that are already told well; auto: dice_ce of pixels, cross_entropy of tiles."""
     label_smoothing: float = 0.0
     """Share of each target that is spread over all classes, 0 to below 1, in the cross entropy."""
-    focal_gamma: Suppress[float] = 2.0
+    focal_gamma: Rare[float] = 2.0
     """Exponent of --loss focal, 1 or more: how much less an item counts that is told well."""
 
     def validate(self) -> list[str]:
@@ -52,7 +52,7 @@ class OptimizerSettings:
         if not self.lr > 0:
             faults.append(f"--lr must be above 0; got {self.lr:g}")
         if not 0 <= self.momentum < 1:
-            faults.append(f"--developer momentum must be within 0 and 1; got {self.momentum:g}")
+            faults.append(f"--momentum must be within 0 and 1; got {self.momentum:g}")
         if not self.weight_decay >= 0:
             faults.append(f"--weight-decay must be at least 0; got {self.weight_decay:g}")
         if self.warmup < 0:
@@ -70,7 +70,7 @@ class OptimizerSettings:
             )
         if not 1 <= self.focal_gamma < math.inf:
             faults.append(
-                "--developer focal-gamma must be at least 1, as below it the gradient of a certain item is infinite; "
+                "--focal-gamma must be at least 1, as below it the gradient of a certain item is infinite; "
                 f"got {self.focal_gamma:g}"
             )
         return faults

@@ -18,22 +18,21 @@ def policy_faults(asked: StrategySettings) -> list[str]:
             for flag, given in (
                 (f"--recompute {asked.recompute}", asked.recompute != "none"),
                 (f"--offload {asked.offload}", asked.offload != "none"),
-                (f"--developer offload-state={asked.offload_state}", asked.offload_state != "none"),
+                (f"--offload-state={asked.offload_state}", asked.offload_state != "none"),
             )
             if given
         ]
     if asked.recompute_runs and asked.recompute != "optimal":
-        faults.append(f"--developer recompute-runs goes with --recompute optimal; got --recompute {asked.recompute}")
+        faults.append(f"--recompute-runs goes with --recompute optimal; got --recompute {asked.recompute}")
     if asked.recompute == "optimal" and asked.offload == "overlap" and not asked.recompute_runs:
         faults.append(OPTIMAL_OFFLOAD)
     if any(len(run.split(":")) != 2 for run in asked.recompute_runs.split(",") if run):
         faults.append(
-            "--developer recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; "
-            f"got {asked.recompute_runs!r}"
+            f"--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got {asked.recompute_runs!r}"
         )
     for flag, text in (
-        ("--developer offload-ahead", asked.offload_ahead),
-        ("--developer offload-host", asked.offload_host),
+        ("--offload-ahead", asked.offload_ahead),
+        ("--offload-host", asked.offload_host),
     ):
         if text is not None and bytes_of(text) is None:
             faults.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
@@ -53,9 +52,9 @@ def _stream_faults(asked: StrategySettings) -> list[str]:
         for flag, given in (
             (f"--recompute {asked.recompute}", asked.recompute != "none"),
             (f"--offload {asked.offload}", asked.offload != "none"),
-            ("--developer offload-state=parameters", asked.offload_state == "parameters"),
-            ("--developer norm-statistics deferred", asked.norm_statistics == "deferred"),
-            ("--developer compile", asked.compile),
+            ("--offload-state=parameters", asked.offload_state == "parameters"),
+            ("--norm-statistics deferred", asked.norm_statistics == "deferred"),
+            ("--compile", asked.compile),
         )
         if given
     ]

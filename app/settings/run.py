@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Suppress
-
 from app.settings.checkpoint import CheckpointSettings
 from app.settings.optimization import OptimizerSettings
 from app.settings.sizes import bytes_of
@@ -22,6 +20,7 @@ from pipelines.labels.class_names import ClassMap
 from pipelines.labels.patients import pattern_fault
 from pipelines.labels.tile_label import TileLabel
 from pipelines.slides.geometry import mpp_fault
+from pipelines.slides.rare import Rare
 from pipelines.stream.augment import AugmentSettings
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.stain_fits import StainSettings
@@ -61,7 +60,7 @@ class DataSettings:
     Default: such files are refused, with a list of their images."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
-    index_workers: Suppress[int] = 0
+    index_workers: Rare[int] = 0
     """Processes that search slides for tissue; 0: one per core."""
 
     def validate(self) -> list[str]:
@@ -138,7 +137,7 @@ class SplitSettings:
 class StreamSettings:
     """Reading tiles."""
 
-    open_slides: Suppress[int] = 16
+    open_slides: Rare[int] = 16
     """Slides whose tiles are mixed with each other, and files held open at once."""
     sample: Literal["tiles", "class", "slide", "pixels"] = "tiles"
     """What is shown equally often in training. tiles: each tile once per epoch; class: each class of tiles
@@ -152,11 +151,11 @@ class StreamSettings:
     costs more than a disk: slides that are resampled, JPEG 2000, slides on a network. Default: tiles are not kept."""
     cache_bytes: str = "32GiB"
     """Size up to which --cache may grow, in KiB, MiB or GiB; what is there serves on when it is full."""
-    read_threads: Suppress[int] = 0
+    read_threads: Rare[int] = 0
     """Threads that decode tiles, per rank; 0: one for each core of the rank."""
-    read_ahead: Suppress[str] = "1GiB"
+    read_ahead: Rare[str] = "1GiB"
     """Memory for tiles read ahead, per rank, in KiB, MiB or GiB; at least one batch is always held."""
-    device_prefetch: Suppress[int] = 0
+    device_prefetch: Rare[int] = 0
     """Microbatches brought to the device, augmented and normalised while those before them are computed: by a thread on
     a CPU, on a stream of its own on a GPU; 0: each when it is its turn. Each takes its images in float32 on the device,
     and as much again while it is made; plans do not count on it. The numbers are the same. With --stream nothing is
@@ -169,13 +168,13 @@ class StreamSettings:
         if self.bag and self.sample != "tiles":
             faults.append(f"--bag draws every slide once per epoch; leave out --sample {self.sample}")
         if self.open_slides < 1:
-            faults.append(f"--developer open-slides must be at least 1; got {self.open_slides}")
+            faults.append(f"--open-slides must be at least 1; got {self.open_slides}")
         if self.read_threads < 0:
-            faults.append(f"--developer read-threads must be at least 0; got {self.read_threads}")
+            faults.append(f"--read-threads must be at least 0; got {self.read_threads}")
         if self.device_prefetch < 0:
-            faults.append(f"--developer device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
+            faults.append(f"--device-prefetch must be at least 0 microbatches; got {self.device_prefetch}")
         if bytes_of(self.read_ahead) is None:
-            faults.append(f"--developer read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
+            faults.append(f"--read-ahead takes a size such as 512MiB or 2GiB; got {self.read_ahead!r}")
         if bytes_of(self.cache_bytes) is None:
             faults.append(f"--cache-bytes takes a size such as 512MiB or 32GiB; got {self.cache_bytes!r}")
         return faults
@@ -218,9 +217,9 @@ class ModelSettings:
 class ScoreSettings:
     """Validation."""
 
-    validate_every: Suppress[int] = 0
+    validate_every: Rare[int] = 0
     """Steps between validations; 0: after each epoch. The end of the run is always validated."""
-    validation_tiles: Suppress[int] = 0
+    validation_tiles: Rare[int] = 0
     """Tiles scored per validation slide, evenly spread; 0: all."""
     slide_score: Literal["mean", "max", "top-k"] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
@@ -229,12 +228,12 @@ class ScoreSettings:
     is not called normal, benign, negative, background or 0, if only one is; upper and lower case do not matter."""
     patience: int = 0
     """Validations in a row without a better score, after which a run ends; 0: it goes through all its steps."""
-    top_k: Suppress[int] = 5
+    top_k: Rare[int] = 5
     """Tiles that count under --slide-score top-k."""
 
     def validate(self) -> list[str]:
         faults = [
-            f"--developer {name} must be at least {least}; got {value}"
+            f"--{name} must be at least {least}; got {value}"
             for name, value, least in (
                 ("validate-every", self.validate_every, 0),
                 ("validation-tiles", self.validation_tiles, 0),
@@ -276,14 +275,14 @@ class RunConfig:
     max_restarts: int = 0
     """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
     torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
-    min_ranks: Suppress[int | None] = None
+    min_ranks: Rare[int | None] = None
     """Ranks that a run with --max-restarts may come down to: after an attempt in which one was lost comes one with a
     rank fewer, and the next start has all of --ranks again. The steps are the same, whoever computes them. Default: as
     many as --ranks. Under torchrun --nnodes MIN:MAX says it."""
-    twin_steps: Suppress[int] = 0
+    twin_steps: Rare[int] = 0
     """Steps measured from memory after the last checkpoint, to tell reading from computing; 0: none. A fault in them is
     a warning: the run is completed."""
-    mlflow: Suppress[str] = ""
+    mlflow: Rare[str] = ""
     """Experiment of MLflow, at MLFLOW_TRACKING_URI, that is told the same scalars as TensorBoard, the settings and the
     last files; empty: none. A server that cannot be reached ends no run."""
     seed: int = 0
@@ -317,11 +316,11 @@ class RunConfig:
         least = self.min_ranks
         if least is not None and not (0 < least <= self.strategy.ranks and self.max_restarts):
             faults.append(
-                f"--developer min-ranks={least} is for runs with --max-restarts, from 1 to --ranks "
+                f"--min-ranks={least} is for runs with --max-restarts, from 1 to --ranks "
                 f"{self.strategy.ranks}; got --max-restarts {self.max_restarts}"
             )
         if self.strategy.norm_statistics == "deferred" and self.net.norm != "batch":
-            faults.append(f"--developer norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
+            faults.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.net.norm}")
         if self.augmentation.augment == "cpu" and self.colour.method:
             faults.append(
                 f"--augment cpu varies colours before tiles reach the device, where --stain {self.colour.stain} "
@@ -336,11 +335,11 @@ class RunConfig:
             faults += self._whole_slide_faults()
         if self.mlflow and importlib.util.find_spec("mlflow") is None:
             faults.append(
-                f"--developer mlflow={self.mlflow} needs the package mlflow or mlflow-skinny, which is not installed: "
+                f"--mlflow={self.mlflow} needs the package mlflow or mlflow-skinny, which is not installed: "
                 "pip install mlflow-skinny, or leave it out"
             )
         if self.twin_steps < 0:
-            faults.append(f"--developer twin-steps must be at least 0; got {self.twin_steps}")
+            faults.append(f"--twin-steps must be at least 0; got {self.twin_steps}")
         return faults + (self._bag_faults() if self.stream.bag else [])
 
     def _bag_faults(self) -> list[str]:
@@ -360,8 +359,8 @@ class RunConfig:
             "--parallel async": self.strategy.is_async,
             "--device mixed": self.strategy.is_mixed,
             f"--slide-score {self.score.slide_score}": self.score.slide_score != "mean",
-            "--developer twin-steps": self.twin_steps > 0,
-            "--developer device-prefetch": self.stream.device_prefetch > 0,
+            "--twin-steps": self.twin_steps > 0,
+            "--device-prefetch": self.stream.device_prefetch > 0,
         }
         faults += [
             f"--bag is about tiles that share the label of a slide: leave out {flag}"

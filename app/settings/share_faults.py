@@ -16,7 +16,7 @@ def share_faults(settings: StrategySettings) -> list[str]:
         why = "has one rank" if settings.name == "single" else "gathers the model with every pass of all ranks alike"
         return [f"--parallel {settings.name} {why}, and takes no --shares {text}: use ddp, or leave it out"]
     if settings.schedule is not None:
-        return [f"--developer schedule says who computes what: leave --shares {text} out"]
+        return [f"--schedule says who computes what: leave --shares {text} out"]
     if text == AUTO:
         return _change_faults(settings)
     try:

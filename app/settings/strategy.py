@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Suppress
-
 from app.settings.launcher import find_launch
 from app.settings.sizes import bytes_of
 from parallel.memory.policy import ActivationPolicy, Offload, Recompute
@@ -22,6 +20,7 @@ from parallel.schedule.registry import default_microbatches
 from parallel.schedule.shares import FINE, Changes, parse_counts, read_changes
 from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
+from pipelines.slides.rare import Rare
 
 Parallel = Literal[
     "auto",
@@ -71,7 +70,7 @@ class StrategySettings:
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
     and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
     this machine has."""
-    memory_excess: Suppress[Literal["warn", "stop"]] = "warn"
+    memory_excess: Rare[Literal["warn", "stop"]] = "warn"
     """A run on a CPU whose tensors take more than --memory: warn at its end, or stop where a GPU of that size would."""
     ranks: int = 1
     """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
@@ -81,11 +80,11 @@ class StrategySettings:
     """How the ranks of a team divide each tile, rows x columns of boxes: 4x1 are four strips, 2x2 four quarters. With
     spatial one team computes the model, and more ranks make data-parallel groups; default: a strip for each rank. With
     strategies that split the model a team takes the place of each rank."""
-    chunks: Suppress[int | None] = None
+    chunks: Rare[int | None] = None
     """Stages on each rank, with interleaved; default: 2."""
-    cuts: Suppress[str] = ""
+    cuts: Rare[str] = ""
     """Layers or modules that begin a new stage, comma separated, one fewer than stages; default: equal cost."""
-    schedule: Suppress[Path | None] = None
+    schedule: Rare[Path | None] = None
     """CSV file of a schedule, one row a rank, in place of that of --parallel."""
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
@@ -98,32 +97,32 @@ class StrategySettings:
     speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; auto: as the speeds measured in the run
     ask for; or a CSV file with the columns microbatch,group, a line for each, or the shares.csv of an earlier run. The
     same numbers whoever computes what."""
-    staleness: Suppress[int] = 4
+    staleness: Rare[int] = 4
     """Minibatches that a worker may be ahead of the slowest, with --parallel async. 0: rounds, in which all use the
     same parameters; from the largest of --shares on: no bound."""
-    push_rate: Suppress[Literal["workers", "staleness"]] = "workers"
+    push_rate: Rare[Literal["workers", "staleness"]] = "workers"
     """Learning rate of an update with --parallel async. workers: --lr divided by their number; staleness: divided by 1
     + the updates made since its parameters were pulled."""
-    replay: Suppress[Path | None] = None
+    replay: Rare[Path | None] = None
     """pushes.csv of an earlier run with --parallel async, whose updates one rank repeats bit for bit."""
     recompute: Recompute = "none"
     """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
     all but what enters a rank's stage; block: all but what enters a block of the model; optimal: what costs least time
     of all that fits --memory, with the times of this machine. none leaves it to the plan with --parallel auto."""
-    recompute_runs: Suppress[str] = ""
+    recompute_runs: Rare[str] = ""
     """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
     offload: Offload = "none"
     """Move what forward passes keep to the host's memory until their backward passes. overlap: copied beside what a GPU
     computes; a CPU is its own host, where this saves nothing of the machine's memory. none leaves it to the plan with
     --parallel auto."""
-    offload_ahead: Suppress[str | None] = None
+    offload_ahead: Rare[str | None] = None
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
     --offload overlap; default: twice the largest activation on a GPU, none on a CPU, whose copies overlap nothing."""
-    offload_host: Suppress[str | None] = None
+    offload_host: Rare[str | None] = None
     """Memory of the host, such as 64GiB, that a rank may fill; default: the rank's share of half of what is free. With
     --offload overlap what does not fit stays on the device. With --stream it holds tiles and maps, of which fewer are
     stored where it is little; what does not fit lies in files without a name in the run folder."""
-    offload_state: Suppress[Literal["none", "optimizer", "parameters"]] = "none"
+    offload_state: Rare[Literal["none", "optimizer", "parameters"]] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""
     stream: str = "none"
@@ -133,31 +132,31 @@ class StrategySettings:
     others. Each stage of a model that is split has boxes of its own; not for --parallel fsdp and zero-bubble, nor for
     auto with several ranks. auto, with one rank, ddp and spatial: the largest boxes that fit the memory; on a CPU
     without --memory of 512 px. none leaves it to the plan with --parallel auto."""
-    shard_optimizer: Suppress[Literal["none", "pair"]] = "none"
+    shard_optimizer: Rare[Literal["none", "pair"]] = "none"
     """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
-    gradient_buckets: Suppress[str | None] = None
+    gradient_buckets: Rare[str | None] = None
     """Gradients that ranks sum at once, such as 4MiB, beside what their last backward passes compute; 0: all, once
     everything is computed. Default: 25MiB; plans count on that."""
-    norm_statistics: Suppress[Literal["per-microbatch", "deferred"]] = "per-microbatch"
+    norm_statistics: Rare[Literal["per-microbatch", "deferred"]] = "per-microbatch"
     """When batch norm updates its running statistics: with each microbatch, or once a step over the whole batch."""
-    compile: Suppress[bool] = False
+    compile: Rare[bool] = False
     """Compile each stage with torch.compile."""
     device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
     """Where to compute; auto takes a GPU when there is one. mixed: with ddp, --cpu-ranks of each machine's ranks on its
     CPU and the others on a GPU each, all in fp32; --shares gives them unequal parts of a step."""
     cpu_ranks: int = 0
     """Ranks of each machine, the last ones, that compute on its CPU with --device mixed."""
-    mixed_sums: Suppress[Literal["host", "device"] | None] = None
+    mixed_sums: Rare[Literal["host", "device"] | None] = None
     """Where gradients are summed with --device mixed. host: in the memory of each machine, then between machines;
     device: a CPU rank hands its gradients to a GPU rank, and the GPUs sum. Default: device."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     """bf16: mixed precision; tf32: float32 with 10-bit mantissas in products and convolutions; fp32: float32.
     auto: bf16 on GPUs that compute in it (Ampere and later, as TF32), fp32 elsewhere."""
-    channels_last: Suppress[bool] = True
+    channels_last: Rare[bool] = True
     """Memory layout of images and convolutions; faster on most hardware."""
-    timeout_s: Suppress[float] = 1800.0
+    timeout_s: Rare[float] = 1800.0
     """Seconds a rank waits for the others before the run is given up."""
-    join_timeout_s: Suppress[float] = JOIN_S
+    join_timeout_s: Rare[float] = JOIN_S
     """Seconds that ranks have to arrive, once the first is there, before the start is given up."""
 
     @property

@@ -22,11 +22,11 @@ def strategy_faults(settings: StrategySettings) -> list[str]:
     if settings.memory is not None and settings.memory_bytes is None:
         faults.append(f"--memory takes a size such as 512MiB or 16GiB; got {settings.memory!r}")
     if settings.memory_excess == "stop" and settings.memory is None:
-        faults.append("--developer memory-excess=stop holds a run against --memory; give that, too")
+        faults.append("--memory-excess=stop holds a run against --memory; give that, too")
     if not settings.timeout_s > 0:
-        faults.append(f"--developer timeout-s must be above 0; got {settings.timeout_s:g}")
+        faults.append(f"--timeout-s must be above 0; got {settings.timeout_s:g}")
     if not settings.join_timeout_s > 0:
-        faults.append(f"--developer join-timeout-s must be above 0; got {settings.join_timeout_s:g}")
+        faults.append(f"--join-timeout-s must be above 0; got {settings.join_timeout_s:g}")
     if not faults and not settings.undecided:
         faults = [f"--parallel {fault}" for fault in settings.to_strategy("cpu").stash_faults]
     return faults
@@ -52,23 +52,22 @@ def _option_faults(settings: StrategySettings) -> list[str]:
             f"{flag} is about a model split into stages; {rule}"
             for flag, given in (
                 ("--stages", settings.stages is not None and not settings.undecided),
-                ("--developer cuts", bool(settings.cuts)),
-                ("--developer schedule", settings.schedule is not None),
+                ("--cuts", bool(settings.cuts)),
+                ("--schedule", settings.schedule is not None),
                 ("--recompute stage", settings.recompute == "stage"),
-                ("--developer compile", settings.compile),
+                ("--compile", settings.compile),
             )
             if given
         ]
     if settings.chunks is not None and settings.name != "interleaved":
-        faults.append(f"--developer chunks is for --parallel interleaved; got --parallel {settings.parallel}")
+        faults.append(f"--chunks is for --parallel interleaved; got --parallel {settings.parallel}")
     if settings.shard_optimizer == "pair" and not (settings.splits and kind_of(settings.name).replicas == 2):
         pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
         faults.append(
-            f"--developer shard-optimizer=pair needs two copies of the model ({pairs}); "
-            f"got --parallel {settings.parallel}"
+            f"--shard-optimizer=pair needs two copies of the model ({pairs}); got --parallel {settings.parallel}"
         )
     if settings.schedule is not None and not settings.schedule.is_file():
-        faults.append(f"--developer schedule {settings.schedule} is not a file")
+        faults.append(f"--schedule {settings.schedule} is not a file")
     return faults
 
 
@@ -106,7 +105,7 @@ def _mesh_faults(settings: StrategySettings) -> list[str]:
             f"use {settings.world - settings.world % settings.depth} ranks, or other --stages"
         )
     if settings.chunks is not None and settings.chunks < 2:
-        faults.append(f"--developer chunks must be at least 2; got {settings.chunks}")
+        faults.append(f"--chunks must be at least 2; got {settings.chunks}")
     launch = find_launch()
     if settings.over_torch and launch and launch.mpi:
         faults.append(

@@ -1,6 +1,6 @@
 """The same scalars, settings and last files as in the run folder, for a server of MLflow that users may have.
 
-Takes what ``MetricsLog`` takes; tells the experiment named by ``--developer mlflow=NAME`` at ``MLFLOW_TRACKING_URI``. A
+Takes what ``MetricsLog`` takes; tells the experiment named by ``--mlflow=NAME`` at ``MLFLOW_TRACKING_URI``. A
 thread does the telling: training waits for no server, and one that cannot be reached is warned of once and tried again.
 A resumed run goes on as the same run of MLflow, whose number is in ``mlflow.json``.
 """

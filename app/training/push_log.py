@@ -1,6 +1,6 @@
 """``pushes.csv`` of a run folder: every update of a parameter server, true over every resume.
 
-With it ``--developer replay`` repeats the run, and the report shows how stale gradients were.
+With it ``--replay`` repeats the run, and the report shows how stale gradients were.
 """
 
 from __future__ import annotations

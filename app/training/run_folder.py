@@ -25,7 +25,7 @@ from app.launch.folder_lock import sole_user
 from app.launch.restart import Attempts
 from app.settings.cli import RunError
 from app.settings.data_file import read_data
-from app.settings.fields import flat, in_blocks, out_of_blocks
+from app.settings.fields import flat, settings_of
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
 from pipelines.catalog.csv_cells import write_rows
@@ -158,7 +158,7 @@ class RunFolder:
             self._check_settings(asked)
             if again:
                 return
-        self._write_settings(in_blocks(config))
+        self._write_settings(flat(config))
 
     def attempts(self) -> Attempts | None:
         """What earlier attempts have left of themselves.
@@ -193,7 +193,7 @@ class RunFolder:
             again: without a checkpoint, too: of an attempt that came to none.
         """
         begun = self.last.exists() or (again and self.config.exists())
-        return out_of_blocks(read_data(self.config)) if begun else {}
+        return settings_of(read_data(self.config)) if begun else {}
 
     def tells_end(self, step: int) -> bool:
         """Return whether the summary is there and is of a run that was completed with ``step`` steps.

@@ -17,7 +17,7 @@ from benchmarks.results import markdown_table, parser_of, results, write_results
 
 PX, TILES_OF_MICROBATCH, STEPS, MIB = 128, 4, 2, 2**20
 COMMON = ("--model", MODEL, "--tile", str(PX), "--parallel", "single", "--min-tissue", "0", "--slide-mpp", "0.5")
-COMMON += ("--augment", "none", "--validation", "0.5", "--steps", str(STEPS), "--developer", "validate-every=100000")
+COMMON += ("--augment", "none", "--validation", "0.5", "--steps", str(STEPS), "--validate-every=100000")
 
 
 def measure(slides: Path, size: int, microbatches: int) -> dict[str, Any]:

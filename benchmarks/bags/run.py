@@ -49,7 +49,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 COMMON = ("--model", MODEL, "--parallel", "single", "--lr", "0.001", "--warmup", "10", "--min-tissue", "0")
 COMMON += ("--slide-mpp", "0.5", "--augment", "none", "--checkpoint-every", "100000")
-COMMON += ("--developer", "validate-every=100000")
+COMMON += ("--validate-every=100000",)
 
 
 class Network(nn.Sequential):

@@ -109,7 +109,7 @@ def all_cells() -> Iterator[Cell]:
 
 @functools.cache
 def planned_runs(name: str) -> str:
-    """What is computed again to take half of what blocks save, as ``--developer recompute-runs`` takes it."""
+    """What is computed again to take half of what blocks save, as ``--recompute-runs`` takes it."""
     subject = SUBJECTS[name]
     graph = Workload(subject.model, ENLARGED * subject.tile, CLASSES).trace()
     memory, whole = StageMemory(graph), Partition(graph, (0,))

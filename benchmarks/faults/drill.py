@@ -33,7 +33,7 @@ README = Path(__file__).with_name("README.md")
 EVERY = 10
 SETTINGS = (
     *("--model", "resnet18", "--tile", "128", "--batch", "8", "--microbatches", "4"),
-    *("--device", "cpu", "--augment", "device", "--seed", "7", "--developer", "twin-steps=0", "--validation", "0"),
+    *("--device", "cpu", "--augment", "device", "--seed", "7", "--twin-steps=0", "--validation", "0"),
     *("--checkpoint-every", str(EVERY)),
 )
 WAYS = {"master": ("--parallel", "master"), "spatial": ("--parallel", "spatial", "--grid", "2x1")}

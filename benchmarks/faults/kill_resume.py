@@ -46,7 +46,7 @@ THREADS = "OMP_NUM_THREADS"
 
 def command(slides: Path, out: Path, steps: int, *more: str) -> list[str]:
     settings = ["--model", "resnet18", "--tile", "128", "--batch", "4", "--microbatches", "2", "--steps", str(steps)]
-    settings += ["--developer", "validate-every=15", "--developer", "validation-tiles=4", "--developer", "twin-steps=0"]
+    settings += ["--validate-every=15", "--validation-tiles=4", "--twin-steps=0"]
     settings += ["--checkpoint-every", "3", "--augment", "device", "--device", "cpu", "--seed", "7"]
     return [sys.executable, "-m", "app.train", "--slides", str(slides), "--out", str(out), *settings, *more]
 

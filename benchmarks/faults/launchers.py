@@ -26,7 +26,7 @@ README = Path(__file__).with_name("README.md")
 RANKS = 2
 STRATEGIES = ("1f1b", "bidirectional")
 SETTINGS = ("--model", "resnet18", "--tile", "64", "--batch", "8", "--microbatches", "4", "--device", "cpu")
-SETTINGS += ("--optimizer", "sgd", "--lr", "0.01", "--augment", "device", "--seed", "7", "--developer", "twin-steps=0")
+SETTINGS += ("--optimizer", "sgd", "--lr", "0.01", "--augment", "device", "--seed", "7", "--twin-steps=0")
 TIMEOUT_S = 600
 HEADER = ["strategy", "launcher", "first loss", "last loss", "losses equal to those of the first", "s"]
 

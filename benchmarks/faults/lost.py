@@ -36,7 +36,7 @@ SETTINGS = (
     *("--model", "resnet18", "--tile", "256", "--batch", "12", "--microbatches", "6", "--parallel", "ddp"),
     # Px of empty glass are all alike, and cross the corner of a ReLU together; Adam divides rounding by its size.
     *("--min-tissue", "1", "--optimizer", "sgd", "--lr", "1e-4"),
-    *("--device", "cpu", "--augment", "device", "--seed", "7", "--developer", "twin-steps=0", "--validation", "0"),
+    *("--device", "cpu", "--augment", "device", "--seed", "7", "--twin-steps=0", "--validation", "0"),
     *("--checkpoint-every", str(EVERY)),
 )
 WITHIN_S = 900.0
@@ -118,7 +118,7 @@ class OurRanks(ProcessRun):
     """``--ranks`` with ``min-ranks``."""
 
     def __init__(self, settings: Sequence[str], out: Path) -> None:
-        more = ("--ranks", str(RANKS), "--max-restarts", str(RESTARTS), "--developer", f"min-ranks={LEFT}")
+        more = ("--ranks", str(RANKS), "--max-restarts", str(RESTARTS), f"--min-ranks={LEFT}")
         super().__init__([sys.executable, "-m", "app.train", *settings, *more, "--out", str(out)], out)
 
     def lose(self, rank: psutil.Process) -> None:
@@ -127,7 +127,7 @@ class OurRanks(ProcessRun):
 
 STARTS = {
     f"torchrun --nnodes {LEFT}:{RANKS}": Agents,
-    f"--ranks {RANKS} --developer min-ranks={LEFT}": OurRanks,
+    f"--ranks {RANKS} --min-ranks={LEFT}": OurRanks,
 }
 
 

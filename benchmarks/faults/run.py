@@ -33,9 +33,9 @@ OUT = ROOT / "bench-data" / "faults"
 README = Path(__file__).with_name("README.md")
 
 RANKS, MIDDLE = 3, 1
-SETTINGS = ("--model", "benchmarks.faults.model:make", "--developer", f"cuts={CUTS}", "--tile", "64", "--device", "cpu")
-SETTINGS += ("--batch", "4", "--microbatches", "4", "--steps", "1000000", "--developer", "validate-every=1000000")
-SETTINGS += ("--checkpoint-every", "1000000", "--developer", "twin-steps=0")
+SETTINGS = ("--model", "benchmarks.faults.model:make", f"--cuts={CUTS}", "--tile", "64", "--device", "cpu")
+SETTINGS += ("--batch", "4", "--microbatches", "4", "--steps", "1000000", "--validate-every=1000000")
+SETTINGS += ("--checkpoint-every", "1000000", "--twin-steps=0")
 SIGNALS = {
     "killed": signal.SIGKILL,
     "killed while it waits": signal.SIGKILL,
@@ -134,7 +134,7 @@ def run_cell(launcher: Launcher, strategy: str, fault: str, slides: Path) -> Out
     shutil.rmtree(out, ignore_errors=True)
     marker.unlink(missing_ok=True)
     settings = ["--slides", str(slides), "--out", str(out), "--parallel", strategy, *SETTINGS]
-    settings += ["--developer", f"timeout-s={HANGS_S}"] if fault == "hangs" else []
+    settings += [f"--timeout-s={HANGS_S}"] if fault == "hangs" else []
     environment = {**launcher.environment, "FAULT_KIND": fault, "FAULT_FILE": str(marker)}
     with printed.open("w") as file:
         process = subprocess.Popen(

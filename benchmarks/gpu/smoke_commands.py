@@ -94,7 +94,7 @@ class Commands:
             "4",
         ]
         settings += ["--microbatches", "2", "--precision", "fp32", "--device", self._device, "--validation", "0"]
-        settings += ["--steps", str(STEPS), "--checkpoint-every", "1", "--developer", "twin-steps=0", "--out", run]
+        settings += ["--steps", str(STEPS), "--checkpoint-every", "1", "--twin-steps=0", "--out", run]
         if "--parallel" not in words:
             settings += ["--parallel", "single"]
         self._call("app.train", *settings, *words, env=env)

@@ -99,7 +99,7 @@ def measure_ours(
         *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
         *("--ranks", *map(str, ranks), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
         *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", steps, "--repeats", repeats, "--resume"),
-        *("--developer", f"twin-steps={twin_steps}", "--developer", f"trial-timeout-s={LONGEST_S}"),
+        *(f"--twin-steps={twin_steps}", f"--trial-timeout-s={LONGEST_S}"),
         *("--out", str(OUT / model / name)),
     ]
     subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too

@@ -69,7 +69,7 @@ def main() -> None:
     ]
     training = ["--slides", str(slides), "--model", "unet_w4", "--tile", tile, "--batch", "1", "--validation", "0"]
     training += ["--steps", str(given.steps), "--out", str(run)]
-    training += ["--developer", "twin-steps=0", "--developer", "read-ahead=64MiB"]
+    training += ["--twin-steps=0", "--read-ahead=64MiB"]
     rows.append(watched("train", "app.train", *training))
     summary = json.loads((run / "summary.json").read_text())
     slide = next(slides.glob("*.tif"))

@@ -95,7 +95,7 @@ def main() -> None:
     ]
     training = ["--slides", str(slides), "--model", MODEL, "--tile", str(TILE), "--batch", str(BATCH), "--lr", "0.003"]
     training += ["--epochs", str(1 / given.part), "--parallel", "single", "--out", str(run)]
-    training += ["--developer", "twin-steps=0", "--developer", "validation-tiles=1"]
+    training += ["--twin-steps=0", "--validation-tiles=1"]
     stages.append(watched("train", "app.train", *training))
     checkpoint = str(run / "checkpoints" / "best.pt")
     where = ["--slides", str(slides), "--checkpoint", checkpoint, "--out", str(predicted)]

@@ -45,7 +45,7 @@ def rows_of(entry: Entry) -> Iterator[Row]:
         try:
             plain = _plain(trial)
         except RuntimeError as fault:  # of a view of what is channels_last
-            layout = f"with --developer channels-last=false: else {_reason(fault)}"
+            layout = f"with --no-channels-last: else {_reason(fault)}"
             trial = replace(trial, channels_last=False)
             plain = _plain(trial)
     except Exception as fault:

@@ -39,7 +39,7 @@ FOLDS, TILE, BATCH, RESAMPLES = 5, 256, 8, 1000
 MODEL = "unet_w16"
 TRAIN = ["--model", MODEL, "--tile", str(TILE), "--stride", "64", "--batch", str(BATCH), "--lr", "0.003"]
 TRAIN += ["--warmup", "20", "--mpp", "0.5", "--slide-mpp", "0.5", "--min-tissue", "0", "--parallel", "single"]
-TRAIN += ["--developer", "validate-every=1000000", "--developer", "twin-steps=0"]
+TRAIN += ["--validate-every=1000000", "--twin-steps=0"]
 PEER_ENCODER, PEER_LR = "resnet18", 1e-3
 
 Images = dict[str, tuple[NDArray[np.uint8], NDArray[np.uint8]]]

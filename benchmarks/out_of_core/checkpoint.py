@@ -30,7 +30,7 @@ from parallel.comm.communicator import Communicator
 from parallel.offload.live_bytes import LiveBytes
 
 PLACES = {"device": "none", "optimizer on the host": "optimizer", "all on the host": "parameters"}
-"""Where the state lies -> ``--developer offload-state``."""
+"""Where the state lies -> ``--offload-state``."""
 PX, STEPS = 256, 2
 MIB = 2**20
 HEADER = (

@@ -13,7 +13,7 @@ class Setting(NamedTuple):
 
     Attributes:
         every: steps from checkpoint to checkpoint.
-        write: how a checkpoint is written, as ``--developer checkpoint-write``.
+        write: how a checkpoint is written, as ``--checkpoint-write``.
         buckets: MiB of gradients summed together during the backward pass; 0: all after it.
         read_ahead: batches in memory, with the one that is computed.
         prefetch: microbatches made on the device before they are asked for.

@@ -55,7 +55,7 @@ class Case:
         stream: px of the boxes.
         task: classify or segment.
         norm: as for ``--norm``.
-        host: that maps may take, as for ``--developer offload-host=``; "" leaves it to the run.
+        host: that maps may take, as for ``--offload-host=``; "" leaves it to the run.
     """
 
     model: str
@@ -151,7 +151,7 @@ def measure(case: Case, slides: Path, out: Path) -> dict[str, Any]:
     if case.norm == "frozen":
         large += ["--weights", str(warm_weights(case, slides, out))]
     if case.host:
-        large += ["--developer", f"offload-host={case.host}"]
+        large += [f"--offload-host={case.host}"]
     _train(slides, run, case, *large)
     summary = json.loads((run / "summary.json").read_text())
     with (run / "metrics.csv").open() as file:
@@ -171,7 +171,7 @@ def measure(case: Case, slides: Path, out: Path) -> dict[str, Any]:
 def _train(slides: Path, run: Path, case: Case, *arguments: str) -> None:
     shutil.rmtree(run, ignore_errors=True)
     common = ["--slides", str(slides), "--out", str(run), "--model", case.model, "--mpp", str(MPP), "--min-tissue", "0"]
-    common += ["--parallel", "single", "--validation", "0", "--lr", "1e-4", "--developer", "twin-steps=0"]
+    common += ["--parallel", "single", "--validation", "0", "--lr", "1e-4", "--twin-steps=0"]
     _run("app.train", *common, *arguments)
 
 

@@ -42,8 +42,8 @@ BATCH, MICROBATCHES = {"1,024 px": 256, "4,096 px": 16, "whole slide": 8}, 8
 
 COMMON = ["--model", "benchmarks.tile_size.context_model:JoiningResNet", "--parallel", "single"]
 COMMON += ["--lr", "0.003", "--warmup", "20", "--weight-decay", "0.01", "--validation", "0.33"]
-COMMON += ["--developer", "stain-jitter=0", "--developer", "brightness=0"]
-COMMON += ["--developer", "validate-every=1000000", "--developer", "twin-steps=0"]
+COMMON += ["--stain-jitter=0", "--brightness=0"]
+COMMON += ["--validate-every=1000000", "--twin-steps=0"]
 
 LEAST_WHOLE, MOST_TILES = 0.90, 0.70
 """What is asked: of the mean over seeds."""

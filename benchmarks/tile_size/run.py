@@ -29,11 +29,11 @@ CLASSIFY_SLIDES, SEGMENT_SLIDES, SIZE = 96, 12, 4096
 MOST_AT_256, LEAST_FROM_1024, LEAST_DICE = 0.70, 0.90, 0.85
 """What is asked."""
 
-COMMON = ["--developer", "validate-every=1000000", "--warmup", "30", "--lr", "0.002"]
+COMMON = ["--validate-every=1000000", "--warmup", "30", "--lr", "0.002"]
 CLASSIFY = [*COMMON, "--model", "benchmarks.tile_size.model:CoarseResNet", "--batch", "16", "--weight-decay", "0.01"]
-CLASSIFY += ["--min-tissue", "0.75", "--validation", "0.4", "--developer", "validation-tiles=16"]
+CLASSIFY += ["--min-tissue", "0.75", "--validation", "0.4", "--validation-tiles=16"]
 SEGMENT = [*COMMON, "--model", "unet_w16", "--batch", "4", "--tile", "512", "--mpp", "1", "--steps", "60"]
-SEGMENT += ["--validation", "0.34", "--developer", "validation-tiles=4"]
+SEGMENT += ["--validation", "0.34", "--validation-tiles=4"]
 
 
 def make_slides() -> tuple[Path, Path]:

@@ -55,7 +55,7 @@ TASKS = {
     "glands": ("--model", "resnet18", "--norm", "group", "--tile", "256", "--min-tissue", "0.75"),
 }
 COMMON = ("--warmup", "5", "--min-tissue", "0", "--validation", "0.3", "--checkpoint-every", "100000")
-COMMON += ("--developer", "twin-steps=0")
+COMMON += ("--twin-steps=0",)
 
 
 class Run(NamedTuple):
@@ -82,7 +82,7 @@ def train(task: str, slides: list[str], way: Way, rate: str, seed: int, steps: i
     times = M if way.arguments[1] == "single" else 1
     every = max(1, steps // LOOKS) * times
     arguments = [*slides, "--out", str(out), *COMMON, *TASKS[task], *way.arguments, "--lr", rate, "--seed", str(seed)]
-    arguments += ["--steps", str(steps * times), "--developer", f"validate-every={every}"]
+    arguments += ["--steps", str(steps * times), f"--validate-every={every}"]
     subprocess.run([sys.executable, "-m", "app.train", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     trained_s = list(accumulate(float(row["step_s"]) for row in _rows(out / "metrics.csv")))
     looks = _rows(out / "validation.csv")

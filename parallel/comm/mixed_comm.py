@@ -182,7 +182,7 @@ def crews_of(kinds: Sequence[RankKind]) -> list[list[int]]:
         if not devices:
             raise ValueError(
                 f"gradients are summed on GPUs, and the machine of ranks {others} has no rank on one: give it a GPU "
-                "rank, or sum on the host (--developer mixed-sums=host)"
+                "rank, or sum on the host (--mixed-sums=host)"
             )
         crews += [[device, *others[k :: len(devices)]] for k, device in enumerate(devices)]
     return crews

@@ -176,7 +176,7 @@ def _advice(fault: Exception, address: str) -> str:
         return (
             "nothing listens there: rank 0 has not started, or has ended, which its own message tells; otherwise see "
             "that MASTER_ADDR and MASTER_PORT are the same for all ranks; if it starts slowly, raise "
-            "--developer join-timeout-s"
+            "--join-timeout-s"
         )
     return (
         "there is no way to that host: set MASTER_ADDR to an address of a network that all hosts share, and see "
@@ -288,7 +288,7 @@ def _describe(missing: Sequence[int], world: int, timeout_s: float, ended: bool 
     shown = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
     who = f"rank {shown}" if len(missing) == 1 else f"ranks {shown}"
     return (
-        f"{who} of {world} did not come within {timeout_s:.3g} s (--developer join-timeout-s): look for what they "
+        f"{who} of {world} did not come within {timeout_s:.3g} s (--join-timeout-s): look for what they "
         f"say, and whether the launcher started {world} ranks; where starting takes longer, raise the limit"
     )
 

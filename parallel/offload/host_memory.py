@@ -134,7 +134,7 @@ class HostMemory:
                 raise OSError(
                     fault.errno,
                     f"no place for a file of {bytes_text(size)}, beside {bytes_text(self._budget or 0)} of memory "
-                    f"(--developer offload-host): {fault.strerror or os.strerror(fault.errno or 0)}",
+                    f"(--offload-host): {fault.strerror or os.strerror(fault.errno or 0)}",
                     str(folder),
                 ) from fault
             return mmap.mmap(file.fileno(), size)

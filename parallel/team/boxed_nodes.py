@@ -255,7 +255,7 @@ def region_of_stage(region: Region, nodes: Iterable[fx.Node], inputs: Sequence[s
         if name not in forms:
             raise ValueError(
                 f"--stream: {name} is several {'maps' if name in region.dims else 'tensors'}, which pass from stage to "
-                "stage together: cut the model elsewhere (--developer cuts)"
+                "stage together: cut the model elsewhere (--cuts)"
             )
     given = tuple(name for name in inputs if name in others)
     return replace(

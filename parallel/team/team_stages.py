@@ -134,7 +134,7 @@ def team_stages(
         if slots and comm.members > 1:
             raise ValueError(
                 f"evaluation sends {next(iter(slots))} where training sends {next(iter(slots.values()))}, and a team "
-                "could not tell which rows of it are whose: cut the model elsewhere (--developer cuts)"
+                "could not tell which rows of it are whose: cut the model elsewhere (--cuts)"
             )
         names = {slot: value for value, slot in slots.items()}  # what evaluation has in place of a value of training
         inside, leaving = (tuple(names.get(name, name) for name in ends) for ends in (inputs, outputs))

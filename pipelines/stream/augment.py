@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from tyro.conf import Suppress
 
+from pipelines.slides.rare import Rare
 from pipelines.stream import stain
 
 DRAW, ALBUMENTATIONS, CROP = 3, 4, 5
@@ -28,15 +28,15 @@ class AugmentSettings:
     """device: flips, quarter turns, stain, brightness, where the model runs; cpu: also affine changes and blur, in
     the reading threads, which costs more there than reading; none: tiles as they are. With
     --pictures resize, device stands for random crops and left-right flips, and for nothing else."""
-    flip: Suppress[bool] = True
+    flip: Rare[bool] = True
     """Flips and quarter turns, all eight orientations equally often."""
-    stain_jitter: Suppress[float] = 0.05
+    stain_jitter: Rare[float] = 0.05
     """Change of each stain's amount: factor 1 +- this, and +- this in units of optical density."""
-    brightness: Suppress[float] = 0.1
+    brightness: Rare[float] = 0.1
     """Change of the light: factor 1 +- this."""
-    affine: Suppress[float] = 0.1
+    affine: Rare[float] = 0.1
     """cpu only: change of scale and shift, as a part of the tile; rotation up to 90 degrees times this."""
-    blur: Suppress[float] = 1.0
+    blur: Rare[float] = 1.0
     """cpu only: largest sigma of a Gaussian blur, in px; every fifth tile is blurred."""
 
     def validate(self) -> list[str]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Suppress
-
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN
+from pipelines.slides.rare import Rare
 
 WHOLE_SLIDE_MULTIPLE = 32
 """px that the sides of a whole slide are multiples of: models halve them five times."""
@@ -33,7 +32,7 @@ class IndexSettings:
     """What a PNG or JPEG picture is. tiles: a slide, cut into tiles where there is tissue; resize: one image, whatever
     its size: a random part of it resized to --tile in training, its middle in validation. Pictures are named by their
     path then, and --mpp, --stride and --min-tissue say nothing."""
-    tissue_mpp: Suppress[float] = 8.0
+    tissue_mpp: Rare[float] = 8.0
     """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
 
     @property
@@ -67,11 +66,11 @@ class IndexSettings:
         if not 0 <= self.min_tissue <= 1:
             faults.append(f"--min-tissue is a part of a tile, 0 to 1; got {self.min_tissue:g}")
         if not MPP_MIN <= self.tissue_mpp <= MPP_MAX:
-            faults.append(f"--developer tissue-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.tissue_mpp:g}")
+            faults.append(f"--tissue-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.tissue_mpp:g}")
         elif not faults and self.tile != "slide" and self.tile * self.mpp < self.tissue_mpp:
             faults.append(
                 f"a tile ({self.tile} px at {self.mpp:g} um/px) is smaller than one px of the tissue mask "
-                f"({self.tissue_mpp:g} um); ask for a larger --tile or a finer --developer tissue-mpp"
+                f"({self.tissue_mpp:g} um); ask for a larger --tile or a finer --tissue-mpp"
             )
         return faults
 

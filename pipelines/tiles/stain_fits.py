@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 import cv2
-from tyro.conf import Suppress
 
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import each_in_process
 from pipelines.catalog.slide_state import SlideState
+from pipelines.slides.rare import Rare
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.slide_index import default_threads, slide_limits
 from pipelines.tiles.stain_fit import PUBLISHED, Method, NoStainFit, StainFit, fit_slide
@@ -41,7 +41,7 @@ class StainSettings:
     """Stain normalisation, fitted once for each slide and applied where the model runs, before any jitter. macenko:
     colours and amounts of two stains; reinhard: mean and spread of the tissue's colours. A slide that cannot be fitted
     is left as it is and named. Prediction does what its checkpoint's run did."""
-    stain_target: Suppress[str] = ""
+    stain_target: Rare[str] = ""
     """Slide of --slides that the others are made to look like; default: the method's published reference."""
 
     @property
@@ -52,7 +52,7 @@ class StainSettings:
     def validate(self) -> list[str]:
         """Return every fault of these settings."""
         if self.stain_target and self.method is None:
-            return [f"--developer stain-target is for --stain macenko or reinhard; got {self.stain_target} without"]
+            return [f"--stain-target is for --stain macenko or reinhard; got {self.stain_target} without"]
         return []
 
 
@@ -84,7 +84,7 @@ class StainFits:
         fit = self.fits.get(slide_id)
         if fit is None:
             why = self.faults.get(slide_id, "no slide of --slides that takes part has this name")
-            raise ValueError(f"--developer stain-target {slide_id} cannot be the target: {why}; name another slide")
+            raise ValueError(f"--stain-target {slide_id} cannot be the target: {why}; name another slide")
         return fit
 
     def of_slides(self, ids: Sequence[str]) -> list[StainFit | None]:

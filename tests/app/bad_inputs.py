@@ -26,7 +26,7 @@ from tests.helpers.in_process import call
 ROOT = Path(__file__).parents[2]
 SVS = ROOT / "data" / "real" / "CMU-1-Small-Region.svs"
 TRAIN = "app.train --slides {d} --out {out} --model tests.helpers.tiny_models:classifier --tile 256 --batch 4 --steps 2"
-TRAIN += " --developer validation-tiles=2 --developer twin-steps=0"
+TRAIN += " --validation-tiles=2 --twin-steps=0"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ __all__ = ["at_once", "in_processes", "indexed_once", "kept_indexes", "traced_on
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--model", "tests.helpers.tiny_models:classifier", "--tile", "256", "--batch", "4", "--microbatches", "2")
-QUICK += ("--developer", "validation-tiles=3", "--developer", "validate-every=1000", "--developer", "twin-steps=0")
+QUICK += ("--validation-tiles=3", "--validate-every=1000", "--twin-steps=0")
 QUICK += ("--lr", "0.01")
 
 

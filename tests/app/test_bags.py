@@ -53,8 +53,7 @@ def run(slides: Path, train: Train, tmp_path_factory: pytest.TempPathFactory) ->
         *BAGS,
         "--steps",
         "30",
-        "--developer",
-        "validate-every=30",
+        "--validate-every=30",
         "--out",
         out,
     )

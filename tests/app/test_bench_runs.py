@@ -41,7 +41,7 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, bench: Train, tm
     """First in processes of its own; then refused, and gone on with."""
     out = tmp_path / "bench"
     asked = [*TINY, "--slides", str(classify_slides), "--steps", "3", "--out", str(out), "--ranks", "2"]
-    asked += ["--microbatches", "4", "--repeats", "1", "--developer", "twin-steps=1"]
+    asked += ["--microbatches", "4", "--repeats", "1", "--twin-steps=1"]
     first = subprocess.run(
         [sys.executable, "-m", "app.bench", *asked, "--strategies", "ddp", "mast"],
         cwd=ROOT,
@@ -82,7 +82,7 @@ def test_a_benchmark_as_a_user_starts_it(classify_slides: Path, bench: Train, tm
 def test_groups_and_teams_are_measured(classify_slides: Path, bench: Train, tmp_path: Path) -> None:
     out = tmp_path / "groups"
     asked = [*TINY, "--slides", str(classify_slides), "--steps", "3", "--repeats", "1", "--out", str(out)]
-    asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--developer", "twin-steps=0"]
+    asked += ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--twin-steps=0"]
     done = bench(*asked, "--strategies", "ddp", "gpipe", "1f1b@2x1")
     assert done.returncode == 0, done.stdout + done.stderr
     ddp, gpipe, team = json.loads((out / "bench.json").read_text())["rows"]

@@ -49,7 +49,7 @@ def test_config_trains(name: str, classify_slides: Path, train: Train, train_ran
     slides = NUCLEI / "images" if name == "segment_folds" else classify_slides
     start = train_ranks if name == "large_tiles" else train
     length = ("--epochs", "1") if name == "slide_labels" else ("--steps", "2")
-    quick = (*length, "--patience", "0", "--developer", "validation-tiles=2")
+    quick = (*length, "--patience", "0", "--validation-tiles=2")
     config = ("--config", ROOT / "configs" / f"{name}.yaml", "--slides", slides, "--out", tmp_path)
     done = start(*config, *SMALLER[name], *quick)
     assert done.returncode == 0, done.stderr

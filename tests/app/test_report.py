@@ -304,7 +304,7 @@ def test_the_forecast_stands_beside_the_measurement(run):
         ({"data_wait_fraction": 0.31, "tile_cache": CACHE | {"full": "32 GiB"}}, "raise --cache-bytes"),
         ({"data_wait_fraction": 0.31, "tile_cache": CACHE | {"misses": 9}}, "a second epoch"),
         ({"data_wait_fraction": 0.31, "tile_cache": CACHE}, "put --cache on a faster disk"),
-        ({"data_wait_fraction": 0.31, "tile_px": "slide"}, "--developer read-ahead=4GiB"),
+        ({"data_wait_fraction": 0.31, "tile_px": "slide"}, "--read-ahead=4GiB"),
         ({"idle_fraction": [0.0, 0.4]}, "--shares auto with --microbatches 8"),
         ({"idle_fraction": [0.4, 0.4]}, None),
         ({"bubble": 0.5}, "--microbatches 4, which fills more of it"),

@@ -22,12 +22,12 @@ COMMAND = (*QUICK, "--tile", "128", "--steps", str(STEPS))
 ON_GPU = ("--device", "cuda", "--precision", "fp32")
 WAYS = {
     "plain": (),
-    "made ahead": ("--developer", "device-prefetch=2"),
+    "made ahead": ("--device-prefetch=2",),
     "stream": ("--stream", "64"),
     "recompute": ("--recompute", "block"),
-    "offload": ("--offload", "overlap", "--developer", "offload-ahead=16KiB"),
-    "optimizer on the host": ("--developer", "offload-state=optimizer"),
-    "parameters on the host": ("--developer", "offload-state=parameters"),
+    "offload": ("--offload", "overlap", "--offload-ahead=16KiB"),
+    "optimizer on the host": ("--offload-state=optimizer",),
+    "parameters on the host": ("--offload-state=parameters",),
     "checkpoints": ("--checkpoint-every", "1"),
 }
 

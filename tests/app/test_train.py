@@ -39,7 +39,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 def reference(classify_slides: Path, train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve undisturbed steps."""
     out = tmp_path_factory.mktemp("reference") / "run"
-    done = train("--slides", classify_slides, *QUICK, "--steps", "12", "--developer", "twin-steps=2", "--out", out)
+    done = train("--slides", classify_slides, *QUICK, "--steps", "12", "--twin-steps=2", "--out", out)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -107,7 +107,7 @@ def test_killed_with_tiles_in_boxes_and_resumed_is_bit_identical(
 ) -> None:
     """With augmentation, batch norm over boxes, and maps in a file, of which nothing is left."""
     arguments: tuple[str | Path, ...] = ("--slides", classify_slides, *QUICK, "--steps", "5", "--checkpoint-every", "1")
-    arguments += ("--parallel", "single", "--stream", "96", "--developer", "offload-host=256KiB")
+    arguments += ("--parallel", "single", "--stream", "96", "--offload-host=256KiB")
     done = train(*arguments, "--out", tmp_path / "whole")
     assert done.returncode == 0, done.stderr
     assert summary_of(tmp_path / "whole")["file_bytes"][0] > 1 << 20
@@ -213,7 +213,7 @@ def test_segmentation_in_boxes_has_the_loss_and_scores_of_whole_tiles(
 
 def test_tile_labels_from_annotations(segment_slides: Path, train: Train, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    tiles = ("--task", "classify", "--tile", "64", "--developer", "validation-tiles=100")
+    tiles = ("--task", "classify", "--tile", "64", "--validation-tiles=100")
     done = train("--slides", segment_slides, *QUICK, *tiles, "--steps", "2", "--out", out)
     assert done.returncode == 0, done.stderr
     metrics = summary_of(out)["metrics"]
@@ -236,7 +236,7 @@ def test_loss_that_is_not_finite_names_step_slide_and_tile(classify_slides: Path
 
 def test_resuming_a_finished_run_leaves_it_as_it_is(reference: Path, classify_slides: Path, train: Train) -> None:
     before = (reference / "summary.json").read_text()
-    arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--developer", "twin-steps=2")
+    arguments = ("--slides", classify_slides, *QUICK, "--steps", "12", "--twin-steps=2")
     done = train(*arguments, "--out", reference, "--resume")
     assert done.returncode == 0, done.stderr
     assert "nothing to do" in done.stdout

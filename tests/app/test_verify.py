@@ -218,7 +218,7 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
         (("--communicator", "mpi"), "--communicator mpi does not fit ranks started by nothing"),
         (("--precision", "bf16", "--steps", "0"), "--steps must be at least 1; got 0"),
         (("--precision", "tf32"), "--precision tf32 rounds far more than strategies differ"),
-        (("--parallel", "gpipe", "--ranks", "2", "--developer", "cuts=nowhere"), "nowhere"),
+        (("--parallel", "gpipe", "--ranks", "2", "--cuts=nowhere"), "nowhere"),
         (("--ranks", "2"), "name the strategy to verify"),
         (("--parallel", "fsdp", "--ranks", "2", "--communicator", "threads"), "fsdp talks over torch.distributed"),
         (
@@ -233,5 +233,5 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str, capsys: pytest.Ca
 
 
 def test_deferred_statistics_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--parallel", "gpipe", "--ranks", "2", "--developer", "norm-statistics=deferred"]) == 0
+    assert main([*TINY, "--parallel", "gpipe", "--ranks", "2", "--norm-statistics=deferred"]) == 0
     assert "1       " in capsys.readouterr().out

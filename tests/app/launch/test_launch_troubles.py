@@ -51,9 +51,7 @@ def told(command: list[str], environment: dict[str, str], timeout_s: float = 140
 
 
 def train(slides: Path, out: Path) -> list[str]:
-    return train_command(
-        "--slides", slides, "--out", out, "--parallel", "ddp", "--developer", f"join-timeout-s={LIMIT_S}"
-    )
+    return train_command("--slides", slides, "--out", out, "--parallel", "ddp", f"--join-timeout-s={LIMIT_S}")
 
 
 def errors(printed: str) -> list[str]:
@@ -65,12 +63,10 @@ def test_a_rank_that_does_not_come_is_named_once(launcher: str, tmp_path: Path) 
     shell = ["sh", "-c", LATE + " ".join(train(tmp_path, tmp_path / "run"))]
     if launcher == "torchrun":
         printed = told([TORCHRUN, "--nproc-per-node=2", "--no-python", *shell], {})
-        expected = r"rank 1 of 2 did not come within [\d.]+ s \(--developer join-timeout-s\): look for what they say"
+        expected = r"rank 1 of 2 did not come within [\d.]+ s \(--join-timeout-s\): look for what they say"
     else:
         printed = told([str(MPIRUN), "-n", "2", *shell], {})
-        expected = (
-            r"MPI did not start within 2 s \(--developer join-timeout-s\), which it does once all 2 ranks are there"
-        )
+        expected = r"MPI did not start within 2 s \(--join-timeout-s\), which it does once all 2 ranks are there"
     (error,) = errors(printed)
     assert re.search(expected, error), printed
 

@@ -58,7 +58,7 @@ def test_failing_rank_is_named_with_action_and_shapes(
     fault: str, reason: str, launcher: tuple[str, ...], classify_slides: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    split = ("--parallel", "1f1b", "--developer", "cuts=3", "--batch", "2")
+    split = ("--parallel", "1f1b", "--cuts=3", "--batch", "2")
     split += ("--model", "tests.helpers.failing_model:failing")
     arguments = ("--slides", classify_slides, *QUICK, *split, "--out", out, "--steps", "100000")
     done = subprocess.run(

@@ -193,9 +193,7 @@ def wait_for(what: Callable[[], bool], output: Path) -> None:
 
 
 def test_a_task_that_does_not_come_is_named_once(slurm: Slurm, tmp_path: Path) -> None:
-    train = train_command(
-        "--slides", tmp_path, "--out", tmp_path / "run", "--parallel", "ddp", "--developer", "join-timeout-s=2"
-    )
+    train = train_command("--slides", tmp_path, "--out", tmp_path / "run", "--parallel", "ddp", "--join-timeout-s=2")
     late = "test $SLURM_PROCID = 1 && sleep 300; exec " + " ".join(train)
     done = slurm.run(
         *("srun", "--ntasks=2", "--kill-on-bad-exit=1", "sh", "-c", late),

@@ -10,11 +10,11 @@ from typing import Literal
 
 import pytest
 import yaml
-from tyro.conf import Suppress
 
 from app.settings.cli import RunError, parse, run_command
 from app.settings.fields import arguments_for, flat
 from app.settings.run import DataSettings, RunConfig
+from pipelines.slides.rare import Rare
 from pipelines.slides.slide import SlideError
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +26,7 @@ class Part:
     """Learning rate."""
     kind: Literal["sgd", "adamw"] = "sgd"
     """Rule."""
-    window: Suppress[int | None] = None
+    window: Rare[int | None] = None
     """Bytes."""
 
 
@@ -39,9 +39,9 @@ class Settings:
     part: Part = field(default_factory=Part)
     resume: bool = False
     """Continue."""
-    read_ahead: Suppress[str] = "1GiB"
+    read_ahead: Rare[str] = "1GiB"
     """Size."""
-    compile: Suppress[bool] = False
+    compile: Rare[bool] = False
     """Compile."""
 
     def validate(self) -> list[str]:
@@ -67,21 +67,26 @@ def test_threads_parse_side_by_side() -> None:
 
 def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("slides: a\nlr: 0.5\nkind: adamw\ndeveloper:\n  read-ahead: 2GiB\n  window: 3\n")
-    code, (settings,) = run(
-        ["--config", str(file), "--lr", "0.25", "--developer", "window=4", "--developer=compile=true"]
-    )
+    file.write_text("slides: a\nlr: 0.5\nkind: adamw\nread-ahead: 2GiB\nwindow: 3\n")
+    code, (settings,) = run(["--config", str(file), "--lr", "0.25", "--window", "4", "--compile"])
     assert code == 0
     assert settings == Settings(Path("a"), Part(0.25, "adamw", 4), read_ahead="2GiB", compile=True)
 
 
+def test_settings_of_an_older_run_are_read(tmp_path: Path) -> None:
+    """Rare ones once stood in a block of their own."""
+    file = tmp_path / "config.yaml"
+    file.write_text("slides: a\ndeveloper:\n  window: 3\n")
+    assert run(["--config", str(file)]) == (0, [Settings(Path("a"), Part(window=3))])
+
+
 def test_printed_config_reads_back_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--slides", "b", "--kind", "adamw", "--developer", "read-ahead=", "--print-config"]) == (0, [])
+    assert run(["--slides", "b", "--kind", "adamw", "--read-ahead", "", "--print-config"]) == (0, [])
     file = tmp_path / "run.yaml"
     file.write_text(capsys.readouterr().out)
     printed = yaml.safe_load(file.read_text())
     assert printed["kind"] == "adamw"
-    assert printed["developer"] == {"window": None, "read_ahead": "", "compile": False}
+    assert (printed["window"], printed["read_ahead"], printed["compile"]) == (None, "", False)
     assert run(["--config", str(file)])[1] == [Settings(Path("b"), Part(kind="adamw"), read_ahead="")]
 
 
@@ -92,13 +97,7 @@ def test_printed_config_reads_back_the_same(tmp_path: Path, capsys: pytest.Captu
         ("- a\n- b\n", "expected `key: value` lines, found a list"),
         ("slides: a\nresume: 3\n", "key `resume` takes true or false, found 3"),
         ("slides: [\n", "cannot be read"),
-        ("slides: a\nread_ahead: 2GiB\n", "write under `developer:` what is a developer setting: `read_ahead`"),
-        ("slides: a\ndeveloper: 3\n", "expected `key: value` lines under `developer:`, found 3"),
-        (
-            "slides: a\ndeveloper:\n  read_ahed: 3\n",
-            "unknown developer setting `read_ahed`; did you mean `read_ahead`?",
-        ),
-        ("slides: a\ndeveloper:\n  lr: 3\n", "unknown developer setting `lr`"),
+        ("slides: a\nread_ahed: 3\n", "unknown key `read_ahed`; did you mean `read_ahead`?"),
     ],
 )
 def test_faulty_file_is_a_usage_error(
@@ -122,27 +121,10 @@ def test_unknown_flag_value_and_missing_flag_are_usage_errors(capsys: pytest.Cap
     assert "adamw" in capsys.readouterr().err
     assert run(["--slides", "a", "--nonsense", "1"])[0] == 2
     assert "--nonsense" in capsys.readouterr().err
+    assert run(["--slides", "a", "--window", "wide"])[0] == 2
+    assert "--window" in capsys.readouterr().err
     assert run([])[0] == 2
     assert "--slides" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--read-ahead", "2GiB"],
-            "write `read_ahead` under `developer:` in a --config file, or give --developer read-",
-        ),
-        (["--no-compile"], "give --developer compile=VALUE"),
-        (["--developer", "window"], "--developer takes KEY=VALUE"),
-        (["--developer", "windows=3"], "unknown developer setting `windows`; did you mean `window`?"),
-        (["--developer", "window=wide"], "window"),
-        (["--developer"], "--developer needs KEY=VALUE after it"),
-    ],
-)
-def test_faulty_developer_settings(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--slides", "a", *words]) == (2, [])
-    assert message in capsys.readouterr().err
 
 
 def test_all_faults_of_the_settings_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,8 +153,13 @@ def test_help_ends_with_zero_and_shows_defaults(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "default: 0.1" in said
     assert "--config" in said
-    assert "--developer KEY=VALUE" in " ".join(said.split())
-    assert "read-ahead" not in said
+    assert "--help-all shows rare flags" in " ".join(said.split())
+    assert "--read-ahead" not in said
+    assert "--kind" in said
+    assert run(["--help-all"])[0] == 0
+    whole = capsys.readouterr().out
+    assert "--read-ahead" in whole
+    assert "Bytes." in whole
 
 
 @pytest.mark.parametrize(
@@ -225,5 +212,5 @@ def test_settings_as_words_are_read_as_they_were(entries: tuple[str, ...]) -> No
     """What ``app.bench`` starts ``app.train`` with."""
     data = DataSettings(Path("slides"), class_map=entries, index_workers=3)
     read: list[RunConfig] = []
-    assert run_command(RunConfig, read.append, arguments_for(RunConfig, flat(data)), "python -m app.train") == 0
+    assert run_command(RunConfig, read.append, arguments_for(flat(data)), "python -m app.train") == 0
     assert [config.data for config in read] == [data]

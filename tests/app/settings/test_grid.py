@@ -34,7 +34,7 @@ def test_other_texts_are_no_grids(text: str) -> None:
         (SPATIAL | {"ranks": 3}, "--grid 2x1 takes 2 ranks for a team, or a multiple; got 3: give --ranks 2, or"),
         (SPATIAL | {"ranks": 4, "batch": 1}, "each of 2 groups of 2 ranks needs a microbatch"),
         (SPATIAL | {"stages": 2}, "--stages 2 is about a model split into stages; --parallel spatial has one stage"),
-        (SPATIAL | {"cuts": "fc"}, "--developer cuts=fc is about a model split into stages; --parallel spatial has"),
+        (SPATIAL | {"cuts": "fc"}, "--cuts=fc is about a model split into stages; --parallel spatial has"),
         (SPATIAL | {"parallel": "auto"}, "--grid is of a strategy that is named, as --parallel spatial; got"),
         (SPATIAL | {"parallel": "ddp"}, "of a team, which --parallel ddp does not have: use --parallel spatial, or"),
         (SPATIAL | {"parallel": "fsdp"}, "of a team, which --parallel fsdp does not have: use --parallel spatial, or"),

@@ -36,11 +36,11 @@ def test_what_is_exact_is_taken(changed: dict[str, Any]) -> None:
         ({"recompute": "optimal"}, "--device mixed is not planned for: name what is computed again"),
         ({"precision": "bf16"}, "--precision bf16 rounds differently on a CPU and on a GPU"),
         ({"precision": "tf32"}, "--precision tf32 rounds differently on a CPU and on a GPU"),
-        ({"offload_state": "optimizer"}, "--developer offload-state=optimizer is for ranks that are all on a GPU"),
+        ({"offload_state": "optimizer"}, "--offload-state=optimizer is for ranks that are all on a GPU"),
         ({"device": "cuda"}, "--cpu-ranks is for --device mixed; got 1 with --device cuda: leave it out"),
         (
             {"device": "auto", "cpu_ranks": 0, "mixed_sums": "host"},
-            "--developer mixed-sums is for --device mixed; got host with --device auto: leave it out",
+            "--mixed-sums is for --device mixed; got host with --device auto: leave it out",
         ),
     ],
 )

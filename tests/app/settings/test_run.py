@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings.fields import developer_settings, flags_of
+from app.settings.fields import flags_of
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import (
     DataSettings,
@@ -25,7 +25,7 @@ def test_defaults_are_valid() -> None:
 
 
 def test_every_flag_has_its_own_name_and_help() -> None:
-    names = [*(name for name, _ in flags_of(RunConfig)), *developer_settings(RunConfig)]
+    names = [flag.name for flag in flags_of(RunConfig)]
     assert len(names) == len(set(names))
 
     def undocumented(config_type: type) -> list[str]:
@@ -66,14 +66,14 @@ def test_every_flag_has_its_own_name_and_help() -> None:
         (replace(CONFIG, stream=StreamSettings(read_ahead="xMiB")), ["got 'xMiB'"]),
         (
             replace(CONFIG, optimization=OptimizerSettings(lr=0, momentum=1)),
-            ["--lr must be above 0", "--developer momentum"],
+            ["--lr must be above 0", "--momentum"],
         ),
         (
             replace(CONFIG, optimization=OptimizerSettings(loss="focal", label_smoothing=0.1, focal_gamma=0.5)),
-            ["--loss focal has another form", "--developer focal-gamma must be at least 1"],
+            ["--loss focal has another form", "--focal-gamma must be at least 1"],
         ),
         (replace(CONFIG, optimization=OptimizerSettings(label_smoothing=1)), ["--label-smoothing is a share"]),
-        (replace(CONFIG, score=ScoreSettings(top_k=0)), ["--developer top-k must be at least 1; got 0"]),
+        (replace(CONFIG, score=ScoreSettings(top_k=0)), ["--top-k must be at least 1; got 0"]),
         (
             replace(CONFIG, data=DataSettings(Path("s"), slide_mpp=1000), split=SplitSettings(0.6, 0.6)),
             ["--slide-mpp must be between 0.05 and 100 um/px; got 1000", "leave no slide to train on"],

@@ -88,7 +88,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ({"parallel": "fsdp"}, ["--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks 1"]),
         (
             {"parallel": "fsdp", "ranks": 2, "cuts": "fc"},
-            ["--developer cuts is about a model split into stages; --parallel fsdp"],
+            ["--cuts is about a model split into stages; --parallel fsdp"],
         ),
         ({"parallel": "gpipe", "ranks": 3, "stages": 2}, ["3 ranks cannot be divided into groups of --stages 2"]),
         ({"parallel": "gpipe", "ranks": 2, "stages": 3}, ["--stages must be 2 to the number of ranks, 2; got 3"]),
@@ -96,9 +96,9 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ({"parallel": "mast", "ranks": 2, "microbatches": 3}, ["mast computes 2 microbatches per group, 2 in all"]),
         (
             {"parallel": "1f1b", "ranks": 2, "chunks": 2},
-            ["--developer chunks is for --parallel interleaved; got"],
+            ["--chunks is for --parallel interleaved; got"],
         ),
-        ({"parallel": "interleaved", "ranks": 2, "chunks": 1}, ["--developer chunks must be at least 2; got 1"]),
+        ({"parallel": "interleaved", "ranks": 2, "chunks": 1}, ["--chunks must be at least 2; got 1"]),
         (
             {"parallel": "1f1b", "ranks": 2, "shard_optimizer": "pair", "schedule": Path("nowhere.csv")},
             [
@@ -110,7 +110,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             {"parallel": "ddp", "ranks": 2, "stages": 2, "cuts": "fc"},
             [
                 "--stages is about a model split into stages; --parallel ddp does not split it",
-                "--developer cuts is about",
+                "--cuts is about",
             ],
         ),
         ({"ranks": 4, "stages": 3}, ["--stages must be 2 or more and divide the number of ranks, 4; got 3"]),
@@ -119,10 +119,10 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         (
             {"ranks": 2, "stages": 2, "cuts": "fc", "recompute": "stage", "shard_optimizer": "pair", "compile": True},
             [
-                "--developer cuts is about a model split into stages; --parallel auto chooses this itself",
+                "--cuts is about a model split into stages; --parallel auto chooses this itself",
                 "--recompute stage is about",
-                "--developer compile is about",
-                "--developer shard-optimizer=pair needs two copies",
+                "--compile is about",
+                "--shard-optimizer=pair needs two copies",
             ],
         ),
         ({"stream": "0"}, ["--stream takes none, auto or the side of boxes in px, such as 512; got '0'"]),
@@ -140,7 +140,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         (
             {"stream": "512", "parallel": "zero-bubble", "ranks": 2, "norm_statistics": "deferred"},
             [
-                "--stream 512 computes a tile again box by box, and goes without --developer norm-statistics deferred",
+                "--stream 512 computes a tile again box by box, and goes without --norm-statistics deferred",
                 "--stream 512 is not for --parallel zero-bubble, which splits a backward pass",
             ],
         ),
@@ -167,12 +167,12 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             },
             [
                 f"--parallel pipedream updates the weights after every microbatch, which was not tried with {what}"
-                for what in ("--developer compile", "--developer norm-stat", "--offload overlap", "--developer offload")
+                for what in ("--compile", "--norm-stat", "--offload overlap", "--offload")
             ],
         ),
         (
             {"recompute": "block", "recompute_runs": "conv1:relu"},
-            ["--developer recompute-runs goes with --recompute optimal; got --recompute block"],
+            ["--recompute-runs goes with --recompute optimal; got --recompute block"],
         ),
         (
             {"recompute": "optimal", "offload": "overlap", "memory": "1GiB"},
@@ -180,20 +180,20 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ),
         (
             {"recompute": "optimal", "recompute_runs": "conv1:relu,layer1"},
-            ["--developer recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got 'conv1:relu,layer1'"],
+            ["--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got 'conv1:relu,layer1'"],
         ),
         (
             {"offload": "overlap", "offload_ahead": "some", "offload_host": "-1GiB"},
             [
-                "--developer offload-ahead takes a size such as 512MiB or 16GiB; got 'some'",
-                "--developer offload-host takes a size such as 512MiB or 16GiB; got '-1GiB'",
+                "--offload-ahead takes a size such as 512MiB or 16GiB; got 'some'",
+                "--offload-host takes a size such as 512MiB or 16GiB; got '-1GiB'",
             ],
         ),
         (
             {"offload_ahead": "1MiB", "offload_host": "1GiB"},
             [
-                "--developer offload-ahead is about --offload overlap; got --offload none",
-                "--developer offload-host is about --offload overlap; got --offload none",
+                "--offload-ahead is about --offload overlap; got --offload none",
+                "--offload-host is about --offload overlap; got --offload none",
             ],
         ),
         (
@@ -207,7 +207,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             [
                 "--recompute block is not for --parallel fsdp, whose parameters come and go: use ddp",
                 "--offload overlap is not for --parallel fsdp",
-                "--developer offload-state=parameters is not for --parallel fsdp",
+                "--offload-state=parameters is not for --parallel fsdp",
             ],
         ),
     ],

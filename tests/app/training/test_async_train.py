@@ -53,7 +53,7 @@ def test_killed_and_resumed_and_replayed_from_its_log(
     assert DELAYED in page
     assert "Updates by staleness" in page
 
-    replayed = train(*arguments, "--out", again, "--ranks", "1", "--developer", f"replay={out / 'pushes.csv'}")
+    replayed = train(*arguments, "--out", again, "--ranks", "1", f"--replay={out / 'pushes.csv'}")
     assert replayed.returncode == 0, replayed.stderr
     assert (again / "pushes.csv").read_text() == (out / "pushes.csv").read_text()
     assert equal(model_of(out), model_of(again))
@@ -73,15 +73,15 @@ def test_one_rank_is_the_plain_run_bit_for_bit(classify_slides: Path, train: Tra
     ("asked", "fault"),
     [
         ({"batch": 6, "microbatches": 4}, "--batch 6 is no multiple of --microbatches 4"),
-        ({"staleness": -1}, "--developer staleness is at least 0 minibatches; got -1"),
+        ({"staleness": -1}, "--staleness is at least 0 minibatches; got -1"),
         ({"device": "cuda"}, "--parallel async computes on CPUs; got --device cuda"),
         ({"recompute": "optimal", "memory": "1GiB"}, "--parallel async is not planned for"),
-        ({"offload_state": "optimizer"}, "--developer offload-state=optimizer is not for --parallel async"),
-        ({"norm_statistics": "deferred"}, "--developer norm-statistics deferred is about the batch of one update"),
-        ({"compile": True}, "--developer compile is about a model split into stages"),
-        ({"parallel": "ddp", "staleness": 1}, "--developer staleness is for --parallel async; got --parallel ddp"),
-        ({"parallel": "ddp", "push_rate": "staleness"}, "--developer push-rate is for --parallel async"),
-        ({"parallel": "ddp", "replay": Path("x.csv")}, "--developer replay is for --parallel async"),
+        ({"offload_state": "optimizer"}, "--offload-state=optimizer is not for --parallel async"),
+        ({"norm_statistics": "deferred"}, "--norm-statistics deferred is about the batch of one update"),
+        ({"compile": True}, "--compile is about a model split into stages"),
+        ({"parallel": "ddp", "staleness": 1}, "--staleness is for --parallel async; got --parallel ddp"),
+        ({"parallel": "ddp", "push_rate": "staleness"}, "--push-rate is for --parallel async"),
+        ({"parallel": "ddp", "replay": Path("x.csv")}, "--replay is for --parallel async"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_by_name(asked: dict[str, Any], fault: str) -> None:
@@ -123,7 +123,7 @@ def test_a_log_that_cannot_be_replayed_is_refused(text: str | None, fault: str, 
     (found,) = strategy_faults(StrategySettings(parallel="async", microbatches=2, replay=path))
     assert fault in found
     found_ranks = strategy_faults(StrategySettings(parallel="async", ranks=2, microbatches=2, replay=path))[0]
-    assert "--developer replay repeats all updates on one rank; got --ranks 2" in found_ranks
+    assert "--replay repeats all updates on one rank; got --ranks 2" in found_ranks
 
 
 def test_the_log_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:

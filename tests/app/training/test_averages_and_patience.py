@@ -108,7 +108,7 @@ def test_a_run_that_gets_no_better_ends_on_all_ranks(data: tuple[Path, Dataset],
 def test_the_summary_says_why_a_run_ended_early(classify_slides: Path, tmp_path: Path, train: Train) -> None:
     out = tmp_path / "run"
     arguments = ["--slides", str(classify_slides), *QUICK, "--lr", "1e-30", "--freeze", "0", "--steps", "9"]
-    arguments += ["--out", str(out), "--developer", "validate-every=1"]
+    arguments += ["--out", str(out), "--validate-every=1"]
     done = train(*arguments, "--patience", "1")
     assert done.returncode == 0, done.stderr
     early = summary_of(out)["stopped_early"]

@@ -39,7 +39,7 @@ def test_sizes(asked: str | None, size: int | None) -> None:
     [
         (
             {"ranks": 2, "gradient_buckets": "25 MB"},
-            "--developer gradient-buckets takes a size such as 4MiB, or 0; got '25 MB'",
+            "--gradient-buckets takes a size such as 4MiB, or 0; got '25 MB'",
         ),
         ({"parallel": "single"}, "--parallel single on 1 rank sums none so: leave it out"),
         ({"parallel": "gpipe", "ranks": 2}, "--parallel gpipe on 2 ranks sums none so: leave it out"),
@@ -67,7 +67,7 @@ def test_where_some_are_they_have(asked: dict[str, Any]) -> None:
 
 def test_microbatches_ahead_are_counted_from_none() -> None:
     (fault,) = RunConfig(DataSettings(Path("slides")), stream=StreamSettings(device_prefetch=-1)).validate()
-    assert fault == "--developer device-prefetch must be at least 0 microbatches; got -1"
+    assert fault == "--device-prefetch must be at least 0 microbatches; got -1"
 
 
 @pytest.mark.parametrize(("asked", "ddp", "master"), [(None, 1, 1), ("0", 1, 1), ("64KiB", 4, 2)])
@@ -119,7 +119,7 @@ def test_a_run_with_both_gives_the_same_losses(
     losses: list[list[str]] = []
     for name, more in (
         ("plain", ()),
-        ("knobs", ("--developer", "gradient-buckets=0", "--developer", "device-prefetch=1")),
+        ("knobs", ("--gradient-buckets=0", "--device-prefetch=1")),
     ):
         told = tmp_path / f"told-{name}"
         told.mkdir()

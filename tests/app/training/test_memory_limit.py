@@ -79,7 +79,7 @@ def test_a_run_that_takes_more_than_its_memory_stops(
     train: Train, train_ranks: Train, classify_slides: Path, tmp_path: Path, ranks: int
 ) -> None:
     out = tmp_path / "run"
-    asked = ("--memory", "2MiB", "--developer", "memory-excess=stop", "--parallel", "single" if ranks == 1 else "ddp")
+    asked = ("--memory", "2MiB", "--memory-excess=stop", "--parallel", "single" if ranks == 1 else "ddp")
     start = train if ranks == 1 else train_ranks
     done = start("--slides", classify_slides, *QUICK, *asked, "--ranks", ranks, "--steps", 3, "--out", out)
     assert done.returncode == 1

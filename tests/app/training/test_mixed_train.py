@@ -45,7 +45,7 @@ def plain_run(classify_slides: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("extra", [("--shares", "3,1"), ("--shares", "2,2", "--developer", "mixed-sums=host")])
+@pytest.mark.parametrize("extra", [("--shares", "3,1"), ("--shares", "2,2", "--mixed-sums=host")])
 def test_a_mixed_run_is_that_of_one_process(
     extra: tuple[str, ...], plain_run: Path, classify_slides: Path, tmp_path: Path
 ) -> None:

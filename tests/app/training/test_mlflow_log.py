@@ -42,7 +42,7 @@ def scalars(server: Path) -> list[tuple[str, int, float]]:
 def test_a_run_and_its_resumed_rest_are_one(server: Path, classify_slides: Path, train: Train, tmp_path: Path) -> None:
     server.mkdir()
     out = tmp_path / "run"
-    arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--developer", "mlflow=study")
+    arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--mlflow=study")
     for more in (("--steps", "2"), ("--steps", "3", "--resume", "--extend")):
         done = train(*arguments, *more)
         assert done.returncode == 0, done.stderr
@@ -96,9 +96,7 @@ def test_a_server_that_is_not_there_ends_nothing(
 def test_without_mlflow_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (fault,) = RunConfig(DataSettings(Path("slides")), mlflow="study").validate()
-    assert fault.startswith(
-        "--developer mlflow=study needs the package mlflow or mlflow-skinny, which is not installed"
-    )
+    assert fault.startswith("--mlflow=study needs the package mlflow or mlflow-skinny, which is not installed")
 
 
 def test_every_scalar_is_sent_or_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

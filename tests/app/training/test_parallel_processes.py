@@ -18,7 +18,7 @@ def test_processes_train_split_and_go_on_sharded(
     # Without --microbatches: those of the first strategy are kept, which are not the second one's own.
     arguments = [argument for argument in QUICK if argument not in ("--microbatches", "2")]
     common = ("--slides", classify_slides, *arguments, "--optimizer", "sgd", "--out", out, "--ranks", "2")
-    done = train_process(*common, "--parallel", "master", "--steps", "3", "--developer", "twin-steps=1")
+    done = train_process(*common, "--parallel", "master", "--steps", "3", "--twin-steps=1")
     assert done.returncode == 0, done.stderr + done.stdout
     summary = summary_of(out)
     assert (summary["strategy"], summary["ranks"], summary["stages"], summary["microbatches"]) == ("master", 2, 2, 4)
@@ -37,8 +37,8 @@ def test_processes_train_split_and_go_on_sharded(
         (("--parallel", "gpipe"), "--parallel gpipe splits the model over 2 ranks or more; got --ranks 1"),
         (("--parallel", "mast", "--ranks", "2", "--microbatches", "4"), "mast computes 2 microbatches per group"),
         (
-            ("--developer", "norm-statistics=deferred", "--norm", "group"),
-            "--developer norm-statistics deferred is about --norm batch",
+            ("--norm-statistics=deferred", "--norm", "group"),
+            "--norm-statistics deferred is about --norm batch",
         ),
     ],
 )

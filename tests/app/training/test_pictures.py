@@ -32,10 +32,8 @@ RUN += (
     "single",
     "--microbatches",
     "2",
-    "--developer",
-    "twin-steps=0",
-    "--developer",
-    "validate-every=1000",
+    "--twin-steps=0",
+    "--validate-every=1000",
     "--steps",
 )
 

@@ -65,9 +65,9 @@ def half(train: Train, command: tuple[str | Path, ...], tmp_path_factory: pytest
         ("--stream", "96"),
         pytest.param(("--stream", "auto"), marks=pytest.mark.long),
         pytest.param(("--recompute", "block"), marks=pytest.mark.long),
-        ("--offload", "overlap", "--developer", "offload-state=parameters"),
-        pytest.param(("--developer", "offload-state=optimizer"), marks=pytest.mark.long),
-        pytest.param(("--developer", "channels-last=false"), marks=pytest.mark.long),
+        ("--offload", "overlap", "--offload-state=parameters"),
+        pytest.param(("--offload-state=optimizer",), marks=pytest.mark.long),
+        pytest.param(("--no-channels-last",), marks=pytest.mark.long),
         pytest.param(("--ranks", "2", "--parallel", "ddp"), marks=pytest.mark.process),
         pytest.param(("--ranks", "2", "--parallel", "spatial", "--stream", "64"), marks=pytest.mark.process),
     ],
@@ -247,7 +247,7 @@ def test_training_and_validation_share_the_memory_for_tiles_read_ahead(
     budgets: list[int] = []
     read = TileStream.prefetch
     monkeypatch.setattr(TileStream, "prefetch", prefetch)
-    limit = ("--developer", "read-ahead=64MiB", "--steps", "1")
+    limit = ("--read-ahead=64MiB", "--steps", "1")
     assert train("--slides", classify_slides, *QUICK, *limit, "--out", tmp_path / "both").returncode == 0
     assert (len(budgets), sum(budgets)) == (2, 64 << 20)
     alone = train("--slides", classify_slides, *QUICK, *limit, "--validation", "0", "--out", tmp_path / "alone")

@@ -105,7 +105,7 @@ def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> 
     folder = started(tmp_path / "run")
     old = yaml.safe_load(folder.config.read_text())
     for key in ("decay_all", "focal_gamma"):
-        del old["developer"][key]
+        del old[key]
     del old["layer_decay"]
     folder.config.write_text(yaml.safe_dump(old))
     with pytest.raises(ValueError, match="decay_all: the run has True, asked is False"):

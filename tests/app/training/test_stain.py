@@ -19,7 +19,7 @@ from tests.app.conftest import QUICK, Train
 from tests.helpers.in_process import call
 
 TARGET = "slide_0002"
-RUN = (*QUICK, "--steps", "2", "--stain", "macenko", "--developer", f"stain-target={TARGET}")
+RUN = (*QUICK, "--steps", "2", "--stain", "macenko", f"--stain-target={TARGET}")
 
 pytestmark = pytest.mark.process
 
@@ -62,9 +62,7 @@ def test_a_resumed_run_uses_what_was_found_and_other_stains_are_refused(
     (run.parent / "new").mkdir()
     for name in ("tiles.parquet", "stains.json"):
         shutil.copy(run / name, run.parent / "new")
-    unknown = train(
-        "--slides", classify_slides, *RUN, "--developer", "stain-target=nobody", "--out", run.parent / "new"
-    )
+    unknown = train("--slides", classify_slides, *RUN, "--stain-target=nobody", "--out", run.parent / "new")
     assert unknown.returncode == 2
     assert "stain-target nobody cannot be the target: no slide of --slides" in unknown.stderr
     cpu = train("--slides", classify_slides, *RUN, "--augment", "cpu", "--out", run)

@@ -17,7 +17,7 @@ from tests.app.test_train import equal, model_of
 from tests.helpers.forked import run_ranks
 
 STEPS = 2
-TWIN = ("--steps", str(STEPS), "--developer", "twin-steps=1")
+TWIN = ("--steps", str(STEPS), "--twin-steps=1")
 
 
 def fails_after_the_run(patch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_a_fault_in_them_leaves_a_completed_run(
     fails_after_the_run(monkeypatch)
     done = train(*common, *TWIN, "--out", tmp_path / "bad")
     assert done.returncode == 0, done.stderr
-    assert "warning: --developer twin-steps: these steps failed" in done.stderr
+    assert "warning: --twin-steps: these steps failed" in done.stderr
     summary = summary_of(tmp_path / "bad")
     assert (summary["status"], summary["error"], summary["images_per_second_no_data"]) == ("completed", None, None)
     assert equal(model_of(tmp_path / "bad"), model_of(tmp_path / "good"))

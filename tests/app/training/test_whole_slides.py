@@ -22,7 +22,7 @@ from tests.app.test_train import equal, model_of
 CUT = ("--tile", "slide", "--mpp", "4", "--stride", "8")
 STEP = ("--parallel", "single", "--batch", "2", "--microbatches", "2", "--lr", "0.01")
 TINY = ("--model", "tests.helpers.tiny_models:classifier", "--norm", "frozen", "--head", "attention")
-QUIET = ("--developer", "twin-steps=0", "--developer", "validate-every=1000")
+QUIET = ("--twin-steps=0", "--validate-every=1000")
 
 
 def config(strategy: StrategySettings, augment: str = "none") -> RunConfig:

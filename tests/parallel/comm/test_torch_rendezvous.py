@@ -157,7 +157,5 @@ def test_missing_ranks_are_named(agent: TCPStore) -> None:
             threads.submit(join_attempt, client(agent.port), kind_of(rank), rank, WORLD, 1.0) for rank in (0, 1)
         )
     assert isinstance(second.exception(), SecondaryError)
-    with pytest.raises(
-        CommunicationError, match=r"^rank 2 of 3 did not come within 1 s \(--developer join-timeout-s\)"
-    ):
+    with pytest.raises(CommunicationError, match=r"^rank 2 of 3 did not come within 1 s \(--join-timeout-s\)"):
         first.result()

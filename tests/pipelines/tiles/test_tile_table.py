@@ -165,7 +165,7 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch):
         (IndexSettings(stride=2000), r"--stride is 1 to --tile \(1024\) px, or tiles leave gaps; got 2000"),
         (IndexSettings(stride=0), "--stride is 1 to"),
         (IndexSettings(min_tissue=25), "--min-tissue is a part of a tile, 0 to 1; got 25"),
-        (IndexSettings(tissue_mpp=-8), "--developer tissue-mpp is 0.05 to 100 um/px; got -8"),
+        (IndexSettings(tissue_mpp=-8), "--tissue-mpp is 0.05 to 100 um/px; got -8"),
         (IndexSettings(tile=8), "smaller than one px of the tissue mask"),
     ],
 )

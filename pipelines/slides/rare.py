@@ -1,0 +1,10 @@
+"""``Rare[T]`` marks a setting that hardly anybody changes: ``--help-all`` shows its flag, ``--help`` does not."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+T = TypeVar("T")
+
+RARE = "rare"
+Rare = Annotated[T, RARE]
