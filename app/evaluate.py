@@ -7,7 +7,6 @@ IoU and lesions found.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from app.settings.cli import run_command
+from app.settings.data_file import write_json
 from pipelines.labels.patients import pattern_fault
 
 
@@ -61,14 +61,11 @@ def evaluate(command: EvaluateCommand) -> None:
     evaluation = Evaluation.of(folder, command.labels, command.annotations, asked)
     out = command.out or command.predictions
     out.mkdir(parents=True, exist_ok=True)
-    figures = evaluation.figures()
-    temporary = out / "evaluation.json.tmp"
-    temporary.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
-    temporary.replace(out / "evaluation.json")
+    scores = write_json(out / "evaluation.json", evaluation.figures())
     page = write_report(evaluation, folder, out / "report.html", command.slides)
     for line in evaluation.lines():
         print(line)
-    print(f"scores  {out / 'evaluation.json'}\nreport  {page}")
+    print(f"scores  {scores}\nreport  {page}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,6 @@ prints a line for each run and the table at the end.
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -23,9 +22,8 @@ from app.benchmark.page import NAME, write_page
 from app.benchmark.row import Row, compare, row_of
 from app.benchmark.table import print_bench
 from app.benchmark.trial import Trial, run_trial
-from app.pages.html import save
 from app.settings.cli import FAILED, OK
-from app.settings.data_file import read_data
+from app.settings.data_file import read_data, write_json
 from app.settings.fields import arguments_for, flat
 from app.settings.run import RunConfig, SplitSettings
 from app.training.dataset import prepare
@@ -165,7 +163,7 @@ class Campaign:
             "settings": flat(command) | {"microbatches": command.m},
             "rows": rows,
         }
-        save(self._folder / NAME, json.dumps(found, indent=2) + "\n")
+        write_json(self._folder / NAME, found, nan=True)
         return rows
 
     def _wall_s(self) -> float:

@@ -15,8 +15,9 @@ import numpy as np
 
 from app.benchmark.table import HEADERS, cells
 from app.pages.charts import Chart, Series, line_chart
-from app.pages.html import Table, flattened, rendered, save
+from app.pages.html import Table, flattened, rendered
 from app.settings.cli import RunError
+from app.settings.data_file import write_text
 
 NAME = "bench.json"
 
@@ -36,7 +37,7 @@ def write_page(folder: Path) -> Path:
         raise RunError(f"{path} is not there: give the --out folder of app.bench") from None
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as fault:
         raise RunError(f"{path} is not as app.bench writes it ({fault!r}): run app.bench again") from fault
-    return save(folder / "report.html", page)
+    return write_text(folder / "report.html", page)
 
 
 def render(bench: Mapping[str, Any], name: str) -> str:

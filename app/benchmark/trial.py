@@ -25,6 +25,7 @@ import psutil
 
 from app.benchmark.case import Case
 from app.launch.machine import memory_kills
+from app.settings.data_file import write_json
 
 Status = Literal["ok", "out-of-memory", "killed", "cannot", "failed"]
 
@@ -56,9 +57,7 @@ class Trial:
     wall_s: float = 0.0
 
     def save(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        temporary.replace(path)
+        write_json(path, asdict(self), nan=True)
 
     @classmethod
     def load(cls, path: Path) -> Trial:

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.pages.html import Table, flattened, rendered, save
+from app.pages.html import Table, flattened, rendered
 from app.pages.run_files import RunFiles, naming_the_summary, read_run
 from app.pages.run_page import figures_of, scores_of
+from app.settings.data_file import write_text
 
 HOW = {"status": "Ended", "strategy": "Strategy", "ranks": "Ranks"}
 """Of ``summary.json``, above the figures that a run's own report has."""
@@ -36,7 +37,7 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
         raise ValueError(f"a comparison takes each run once; got {' '.join(map(str, runs))}")
     files = [read_run(run) for run in runs]
     out.parent.mkdir(parents=True, exist_ok=True)
-    return save(out, render(files, names_of(runs)))
+    return write_text(out, render(files, names_of(runs)))
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:

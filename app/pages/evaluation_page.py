@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.pages.charts import Chart
-from app.pages.html import Card, Table, rendered, save
+from app.pages.html import Card, Table, rendered
+from app.settings.data_file import write_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class EvaluationPage:
 
     def write(self, path: Path) -> Path:
         """Write the page and give its path."""
-        return save(
+        return write_text(
             path,
             rendered(
                 "evaluation.html.j2",

@@ -8,9 +8,7 @@ light, wide tables scroll on a phone.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -43,14 +41,6 @@ class Table(NamedTuple):
 def rendered(template: str, **values: Any) -> str:
     """Return the page of a template with these values."""
     return TEMPLATES.get_template(template).render(values)
-
-
-def save(path: Path, page: str) -> Path:
-    """Write ``page`` to ``path`` as a whole or not at all, and give the path."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
-    return path
 
 
 def format_value(value: float, digits: int = 4) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 
 from app.pages.advice import advice, forecast_table
 from app.pages.curves import SCORES, curves, score_name
-from app.pages.html import Card, Table, flattened, format_setting, format_value, rendered, save
+from app.pages.html import Card, Table, flattened, format_setting, format_value, rendered
 from app.pages.overlays import colour_of, overlays, small_jpeg
 from app.pages.results import class_table, slide_table, split_table
 from app.pages.run_files import RunFiles, naming_the_summary, read_run
+from app.settings.data_file import write_text
 from parallel.units import bytes_text
 
 FIGURES = {
@@ -70,7 +71,7 @@ def write_report(run: Path) -> Path:
     """
     with naming_the_summary(run):
         page = render(read_run(run))
-    return save(run / "report.html", page)
+    return write_text(run / "report.html", page)
 
 
 def render(files: RunFiles) -> str:

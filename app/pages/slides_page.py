@@ -14,8 +14,9 @@ from urllib.parse import quote
 
 import numpy as np
 
-from app.pages.html import Card, format_value, rendered, save
+from app.pages.html import Card, format_value, rendered
 from app.pages.slide_pictures import SmallPicture, class_rgb
+from app.settings.data_file import write_text
 from pipelines.tiles.index import TileTable
 
 LITTLE_TISSUE, FEW_TILES = 0.05, 10
@@ -154,7 +155,7 @@ def write_slides_page(
         little=f"{LITTLE_TISSUE:.0%}",
         few=FEW_TILES,
     )
-    return save(path, page)
+    return write_text(path, page)
 
 
 def _link(folder: Path, picture: SmallPicture | None) -> tuple[str, str, int, int] | None:

@@ -7,7 +7,7 @@ is done. Another start goes on with the others. One with other settings is refus
 from __future__ import annotations
 
 import fcntl
-import json
+import io
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from app.settings.data_file import read_data
+from app.settings.data_file import read_data, write_json, write_text
 from app.training.run_slides import opening
 from pipelines.catalog.catalog import PREDICTIONS_FILE, SlideSpec
 from pipelines.catalog.csv_cells import write_rows
@@ -53,7 +53,7 @@ class PredictionFolder:
             (self.path / name).mkdir(parents=True, exist_ok=True)
         path = self.path / SETTINGS
         if not path.exists():
-            _write_json(path, settings)
+            write_json(path, dict(settings), nan=True)
         made_with = read_data(path)
         if differing := _differing(made_with, settings):
             raise ValueError(self._other_settings(differing))
@@ -103,7 +103,7 @@ class PredictionFolder:
     ) -> None:
         """Record that a slide is done: its row of the table, where its maps lie, and how it was opened."""
         record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas), "opening": dict(opening)}
-        _write_json(self.record(row["slide"]), record)
+        write_json(self.record(row["slide"]), record, nan=True)
 
     def settings(self) -> dict[str, Any]:
         """Return what the predictions were made with.
@@ -129,10 +129,9 @@ class PredictionFolder:
         with self._alone():
             rows = self.rows()
             if rows:
-                temporary = self.table.with_suffix(".tmp")
-                with temporary.open("w", newline="", encoding="utf-8") as file:
-                    write_rows(file, [list(rows[0]), *(list(row.values()) for row in rows)])
-                temporary.replace(self.table)
+                text = io.StringIO(newline="")
+                write_rows(text, [list(rows[0]), *(list(row.values()) for row in rows)])
+                write_text(self.table, text.getvalue())
 
     def _other_settings(self, differing: Sequence[str]) -> str:
         return f"{self.path} holds predictions made with other settings; use the same, or another --out:\n  " + shown(
@@ -194,9 +193,3 @@ def _read_record(path: Path) -> dict[str, Any]:
     if not whole or record["state"].keys() != {field.name for field in fields(SlideState)}:
         raise ValueError(f"{path} is not the record of a slide, or of an earlier version: predict into another --out")
     return record
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(dict(value), indent=2) + "\n")
-    os.replace(temporary, path)

@@ -1,11 +1,13 @@
-"""YAML and JSON files of names and values, read as data, or refused in one message with the name of the file.
+"""YAML and JSON files of names and values, read as data, or refused in one message with the name of the file; and
+text files that are written as a whole or not at all.
 
-Takes a path; gives a dict. Nothing in a file runs code (``yaml.safe_load``).
+Takes a path. Nothing in a file runs code (``yaml.safe_load``).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +34,21 @@ def read_data(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected `key: value` lines, found a {type(loaded).__name__}")
     return loaded
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write ``text`` to ``path`` and return the path. A reader sees the file as it was before or as a whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+    os.replace(temporary, path)
+    return path
+
+
+def write_json(path: Path, value: Any, *, nan: bool = False) -> Path:
+    """Write ``value`` as ``write_text`` does; ``nan``: numbers in it may be NaN, which is not JSON.
+
+    Raises:
+        ValueError: one is.
+    """
+    return write_text(path, json.dumps(value, indent=2, allow_nan=nan) + "\n")

@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import json
+import io
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import yaml
 from app.launch.folder_lock import sole_user
 from app.launch.restart import Attempts
 from app.settings.cli import RunError
-from app.settings.data_file import read_data
+from app.settings.data_file import read_data, write_json, write_text
 from app.settings.fields import flat, settings_of
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
@@ -181,10 +180,8 @@ class RunFolder:
         self._write_settings(read_data(self.config) | {"microbatches": m})
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:
-        temporary = self.config.with_suffix(".tmp")  # other ranks may be reading it
         with names_file(self.config):
-            temporary.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
-            temporary.replace(self.config)
+            write_text(self.config, yaml.safe_dump(dict(settings), sort_keys=False))
 
     def settings(self, *, again: bool = False) -> dict[str, Any]:
         """What the run in the folder was begun with, by flag; nothing when there is none.
@@ -241,11 +238,8 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write ``value`` atomically; a reader never sees half a file."""
-        path = self.path / name
-        temporary = path.with_suffix(".tmp")
-        with names_file(path):
-            temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-            os.replace(temporary, path)
+        with names_file(self.path / name):
+            write_json(self.path / name, value)
 
 
 def _length(settings: Mapping[str, Any]) -> tuple[str, float]:
@@ -285,7 +279,7 @@ class CsvLog:
             write_rows(file, [[row.get(name) for name in self._columns]])
 
     def _rewrite(self, rows: list[list[str]]) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        with names_file(self._path), temporary.open("w", newline="") as file:
-            write_rows(file, [self._columns, *rows])
-        os.replace(temporary, self._path)
+        text = io.StringIO(newline="")
+        write_rows(text, [self._columns, *rows])
+        with names_file(self._path):
+            write_text(self._path, text.getvalue())
