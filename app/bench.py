@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from app.benchmark.command import BenchCommand
-from app.launch.folder_lock import sole_user
+from app.launch.folder_lock import lock_folder
 from app.settings.cli import run_command
 from pipelines.catalog.catalog import check_folder
 
@@ -26,7 +26,7 @@ def _run(command: BenchCommand, arguments: Sequence[str]) -> int:
     from app.benchmark.campaign import Campaign  # which reads slides; first the settings are known to be right
 
     check_folder(command.data.slides)
-    with sole_user(command.out):
+    with lock_folder(command.out):
         return Campaign(command, arguments).run()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from app.launch.folder_lock import sole_user
+from app.launch.folder_lock import lock_folder
 from app.pages.slide_pictures import small_pictures
 from app.pages.slides_page import FILTERS, slide_rows, write_slides_page
 from app.settings.cli import run_command
@@ -109,9 +109,9 @@ def index(command: IndexCommand) -> None:
         return  # more tasks than slides: nothing is wrong
     truth = _annotations(command, specs) if command.has_page else None
     with contextlib.ExitStack() as held:
-        held.enter_context(sole_user(command.out, shared=part is not None))
+        held.enter_context(lock_folder(command.out, shared=part is not None))
         if part is not None:
-            held.enter_context(sole_user(command.out, f"{part.file_name}.lock"))
+            held.enter_context(lock_folder(command.out, f"{part.file_name}.lock"))
         name = Path(part.file_name if part else "run").with_suffix(".log")
         held.enter_context(_logged(command.out / name))
         say = held.enter_context(IndexProgress(functools.partial(print, flush=True)))

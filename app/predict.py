@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from app.launch.folder_lock import sole_user
+from app.launch.folder_lock import lock_folder
 from app.prediction.command import PredictCommand
 from app.settings.cli import RunError, run_command
 from app.settings.launcher import find_launch
@@ -23,14 +23,14 @@ def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
     launch = find_launch()
     if command.ranks > 1 and launch is None:
         loads = "app.prediction.share", "parallel.comm.torch_comm"
-        with sole_user(command.out), RankServer(["app.predict", *arguments], loads) as server:
+        with lock_folder(command.out), RankServer(["app.predict", *arguments], loads) as server:
             code = server.launch(command.ranks)
         if code:
             raise RunError(f"a rank ended with exit code {code}; its message stands above")
         return 0
     with contextlib.ExitStack() as held:
         if launch is None:
-            held.enter_context(sole_user(command.out))
+            held.enter_context(lock_folder(command.out))
         from app.prediction.share import predict_share
 
         predict_share(command, launch.rank if launch else 0)

@@ -1,8 +1,7 @@
-"""A lock on a folder: one command writes into it at a time, and whoever comes second is told who was first.
+"""A lock on a folder: one command writes into it at a time, and the second is refused with the name of the first.
 
-Takes a folder; holds a lock in it for as long as the process lives. The kernel lets go of it when the process ends,
-however it ends, so that a lock is never stale on one host. Where that says nothing (the holder was on another host, or
-the file system knows no locks) the holder's sign of life decides: the time of the lock's file, renewed all the while.
+Takes a folder; holds the kernel's lock on a file in it, which ends with the process however that ends. Where the file
+system has no locks, the name that stands in the file decides.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ import errno
 import fcntl
 import getpass
 import json
-import logging
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,12 +23,8 @@ from pathlib import Path
 from app.launch.restart import find_starter
 from app.settings.cli import RunError
 
-log = logging.getLogger(__name__)
-
 LOCK = "run.lock"
 
-BEAT_S = 10.0
-"""Seconds between two signs of life; a holder without any for three and a half times as long is gone."""
 PATIENCE_S = 5.0
 """How long a lock is waited for: a process that was killed lets go once its memory is given back."""
 RESTART_PATIENCE_S = 60.0
@@ -66,20 +59,20 @@ class Holder:
     def __str__(self) -> str:
         return f"{self.user} on {self.host}, process {self.pid} ({self.command}), since {self.since}"
 
-    def starts_again_as(self, other: Holder) -> bool:
-        """Return whether what started both ends one before it starts the other."""
+    def is_restart_of(self, other: Holder) -> bool:
+        """Return whether one launcher or job started both: it ends one before it starts the other."""
         return (self.agent is not None and self.agent == other.agent) or (
             self.job is not None and self.job == other.job
         )
 
 
 @contextlib.contextmanager
-def sole_user(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[None]:
+def lock_folder(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[None]:
     """Hold the lock of ``folder``, which is made when it is not there.
 
     Args:
         name: of the lock's file.
-        shared: beside others that say the same; who does not is kept out, and keeps them out.
+        shared: with others that share it; excludes those that do not.
 
     Raises:
         RunError: somebody else holds it (named), or the folder cannot be written.
@@ -90,79 +83,45 @@ def sole_user(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterat
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as fault:
         raise RunError(f"run folder {folder} cannot be written ({fault.strerror}); name another with --out") from fault
-    us, ended = Holder.here(), threading.Event()
+    here = Holder.here()
     _held.add(descriptor)
     try:
-        _acquire(path, descriptor, us, shared)
-        beating = threading.Thread(target=_beat, args=(descriptor, ended), name="folder-lock", daemon=True)
-        beating.start()
+        _acquire(path, descriptor, here, shared)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(here)).encode(), 0)
         try:
             yield
         finally:
-            ended.set()
-            beating.join()
-            if _read(descriptor) == us:
+            if _read(descriptor) == here:
                 os.ftruncate(descriptor, 0)
     finally:
         _held.discard(descriptor)
         os.close(descriptor)
 
 
-def _acquire(path: Path, descriptor: int, us: Holder, shared: bool) -> None:
+def _acquire(path: Path, descriptor: int, here: Holder, shared: bool) -> None:
     begun_s = time.monotonic()
     while True:
         holder = _read(descriptor)
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            has_locks = True
-            break
+            return fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            patience_s = RESTART_PATIENCE_S if holder is not None and holder.starts_again_as(us) else PATIENCE_S
-            if time.monotonic() - begun_s > patience_s:
+            is_restart = holder is not None and here.is_restart_of(holder)
+            if time.monotonic() - begun_s > (RESTART_PATIENCE_S if is_restart else PATIENCE_S):
                 raise _in_use(path, holder) from None
             time.sleep(0.1)
         except OSError as fault:
             if fault.errno not in NO_LOCKS:
                 raise
-            has_locks = False
-            break
-    holder = _read(descriptor)
-    known_gone = holder is None or (has_locks and holder.host == us.host) or _ran_before(holder)
-    if holder is not None and not known_gone and not shared:
-        _await_silence(path, holder)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(us)).encode(), 0)
-    if not has_locks and not shared:
-        time.sleep(1.0)  # of two that come at once, the one that wrote last stays
-        if _read(descriptor) != us:
-            raise _in_use(path, _read(descriptor))
+            if shared or holder is None or _has_ended(holder, here):
+                return None
+            raise RunError(f"{_in_use(path, holder)}. If it is gone, remove {path}: this disk has no locks") from None
 
 
-def _ran_before(holder: Holder) -> bool:
-    """Return whether it was this job of Slurm, which runs a job again once it has ended."""
+def _has_ended(holder: Holder, here: Holder) -> bool:
+    """Return whether what started both has ended ``holder`` before: of a job of Slurm, only a requeue is proof."""
     starter = find_starter()
-    return starter.requeued and starter.job == holder.job
-
-
-def _await_silence(path: Path, holder: Holder) -> None:
-    """Return once ``holder``, who did not let go, has shown no sign of life for long enough.
-
-    Raises:
-        RunError: it has.
-    """
-    quiet_s = 3.5 * BEAT_S
-    log.warning("%s was in use by %s: waiting %.0f s for a sign of life", path.parent, holder, quiet_s)
-    last, begun_s = _renewed_ns(path), time.monotonic()
-    while time.monotonic() - begun_s < quiet_s:
-        time.sleep(BEAT_S / 4)
-        if _renewed_ns(path) != last:
-            raise _in_use(path, holder)
-    log.warning("%s is taken over: its user gave no sign of life", path.parent)
-
-
-def _renewed_ns(path: Path) -> int:
-    with path.open("rb") as file:  # opened anew: a network file system asks its server then
-        return os.fstat(file.fileno()).st_mtime_ns
+    return (here.agent is not None and here.agent == holder.agent) or (starter.requeued and starter.job == holder.job)
 
 
 def _in_use(path: Path, holder: Holder | None) -> RunError:
@@ -178,12 +137,6 @@ def _read(descriptor: int) -> Holder | None:
     with contextlib.suppress(ValueError, TypeError):
         return Holder(**json.loads(os.pread(descriptor, 1 << 16, 0)))
     return None
-
-
-def _beat(descriptor: int, ended: threading.Event) -> None:
-    while not ended.wait(BEAT_S):
-        with contextlib.suppress(OSError):
-            os.utime(descriptor)
 
 
 def _user() -> str:

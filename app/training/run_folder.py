@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from app.launch.folder_lock import sole_user
+from app.launch.folder_lock import lock_folder
 from app.launch.restart import Attempts
 from app.settings.cli import RunError
 from app.settings.data_file import read_data, write_json, write_text
@@ -115,8 +115,8 @@ class RunFolder:
         """
         with contextlib.ExitStack() as locks:
             if starts:
-                locks.enter_context(sole_user(self.path))
-            first_rank = sole_user(self.path, "rank0.lock")
+                locks.enter_context(lock_folder(self.path))
+            first_rank = lock_folder(self.path, "rank0.lock")
             if writes:
                 locks.enter_context(first_rank)
             else:

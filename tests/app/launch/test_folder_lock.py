@@ -19,7 +19,7 @@ import pytest
 
 from app import index
 from app.launch import folder_lock
-from app.launch.folder_lock import LOCK, Holder, sole_user
+from app.launch.folder_lock import LOCK, Holder, lock_folder
 from app.settings.cli import FAILED, RunError
 from app.training.run_folder import RunFolder
 from tests.app.conftest import QUICK, ROOT, Train, train_command, train_environment
@@ -28,8 +28,8 @@ from tests.app.test_train import wait_for
 HOLD = """
 import sys, time
 from pathlib import Path
-from app.launch.folder_lock import sole_user
-with sole_user(Path(sys.argv[1])):
+from app.launch.folder_lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -38,7 +38,6 @@ with sole_user(Path(sys.argv[1])):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(folder_lock, "BEAT_S", 0.1)
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def left_behind(folder: Path, host: str) -> Path:
 def test_the_second_is_told_who_the_first_is(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     with (
         pytest.raises(RunError, match=rf"is in use by \S+ on \S+, process {other.pid} .*since 20.*--out"),
-        sole_user(tmp_path),
+        lock_folder(tmp_path),
     ):
         pass
 
@@ -71,7 +70,7 @@ def test_the_second_is_told_who_the_first_is(tmp_path: Path, other: subprocess.P
 @pytest.mark.process
 def test_a_killed_holder_keeps_nobody_out(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     other.send_signal(signal.SIGKILL)
-    with sole_user(tmp_path):
+    with lock_folder(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     assert (tmp_path / LOCK).read_text() == ""
 
@@ -85,77 +84,58 @@ def test_who_is_ended_by_what_starts_us_is_waited_for(tmp_path: Path, other: sub
     begun_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Holder, "here", lambda: replace(here, agent="host 1"))
-        with sole_user(tmp_path):
+        with lock_folder(tmp_path):
             assert time.monotonic() - begun_s > 0.9
 
 
 @pytest.mark.process
 def test_what_a_process_forks_does_not_hold_its_lock(tmp_path: Path) -> None:
-    with sole_user(tmp_path):
+    with lock_folder(tmp_path):
         child = os.fork()
         if not child:
             time.sleep(5)
             os._exit(0)
-    with sole_user(tmp_path):
+    with lock_folder(tmp_path):
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
 
-def test_a_holder_on_another_host_without_a_sign_of_life_is_gone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    left_behind(tmp_path, "elsewhere")
-    with sole_user(tmp_path):
-        assert "on elsewhere, process 4711" in caplog.text
-        assert "taken over" in caplog.text
-
-
-def test_a_job_that_was_requeued_to_another_host_waits_for_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    left_behind(tmp_path, "elsewhere")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with sole_user(tmp_path):
-        assert "sign of life" not in caplog.text
-
-
-def test_a_holder_on_another_host_that_lives_is_named(tmp_path: Path) -> None:
-    """Its lock is not seen here, as on a network file system mounted with local locks."""
-    path, ended = left_behind(tmp_path, "elsewhere"), threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(0.05):
-            os.utime(path)
-
-    beating = threading.Thread(target=beat)
-    beating.start()
-    try:
-        with pytest.raises(RunError, match="on elsewhere, process 4711"), sole_user(tmp_path):
-            pass
-    finally:
-        ended.set()
-        beating.join()
-    assert Holder(**json.loads(path.read_text())).host == "elsewhere"
-
-
-def test_without_locks_the_sign_of_life_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_name_in_the_file_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with sole_user(tmp_path), pytest.raises(RunError, match=f"process {os.getpid()} "), sole_user(tmp_path):
+    with lock_folder(tmp_path), pytest.raises(RunError, match=f"process {os.getpid()} .*remove"), lock_folder(tmp_path):
         pass
-    left_behind(tmp_path, Holder.here().host)
-    with sole_user(tmp_path):
+    with lock_folder(tmp_path, shared=True), lock_folder(tmp_path, shared=True):
         pass
+    path = left_behind(tmp_path, "elsewhere")
+    with pytest.raises(RunError, match="on elsewhere, process 4711"), lock_folder(tmp_path):
+        pass
+    path.unlink()
+    with lock_folder(tmp_path):
+        pass
+
+
+def test_a_job_that_was_requeued_takes_its_folder_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    left_behind(tmp_path, "elsewhere")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with lock_folder(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_parts_of_an_index_share_a_folder_and_nobody_else_does(tmp_path: Path) -> None:
-    with sole_user(tmp_path, shared=True), sole_user(tmp_path, shared=True):  # noqa: SIM117  # what is refused, apart
-        with pytest.raises(RunError, match="in use"), sole_user(tmp_path):
+    with lock_folder(tmp_path, shared=True), lock_folder(tmp_path, shared=True):  # noqa: SIM117  # what is refused, apart
+        with pytest.raises(RunError, match="in use"), lock_folder(tmp_path):
             pass
-    with sole_user(tmp_path), pytest.raises(RunError, match="in use"), sole_user(tmp_path, shared=True):
+    with lock_folder(tmp_path), pytest.raises(RunError, match="in use"), lock_folder(tmp_path, shared=True):
         pass
 
 
