@@ -68,7 +68,7 @@ class Holder:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock of ``folder``, which is made when it is not there.
+    """Hold the lock of ``folder``, which is made when it is not there, and removed after an error if it is empty.
 
     Args:
         name: of the lock's file.
@@ -77,7 +77,7 @@ def lock_folder(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iter
     Raises:
         RunError: somebody else holds it (named), or the folder cannot be written.
     """
-    path = folder / name
+    path, is_new = folder / name, not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -91,6 +91,11 @@ def lock_folder(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iter
         os.pwrite(descriptor, json.dumps(asdict(here)).encode(), 0)
         try:
             yield
+        except BaseException:
+            if is_new and not shared and [entry.name for entry in folder.iterdir()] == [name]:
+                path.unlink()
+                folder.rmdir()
+            raise
         finally:
             if _read(descriptor) == here:
                 os.ftruncate(descriptor, 0)

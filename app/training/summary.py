@@ -167,7 +167,6 @@ class RunSummary:
         self.say(f"report {page}")
         if warning := excess(self._memory.limit, peaks[2]):
             log.warning(warning)
-            self.say(f"warning: {warning}")
         if self._mlflow is not None:
             self._mlflow.close(status)
 

@@ -131,6 +131,21 @@ def test_a_job_that_was_requeued_takes_its_folder_without_locks(
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.parametrize("written", [[], ["run.log"]])
+def test_an_error_before_anything_is_written_leaves_no_folder(tmp_path: Path, written: list[str]) -> None:
+    folder = tmp_path / "new"
+
+    def fail() -> None:
+        with lock_folder(folder):
+            for name in written:
+                (folder / name).touch()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert folder.exists() == bool(written)
+
+
 def test_parts_of_an_index_share_a_folder_and_nobody_else_does(tmp_path: Path) -> None:
     with lock_folder(tmp_path, shared=True), lock_folder(tmp_path, shared=True):  # noqa: SIM117  # what is refused, apart
         with pytest.raises(RunError, match="in use"), lock_folder(tmp_path):

@@ -145,7 +145,8 @@ def test_a_run_says_what_its_ranks_take(classify_slides: Path, train_ranks: Trai
     assert len(summary["device_bytes"]) == 2
     # The first stage has two tiles of 256 px, float32, and convolutions of them.
     assert summary["device_bytes"][0] > 2 * 3 * 256 * 256 * 4 > MIB
-    assert "warning: --memory allows 1 MiB a rank, and tensors took more on" in done.stdout
+    said = done.stdout + done.stderr
+    assert said.count("warning: --memory allows 1 MiB a rank, and tensors took more on") == 1
     assert "Tensors on the device at most, by rank" in (tmp_path / "run" / "report.html").read_text()
 
 
