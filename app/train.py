@@ -24,7 +24,7 @@ from app.planning.whole_slides import as_square, check_largest, in_boxes
 from app.settings.cli import FAILED, USAGE, RunError, describe_system_error, run_command
 from app.settings.launcher import find_launch, started_by_us
 from app.settings.run import RunConfig
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from app.training.dataset import Dataset, prepare
 from app.training.progress import IndexProgress
 from app.training.run_folder import RunFolder
@@ -134,8 +134,8 @@ def _with_microbatches(config: RunConfig, begun: int | None) -> RunConfig:
         return config
     m = begun if asked.microbatches is None and begun is not None else asked.m
     strategy = dataclasses.replace(asked, microbatches=m)
-    if faults := strategy_faults(strategy):
-        if asked.microbatches is None and not strategy_faults(asked):
+    if faults := strategy_errors(strategy):
+        if asked.microbatches is None and not strategy_errors(asked):
             faults.append(
                 f"the run computes each batch in {begun} microbatch{'es' * (begun != 1)}: add --microbatches {asked.m} "
                 f"to go on with {asked.m} (batch norm and dropout then look at other groups of tiles, so the numbers "

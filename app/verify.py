@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from app.settings.cli import FAILED, OK, run_command
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from parallel.comm.launch import RankServer
 from parallel.strategy import DELAYED, STALE
 
@@ -70,7 +70,7 @@ class VerifyCommand:
         return "mpi" if launch.mpi else "gloo"
 
     def validate(self) -> list[str]:
-        faults = strategy_faults(self.strategy)
+        faults = strategy_errors(self.strategy)
         for name, value in (("classes", self.classes), ("tile", self.tile), ("steps", self.steps)):
             if value < 1:
                 faults.append(f"--{name} must be at least 1; got {value}")

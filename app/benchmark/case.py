@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 from app.benchmark.asked import SAVINGS, Asked
 from app.settings.strategy import Parallel, StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 
 Scaling = Literal["strong", "weak"]
 
@@ -77,7 +77,7 @@ class Case:
     @property
     def refusal(self) -> str:
         """Why it cannot run, as far as the settings alone tell; empty when nothing is in the way."""
-        return "; ".join(strategy_faults(self.settings))
+        return "; ".join(strategy_errors(self.settings))
 
     @property
     def arguments(self) -> list[str]:

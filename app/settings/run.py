@@ -15,7 +15,7 @@ from app.settings.checkpoint import CheckpointSettings
 from app.settings.optimization import OptimizerSettings
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from pipelines.labels.class_names import ClassMap
 from pipelines.labels.patients import pattern_fault
 from pipelines.labels.tile_label import TileLabel
@@ -298,7 +298,7 @@ class RunConfig:
             *self.colour.validate(),
             *self.augmentation.validate(),
             *self.optimization.validate(),
-            *strategy_faults(self.strategy),
+            *strategy_errors(self.strategy),
             *self.score.validate(),
             *self.checkpoint.validate(),
         ]

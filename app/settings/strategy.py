@@ -1,6 +1,6 @@
 """Which ranks compute what: strategy, stages, microbatches and precision, as a user asks for them.
 
-One settings class, a part of ``RunConfig`` and of ``app.verify``; ``strategy_faults`` holds it against the number of
+One settings class, a part of ``RunConfig`` and of ``app.verify``; ``strategy_errors`` holds it against the number of
 ranks there are. Letters: D stages, d groups of D ranks, m microbatches of the global batch.
 """
 
@@ -273,7 +273,7 @@ class StrategySettings:
     @functools.cached_property
     def asked_shares(self) -> Changes:
         """``shares`` as microbatches of each group, by the step from which they are in force; empty: equal at first, or
-        not to be read, as ``share_faults`` says."""
+        not to be read, as ``share_errors`` says."""
         with contextlib.suppress(ValueError, OSError):
             return self.read_shares()
         return ()

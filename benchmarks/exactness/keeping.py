@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from app.training.engines import build_engine
 from app.training.exactness import KINDS, Errors, ExactnessTrial, verify_engine
 from benchmarks.exactness.keeping_cells import CLASSES, SCHEDULES, SUBJECTS, WAYS, Cell, all_cells
@@ -52,7 +52,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     """The largest relative errors of a cell, whether it passed, and if not why: worst tensors, or what was raised."""
     trial = _trial(cell.subject)
     asked = cell.asked
-    faults = strategy_faults(asked)
+    faults = strategy_errors(asked)
     assert not faults, faults
     begun = time.perf_counter()
     # Tiles are small here, and what is to be moved is moved.

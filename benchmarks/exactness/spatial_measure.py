@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from app.training.engines import build_engine
 from app.training.exactness import KINDS, TOLERANCE, Errors, ExactnessTrial, verify_engine
 from benchmarks.exactness.peer_error import TILES as PEER_TILES
@@ -99,7 +99,7 @@ def on_ranks(communicator: Communicator, argument: dict[str, Any]) -> dict[str, 
 def _model_row(cell: ModelCell, run: Callable[..., Errors | None], shows: bool) -> Row | None:
     trial = _trial(cell.model)
     settings = cell.settings
-    if faults := strategy_faults(settings):
+    if faults := strategy_errors(settings):
         return {"status": "refused", "seconds": 0.0, "note": " ".join(faults)} if shows else None
     begun = time.perf_counter()
     # Tiles are small here, and what is to be moved is moved.

@@ -19,7 +19,7 @@ from app.checkpoint.periodic import Checkpoints
 from app.settings.checkpoint import CheckpointSettings
 from app.settings.optimization import OptimizerSettings
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from app.training.engines import build_engine, build_optimizer
 from app.training.run_folder import RunFolder
 from benchmarks.overlap.async_save import AsyncSave
@@ -105,7 +105,7 @@ def engine_of(communicator: Communicator, case: dict[str, Any]) -> TrainingEngin
     asked = StrategySettings(
         case["strategy"], ranks=case["ranks"], batch=case["batch"], microbatches=case["m"], device="cpu"
     )
-    assert strategy_faults(asked) == []
+    assert strategy_errors(asked) == []
     torch.manual_seed(0)
     return build_engine(
         asked.to_strategy("cpu"),

@@ -9,7 +9,7 @@ import pytest
 
 from app import train
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 
 SPATIAL: dict[str, Any] = {"parallel": "spatial", "ranks": 2, "grid": "2x1"}
 TEAMS: dict[str, Any] = {"parallel": "1f1b", "ranks": 4, "grid": "2x1"}
@@ -20,7 +20,7 @@ UNREAD = "--grid: a grid is ROWSxCOLUMNS of members, as 2x1 or 2x2; got "
     "text", ["2", "x2", "0x2", "00x1", "2X1", "-1x2", "2x1x1", "2x1:3", "2 x 1", "２x1", "two by one"]
 )
 def test_other_texts_are_no_grids(text: str) -> None:
-    assert strategy_faults(StrategySettings(**SPATIAL | {"grid": text})) == [f"{UNREAD}{text!r}"]
+    assert strategy_errors(StrategySettings(**SPATIAL | {"grid": text})) == [f"{UNREAD}{text!r}"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_other_texts_are_no_grids(text: str) -> None:
     ],
 )
 def test_what_teams_cannot_do_is_one_fault_of_the_settings(asked: dict[str, Any], message: str) -> None:
-    (fault,) = strategy_faults(StrategySettings(**asked))
+    (fault,) = strategy_errors(StrategySettings(**asked))
     assert message in fault
 
 
@@ -74,7 +74,7 @@ def test_what_teams_cannot_do_is_one_fault_of_the_settings(asked: dict[str, Any]
 )
 def test_what_teams_can_do_is_taken_as_it_is_asked_for(asked: dict[str, Any], shown: str) -> None:
     settings = StrategySettings(**asked)
-    assert strategy_faults(settings) == []
+    assert strategy_errors(settings) == []
     strategy = settings.to_strategy("cpu")
     assert (str(strategy), strategy.mesh.groups) == (shown, settings.groups)
 

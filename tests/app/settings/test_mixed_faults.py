@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from app.verify import VerifyCommand
 
 MIXED = {"parallel": "ddp", "device": "mixed", "cpu_ranks": 1, "ranks": 3}
@@ -16,7 +16,7 @@ MIXED = {"parallel": "ddp", "device": "mixed", "cpu_ranks": 1, "ranks": 3}
 @pytest.mark.parametrize("changed", [{}, {"shares": "3,3,1"}, {"precision": "fp32"}])
 def test_what_is_exact_is_taken(changed: dict[str, Any]) -> None:
     settings = StrategySettings(**{**MIXED, **changed})
-    assert strategy_faults(settings) == []
+    assert strategy_errors(settings) == []
     assert settings.computed_precision == "fp32"
 
 
@@ -45,7 +45,7 @@ def test_what_is_exact_is_taken(changed: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_not_is_refused(changed: dict[str, Any], message: str) -> None:
-    (fault,) = strategy_faults(StrategySettings(**{**MIXED, **changed}))
+    (fault,) = strategy_errors(StrategySettings(**{**MIXED, **changed}))
     assert message in fault
 
 
@@ -53,15 +53,15 @@ def test_ranks_of_a_machine_count_and_not_those_of_the_run(monkeypatch: pytest.M
     numbers = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in numbers.items():
         monkeypatch.setenv(name, value)
-    assert strategy_faults(StrategySettings(**MIXED)) == []
-    (fault,) = strategy_faults(StrategySettings(**{**MIXED, "cpu_ranks": 2}))
+    assert strategy_errors(StrategySettings(**MIXED)) == []
+    (fault,) = strategy_errors(StrategySettings(**{**MIXED, "cpu_ranks": 2}))
     assert "--cpu-ranks is 1 to 1 of the 2 ranks of a machine; got 2" in fault
 
 
 def test_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}.items():
         monkeypatch.setenv(name, value)
-    (fault,) = strategy_faults(StrategySettings(**MIXED))
+    (fault,) = strategy_errors(StrategySettings(**MIXED))
     assert "--device mixed talks over torch.distributed, and these ranks were started by an MPI launcher" in fault
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from app.settings.launcher import find_launch
 from app.settings.strategy import Parallel, StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import STALE, WHOLE
 
@@ -46,7 +46,7 @@ def test_launchers_are_recognised(launcher: str, monkeypatch: pytest.MonkeyPatch
 def test_what_is_torchs_own_does_not_talk_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in LAUNCHERS["mpich"].items():
         monkeypatch.setenv(variable, value)
-    (fault,) = strategy_faults(StrategySettings(parallel="fsdp"))
+    (fault,) = strategy_errors(StrategySettings(parallel="fsdp"))
     assert "--parallel fsdp is torch's own and talks over torch.distributed, not MPI" in fault
     assert "start them with torchrun or --ranks, or use --parallel ddp" in fault
 
@@ -77,7 +77,7 @@ def test_every_schedule_can_be_asked_for() -> None:
 )
 def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tuple[str, int, int, int]) -> None:
     settings = StrategySettings(**asked)
-    assert strategy_faults(settings) == []
+    assert strategy_errors(settings) == []
     assert (settings.name, settings.depth, settings.groups, settings.m) == expected
 
 
@@ -213,7 +213,7 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
     ],
 )
 def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> None:
-    found = strategy_faults(StrategySettings(**asked))
+    found = strategy_errors(StrategySettings(**asked))
     assert len(found) == len(messages)
     for message, fault in zip(messages, found, strict=True):
         assert message in fault
@@ -241,8 +241,8 @@ def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> Non
 )
 def test_shares_that_do_not_fit(given: dict[str, Any], said: str) -> None:
     asked = StrategySettings(**{"parallel": "ddp", "ranks": 2, **given})
-    assert [fault for fault in strategy_faults(asked) if said in fault], strategy_faults(asked)
-    assert not strategy_faults(StrategySettings(parallel="ddp", ranks=2, shares="3,1"))
+    assert [fault for fault in strategy_errors(asked) if said in fault], strategy_errors(asked)
+    assert not strategy_errors(StrategySettings(parallel="ddp", ranks=2, shares="3,1"))
 
 
 @pytest.mark.parametrize(

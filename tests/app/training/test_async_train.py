@@ -14,7 +14,7 @@ from app.planning.auto import names_for
 from app.planning.command import PlanCommand
 from app.planning.report import NAMES
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from app.training.push_log import PushLog, staleness_in
 from parallel.schedule.pushes import Push, read_pushes
 from parallel.strategy import DELAYED
@@ -86,7 +86,7 @@ def test_one_rank_is_the_plain_run_bit_for_bit(classify_slides: Path, train: Tra
 )
 def test_what_does_not_go_with_it_is_refused_by_name(asked: dict[str, Any], fault: str) -> None:
     settings: dict[str, Any] = {"parallel": "async", "ranks": 2, **asked}
-    (found,) = strategy_faults(StrategySettings(**settings))
+    (found,) = strategy_errors(StrategySettings(**settings))
     assert fault in found
 
 
@@ -100,7 +100,7 @@ def test_no_plan_takes_it() -> None:
 def test_minibatches_that_nobody_named_are_of_one_size(ranks: int, batch: int, m: int) -> None:
     settings = StrategySettings(parallel="async", ranks=ranks, batch=batch)
     assert settings.m == m
-    assert strategy_faults(settings) == []
+    assert strategy_errors(settings) == []
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_a_log_that_cannot_be_replayed_is_refused(text: str | None, fault: str, 
     path = tmp_path / "log.csv"
     if text is not None:
         path.write_text(text)
-    (found,) = strategy_faults(StrategySettings(parallel="async", microbatches=2, replay=path))
+    (found,) = strategy_errors(StrategySettings(parallel="async", microbatches=2, replay=path))
     assert fault in found
-    found_ranks = strategy_faults(StrategySettings(parallel="async", ranks=2, microbatches=2, replay=path))[0]
+    found_ranks = strategy_errors(StrategySettings(parallel="async", ranks=2, microbatches=2, replay=path))[0]
     assert "--replay repeats all updates on one rank; got --ranks 2" in found_ranks
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import DataSettings, RunConfig, StreamSettings
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from app.training.engines import build_engine, build_optimizer
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
@@ -31,7 +31,7 @@ MIB = 1 << 20
 def test_sizes(asked: str | None, size: int | None) -> None:
     settings = StrategySettings(parallel="ddp", ranks=2, gradient_buckets=asked)
     assert settings.bucket_bytes == size
-    assert bool(strategy_faults(settings)) == (asked in ("none", ""))
+    assert bool(strategy_errors(settings)) == (asked in ("none", ""))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_sizes(asked: str | None, size: int | None) -> None:
     ],
 )
 def test_where_no_gradients_are_summed_their_buckets_have_no_size(asked: dict[str, Any], message: str) -> None:
-    (fault,) = strategy_faults(StrategySettings(**{"gradient_buckets": "4MiB", **asked}))
+    (fault,) = strategy_errors(StrategySettings(**{"gradient_buckets": "4MiB", **asked}))
     assert message in fault
 
 
@@ -62,7 +62,7 @@ def test_where_no_gradients_are_summed_their_buckets_have_no_size(asked: dict[st
     ],
 )
 def test_where_some_are_they_have(asked: dict[str, Any]) -> None:
-    assert strategy_faults(StrategySettings(**asked, gradient_buckets="4MiB")) == []
+    assert strategy_errors(StrategySettings(**asked, gradient_buckets="4MiB")) == []
 
 
 def test_microbatches_ahead_are_counted_from_none() -> None:

@@ -27,7 +27,7 @@ from app.launch.signals import Interrupt
 from app.launch.watchdog import Watchdog
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from app.training import model as model_module
 from app.training import resharing
 from app.training import session as session_module
@@ -76,7 +76,7 @@ def run_config(slides: Path, out: Path, twin_steps: int = 0, **strategy: Any) ->
 
 
 def train_on_threads(config: RunConfig, dataset: Dataset) -> Ran:
-    assert strategy_faults(config.strategy) == []
+    assert strategy_errors(config.strategy) == []
 
     def rank(communicator: Communicator, _: None) -> tuple[float | None, Mapping[str, float | None], tuple[str, ...]]:
         folder = RunFolder(config.out)

@@ -1,0 +1,268 @@
+"""Errors of a strategy as it is asked for: how ranks and batch are divided, and settings that exclude each other.
+
+Takes ``StrategySettings``; gives a line for each error, all at once.
+"""
+
+from __future__ import annotations
+
+from app.settings.launcher import find_launch
+from app.settings.share_errors import async_errors, broken, mixed_errors, share_errors
+from app.settings.sizes import bytes_of
+from app.settings.strategy import StrategySettings
+from parallel.memory.policy import ActivationPolicy
+from parallel.schedule.registry import SCHEDULES, kind_of
+from parallel.space.team import Grid
+from parallel.strategy import STREAMED, Strategy
+
+OPTIMAL_OFFLOAD = "--recompute optimal is planned for what stays on the device: use --recompute block with --offload"
+
+
+def strategy_errors(settings: StrategySettings) -> list[str]:
+    """Return the errors of ``settings`` on the number of ranks there are."""
+    if settings.ranks < 1:
+        return [f"--ranks must be at least 1; got {settings.ranks}"]
+    errors = _of_planner(settings) if settings.undecided else _of_mesh(settings) or _of_microbatches(settings)
+    for find in (_of_options, _of_memory_policy, _of_buckets, share_errors, mixed_errors, async_errors):
+        errors += find(settings)
+    errors += broken(
+        {
+            f"--memory takes a size such as 512MiB or 16GiB; got {settings.memory!r}": settings.memory is not None
+            and settings.memory_bytes is None,
+            "--memory-excess=stop holds a run against --memory; give that, too": settings.memory_excess == "stop"
+            and settings.memory is None,
+            f"--timeout-s must be above 0; got {settings.timeout_s:g}": not settings.timeout_s > 0,
+            f"--join-timeout-s must be above 0; got {settings.join_timeout_s:g}": not settings.join_timeout_s > 0,
+        }
+    )
+    if not errors and not settings.undecided:
+        errors = [f"--parallel {error}" for error in settings.to_strategy("cpu").stash_faults]
+    return errors
+
+
+def _of_options(settings: StrategySettings) -> list[str]:
+    """Return the options that mean nothing under the strategy."""
+    rule = f"--parallel {settings.name} does not split it"
+    if settings.undecided:
+        rule = "--parallel auto chooses this itself: leave it out, or name the strategy"
+    of_stages = {
+        "--stages": settings.stages is not None and not settings.undecided,
+        "--cuts": settings.cuts,
+        "--schedule": settings.schedule is not None,
+        "--recompute stage": settings.recompute == "stage",
+        "--compile": settings.compile,
+    }
+    flags = [] if settings.splits else broken(of_stages)
+    pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
+    has_pairs = settings.splits and kind_of(settings.name).replicas == 2
+    return [f"{flag} is about a model split into stages; {rule}" for flag in flags] + broken(
+        {
+            f"--chunks is for --parallel interleaved; got --parallel {settings.parallel}": settings.chunks is not None
+            and settings.name != "interleaved",
+            f"--shard-optimizer=pair needs two copies of the model ({pairs}); got --parallel {settings.parallel}": (
+                settings.shard_optimizer == "pair" and not has_pairs
+            ),
+            f"--schedule {settings.schedule} is not a file": settings.schedule is not None
+            and not settings.schedule.is_file(),
+        }
+    )
+
+
+def _of_planner(settings: StrategySettings) -> list[str]:
+    """Return errors in what limits the planner's choice."""
+    stages, m = settings.stages, settings.microbatches
+    return broken(
+        {
+            "--grid is of a strategy that is named, as --parallel spatial; got --parallel auto": settings.grid,
+            f"--stages must be 2 or more and divide the number of ranks, {settings.world}; got {stages}": (
+                stages is not None and (stages < 2 or settings.world % stages)
+            ),
+            f"--microbatches must be 1 to --batch {settings.batch}; got {m}": m is not None
+            and not 1 <= m <= settings.batch,
+            f"--batch must be at least 1; got {settings.batch}": settings.batch < 1,
+        }
+    )
+
+
+def _of_mesh(settings: StrategySettings) -> list[str]:
+    name, world, depth = settings.name, settings.world, settings.depth
+    errors = broken(
+        {
+            f"--parallel single uses one process; got {world} ranks": name == "single" and world > 1,
+            f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {world}": name == "fsdp"
+            and world < 2,
+        }
+    )
+    if settings.grid or name == "spatial":
+        errors += _of_teams(settings)
+    elif settings.splits and world < 2:
+        errors.append(f"--parallel {name} splits the model over 2 ranks or more; got --ranks {world}")
+    elif settings.splits and not 2 <= depth <= world:
+        errors.append(f"--stages must be 2 to the number of ranks, {world}; got {depth}")
+    elif settings.splits and world % depth:
+        errors.append(
+            f"{world} ranks cannot be divided into groups of --stages {depth}: use {world - world % depth} ranks, or "
+            "other --stages"
+        )
+    launch = find_launch()
+    return errors + broken(
+        {
+            f"--chunks must be at least 2; got {settings.chunks}": settings.chunks is not None and settings.chunks < 2,
+            f"--parallel {name} is torch's own and talks over torch.distributed, not MPI; these ranks were started by "
+            "an MPI launcher: start them with torchrun or --ranks, or use --parallel ddp": settings.over_torch
+            and launch
+            and launch.mpi,
+        }
+    )
+
+
+def _of_microbatches(settings: StrategySettings) -> list[str]:
+    """Return errors in the microbatches of a mesh that is right."""
+    if not settings.groups <= settings.m <= settings.batch:
+        of = settings.group_ranks
+        share = "every rank" if of == 1 else f"each of {settings.groups} groups of {of} ranks"
+        return [
+            f"{settings.world} ranks, --microbatches {settings.m} and --batch {settings.batch} do not fit: "
+            f"{share} needs a microbatch and every microbatch a tile"
+        ]
+    if settings.name == "mast" and settings.m != 2 * settings.groups:
+        return [
+            f"--parallel mast computes 2 microbatches per group, {2 * settings.groups} in all; "
+            f"got --microbatches {settings.m}: leave it out, or use master"
+        ]
+    return []
+
+
+def _of_teams(settings: StrategySettings) -> list[str]:
+    """Return errors of ``--grid`` under a strategy that is named, and of ``--parallel spatial``."""
+    name, world = settings.name, settings.world
+    if settings.grid:
+        try:
+            Grid.parse(settings.grid)
+        except ValueError as fault:
+            return [f"--grid: {fault}"]
+    if not settings.splits:
+        return [
+            f"--grid divides each tile among the ranks of a team, which --parallel {name} does not have: use "
+            "--parallel spatial, or a strategy that splits the model"
+        ]
+    if name == "spatial" and world < 2 and not settings.grid:
+        return [f"--parallel spatial divides each tile among 2 ranks or more; got --ranks {world}"]
+    one_stage = "is about a model split into stages; --parallel spatial has one stage: leave it out"
+    errors = broken(
+        {
+            f"--stages {settings.stages} {one_stage}": name == "spatial" and settings.stages is not None,
+            f"--cuts={settings.cuts} {one_stage}": name == "spatial" and settings.cuts,
+            f"--parallel {name} splits the model over 2 teams or more; got --grid {settings.grid} and {world} ranks: "
+            "use more ranks, smaller grids, or --parallel spatial": name != "spatial" and settings.depth < 2,
+        }
+    )
+    if errors:
+        return errors
+    grid, ranks = settings.team, settings.group_ranks
+    assert grid is not None
+    shown = settings.grid or str(grid)
+    if grid.members < 2:
+        return [f"--grid {shown} divides nothing: give a grid of 2 ranks or more, as 2x1"]
+    teams = "a team" if settings.depth == 1 else f"{settings.depth} teams"
+    # As much of the strategy as teams have a say in.
+    strategy = Strategy(
+        name,
+        ranks=world,
+        depth=settings.depth,
+        m=settings.m,
+        policy=ActivationPolicy(parameters=settings.offload_state == "parameters", stream=settings.stream_px),
+        shard_optimizer=settings.shard_optimizer == "pair" and kind_of(name).replicas == 2,
+        statistics=settings.norm_statistics,
+        compile=settings.compile,
+        grid=grid,
+        schedule_csv="" if settings.schedule else None,
+    )
+    whole = {
+        f"--grid {shown} takes {ranks} ranks for {teams}, or a multiple; got {world}: give --ranks "
+        f"{max(1, world // ranks) * ranks}, or another grid": world % ranks
+    }
+    return broken(whole) + [f"--grid {shown}: {fault}" for fault in strategy.team_faults]
+
+
+def _of_memory_policy(settings: StrategySettings) -> list[str]:
+    """Return errors of recomputation, offload and boxes."""
+    recompute, offload, runs = settings.recompute, settings.offload, settings.recompute_runs
+    policies = {
+        f"--recompute {recompute}": recompute != "none",
+        f"--offload {offload}": offload != "none",
+        f"--offload-state={settings.offload_state}": settings.offload_state != "none",
+    }
+    is_fsdp = settings.name == "fsdp" and not settings.undecided
+    errors = [
+        f"{flag} is not for --parallel fsdp, whose parameters come and go: use ddp, or a strategy with stages"
+        for flag in (broken(policies) if is_fsdp else ())
+    ]
+    errors += broken(
+        {
+            f"--recompute-runs goes with --recompute optimal; got --recompute {recompute}": runs
+            and recompute != "optimal",
+            OPTIMAL_OFFLOAD: recompute == "optimal" and offload == "overlap" and not runs,
+            f"--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got {runs!r}": any(
+                len(run.split(":")) != 2 for run in runs.split(",") if run
+            ),
+        }
+    )
+    for flag, text in (("--offload-ahead", settings.offload_ahead), ("--offload-host", settings.offload_host)):
+        if text is not None and bytes_of(text) is None:
+            errors.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
+        elif text is not None and offload != "overlap" and (settings.stream == "none" or flag.endswith("ahead")):
+            errors.append(f"{flag} is about --offload overlap; got --offload {offload}")
+    return errors + _of_boxes(settings)
+
+
+def _of_boxes(settings: StrategySettings) -> list[str]:
+    """Return errors of tiles computed box by box."""
+    stream, parallel = settings.stream, settings.parallel
+    if stream == "none":
+        return []
+    if not settings.box_undecided and (not stream.isdecimal() or int(stream) < 1):
+        return [f"--stream takes none, auto or the side of boxes in px, such as 512; got {stream!r}"]
+    excluded = {
+        f"--recompute {settings.recompute}": settings.recompute != "none",
+        f"--offload {settings.offload}": settings.offload != "none",
+        "--offload-state=parameters": settings.offload_state == "parameters",
+        "--norm-statistics deferred": settings.norm_statistics == "deferred",
+        "--compile": settings.compile,
+    }
+    reasons = {
+        "fsdp": "whose parameters come and go",
+        "zero-bubble": "which splits a backward pass that boxes compute in one",
+    }
+    reason = reasons.get(parallel, "which does not plan boxes yet")
+    refused = settings.undecided or settings.name in ("fsdp", "zero-bubble")
+    return [
+        f"--stream {stream} computes a tile again box by box, and goes without {flag}: leave that out"
+        for flag in broken(excluded)
+    ] + broken(
+        {
+            f"--stream {stream} is not for --parallel {parallel}, {reason}: name another strategy": refused,
+            f"--stream auto is planned for --parallel single, ddp and spatial; got --parallel {parallel}: name the "
+            "side of boxes in px, such as 512": not refused
+            and settings.box_undecided
+            and settings.name not in STREAMED,
+        }
+    )
+
+
+def _of_buckets(settings: StrategySettings) -> list[str]:
+    """Return errors of ``--gradient-buckets``, of settings whose ranks and stages fit together."""
+    if settings.gradient_buckets is None:
+        return []
+    if settings.bucket_bytes is None:
+        return [f"--gradient-buckets takes a size such as 4MiB, or 0; got {settings.gradient_buckets!r}"]
+    sums = settings.name == "ddp" and settings.world > 1
+    if settings.splits:
+        sums = settings.groups > 1 or bool(settings.team) or kind_of(settings.name).replicas == 2
+    if settings.undecided or sums:
+        return []
+    ranks = f"{settings.world} rank{'s' * (settings.world > 1)}"
+    units = ": it sums those of a unit at once" if settings.name == "fsdp" else ""
+    return [
+        "--gradient-buckets is about gradients that several ranks have of the same parameters; "
+        f"--parallel {settings.name} on {ranks} sums none so{units}: leave it out"
+    ]
