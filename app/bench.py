@@ -23,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: BenchCommand, arguments: Sequence[str]) -> int:
-    from app.benchmark.campaign import Campaign  # which reads slides; first the settings are known to be right
+    from app.benchmark.runner import BenchmarkRunner  # which reads slides; first the settings are known to be right
 
     check_folder(command.data.slides)
     with lock_folder(command.out):
-        return Campaign(command, arguments).run()
+        return BenchmarkRunner(command, arguments).run()
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def predict(command: PredictCommand, arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as held:
         if launch is None:
             held.enter_context(lock_folder(command.out))
-        from app.prediction.share import predict_share
+        from app.prediction.share import predict_rank
 
-        predict_share(command, launch.rank if launch else 0)
+        predict_rank(command, launch.rank if launch else 0)
     return 0
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.launch.restart import Attempts, attempts_before, describe_restart, find_starter
+from app.launch.restart import Attempts, describe_restart, find_launcher, previous_attempts
 from app.planning.auto import decided, plan_run, plan_text
 from app.planning.whole_slides import as_square, check_largest, in_boxes
 from app.settings.cli import FAILED, USAGE, RunError, describe_system_error, run_command
@@ -66,8 +66,8 @@ def train(config: RunConfig, arguments: Sequence[str]) -> int:
 
 def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str]) -> int:
     with RankServer(["app.train", *arguments], LOADED_BY_RANKS) as server:
-        starter = find_starter(server=server.pid)
-        before = attempts_before(folder.attempts(), starter)
+        starter = find_launcher(server=server.pid)
+        before = previous_attempts(folder.attempts(), starter)
         # Everything that can be wrong with the data is found here, once, while the server loads.
         config_here = _continued(config, folder, before)
         dataset = _prepare(_with_microbatches(config_here, _begun(config_here, folder, before)), folder, before)
@@ -169,7 +169,7 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
     try:
         return _train_guarded(_with_microbatches(config, begun), folder, placement, guard, interrupt, before)
     except Exception as fault:
-        if not guard.tells(fault):
+        if not guard.should_print(fault):
             return USAGE if isinstance(fault, ValueError) else FAILED
         if isinstance(fault, CommunicationError):
             raise RunError(str(fault)) from fault
@@ -209,7 +209,7 @@ def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: RankPlace
     from app.training.share import share
 
     def find() -> tuple[int, int | None, bool]:
-        before = attempts_before(folder.attempts(), find_starter())
+        before = previous_attempts(folder.attempts(), find_launcher())
         continued = _continued(config, folder, before)
         return before, _begun(continued, folder, before), continued.resume
 
@@ -262,7 +262,7 @@ def _train_guarded(
             error = f"{describe_system_error(fault)}; {kept if folder.last.exists() else 'then start again'}"
         with contextlib.suppress(OSError) if is_full else contextlib.nullcontext():
             summary.failed(error, memory.bytes)
-        if is_full or placement.communicator.world > 1 or guard.foresees(fault):
+        if is_full or placement.communicator.world > 1 or guard.is_expected(fault):
             raise RunError(error) from fault
         raise
     summary.finished(memory.bytes)
@@ -324,7 +324,7 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, be
     from app.training.share import share
     from parallel.comm.objects import gather_objects
 
-    starter = find_starter()
+    starter = find_launcher()
     agents = gather_objects(placement.communicator, starter.agent)
 
     def find() -> tuple[Dataset, str]:

@@ -20,7 +20,7 @@ SHOWN = 3
 """Numbers of ranks that a refusal names, of all that would do."""
 
 
-class Asked(NamedTuple):
+class StrategySpec(NamedTuple):
     """A strategy of ``app.train`` and what goes with it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     grid: Grid | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Asked:
+    def parse(cls, text: str) -> StrategySpec:
         """Return the strategy written as ``NAME``, ``NAME@GRID`` or ``NAME@GRID+SAVING+SAVING``.
 
         Raises:

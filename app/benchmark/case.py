@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from app.benchmark.asked import SAVINGS, Asked
+from app.benchmark.asked import SAVINGS, StrategySpec
 from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_errors import strategy_errors
 
@@ -114,6 +114,6 @@ def cases_of(
     for tile, n in itertools.product(tiles, ranks):
         growth = n / min(ranks) if scaling == "weak" else 1
         size = round(batch * growth), round(microbatches * growth)
-        for asked in map(Asked.parse, strategies):
+        for asked in map(StrategySpec.parse, strategies):
             for depth in asked.depths(n, stages) if asked.runs_on(n) else ():
                 yield Case(asked.name, asked.savings, n, tile, *size, memory, depth, str(asked.grid or ""))

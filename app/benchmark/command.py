@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from app.benchmark.asked import Asked
+from app.benchmark.asked import StrategySpec
 from app.benchmark.case import Case, cases_of
 from app.settings.launcher import find_launch
 from app.settings.run import DataSettings, ModelSettings
@@ -140,7 +140,7 @@ class BenchCommand:
             faults.append(f"--trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
         for strategy in self.strategies:
             try:
-                fault = Asked.parse(strategy).fault(self.ranks)
+                fault = StrategySpec.parse(strategy).fault(self.ranks)
             except ValueError as unread:
                 fault = str(unread)
             faults += [fault] if fault else []

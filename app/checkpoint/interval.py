@@ -36,21 +36,21 @@ class CheckpointInterval:
         """Add a step that took ``step_s``; ``beside``: a checkpoint was being copied or written meanwhile."""
         (self._beside_s if beside else self._quiet_s).append(step_s)
 
-    def add_checkpoint(self, between_s: float, held_s: float, persist_s: float) -> None:
+    def add_checkpoint(self, between_s: float, blocked_s: float, write_s: float) -> None:
         """Add a checkpoint that is on the disk; the steps beside it have been added.
 
         Args:
             between_s: what it took between two steps.
-            held_s: how long updates waited for its copy; part of the steps beside it.
-            persist_s: from the end of the step before it until it was on the disk; 0 when that was all between steps.
+            blocked_s: how long updates waited for its copy; part of the steps beside it.
+            write_s: from the end of the step before it until it was on the disk; 0 when that was all between steps.
         """
         slower_s = 0.0
         if self._quiet_s:
             usual_s = statistics.median(self._quiet_s)
             slower_s = sum(self._beside_s) - usual_s * len(self._beside_s)
         self._beside_s.clear()
-        self._costs_s.append(between_s + max(held_s, slower_s))
-        self._persists_s.append(persist_s)
+        self._costs_s.append(between_s + max(blocked_s, slower_s))
+        self._persists_s.append(write_s)
 
     @property
     def cost_s(self) -> float | None:
@@ -67,7 +67,7 @@ class CheckpointInterval:
         if step_s <= 0:
             return FIRST
         affordable = math.ceil(cost_s / (self._overhead * step_s))
-        persist_s = statistics.median(self._persists_s)
+        write_s = statistics.median(self._persists_s)
         # One step more than the disk needs: steps without a checkpoint beside them are what the others are held to.
-        possible = math.ceil(persist_s / step_s) + 1 if persist_s else 1
+        possible = math.ceil(write_s / step_s) + 1 if write_s else 1
         return max(1, affordable, possible)

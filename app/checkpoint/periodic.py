@@ -24,7 +24,7 @@ from parallel.engine.step import TrainingEngine
 log = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of a run. A context: whatever happened, a checkpoint that was begun is on the disk at its end.
 
     Args:
@@ -112,14 +112,14 @@ class Checkpoints:
         """
         written = self._two_phase.finish() if self._two_phase is not None else None
         if written is not None:
-            self._interval.add_checkpoint(self._between_s, written.held_s, written.persist_s)
+            self._interval.add_checkpoint(self._between_s, written.blocked_s, written.write_s)
             log.info(
                 "checkpoint of step %d: %.3f s between two steps, an update waited %.3f s, on the disk after %.3f s; "
                 "steps beside them included, checkpoints cost %.3f s each",
                 self._last_step,
                 self._between_s,
-                written.held_s,
-                written.persist_s,
+                written.blocked_s,
+                written.write_s,
                 self._interval.cost_s,
             )
 

@@ -34,12 +34,12 @@ class Written:
     """The seconds that a checkpoint took.
 
     Attributes:
-        held_s: how long an update waited for the copy.
-        persist_s: from the step before it until it was on the disk.
+        blocked_s: how long an update waited for the copy.
+        write_s: from the step before it until it was on the disk.
     """
 
-    held_s: float
-    persist_s: float
+    blocked_s: float
+    write_s: float
 
 
 class TwoPhaseCheckpoints:
@@ -122,7 +122,7 @@ class TwoPhaseCheckpoints:
         self._job = None
         if job.error is not None:
             raise job.error
-        return Written(job.held_s, job.persist_s)
+        return Written(job.blocked_s, job.write_s)
 
     def _targets(self, sources: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return uint8 tensors for the copies of ``sources`` in the buffer, each a storage of its own."""
@@ -150,8 +150,8 @@ class _Job(threading.Thread):
         self._path, self._also = path, also
         self._copied = threading.Event()
         self._begun_s = time.monotonic()
-        self.held_s = 0.0
-        self.persist_s = 0.0
+        self.blocked_s = 0.0
+        self.write_s = 0.0
         self.error: BaseException | None = None
 
     def _copy_and_write(self) -> None:
@@ -169,7 +169,7 @@ class _Job(threading.Thread):
         except BaseException as error:
             self.error = error
         finally:
-            self.persist_s = time.monotonic() - self._begun_s
+            self.write_s = time.monotonic() - self._begun_s
             del self._complete, self._state
 
     def await_copy(self) -> None:
@@ -178,7 +178,7 @@ class _Job(threading.Thread):
             return
         begun_s = time.monotonic()
         self._copied.wait()
-        self.held_s += time.monotonic() - begun_s
+        self.blocked_s += time.monotonic() - begun_s
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, confusion_matrix, recall_score, roc_auc_score
 
-from app.evaluation.intervals import Estimate, resampled
+from app.evaluation.intervals import Estimate, bootstrap
 from app.training.metrics import rows_by
 
 Floats = NDArray[np.float64]
@@ -72,7 +72,7 @@ def _over_classes(cases: Cases, score: Callable[..., float]) -> float | None:
 
 def with_interval(cases: Cases, measure: Callable[[Cases], float | None], seed: int = 0) -> Estimate:
     """Return ``measure`` of the cases with its interval over their patients."""
-    return resampled(cases.patient, lambda rows: measure(cases.select(rows)), seed)
+    return bootstrap(cases.patient, lambda rows: measure(cases.select(rows)), seed)
 
 
 def by_patient(cases: Cases) -> tuple[Cases, Labels]:

@@ -29,7 +29,7 @@ class Estimate:
     high: float | None = None
 
 
-def resampled(patient: Rows, measure: Callable[[Rows], float | None], seed: int = 0) -> Estimate:
+def bootstrap(patient: Rows, measure: Callable[[Rows], float | None], seed: int = 0) -> Estimate:
     """Return ``measure`` of all cases, and its ``CONFIDENCE`` interval over ``RESAMPLES`` draws of patients with
     replacement; draws that cannot define it, as those of one class alone, are not counted.
 

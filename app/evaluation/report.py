@@ -25,7 +25,7 @@ from app.evaluation.classification import (
     with_interval,
 )
 from app.evaluation.froc import Froc
-from app.evaluation.intervals import Estimate, resampled
+from app.evaluation.intervals import Estimate, bootstrap
 from app.evaluation.labelled import LabelledSlides, labelled_slides, patients_of, read_truth
 from app.evaluation.scored_split import ScoredSplit, choose_split, training_note
 from app.prediction.prediction_folder import PredictionFolder
@@ -243,7 +243,7 @@ def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[s
     """
     _, patient = np.unique([patients.get(slide, slide) for slide in areas.slides], return_inverse=True)
     return {
-        name: resampled(patient, functools.partial(_mean_of_rows, values[:, c])) for c, name in enumerate(areas.classes)
+        name: bootstrap(patient, functools.partial(_mean_of_rows, values[:, c])) for c, name in enumerate(areas.classes)
     }
 
 

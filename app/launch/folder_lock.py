@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from app.launch.restart import find_starter
+from app.launch.restart import find_launcher
 from app.settings.cli import RunError
 
 LOCK = "run.lock"
@@ -38,7 +38,7 @@ _held: set[int] = set()
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that has a lock; ``agent`` and ``job`` as of ``Starter``."""
+    """The process that has a lock; ``agent`` and ``job`` as of ``Launcher``."""
 
     host: str
     pid: int
@@ -51,7 +51,7 @@ class Holder:
     @classmethod
     def here(cls) -> Holder:
         """Return this process as a holder."""
-        starter = find_starter()
+        starter = find_launcher()
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         command = Path(sys.argv[0]).stem if len(sys.argv[0]) > 2 else "python"
         return cls(platform.node(), os.getpid(), _user(), since, command, starter.agent, starter.job)
@@ -125,7 +125,7 @@ def _acquire(path: Path, descriptor: int, here: Holder, shared: bool) -> None:
 
 def _has_ended(holder: Holder, here: Holder) -> bool:
     """Return whether what started both has ended ``holder`` before: of a job of Slurm, only a requeue is proof."""
-    starter = find_starter()
+    starter = find_launcher()
     return (here.agent is not None and here.agent == holder.agent) or (starter.requeued and starter.job == holder.job)
 
 

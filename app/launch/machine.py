@@ -24,7 +24,7 @@ NO_LIMIT_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
-class Confinement:
+class CgroupLimits:
     """Limits of the control groups a process is in; None where there is none."""
 
     cores: float | None
@@ -32,7 +32,7 @@ class Confinement:
     memory_used_bytes: int | None
 
 
-def confinement(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> Confinement:
+def cgroup_limits(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> CgroupLimits:
     """Return the limits of this process's control groups, version 2 or 1.
 
     Args:
@@ -55,7 +55,7 @@ def confinement(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> Confinement:
             if limit.isdigit() and int(limit) < NO_LIMIT_BYTES:
                 memory.append((int(limit), int(used) if used.isdigit() else None))
     least, used_of_least = min(memory, key=lambda entry: entry[0], default=(None, None))
-    return Confinement(min(cores, default=None), least, used_of_least)
+    return CgroupLimits(min(cores, default=None), least, used_of_least)
 
 
 def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path = VMSTAT) -> int | None:
@@ -63,7 +63,7 @@ def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path 
     on the whole machine. None where neither is told.
 
     Args:
-        cgroups, own: as for ``confinement``.
+        cgroups, own: as for ``cgroup_limits``.
         machine: the kernel's counters of its memory, ``name number`` lines.
     """
     files = (group / name for group in _groups(cgroups, own) for name in ("memory.events", "memory.oom_control"))
@@ -96,13 +96,13 @@ def usable_cores() -> int:
     """Return the cores this process may run on: its affinity, and no more than its control groups' share, rounded
     up."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = confinement().cores
+    share = cgroup_limits().cores
     return affinity if share is None else max(1, min(affinity, math.ceil(share)))
 
 
 def memory_bytes() -> tuple[int, int]:
     """Return (all, still free) memory this process may use, in bytes."""
-    machine, limits = psutil.virtual_memory(), confinement()
+    machine, limits = psutil.virtual_memory(), cgroup_limits()
     total, free = int(machine.total), int(machine.available)
     if limits.memory_bytes is None or limits.memory_bytes >= total:
         return total, free

@@ -55,19 +55,19 @@ class RankGuard:
             self._told_elsewhere = self.watchdog.wait_for_abort(lambda: self._interrupt.requested)
             with contextlib.suppress(OSError):
                 return self._file.read_text().rstrip()
-        if self.foresees(fault) or not self._several:
+        if self.is_expected(fault) or not self._several:
             return str(fault)
         reason = f"failed ({type(fault).__name__}: {fault})"
         advice = "".join(traceback.format_exception(fault)).rstrip()
         return describe_fault(None, self._communicator.rank, None, self.watchdog.steps, "", reason, advice)
 
-    def foresees(self, fault: Exception) -> bool:
+    def is_expected(self, fault: Exception) -> bool:
         """Return whether the text of ``fault`` says all there is to say; otherwise its traceback is needed."""
         return (
             isinstance(fault, (RunError, SlideError, EngineFault)) or lacks_memory(fault) or self._lost_another(fault)
         )
 
-    def tells(self, fault: Exception) -> bool:
+    def should_print(self, fault: Exception) -> bool:
         """Return whether this rank is to print ``fault``; False when it ends in silence, as another rank has said why.
         Either way this process now has to end."""
         if not self._several:

@@ -22,7 +22,7 @@ AGENTS = frozenset({"TORCHELASTIC_RUN_ID", STARTED_BY_US})
 
 
 @dataclass(frozen=True, slots=True)
-class Starter:
+class Launcher:
     """What starts the processes of a run, and would start them again.
 
     Attributes:
@@ -65,7 +65,7 @@ class Attempts:
         return cls(begun, tuple(agents), job, tuple(ranks))
 
 
-def find_starter(environment: Mapping[str, str] = os.environ, *, server: int | None = None) -> Starter:
+def find_launcher(environment: Mapping[str, str] = os.environ, *, server: int | None = None) -> Launcher:
     """Return what started this process.
 
     Args:
@@ -77,10 +77,10 @@ def find_starter(environment: Mapping[str, str] = os.environ, *, server: int | N
     job = environment.get("SLURM_JOB_ID")
     if "SLURM_ARRAY_JOB_ID" in environment:
         job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
-    return Starter(agent, job, int(environment.get("SLURM_RESTART_COUNT", 0)) > 0)
+    return Launcher(agent, job, int(environment.get("SLURM_RESTART_COUNT", 0)) > 0)
 
 
-def attempts_before(record: Attempts | None, starter: Starter) -> int:
+def previous_attempts(record: Attempts | None, starter: Launcher) -> int:
     """Return how many attempts ``starter`` has made; 0 when the folder is new, or holds a run that something else
     started.
 

@@ -37,8 +37,8 @@ from pipelines.stream.tile_boxes import BoxMaker
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
-    """Spread of a model over ranks in prediction.
+class Placement:
+    """Placement of a model over ranks in prediction.
 
     Attributes:
         communicator: to the ranks of this group, a stage each.
@@ -70,7 +70,7 @@ class MakePixels(Protocol):
     def __call__(self, *, stains: StainSteps | None = None) -> PixelMaker: ...
 
 
-class Whole:
+class LocalModel:
     """One process that computes the model at once.
 
     Attributes:
@@ -112,16 +112,16 @@ class Whole:
         maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
         return maker.floats(_on_device(images, maker), maker.drawn(rows, rows))
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the ``value`` of the rank that reads, on all ranks of the group."""
         return value
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def fail_together(self) -> contextlib.AbstractContextManager[None]:
         """Around what each rank of the group does alone: where one fails, all do."""
         return contextlib.nullcontext()
 
 
-class InParts:
+class DistributedModel:
     """A group of ranks with a stage each, or one; windows at once or box by box.
 
     Args:
@@ -132,7 +132,7 @@ class InParts:
     def __init__(
         self,
         module: nn.Module,
-        spread: Spread,
+        spread: Placement,
         pixels: MakePixels,
         autocast: torch.dtype | None,
         side: int,
@@ -170,11 +170,11 @@ class InParts:
         logits: Tensor | None = self._engine.predict(Microbatch(made, None, shape))
         return logits
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return broadcast_object(self._communicator, value)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         try:
             yield
         except Exception:
@@ -190,7 +190,7 @@ def _on_device(images: NDArray[np.uint8], maker: PixelMaker) -> Tensor:
 
 
 @contextlib.contextmanager
-def rank_faults(slide_id: str, computation: Whole | InParts) -> Iterator[None]:
+def rank_faults(slide_id: str, computation: LocalModel | DistributedModel) -> Iterator[None]:
     """Around what the ranks of a group do in step: a fault that not all of them meet alike ends the run.
 
     Raises:

@@ -33,7 +33,7 @@ def predict_picture(
         SlideError: it is no picture, or cannot be decoded; on every rank of the group.
         RunError: one of several ranks of the group has failed.
     """
-    with model.computation.together():
+    with model.computation.fail_together():
         threads = default_threads(1)
         source = find_tiles(spec, settings, threads).source
         stain = None

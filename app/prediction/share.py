@@ -20,7 +20,7 @@ import torch
 
 from app.launch.place import choose_device, connect, host_memory, take_cores
 from app.prediction.command import PredictCommand
-from app.prediction.computation import Spread
+from app.prediction.computation import Placement
 from app.prediction.picture_as_tile import predict_picture
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.slide_as_tile import predict_as_tile
@@ -51,7 +51,7 @@ OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Faults that the next slide would meet as well."""
 
 
-def predict_share(command: PredictCommand, rank: int) -> None:
+def predict_rank(command: PredictCommand, rank: int) -> None:
     """Predict the slides of this rank's group: of d groups every d-th."""
     launch = find_launch()
     device = choose_device(command.device, launch.local_rank if launch else 0)
@@ -84,7 +84,7 @@ def predict_share(command: PredictCommand, rank: int) -> None:
     _log_to(command.out / (f"run-{rank}.log" if command.world > 1 else "run.log"))
     share = specs[group::groups]
     done = folder.done(share)
-    undone = model.computation.told([spec.slide_id for spec in share if spec.slide_id not in done])
+    undone = model.computation.broadcast([spec.slide_id for spec in share if spec.slide_id not in done])
     todo = [spec for spec in share if spec.slide_id in undone]
     if not rank:
         weights = ", averaged weights" * model.averaged
@@ -151,7 +151,7 @@ def _predictor(
     )
 
 
-def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
+def _spread(command: PredictCommand, rank: int, device: torch.device) -> Placement:
     """How the model is spread, for this rank; every rank calls it."""
     communicator: Communicator = LocalCommunicator()
     if command.stages > 1:
@@ -164,7 +164,7 @@ def _spread(command: PredictCommand, rank: int, device: torch.device) -> Spread:
             communicator = communicator if group is None else group
     stream = None if command.stream == "none" else int(command.stream)
     host = None if stream is None else host_memory(device, command.out)
-    return Spread(communicator, stream, command.offload == "parameters", host)
+    return Placement(communicator, stream, command.offload == "parameters", host)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ def predict_as_tile(
     """
     with ExitStack() as opened:
         pixels = None
-        with model.computation.together():
+        with model.computation.fail_together():
             tiles, picture = _rectangle(spec, settings)
             stain = None if model.stain_target is None else _stain(spec, model.stain_target.method, settings)
             region = Region(int(tiles.l0_x[0]), int(tiles.l0_y[0]), *tiles.size, settings.mpp)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import autocast_of, precision_of
-from app.prediction.computation import InParts, Spread, Whole
+from app.prediction.computation import DistributedModel, LocalModel, Placement
 from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
@@ -91,7 +91,7 @@ class TrainedModel:
     averaged: bool
     stain_target: StainFit | None
     slides: SlideColumns | None
-    computation: Whole | InParts
+    computation: LocalModel | DistributedModel
 
     @property
     def whole_slides(self) -> bool:
@@ -199,7 +199,7 @@ class TrainedModel:
 
 
 def load_model(
-    path: Path, named: str | None, device: torch.device, spread: Spread | None = None, batch: int = 1
+    path: Path, named: str | None, device: torch.device, spread: Placement | None = None, batch: int = 1
 ) -> TrainedModel:
     """Return the model of the checkpoint ``path`` on ``device``, or spread from there.
 
@@ -258,9 +258,9 @@ def load_model(
     autocast = autocast_of(precision)
     set_tf32(False)  # folded norms are compared with the model as it is
     task = state.get("task")
-    computation: Whole | InParts
+    computation: LocalModel | DistributedModel
     if spread is None or spread.plain:
-        computation = Whole(module, pixels, autocast, side)
+        computation = LocalModel(module, pixels, autocast, side)
         task = task or _task(computation, name, len(classes), side)
     elif task is None:
         raise ValueError(
@@ -268,9 +268,9 @@ def load_model(
             "without --stages, --stream and --offload"
         )
     else:
-        computation = InParts(module, spread, pixels, autocast, side, batch)
+        computation = DistributedModel(module, spread, pixels, autocast, side, batch)
     set_tf32(precision == "tf32")
-    choose_algorithms((spread or Spread()).strategy(), device, fixed=settings["tile"] != "slide")
+    choose_algorithms((spread or Placement()).strategy(), device, fixed=settings["tile"] != "slide")
     if task == "segment" and settings["tile"] == "slide":
         raise ValueError(
             f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "
@@ -316,7 +316,7 @@ def _check_content(path: Path, state: dict[str, Any]) -> None:
         )
 
 
-def _task(computation: Whole, name: str, classes: int, side: int) -> str:
+def _task(computation: LocalModel, name: str, classes: int, side: int) -> str:
     """Return the task of a model, by its output for a blank tile."""
     logits = computation.logits(np.full((1, side, side, 3), 255, np.uint8), (1, 3, side, side))
     assert logits is not None

@@ -63,7 +63,7 @@ def predict_slide(
         OSError: the folder cannot be written.
     """
     with ExitStack() as opened:
-        with model.computation.together():
+        with model.computation.fail_together():
             windows = windows_of(spec, settings)
             slide = opened.enter_context(spec.open())
         answers = _answers(slide, windows, model, batch)
@@ -240,7 +240,7 @@ def _asked(slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int)
     for first in range(0, len(windows), batch):
         numbers = range(first, min(first + batch, len(windows)))
         read = [] if tiles is None else [next(tiles) for _ in numbers]
-        faults: list[str] = computation.told([str(tile) if isinstance(tile, SlideError) else "" for tile in read])
+        faults: list[str] = computation.broadcast([str(tile) if isinstance(tile, SlideError) else "" for tile in read])
         for fault in filter(None, faults):
             unread += 1
             if unread > MOST_UNREADABLE * len(windows):

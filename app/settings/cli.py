@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import tyro
 import yaml
 
-from app.settings.closed_pipe import readers_may_leave
+from app.settings.closed_pipe import ignore_broken_pipe
 from app.settings.data_file import read_data
 from app.settings.fields import arguments_for, flags_of, flat, settings_of, without_rare
 from parallel.profile.cache import own_torch_cache
@@ -65,7 +65,7 @@ def run_command(
         prog: how the user called it, for the usage line.
     """
     own_torch_cache()
-    with readers_may_leave():
+    with ignore_broken_pipe():
         return _run(config_type, body, list(sys.argv[1:] if argv is None else argv), prog)
 
 

@@ -28,7 +28,7 @@ class _Drained(io.FileIO):
 
 
 @contextmanager
-def readers_may_leave() -> Iterator[None]:
+def ignore_broken_pipe() -> Iterator[None]:
     """While this lasts, writing to a closed pipe is no fault, for ``print`` and whatever else writes to the streams."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_drained, before)

@@ -27,7 +27,7 @@ class IdleTime:
         self._steps = 0
 
     @staticmethod
-    def told(waited_s: float | None) -> int:
+    def to_microseconds(waited_s: float | None) -> int:
         """Return what a rank tells the others of a step: whole microseconds."""
         return UNKNOWN if waited_s is None else round(waited_s * 1e6)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from app.checkpoint.file import keep_as, not_resumable, resume_state
-from app.checkpoint.periodic import Checkpoints
+from app.checkpoint.periodic import CheckpointManager
 from app.launch.signals import Interrupt
 from app.settings.cli import RunError
 from app.training.bags import steps_of
@@ -87,7 +87,7 @@ class TrainingLoop:
             replaced=self.outcome.replaced,
             judged_from=min(JUDGED_FROM, session.epoch_length),
         )
-        self._checkpoints = Checkpoints(
+        self._checkpoints = CheckpointManager(
             session.config.checkpoint,
             folder.last,
             folder.best,
@@ -191,7 +191,7 @@ class TrainingLoop:
         own = [int(self._interrupt.requested), result.tiles, int(due), replaced, int(self._tiles.unsettled)]
         votes = torch.zeros(len(own) + self._communicator.world, dtype=torch.int64)
         votes[: len(own)] = torch.tensor(own)
-        votes[len(own) + self._communicator.rank] = IdleTime.told(result.waited_s)
+        votes[len(own) + self._communicator.rank] = IdleTime.to_microseconds(result.waited_s)
         self._communicator.all_reduce(votes)
         outcome.idle.add(votes[len(own) :].tolist(), step_s)
         self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result, step_s, wait_s, self._session)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from app.checkpoint.periodic import Checkpoints
+from app.checkpoint.periodic import CheckpointManager
 from app.settings.checkpoint import CheckpointSettings
 from app.settings.optimization import OptimizerSettings
 from app.settings.strategy import StrategySettings
@@ -44,14 +44,16 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     steps = itertools.count()
     parts = microbatches(engine, case)
     folder, kinds = RunFolder(Path(case["folder"])), case["kinds"]
-    found: dict[str, Any] = {kind: [] for kind in kinds} | {"persist_s": {kind: [] for kind in kinds}}
+    found: dict[str, Any] = {kind: [] for kind in kinds} | {"write_s": {kind: [] for kind in kinds}}
     device = torch.device("cpu")
-    blocking = Checkpoints(
+    blocking = CheckpointManager(
         CheckpointSettings(0, checkpoint_write="blocking"), folder.last, folder.best, engine, device, 0
     )
     with contextlib.ExitStack() as stack:
-        two_phase = stack.enter_context(Checkpoints(CheckpointSettings(0), folder.last, folder.best, engine, device, 0))
-        writers: dict[str, Checkpoints | AsyncSave | None] = {
+        two_phase = stack.enter_context(
+            CheckpointManager(CheckpointSettings(0), folder.last, folder.best, engine, device, 0)
+        )
+        writers: dict[str, CheckpointManager | AsyncSave | None] = {
             "none": None,
             "blocking": blocking,
             "two-phase": two_phase,
@@ -65,7 +67,7 @@ def measure(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
                 parts_s, written_s = _period(engine, parts, steps, case["every"], two_phase, writers[kind])
                 if round_number:  # in the first, memory is taken for the first time
                     found[kind].append(parts_s)
-                    found["persist_s"][kind].append(written_s)
+                    found["write_s"][kind].append(written_s)
         found["tuned"] = two_phase.every
     found["threads"] = torch.get_num_threads()
     found["bytes"] = folder.last.stat().st_size if communicator.rank == 0 else 0
@@ -78,8 +80,8 @@ def _period(
     parts: list[Microbatch],
     steps: itertools.count[int],
     every: int,
-    told: Checkpoints,
-    writer: Checkpoints | AsyncSave | None,
+    told: CheckpointManager,
+    writer: CheckpointManager | AsyncSave | None,
 ) -> tuple[list[float], float]:
     """Seconds of each part, and until the step after which the checkpoint was on the disk."""
     begun_s = time.monotonic()

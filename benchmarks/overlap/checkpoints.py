@@ -77,7 +77,7 @@ def row(case: Case, found: dict[str, Any]) -> list[str]:
         f"{usual_s(found, 'none') / case.every:.2f} s",
         *(f"{100 * added(found, kind):.1f} %" for kind in ("blocking", "two-phase")),
         *(f"{statistics.median(parts[0] for parts in found[kind]):.3f} s" for kind in ("blocking", "two-phase")),
-        f"{statistics.median(found['persist_s']['two-phase']):.2f} s",
+        f"{statistics.median(found['write_s']['two-phase']):.2f} s",
         str(found["tuned"]),
         *map(periods, KINDS),
     ]
@@ -99,7 +99,7 @@ def compare_async_save(case: Case) -> str:
                 f"{100 * each[0]:.1f} to {100 * each[-1]:.1f} %",
                 f"{between_s:.3f} s",
                 f"{first_s:.2f} s",
-                f"{statistics.median(found['persist_s'][kind]):.2f} s",
+                f"{statistics.median(found['write_s'][kind]):.2f} s",
             )
         )
     header = ("checkpoint", "adds", "period by period", "between steps", "step after it", "on the disk after")

@@ -9,7 +9,7 @@ import pytest
 
 from app import bench
 from app.benchmark import trial as trials
-from app.benchmark.asked import Asked
+from app.benchmark.asked import StrategySpec
 from app.benchmark.case import Case, cases_of
 from app.benchmark.command import BenchCommand
 from app.benchmark.row import compare, row_of
@@ -19,7 +19,7 @@ from parallel.space.team import Grid
 
 
 def case(label: str, ranks: int = 2, **more: Any) -> Case:
-    asked = Asked.parse(label)
+    asked = StrategySpec.parse(label)
     return Case(asked.name, asked.savings, ranks, 256, 4, 4, grid=str(asked.grid or ""), **more)
 
 
@@ -46,16 +46,16 @@ def rows(**found: list[Trial]) -> dict[str, dict[str, Any]]:
 
 
 def test_strategies_are_named_with_what_they_save() -> None:
-    assert Asked.parse("master+offload+recompute") == ("master", ("recompute", "offload"), None)
+    assert StrategySpec.parse("master+offload+recompute") == ("master", ("recompute", "offload"), None)
     assert case("ddp+recompute").label == "ddp + recompute"
     with pytest.raises(ValueError, match=r"knows auto, single.*got 'dpp'"):
-        Asked.parse("dpp")
+        StrategySpec.parse("dpp")
     with pytest.raises(ValueError, match="recompute or offload; got 'speed'"):
-        Asked.parse("ddp+speed")
+        StrategySpec.parse("ddp+speed")
 
 
 def test_teams_are_named_with_their_grid() -> None:
-    assert Asked.parse("1f1b@4x1+recompute") == ("1f1b", ("recompute",), Grid(4, 1))
+    assert StrategySpec.parse("1f1b@4x1+recompute") == ("1f1b", ("recompute",), Grid(4, 1))
     assert case("spatial@02x1+recompute").label == "spatial of 2x1 + recompute"
     assert [case(text, 4).team for text in ("spatial", "1f1b@2x1", "ddp")] == ["4x1", "2x1", ""]
     assert [case(text, 4).refusal for text in ("spatial", "1f1b@2x1")] == ["", ""]
@@ -63,7 +63,7 @@ def test_teams_are_named_with_their_grid() -> None:
 
 def test_teams_run_on_the_ranks_that_they_divide() -> None:
     texts = ["spatial", "spatial@2x2", "1f1b@2x1", "auto", "single"]
-    runs = {text: [n for n in range(1, 11) if Asked.parse(text).runs_on(n)] for text in texts}
+    runs = {text: [n for n in range(1, 11) if StrategySpec.parse(text).runs_on(n)] for text in texts}
     assert runs == {
         "spatial": list(range(2, 11)),
         "spatial@2x2": [4, 8],
@@ -71,8 +71,8 @@ def test_teams_run_on_the_ranks_that_they_divide() -> None:
         "auto": list(range(1, 11)),
         "single": [1],
     }
-    assert Asked.parse("1f1b@2x1").depths(8, (2, 3, 4)) == [2, None]
-    assert Asked.parse("spatial@2x1").depths(8, (2, 4)) == [None]
+    assert StrategySpec.parse("1f1b@2x1").depths(8, (2, 3, 4)) == [2, None]
+    assert StrategySpec.parse("spatial@2x1").depths(8, (2, 4)) == [None]
     asked = (["ddp", "spatial", "spatial@2x1", "1f1b@2x1", "1f1b"], [256], [2, 4, 8], [2])
     found = list(cases_of(*asked, batch=8, microbatches=8, scaling="strong", memory=None))
     assert all(one.refusal == "" for one in found)

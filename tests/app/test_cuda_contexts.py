@@ -18,7 +18,7 @@ import torch
 import app
 import parallel
 from app import plan
-from app.benchmark import campaign
+from app.benchmark import runner
 from app.benchmark.trial import Trial
 from app.planning.machine import CUDA_CONTEXT, this_machine
 from app.training.run_info import describe_gpus
@@ -132,7 +132,7 @@ def test_a_command_opens_no_context_before_its_ranks(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(campaign, "run_trial", lambda *_: Trial("cannot", "not run"))
+    monkeypatch.setattr(runner, "run_trial", lambda *_: Trial("cannot", "not run"))
     monkeypatch.setattr("app.doctor.check_devices", lambda _: [])  # computes on each GPU, and starts nothing after it
     places = {"SLIDES": str(classify_slides), "OUT": str(tmp_path / "run")}
     done = call(command, *[places.get(word, word) for word in words])

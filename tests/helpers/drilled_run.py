@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint
-from app.checkpoint.periodic import Checkpoints
+from app.checkpoint.periodic import CheckpointManager
 from app.settings.checkpoint import CheckpointSettings
 from app.training.run_folder import RunFolder
 from benchmarks.whole_engine import whole_engine
@@ -47,7 +47,7 @@ def train(path: Path) -> dict[str, Any]:
         engine.load_state_dict(state)
         first = state["step"]
     settings = CheckpointSettings(checkpoint_every=EVERY)
-    with Checkpoints(settings, folder.last, folder.best, engine, torch.device("cpu"), first) as checkpoints:
+    with CheckpointManager(settings, folder.last, folder.best, engine, torch.device("cpu"), first) as checkpoints:
         for step in range(first, STEPS):
             engine.step([microbatch(2 * step), microbatch(2 * step + 1)], step, 1e-2)
             checkpoints.add_step(0.01)

@@ -13,12 +13,12 @@ from app.settings.checkpoint import CheckpointSettings
 
 
 def after(
-    step_s: float, between_s: float = 0.0, held_s: float = 0.0, persist_s: float = 0.0, overhead: float = 0.035
+    step_s: float, between_s: float = 0.0, blocked_s: float = 0.0, write_s: float = 0.0, overhead: float = 0.035
 ) -> CheckpointInterval:
     interval = CheckpointInterval(overhead)
     for _ in range(5):
         interval.add_step(step_s, beside=False)
-    interval.add_checkpoint(between_s, held_s, persist_s)
+    interval.add_checkpoint(between_s, blocked_s, write_s)
     return interval
 
 
@@ -29,7 +29,7 @@ def test_before_the_first_checkpoint_nothing_is_tuned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "between_s", "held_s", "persist_s", "k"),
+    ("step_s", "between_s", "blocked_s", "write_s", "k"),
     [
         (1.0, 0.35, 0.0, 0.0, 10),  # 0.35 s in 10 s is 3.5 %
         (1.0, 0.36, 0.0, 0.0, 11),
@@ -39,8 +39,8 @@ def test_before_the_first_checkpoint_nothing_is_tuned() -> None:
         (1.0, 0.0, 0.0, 0.0, 1),
     ],
 )
-def test_bound_and_disk_decide(step_s: float, between_s: float, held_s: float, persist_s: float, k: int) -> None:
-    assert after(step_s, between_s, held_s, persist_s).every == k
+def test_bound_and_disk_decide(step_s: float, between_s: float, blocked_s: float, write_s: float, k: int) -> None:
+    assert after(step_s, between_s, blocked_s, write_s).every == k
 
 
 def test_steps_that_ran_slower_beside_it_are_its_cost() -> None:
@@ -49,11 +49,11 @@ def test_steps_that_ran_slower_beside_it_are_its_cost() -> None:
         interval.add_step(1.0, beside=False)
     for _ in range(3):
         interval.add_step(1.5, beside=True)
-    interval.add_checkpoint(0.5, held_s=0.2, persist_s=4.0)
+    interval.add_checkpoint(0.5, blocked_s=0.2, write_s=4.0)
     assert interval.cost_s == pytest.approx(0.5 + 3 * 0.5)  # what updates waited is among the slower steps
     assert interval.every == 20
     interval.add_step(0.9, beside=True)
-    interval.add_checkpoint(0.5, held_s=0.2, persist_s=4.0)
+    interval.add_checkpoint(0.5, blocked_s=0.2, write_s=4.0)
     assert interval.cost_s == pytest.approx((2.0 + 0.7) / 2)  # a step that was quicker by chance earns nothing
 
 
@@ -73,18 +73,18 @@ def test_one_that_was_held_up_moves_nothing_and_a_change_that_stays_does() -> No
 @given(
     step_s=st.floats(1e-3, 1e3),
     cost_s=st.floats(0, 1e3),
-    persist_s=st.floats(0, 1e4),
+    write_s=st.floats(0, 1e4),
     overhead=st.floats(0.001, 1),
 )
 def test_never_beyond_the_bound_and_never_rarer_than_needed(
-    step_s: float, cost_s: float, persist_s: float, overhead: float
+    step_s: float, cost_s: float, write_s: float, overhead: float
 ) -> None:
-    k = after(step_s, cost_s, persist_s=persist_s, overhead=overhead).every
+    k = after(step_s, cost_s, write_s=write_s, overhead=overhead).every
     assert k >= 1
     assert cost_s <= overhead * k * step_s * (1 + 1e-9)
-    assert persist_s <= (k - 1) * step_s * (1 + 1e-9) or persist_s == 0
+    assert write_s <= (k - 1) * step_s * (1 + 1e-9) or write_s == 0
     if k > 1:
-        needed = max(cost_s / (overhead * step_s), persist_s / step_s + 1 if persist_s else 1)
+        needed = max(cost_s / (overhead * step_s), write_s / step_s + 1 if write_s else 1)
         assert k <= math.ceil(needed * (1 + 1e-9))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
-from app.checkpoint.periodic import Checkpoints
+from app.checkpoint.periodic import CheckpointManager
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
 from app.settings.checkpoint import CheckpointSettings
 from app.settings.cli import RunError
@@ -131,12 +131,12 @@ class Still:
         self.call = call
 
 
-def checkpoints_of(folder: Path, **settings: Any) -> Checkpoints:
+def checkpoints_of(folder: Path, **settings: Any) -> CheckpointManager:
     run = RunFolder(folder)
-    return Checkpoints(CheckpointSettings(**settings), run.last, run.best, Still(), CPU, 0)  # type: ignore[arg-type]
+    return CheckpointManager(CheckpointSettings(**settings), run.last, run.best, Still(), CPU, 0)  # type: ignore[arg-type]
 
 
-def save(checkpoints: Checkpoints, step: int, best: bool = False, size: int = 9, at_once: bool = False) -> None:
+def save(checkpoints: CheckpointManager, step: int, best: bool = False, size: int = 9, at_once: bool = False) -> None:
     state = {"model": {"w": torch.full((size,), float(step))}, "optimizer": {}, "step": step}
     checkpoints.save(state, step, time.monotonic(), best=best, at_once=at_once)
 
@@ -226,5 +226,5 @@ def test_engines_wait_for_nothing_when_nothing_is_written_beside_them(tmp_path: 
     engine.call = nothing
     settings = CheckpointSettings(checkpoint_write="blocking")
     run = RunFolder(tmp_path)
-    Checkpoints(settings, run.last, run.best, engine, CPU, 0)  # type: ignore[arg-type]
+    CheckpointManager(settings, run.last, run.best, engine, CPU, 0)  # type: ignore[arg-type]
     assert engine.call is nothing

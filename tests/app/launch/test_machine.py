@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from app.launch.machine import confinement, cpu_model, memory_bytes, memory_kills, usable_cores
+from app.launch.machine import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
 
 
 def group(path: Path, **files: str) -> None:
@@ -18,7 +18,7 @@ def test_version_2_takes_the_least_limit_on_the_way_up(tmp_path):
     group(root / "slurm", memory__max="8000", memory__current="1000", cpu__max="250000 100000")
     group(root / "slurm" / "job", memory__max="max", memory__current="900", cpu__max="max 100000")
     (tmp_path / "own").write_text("0::/slurm/job\n")
-    found = confinement(root, tmp_path / "own")
+    found = cgroup_limits(root, tmp_path / "own")
     assert (found.cores, found.memory_bytes, found.memory_used_bytes) == (2.5, 8000, 1000)
 
 
@@ -27,7 +27,7 @@ def test_version_1_inside_a_container_sees_only_the_mount(tmp_path):
     group(root / "memory", memory__limit_in_bytes="4096", memory__usage_in_bytes="96")
     group(root / "cpu", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000")
     (tmp_path / "own").write_text("4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/\n")
-    found = confinement(root, tmp_path / "own")
+    found = cgroup_limits(root, tmp_path / "own")
     assert (found.cores, found.memory_bytes, found.memory_used_bytes) == (1.5, 4096, 96)
 
 
@@ -36,9 +36,9 @@ def test_no_limit_is_none(tmp_path):
     group(root / "memory", memory__limit_in_bytes="9223372036854771712")
     group(root / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     (tmp_path / "own").write_text("4:memory:/\n1:cpu:/\n")
-    found = confinement(root, tmp_path / "own")
+    found = cgroup_limits(root, tmp_path / "own")
     assert (found.cores, found.memory_bytes) == (None, None)
-    assert confinement(tmp_path / "nothing", tmp_path / "nothing").memory_bytes is None
+    assert cgroup_limits(tmp_path / "nothing", tmp_path / "nothing").memory_bytes is None
 
 
 def test_kills_for_lack_of_memory_are_those_of_the_own_group(tmp_path):

@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from app import train as train_module
-from app.launch.restart import Attempts, Starter, attempts_before, describe_restart, find_starter
+from app.launch.restart import Attempts, Launcher, describe_restart, find_launcher, previous_attempts
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.training.run_folder import RunFolder
@@ -35,34 +35,34 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 @pytest.mark.parametrize(
     ("record", "starter", "before"),
     [
-        (None, Starter(agent="node 7"), 0),
-        (Attempts(2, ("node 7",), None), Starter(agent="node 7"), 2),
-        (Attempts(2, ("node 7",), None), Starter(agent="node 8"), 0),
+        (None, Launcher(agent="node 7"), 0),
+        (Attempts(2, ("node 7",), None), Launcher(agent="node 7"), 2),
+        (Attempts(2, ("node 7",), None), Launcher(agent="node 8"), 0),
         # The agent of the first rank was lost, and another's rank is the first now.
-        (Attempts(2, ("node 7", "node 8"), None), Starter(agent="node 8"), 2),
-        (Attempts(2, (), None), Starter(), 0),
-        (Attempts(1, (), "33"), Starter(job="33", requeued=True), 1),
-        (Attempts(1, ("node 7",), "33"), Starter("node 8", "33", requeued=True), 1),
+        (Attempts(2, ("node 7", "node 8"), None), Launcher(agent="node 8"), 2),
+        (Attempts(2, (), None), Launcher(), 0),
+        (Attempts(1, (), "33"), Launcher(job="33", requeued=True), 1),
+        (Attempts(1, ("node 7",), "33"), Launcher("node 8", "33", requeued=True), 1),
         # A second run in one allocation, and a job that was never requeued into the folder of another.
-        (Attempts(1, ("node 7",), "33"), Starter("node 8", "33"), 0),
-        (Attempts(1, (), "33"), Starter(job="34", requeued=True), 0),
+        (Attempts(1, ("node 7",), "33"), Launcher("node 8", "33"), 0),
+        (Attempts(1, (), "33"), Launcher(job="34", requeued=True), 0),
     ],
 )
-def test_attempts_are_those_of_the_same_start(record: Attempts | None, starter: Starter, before: int) -> None:
-    assert attempts_before(record, starter) == before
+def test_attempts_are_those_of_the_same_start(record: Attempts | None, starter: Launcher, before: int) -> None:
+    assert previous_attempts(record, starter) == before
 
 
 def test_starters_are_found() -> None:
     agent = f"{platform.node()} {os.getppid()}"
-    assert find_starter({}) == Starter()
-    assert find_starter({"TORCHELASTIC_RUN_ID": "none"}) == Starter(agent)
-    assert find_starter({"MEGATILE_RANK": "1"}) == Starter(agent)
+    assert find_launcher({}) == Launcher()
+    assert find_launcher({"TORCHELASTIC_RUN_ID": "none"}) == Launcher(agent)
+    assert find_launcher({"MEGATILE_RANK": "1"}) == Launcher(agent)
     # Each agent of several counts for itself: the number says nothing about this rank.
-    assert find_starter({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "3"}) == Starter(agent)
-    assert find_starter({}, server=7) == Starter(f"{platform.node()} 7")
-    assert find_starter({"SLURM_JOB_ID": "33"}) == Starter(job="33")
+    assert find_launcher({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "3"}) == Launcher(agent)
+    assert find_launcher({}, server=7) == Launcher(f"{platform.node()} 7")
+    assert find_launcher({"SLURM_JOB_ID": "33"}) == Launcher(job="33")
     array = {"SLURM_JOB_ID": "35", "SLURM_ARRAY_JOB_ID": "33", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "1"}
-    assert find_starter(array) == Starter(job="33_2", requeued=True)
+    assert find_launcher(array) == Launcher(job="33_2", requeued=True)
 
 
 def test_a_restart_is_told_with_the_work_that_is_lost() -> None:

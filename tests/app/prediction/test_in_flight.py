@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.prediction import trained_model
-from app.prediction.computation import InParts, Spread
+from app.prediction.computation import DistributedModel, Placement
 from app.prediction.trained_model import TrainedModel, load_model
 from app.prediction.whole_slide import _answers
 from pipelines.slides.slide import SlideError
@@ -56,10 +56,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("run") / "best.pt", CLASSIFIER, tile=SIDE, mpp=0.5)
 
 
-@pytest.mark.parametrize("spread", [None, Spread(parameters=True)], ids=["whole", "by the engine"])
+@pytest.mark.parametrize("spread", [None, Placement(parameters=True)], ids=["whole", "by the engine"])
 @pytest.mark.parametrize("target", [None, StainFit("macenko", (*FIT.numbers[:6], 1.0, 1.2))], ids=["plain", "stained"])
 def test_a_batch_is_waited_for_when_the_next_is_asked(
-    path: Path, spread: Spread | None, target: StainFit | None, monkeypatch: pytest.MonkeyPatch
+    path: Path, spread: Placement | None, target: StainFit | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = functools.partial(load_model, path, CLASSIFIER, spread=spread, batch=BATCH)
     expected = answers(load(torch.device("cpu")), target)
@@ -77,7 +77,7 @@ def test_a_batch_is_waited_for_when_the_next_is_asked(
     monkeypatch.setattr(TrainedModel, "begin", noted)
     with simulated(1, late=0) as gpus:
         model = load(torch.device("cuda", 0))
-        assert isinstance(model.computation, InParts) == (spread is not None)
+        assert isinstance(model.computation, DistributedModel) == (spread is not None)
         waits = gpus.process.hazards.syncs
         waits.clear()
         given = answers(model, target)

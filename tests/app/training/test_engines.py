@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from app.prediction.computation import Spread
+from app.prediction.computation import Placement
 from app.prediction.trained_model import load_model
 from app.settings.cli import RunError
 from app.training.engines import choose_algorithms
@@ -42,8 +42,8 @@ def default(monkeypatch: pytest.MonkeyPatch) -> None:
         (DDP.under(stream=512), {}, False),
         (Strategy("1f1b", 2, 2, 2), {}, False),
         (Strategy("spatial", 2, 1, 2, grid=Grid(2, 1)), {}, False),
-        (Spread().strategy(), {}, True),
-        (Spread(stream=512).strategy(), {}, False),
+        (Placement().strategy(), {}, True),
+        (Placement(stream=512).strategy(), {}, False),
     ],
 )
 def test_where_algorithms_are_timed(strategy: Strategy, more: dict[str, Any], expected: bool) -> None:
@@ -61,7 +61,7 @@ def test_not_where_the_user_asks_for_deterministic_algorithms(monkeypatch: pytes
 
 def test_not_in_prediction_over_stages() -> None:
     def of_rank(communicator: Any, _: Any) -> Strategy:
-        return Spread(communicator).strategy()
+        return Placement(communicator).strategy()
 
     assert all(strategy.splits for strategy in run_on_threads(2, of_rank))
 

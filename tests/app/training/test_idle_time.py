@@ -14,7 +14,7 @@ def test_the_published_rows_of_a_cpu_and_two_gpus() -> None:
     idle = IdleTime(3)
     for took in [[9.0, 1.0, 1.0]] * WARM_UP + [[1.9, 2.5, 2.5], [2.3, 1.4, 1.4], [1.5, 1.8, 1.8]]:
         sum_s = 0.25
-        waited = [IdleTime.told(max(took) - each + sum_s) for each in took]
+        waited = [IdleTime.to_microseconds(max(took) - each + sum_s) for each in took]
         idle.add(waited, max(took))
     fractions = idle.fractions
     assert fractions == pytest.approx([0.9 / 6.6, 0.9 / 6.6, 0.9 / 6.6])
@@ -24,11 +24,11 @@ def test_the_published_rows_of_a_cpu_and_two_gpus() -> None:
 def test_what_is_not_known_is_left_out() -> None:
     idle = IdleTime(2)
     for _ in range(WARM_UP + 1):
-        idle.add([IdleTime.told(None), 5], 1.0)
+        idle.add([IdleTime.to_microseconds(None), 5], 1.0)
     assert idle.fractions is None
-    idle.add([IdleTime.told(0.5), IdleTime.told(0.1)], 1.0)
+    idle.add([IdleTime.to_microseconds(0.5), IdleTime.to_microseconds(0.1)], 1.0)
     assert idle.fractions == pytest.approx([0.4, 0.0])
-    assert IdleTime.told(None) == UNKNOWN
+    assert IdleTime.to_microseconds(None) == UNKNOWN
 
 
 def test_one_rank_waits_for_nobody() -> None:

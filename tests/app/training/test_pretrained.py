@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.prediction.computation import Whole
+from app.prediction.computation import LocalModel
 from app.prediction.trained_model import load_model
 from tests.app.conftest import QUICK, Train
 from tests.helpers.local_hub import random_timm, use_local_hub
@@ -28,7 +28,7 @@ def test_a_name_with_a_tag_trains_from_its_weights_and_predicts_with_their_norma
     state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     assert torch.equal(state["model"]["conv1.0.weight"], theirs.get_parameter("conv1.0.weight"))
     model = load_model(run / "checkpoints" / "last.pt", None, torch.device("cpu"))
-    assert isinstance(model.computation, Whole)
+    assert isinstance(model.computation, LocalModel)
     white = model.computation._input(np.full((1, 8, 8, 3), 255, np.uint8), None)
     assert torch.equal(white, torch.ones(1, 3, 8, 8))
 

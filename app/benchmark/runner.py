@@ -42,7 +42,7 @@ NEVER = 10**9
 """Steps between checkpoints of runs that write none but the last."""
 
 
-class Campaign:
+class BenchmarkRunner:
     """The runs of one ``app.bench``.
 
     Args:
