@@ -7,7 +7,6 @@ Written by the first rank only; on the others every method does nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from app.training.mlflow_log import MlflowLog
@@ -105,8 +104,6 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._writes:
             self._events.close()
