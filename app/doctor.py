@@ -1,4 +1,4 @@
-"""Is this machine, this folder and are these slides fit for training? ``python -m app.doctor [--slides DIR]``.
+"""Check machine, run folder and slides before training: ``python -m app.doctor [--slides DIR]``.
 
 Looks at versions, devices, memory, slide backends, launchers and the run folder; with ``--slides`` at every slide.
 Each is really used, not only listed. Exit code 1 when something that training needs is faulty.

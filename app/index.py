@@ -73,7 +73,7 @@ class IndexCommand:
 
     @property
     def has_page(self) -> bool:
-        """Whether slides.html is made: of all slides, and of slides that have pictures of tissue."""
+        """Return whether slides.html is made: of all slides, and of slides that have pictures of tissue."""
         return self.part is None and not self.index.whole_pictures
 
     def validate(self) -> list[str]:
@@ -150,7 +150,7 @@ def index(command: IndexCommand) -> None:
 
 
 def _annotations(command: IndexCommand, specs: Sequence[SlideSpec]) -> SlideAnnotations | None:
-    """What is drawn on the slides; what is beside them without being asked for may be something else.
+    """Return the annotations of the slides. Files next to slides that were not named may be something else.
 
     Raises:
         ValueError: nothing in ``--annotations`` is of these slides, or none of it can be read.

@@ -61,7 +61,7 @@ class VerifyCommand:
 
     @property
     def talks_over(self) -> Literal["threads", "gloo", "mpi"]:
-        """How ranks talk, ``auto`` decided."""
+        """Return the communicator of the ranks, with ``auto`` decided."""
         if self.communicator != "auto":
             return self.communicator
         launch = find_launch()
@@ -294,7 +294,7 @@ def report(result: VerifyResult) -> str:
 
 
 def _remark(result: VerifyResult) -> str:
-    """Where an error is above the tolerance, and whether it is rounding."""
+    """Return where an error is above the tolerance, and whether it is rounding."""
     if result.max_relative_error <= result.tolerance:
         return ""
     where = f"; above that: {', '.join(result.exceeded[:3]) or 'the loss'}"

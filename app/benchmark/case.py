@@ -55,12 +55,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Return the name of its folder."""
         return f"{self.tile}px_{self.ranks}x_{self.label.replace(' ', '')}"
 
     @property
     def settings(self) -> StrategySettings:
-        """As ``app.train`` gets them."""
+        """Return the settings that ``app.train`` gets."""
         return StrategySettings(
             parallel=cast(Parallel, self.parallel),
             ranks=self.ranks,
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def arguments(self) -> list[str]:
-        """For ``app.train``: everything that tells this case from another."""
+        """Return the flags of ``app.train`` that distinguish this case from others."""
         given = [
             *("--parallel", self.parallel, "--ranks", str(self.ranks), "--tile", str(self.tile)),
             *("--batch", str(self.batch), "--microbatches", str(self.microbatches)),

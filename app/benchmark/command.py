@@ -1,4 +1,4 @@
-"""What ``python -m app.bench`` is asked: flags, with what is wrong about them, and the runs that they ask for."""
+"""Flags of ``python -m app.bench``, their errors, and the runs that they ask for."""
 
 from __future__ import annotations
 

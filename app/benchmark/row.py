@@ -78,7 +78,7 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
 
 
 def _chosen(case: Case, good: Sequence[Mapping[str, Any]]) -> str | None:
-    """What was made of what the strategy leaves open: the plan's choice, or the grid that teams have by default."""
+    """Return the plan's choice, or the default grid of teams, where the strategy leaves it open."""
     if case.parallel == "auto":
         return str(good[0]["strategy"]) if good else None
     return None if case.grid or not case.team else case.team
@@ -102,7 +102,7 @@ def _is_baseline(row: Mapping[str, Any]) -> bool:
 
 
 def _work(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What rows must share to be compared."""
+    """Return the values that rows must share to be compared."""
     return tuple(row[key] for key in ("model", "tile_px", "global_batch", "microbatches"))
 
 
@@ -148,7 +148,7 @@ def _claim(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
 
 
 def _beside_saving(row: Mapping[str, Any], base: Mapping[str, Any] | None, alike: Sequence[Mapping[str, Any]]) -> str:
-    """Where data parallelism does not fit: beside the fastest that fits by recomputing or moving, or nothing."""
+    """Return the ratio to the fastest data-parallel row that fits, where plain data parallelism does not fit; or ""."""
     if base is None or base["status"] == "ok" or row["status"] != "ok" or row.get("loss_matches") is False:
         return ""
     fitting = [
@@ -168,15 +168,17 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _largest(values: Sequence[Sequence[int] | None]) -> list[int] | None:
-    """By rank, the most of all repeats."""
+    """Return the largest value of all repeats by rank."""
     known = [value for value in values if value]
     return [max(one) for one in zip(*known, strict=True)] if known else None
 
 
 def _seconds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None] | None:
-    """Where a step's time went, from the repeat with the median speed: compute, bubble, transfer and data, in s. A
-    model that is not split has no bubble, and its sums of gradients run beside its computing. None for one that is
-    split and whose actions were not measured."""
+    """Return the seconds of a step by part (compute, bubble, transfer, data) in the repeat with the median speed.
+
+    A model that is not split has no bubble, and its gradient sums overlap its computing. None for a split model whose
+    actions were not measured.
+    """
     if not summaries:
         return None
     summary = sorted(summaries, key=lambda one: one["images_per_second"])[len(summaries) // 2]

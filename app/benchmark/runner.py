@@ -167,7 +167,7 @@ class BenchmarkRunner:
         return rows
 
     def _wall_s(self) -> float:
-        """Of the runs that were made, in whatever session."""
+        """Return the seconds of all runs, those of earlier sessions included."""
         return sum(trial.wall_s for case in self._cases for trial in self._results(case))
 
     def _shared(self) -> list[str]:

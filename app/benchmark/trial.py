@@ -41,7 +41,7 @@ FAULT = re.compile(r"error: (.*)")
 
 @dataclass(frozen=True)
 class Trial:
-    """What one run of a case gave.
+    """Result of one run of a case.
 
     Attributes:
         reason: why it is not ok.
@@ -61,7 +61,7 @@ class Trial:
 
     @classmethod
     def load(cls, path: Path) -> Trial:
-        """What ``save`` wrote."""
+        """Return the trial that ``save`` wrote."""
         found = json.loads(path.read_text())
         return cls(**{**found, "losses": tuple(found["losses"])})
 
@@ -134,7 +134,7 @@ def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float, k
 
 
 def _who_killed(before: int | None, after: int | None) -> str:
-    """What is known of a signal 9.
+    """Return the likely cause of a signal 9.
 
     Args:
         before, after: kills for lack of memory that the kernel counts; None where it does not tell.

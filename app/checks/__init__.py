@@ -1,1 +1,1 @@
-"""What ``app.doctor`` looks at: this host, its libraries, a folder of slides."""
+"""Checks of ``app.doctor``: this host, its libraries, a folder of slides."""

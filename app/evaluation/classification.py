@@ -1,4 +1,4 @@
-"""How well scores tell classes apart: ROC and precision-recall areas with confidence intervals, confusion, calibration.
+"""Measures of classification: ROC and precision-recall areas with confidence intervals, confusion, calibration.
 
 Takes scores and labels of slides or patients; gives numbers and curves. scikit-learn computes what it has.
 """
@@ -23,7 +23,7 @@ BINS = 10
 
 @dataclass(frozen=True, eq=False)
 class Cases:
-    """What is scored.
+    """Slides or patients with their scores and labels.
 
     Attributes:
         score: (n, C), rows sum to 1 or less.
@@ -108,7 +108,7 @@ def confusion(cases: Cases) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """How often the predicted class is right, by how sure the model is of it.
+    """Accuracy of the predicted class by the model's confidence.
 
     Attributes:
         error: expected calibration error (Guo et al. 2017): mean of |confidence - accuracy| over the cases of the bins.

@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SlideHits:
-    """What the detections of one slide have hit.
+    """Lesions that the detections of one slide hit.
 
     Attributes:
         lesions: that count.

@@ -51,7 +51,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What predictions are worth.
+    """Scores of a folder of predictions.
 
     Attributes:
         made_with: settings of the predictions.

@@ -1,4 +1,4 @@
-"""How far the GPU of a rank has come with the actions that the rank has queued, for the rank's watchdog.
+"""Progress of a rank's GPU through the actions that the rank has queued, for the rank's watchdog.
 
 The host runs ahead of a GPU: it waits at the end of a step for an action that hangs in the middle. An event is recorded
 at every entry of the record; a thread looks four times a second which of them the GPU has come to.

@@ -121,7 +121,7 @@ def rank_cores(cpu_ranks: int = 0) -> int:
 
 
 def _on_cpu(launch: Launch | None, cpu_ranks: int) -> bool:
-    """Whether this rank is one of the last of its machine, which compute on the CPU."""
+    """Return whether this rank is one of the last of its machine, which compute on the CPU."""
     return launch is not None and launch.local_rank >= launch.local_world - cpu_ranks
 
 

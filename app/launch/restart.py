@@ -23,7 +23,7 @@ AGENTS = frozenset({"TORCHELASTIC_RUN_ID", STARTED_BY_US})
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What starts the processes of a run, and would start them again.
+    """Program that starts the processes of a run, and would start them again.
 
     Attributes:
         agent: host and process of torchrun or of ``--ranks``; None when there is neither.

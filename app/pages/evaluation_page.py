@@ -17,7 +17,7 @@ from app.settings.data_file import write_text
 
 @dataclass(frozen=True, eq=False)
 class EvaluationPage:
-    """What stands on the page.
+    """Content of the page.
 
     Attributes:
         name: of the predictions.

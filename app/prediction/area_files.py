@@ -1,6 +1,6 @@
 """The areas of one slide where a class is the likeliest, as files: GeoJSON, a table and a mask.
 
-Takes what the model said of a slide; leaves three files, and gives um2 of each class.
+Takes the model's outputs for a slide; leaves three files, and gives um2 of each class.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What the model said of the windows of a slide.
+    """Outputs of the model for the windows of a slide.
 
     Attributes:
         scores: float64 (n, classes), of a segmenter the mean over the window; NaN of one that cannot be read.

@@ -1,4 +1,4 @@
-"""What a user asks of ``app.predict``."""
+"""Flags of ``app.predict`` and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes a trained model's outputs: this process at once, box by box, or the ranks of a group, a stage each.
+"""Forward passes of a trained model: in this process, whole or box by box, or on the ranks of a group, a stage each.
 
 Takes uint8 tiles where they are read; gives logits where the last stage is. All ranks of a group look at the same
 windows in the same order.

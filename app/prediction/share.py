@@ -130,7 +130,7 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
 def _predictor(
     model: TrainedModel, command: PredictCommand
 ) -> tuple[Callable[[SlideSpec, PredictionFolder], dict[str, Any] | None], str]:
-    """What predicts a slide, and what it looks at, for people."""
+    """Return the function that predicts a slide, and words for what it looks at."""
     index = model.config.index
     if model.whole_pictures:
         return lambda spec, folder: predict_picture(spec, model, index, folder), (
@@ -152,7 +152,7 @@ def _predictor(
 
 
 def _spread(command: PredictCommand, rank: int, device: torch.device) -> Placement:
-    """How the model is spread, for this rank; every rank calls it."""
+    """Return the placement of the model on this rank; every rank calls it."""
     communicator: Communicator = LocalCommunicator()
     if command.stages > 1:
         ranks = connect(StrategySettings(ranks=command.world), device)

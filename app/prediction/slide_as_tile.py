@@ -94,7 +94,7 @@ def finish_image(
 
 
 def _stain(spec: SlideSpec, method: Method, settings: IndexSettings) -> StainFit | str:
-    """How the slide is stained, or why that cannot be measured."""
+    """Return the stain of the slide, or why it cannot be measured."""
     threads = default_threads(1)
     task = functools.partial(stain_of, method=method, tissue_mpp=settings.tissue_mpp, threads=threads)
     ((_, result),) = each_in_process(task, [spec], 1, slide_limits(threads))

@@ -175,7 +175,7 @@ class TrainedModel:
     def begin(
         self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainFit | None = None
     ) -> Callable[[], NDArray[np.float32]] | None:
-        """Have the device compute ``probabilities``; return what waits for them.
+        """Begin to compute ``probabilities`` on the device; return a function that waits for them.
 
         Args:
             images: not changed until then, though they may be let go of.

@@ -288,7 +288,7 @@ def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
 
 
 def _tile_rows(windows: SlideWindows, scored: Scored) -> Iterator[TileRow]:
-    """Where each window lies on level 0, its tissue, and the scores of the classes."""
+    """Yield the place of each window on level 0, its tissue, and the scores of the classes."""
     l0_side = round(windows.cells * windows.l0_cell)
     for i, (scores, certainty) in enumerate(zip(scored.scores, scored.certainty, strict=True)):
         region = windows.region(i)

@@ -1,1 +1,1 @@
-"""What a user asks for: flags, YAML files, and what is wrong with them."""
+"""Settings of commands: flags, YAML files, and their errors."""

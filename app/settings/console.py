@@ -1,4 +1,4 @@
-"""What a check found, and how a list of findings is printed: a table on a terminal, aligned columns elsewhere.
+"""Findings of checks, and tables on a terminal or as aligned columns elsewhere.
 
 Takes rows of text; prints them to standard output. Away from a terminal no line is cut or broken and no box is drawn,
 so that ``grep``, a log file and an e-mail show what was found.

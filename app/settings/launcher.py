@@ -1,4 +1,4 @@
-"""What started this process: nothing, torchrun, srun, or an MPI launcher such as mpirun; read from its environment.
+"""The launcher of this process (none, torchrun, srun, or an MPI launcher such as mpirun), read from the environment.
 
 No torch and no MPI is loaded here: settings are checked against the number of ranks before anything else happens.
 """

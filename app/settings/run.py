@@ -103,7 +103,7 @@ class SplitSettings:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the split is said, and not left to fractions of the patients."""
+        """Return whether the split is given, and not left to fractions of the patients."""
         return self.splits is not None or self.folds is not None or self.split_by == "site"
 
     def validate(self) -> list[str]:
@@ -370,7 +370,7 @@ class RunConfig:
         return faults
 
     def _whole_slide_faults(self) -> list[str]:
-        """Of tiles that differ in size."""
+        """Return errors of settings with tiles that differ in size."""
         faults, asked = [], self.strategy
         if asked.name == "fsdp" or (asked.undecided and asked.world > 1):
             faults.append(

@@ -36,7 +36,7 @@ class SlurmTask:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What torchrun would have set: torch.distributed reads these."""
+        """Return the variables that torchrun would set, which torch.distributed reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world),

@@ -1,4 +1,4 @@
-"""From the folder the user names to tiles with targets: slides found, labelled, indexed, split by patient.
+"""Dataset of a run: slides of a folder found, labelled, indexed as tiles and split by patient.
 
 Takes the settings and the run folder; gives a ``Dataset``. What is made (tile index, split file, failed slides) lands
 in the run folder and is reused by the next start, so that every rank that calls this sees the same tiles.
@@ -80,7 +80,7 @@ class Dataset:
         return np.flatnonzero(np.isin(self.tiles.slide, slides))
 
     def stain_steps(self, rows: NDArray[np.int64]) -> StainSteps | None:
-        """How the tiles ``rows``, as rows of a table of their own, are normalised; None: they are not."""
+        """Return the stain normalisation of the tiles ``rows``, as rows of their own table; None: there is none."""
         if self.stain_target is None:
             return None
         return StainSteps.of(self.stain_target, self.stains, self.tiles.slide[rows])

@@ -1,4 +1,4 @@
-"""From a strategy to an engine: the one place of the application that knows which strategies there are.
+"""Build the engine of a strategy: the one place of the application that knows which strategies there are.
 
 Takes a model on the CPU, a loss and the place of this process; returns the engine of a step. A model that is split or
 sharded is never on the device as a whole: each rank moves its own stages or parts there.

@@ -46,7 +46,7 @@ class MeasuredEngine(TrainingEngine, Protocol):
     """An engine that shows its gradients."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the global batch's mean loss, by name of the parameter, for what this rank holds; after a step."""
+        """Return gradients of the global batch's mean loss after a step, by name of the parameters of this rank."""
         ...
 
 
@@ -55,7 +55,7 @@ MakeEngine = Callable[[nn.Module, Loss, MakeOptimizer, Communicator], MeasuredEn
 
 @dataclass(frozen=True, eq=False)
 class ExactnessTrial:
-    """What is computed both ways, on random tiles.
+    """Trial that is computed both ways, on random tiles.
 
     Attributes:
         module: with the weights to begin with; left as it is.
@@ -367,7 +367,7 @@ def _errors(expected: Mapping[str, Tensor], found: Sequence[Mapping[str, Tensor]
 
 
 def _counts(value: Tensor) -> bool:
-    """Whether these are counters, indices or flags, which have no rounding."""
+    """Return whether these are counters, indices or flags, which have no rounding."""
     return not (value.is_floating_point() or value.is_complex())
 
 

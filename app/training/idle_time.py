@@ -1,4 +1,4 @@
-"""How long ranks wait for each other before gradients are summed, over a run.
+"""Seconds that ranks wait for each other before gradients are summed, over a run.
 
 Takes what each rank waited in each step, sum included; gives what it waited for others. The rank that is last waits
 for the sum alone, which takes all of them as long: what another waits longer than it is idle time.
@@ -15,7 +15,7 @@ UNKNOWN = -1
 
 
 class IdleTime:
-    """Of all ranks.
+    """Idle time of all ranks.
 
     Args:
         world: how many.
@@ -43,7 +43,7 @@ class IdleTime:
 
     @property
     def fractions(self) -> list[float] | None:
-        """Of the time of all steps, by rank; None where nothing is known, or where there is one rank."""
+        """Return the idle share of all steps by rank; None where nothing is known, or where there is one rank."""
         if len(self._idle_s) < 2 or not self._step_s:
             return None
         return [idle_s / self._step_s for idle_s in self._idle_s]

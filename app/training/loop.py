@@ -324,7 +324,7 @@ class TrainingLoop:
 
     @property
     def _numbers(self) -> dict[str, Any]:
-        """What changes the numbers of a run, and yet may be another when it is resumed."""
+        """Return the settings that change the numbers of a run, and may differ when it is resumed."""
         session = self._session
         return {
             "precision": session.placement.precision,
@@ -363,7 +363,7 @@ class TrainingLoop:
 
     @property
     def measures_twin(self) -> bool:
-        """Whether steps from memory are to be measured: the run has come to its end here."""
+        """Return whether steps from memory are to be measured: the run has come to its end here."""
         return self._last_batch is not None
 
     def measure_twin(self) -> float | None:

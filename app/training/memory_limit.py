@@ -25,7 +25,7 @@ HELP = (
 
 
 class MemoryLimit:
-    """Of one rank.
+    """Memory limit of one rank.
 
     Args:
         limit: bytes that it may take; None: as many as there are.
@@ -42,7 +42,7 @@ class MemoryLimit:
         self._peak: int | None = None
 
     def impose(self) -> None:
-        """On a GPU, let allocations beyond the limit fail."""
+        """Let allocations beyond the limit fail on a GPU."""
         if self.limit is not None and self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self._device)
@@ -82,7 +82,7 @@ class MemoryLimit:
         return self._peak
 
     def fault(self) -> str:
-        """What to say when a device has no memory left."""
+        """Return the error message when a device has no memory left."""
         within = f" within --memory {bytes_text(self.limit)}" if self.limit is not None else ""
         return f"out of memory on {self._device}{within}: {HELP}; `python -m app.plan --largest-tile` says what fits"
 

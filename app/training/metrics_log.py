@@ -1,5 +1,4 @@
-"""What a run measured, step by step: metrics.csv, validation.csv, predictions.csv, pushes.csv, TensorBoard events,
-MLflow.
+"""Measurements of a run, step by step: metrics.csv, validation.csv, predictions.csv, pushes.csv, TensorBoard, MLflow.
 
 Written by the first rank only; on the others every method does nothing.
 """

@@ -1,4 +1,4 @@
-"""Where a run stands: what it has done, and whether that is still a run on the tiles it was given.
+"""Counts of a run so far, and whether it is still a run on the tiles that it was given.
 
 Takes counts from the loop, step by step; gives what checkpoints keep and the summary tells.
 """
@@ -22,7 +22,7 @@ bad slide among the first that are read does not decide."""
 
 @dataclass
 class Outcome:
-    """Where a run stands; all but speed and examples is kept in checkpoints.
+    """Counts of a run so far; all but speed and examples is kept in checkpoints.
 
     Attributes:
         images: tiles really trained on, counted on every rank, since the run began.

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: a progress bar on a terminal, plain lines elsewhere; always also the log."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere; always also the log."""
 
 from __future__ import annotations
 

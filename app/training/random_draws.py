@@ -1,4 +1,4 @@
-"""Whether a model draws random numbers, such as dropout's: a CPU and a GPU draw others from the same seed.
+"""Check whether a model draws random numbers, as dropout does: a CPU and a GPU draw others from the same seed.
 
 Takes a model and the shape of a microbatch; gives an answer without memory or time.
 """

@@ -125,8 +125,8 @@ class RunFolder:
             yield
 
     def fault_of(self, attempt: int) -> Path:
-        """Where the ranks say why attempt number ``attempt``, from 1, fails. What is left of the one before may still
-        be writing when the next begins."""
+        """Return the file in which ranks write why attempt number ``attempt``, from 1, fails. Ranks of the attempt
+        before may still be writing theirs."""
         return self.path / ("fault.txt" if attempt == 1 else f"fault-{attempt}.txt")
 
     def open(self, config: RunConfig, *, again: bool = False) -> None:
@@ -160,7 +160,7 @@ class RunFolder:
         self._write_settings(flat(config))
 
     def attempts(self) -> Attempts | None:
-        """What earlier attempts have left of themselves.
+        """Return the record of earlier attempts.
 
         Raises:
             ValueError: the file is damaged.
@@ -184,7 +184,7 @@ class RunFolder:
             write_text(self.config, yaml.safe_dump(dict(settings), sort_keys=False))
 
     def settings(self, *, again: bool = False) -> dict[str, Any]:
-        """What the run in the folder was begun with, by flag; nothing when there is none.
+        """Return the settings that the run in the folder was begun with, by flag; empty when there is none.
 
         Args:
             again: without a checkpoint, too: of an attempt that came to none.

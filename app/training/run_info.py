@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processor, memory, GPUs and launcher, for ``env.json`` and ``app.doctor``.
+"""Environment of a run: versions, processor, memory, GPUs and launcher, for ``env.json`` and ``app.doctor``.
 
 Takes nothing; gives plain values that JSON can hold. No user names, host names or paths: a run folder is handed on.
 torch is imported only where its answer is asked for.
@@ -124,7 +124,7 @@ def find_program(name: str) -> str | None:
 
 
 def output_of(command: list[str], empty: str | None = None) -> str | None:
-    """What an outside command prints, stripped; ``empty`` when that is nothing, None when it cannot be run or fails."""
+    """Return the output of a command, stripped; ``empty`` when it prints nothing, None when it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -101,7 +101,7 @@ def _opening_for_all(data: DataSettings) -> dict[str, Any]:
 
 
 def _is_same(spec: SlideSpec, columns: SlideColumns) -> bool:
-    """Whether the file is that of the run's slide of this name."""
+    """Return whether the file is that of the run's slide of this name."""
     digest = columns.get("digest", {}).get(spec.slide_id)
     try:
         return digest is not None and SlideState.now(spec.path).digest == digest

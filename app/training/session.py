@@ -139,7 +139,7 @@ class Session:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the run was asked for, as the checkpoint keeps it."""
+        """Return the settings of the run as the checkpoint keeps them."""
         return flat(self.config)
 
     @functools.cached_property
@@ -335,7 +335,7 @@ def _strategy_notes(strategy: Strategy) -> Iterator[str]:
 
 
 def _part(engine: TrainingEngine, shape: tuple[int, int, int, int]) -> tuple[TileBox, TileBox] | None:
-    """What this rank reads of every tile and mask, where that is not all."""
+    """Return the parts of every tile and mask that this rank reads, where it does not read all."""
     boxes = engine.parts(shape)
     if boxes == (None, None):
         return None
@@ -345,7 +345,7 @@ def _part(engine: TrainingEngine, shape: tuple[int, int, int, int]) -> tuple[Til
 
 
 def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
-    """What keeps the run's tiles, if that is asked for."""
+    """Return the tile cache of the run, if there is one."""
     asked = config.stream
     if asked.cache is None:
         return None

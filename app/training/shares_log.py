@@ -43,8 +43,8 @@ def _last_rows(path: Path) -> list[list[str]]:
 
 
 def says(path: Path, changes: Changes) -> bool:
-    """Whether the file is there and says just that: a run that replays its own file leaves it as it is, since a later
-    attempt reads it anew."""
+    """Return whether the file is there with this content: a run that replays its own file leaves it as it is, since a
+    later attempt reads it."""
     if not path.exists():
         return False
     try:
@@ -54,7 +54,7 @@ def says(path: Path, changes: Changes) -> bool:
 
 
 def changes_in(path: Path) -> int | None:
-    """How often shares changed over the whole run; None: nobody wrote it down."""
+    """Return the number of changes of the shares over the whole run; None: it was not recorded."""
     if not path.exists():
         return None
     with path.open(newline="") as file:

@@ -56,17 +56,16 @@ class StepTiles:
         return microbatches_of(self._feed, batch, self._reading.sizes)
 
     def replaced(self, batch: Batch) -> int:
-        """How many of the tiles that this rank accounts for in the step on ``batch`` stand in for one that cannot be
-        read."""
+        """Return how many tiles that this rank counts in the step on ``batch`` replace one that cannot be read."""
         return batch.replaced * self._session.engine.counted
 
     @property
     def unsettled(self) -> bool:
-        """Whether this rank asks that the next batch be settled; once all have told, ``settle_next``."""
+        """Return whether this rank asks that the next batch be settled; after all answers, call ``settle_next``."""
         return self._reading.unsettled(self._feed)
 
     def settle_next(self, asked: bool) -> None:
-        """Whether any rank has asked for it."""
+        """Record whether any rank has asked for it."""
         self._unsettled = asked
 
     def held(self) -> Iterator[torch.Tensor]:
@@ -78,7 +77,7 @@ class StepTiles:
         return {**self._tiles.get_state(), "batch": step}
 
     def reshare(self, shares: Shares, step: int) -> None:
-        """Have groups compute, and read ahead, ``shares`` from step number ``step`` on, from 0. Every rank calls it."""
+        """Let groups compute and read ahead ``shares`` from step number ``step`` on, from 0. Every rank calls it."""
         session, state = self._session, self.state(step)
         self.close()
         session.engine.reshare(shares)

@@ -1,4 +1,4 @@
-"""What the ranks did in the last step, left in the run folder: schedule, picture and trace.
+"""Timeline of the last step in the run folder: schedule, picture and trace.
 
 Takes an engine that splits the model; writes ``schedule.csv``, which the setting ``schedule`` takes back,
 ``schedule.svg``, the step as simulated from its own stage times above the step as measured, and ``trace.json`` of both
@@ -40,8 +40,8 @@ class StepRecord:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of the measured step, by what a rank does on average: ``compute``; ``bubble``, which the schedule has with
-        stages that take as long as these; ``transfer``, all that comes on top: messages, and waiting for them."""
+        """Return the mean seconds of a rank in the measured step: ``compute``; ``bubble``, which the schedule has with
+        stages of this duration; ``transfer``, the rest: messages, and waiting for them."""
         measured, simulated = self.measured, self.simulated
         compute = sum(map(measured.busy_s, measured.spans)) / len(measured.spans)
         bubble = max(0.0, min(simulated.bubble * simulated.makespan_s, measured.makespan_s - compute))

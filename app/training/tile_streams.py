@@ -82,8 +82,8 @@ def augmentation_of(config: RunConfig) -> AugmentSettings:
 
 
 def _pixel_weights(dataset: Dataset, rows: NDArray[np.int64], placement: RankPlace) -> NDArray[np.float64]:
-    """Of ``--sample pixels``, (n,): looked up by the first rank, since what one rank cannot read another may, and all
-    have to draw alike.
+    """Return the weights (n,) of ``--sample pixels`` as the first rank reads them: what one rank cannot read another
+    may, and all have to draw alike.
 
     Raises:
         ValueError: tiles have classes, not pixels, or nothing is drawn on any.

@@ -69,7 +69,7 @@ class Scores:
 
 
 def spread(dataset: Dataset, rows: NDArray[np.int64], per_slide: int) -> NDArray[np.int64]:
-    """At most ``per_slide`` of ``rows`` for each slide, evenly spread over its tiles; 0 keeps all."""
+    """Return at most ``per_slide`` of ``rows`` for each slide, evenly spread over its tiles; 0 keeps all."""
     if per_slide == 0 or not len(rows):
         return rows
     slide = dataset.tiles.slide[rows]
@@ -172,7 +172,7 @@ def _begin_scores(
 
 @dataclass(frozen=True)
 class _PixelScore:
-    """What validation asks of each tile's pixels, as sums, which boxes of the tile add up to."""
+    """Sums over each tile's pixels that validation needs; sums of the tile's boxes add up to them."""
 
     loss: SummedLoss
     classes: int
