@@ -61,7 +61,8 @@ def find_task(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
     world = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
     if world < 2:
         return None
-    hosts = list(expand_hosts(environment["SLURM_STEP_NODELIST"]))
+    hosts = environment["SLURM_STEP_NODELIST"]
+    host = first_host(hosts)
     step = int(environment["SLURM_JOB_ID"]) * STEP_NUMBERS + int(environment["SLURM_STEP_ID"])
     return SlurmTask(
         int(environment["SLURM_PROCID"]),
@@ -69,7 +70,7 @@ def find_task(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
         int(environment["SLURM_LOCALID"]),
         tasks_of_node(environment) or world,
         # Within one machine its name need not be known to anybody.
-        environment.get("MASTER_ADDR") or (hosts[0] if len(hosts) > 1 else "127.0.0.1"),
+        environment.get("MASTER_ADDR") or ("127.0.0.1" if host == hosts else host),
         int(environment.get("MASTER_PORT") or PORTS[step % len(PORTS)]),
     )
 
@@ -101,26 +102,13 @@ def expand_counts(text: str) -> Iterator[int]:
         yield from [int(match[1])] * int(match[2] or 1)
 
 
-def expand_hosts(text: str) -> Iterator[str]:
-    """The hosts of a list: ``a[01-03,7],b`` gives a01, a02, a03, a7, b; brackets may stand several times in a name.
+def first_host(text: str) -> str:
+    """Return the first of a list of hosts: ``a01`` of ``a[01-03,7],b``; brackets may stand several times in a name.
 
     Raises:
         ValueError: text of another form.
     """
-    for name in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        yield from _expand_name(name, text)
-
-
-def _expand_name(name: str, text: str) -> Iterator[str]:
-    before, bracket, rest = name.partition("[")
-    if not bracket:
-        yield name
-        return
-    inside, _, after = rest.partition("]")
-    for part in inside.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not match:
-            raise ValueError(f"hosts are written as a[01-03,7],b; Slurm gave {text!r} in its environment")
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            for tail in _expand_name(after, text):
-                yield f"{before}{number:0{len(match[1])}d}{tail}"
+    name = re.match(r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|$)", text)
+    if not name:
+        raise ValueError(f"hosts are written as a[01-03,7],b; Slurm gave {text!r} in its environment")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", name[0])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings.slurm import expand_hosts
+from app.settings.slurm import first_host
 from benchmarks.faults.starts import rank_of
 from tests.app.conftest import QUICK, ROOT, summary_of, train_command
 from tests.helpers.slurm import NODES, Slurm
@@ -238,7 +238,7 @@ def test_batch_scripts_and_steps_are_told_apart(slurm: Slurm, tmp_path: Path) ->
 
 @pytest.mark.parametrize("hosts", ["a[01-03,7],b", "r[1-2]n[09-10]", "login", ",".join(NODES)])
 def test_hosts_are_those_that_slurm_makes_of_a_list(slurm: Slurm, hosts: str) -> None:
-    assert list(expand_hosts(hosts)) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()
+    assert first_host(hosts) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()[0]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
