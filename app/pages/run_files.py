@@ -10,7 +10,6 @@ import contextlib
 import csv
 import io
 import itertools
-import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
@@ -19,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from app.settings.cli import RunError
+from app.settings.data_file import read_data
 from app.settings.fields import settings_of
 from pipelines.catalog.csv_cells import original, read_rows
 
@@ -111,16 +110,10 @@ def _text(path: Path) -> str:
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:
-    text = _text(path)
     try:
-        loaded = json.loads(text or "{}") if path.suffix == ".json" else yaml.safe_load(text) or {}
-    except RecursionError as fault:
-        raise RunError(f"{path} cannot be read: it is nested too deeply. Restore it or remove it") from fault
-    except (ValueError, yaml.YAMLError) as fault:
-        raise RunError(f"{path} cannot be read: {fault}. Restore it or remove it") from fault
-    if not isinstance(loaded, dict):
-        raise RunError(f"{path} must hold names and values; found a {type(loaded).__name__}. Restore it or remove it")
-    return loaded
+        return read_data(path) if path.is_file() and path.stat().st_size else {}
+    except ValueError as fault:
+        raise RunError(f"{fault}. Restore it or remove it") from fault
 
 
 def _rows(path: Path) -> Rows:
