@@ -12,7 +12,7 @@ from pipelines.slides.rare import Rare
 class CheckpointSettings:
     """Checkpoints."""
 
-    checkpoint_every: int = 100
+    checkpoint_every: Rare[int] = 100
     """Steps between checkpoints; one is always written at each validation and at the end. 0: as often as
     --checkpoint-overhead allows, by what steps and checkpoints of this run are measured to take."""
     checkpoint_overhead: Rare[float] = 0.035

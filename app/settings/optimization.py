@@ -16,33 +16,33 @@ from pipelines.slides.rare import Rare
 class OptimizerSettings:
     """Optimisation."""
 
-    optimizer: Literal["sgd", "adamw"] = "adamw"
+    optimizer: Rare[Literal["sgd", "adamw"]] = "adamw"
     """Update rule."""
     lr: float = 1e-3
     """Peak learning rate, reached after the warm-up, then lowered to 0 along a cosine."""
     momentum: Rare[float] = 0.9
     """Momentum of sgd."""
-    weight_decay: float = 1e-4
+    weight_decay: Rare[float] = 1e-4
     """Decay of the weights, per unit of learning rate; biases and parameters of norms have none."""
     decay_all: Rare[bool] = False
     """Apply --weight-decay to biases and parameters of norms, too, as runs begun before this setting existed do."""
-    warmup: int = 0
+    warmup: Rare[int] = 0
     """Steps over which the learning rate rises linearly."""
-    class_weights: Literal["none", "balanced"] = "none"
+    class_weights: Rare[Literal["none", "balanced"]] = "none"
     """balanced: rarer classes of the training tiles count more in the loss."""
-    freeze: tuple[str, ...] = ()
+    freeze: Rare[tuple[str, ...]] = ()
     """Modules that are not trained, by their paths, such as conv1 bn1 layer1; trunk: all layers but the last. Their
     batch norms keep the running statistics that --weights brought."""
-    layer_decay: float = 1.0
+    layer_decay: Rare[float] = 1.0
     """What the learning rate is multiplied with from layer to layer, counted from the last, such as 0.75 for weights
     that are trained further; 1: all alike."""
-    ema: float = 0.0
+    ema: Rare[float] = 0.0
     """Decay of a running average of the weights, such as 0.999, which validation and app.predict use; it rises to that
     as (1 + n) / (10 + n) with the updates n. 0: none."""
-    loss: Literal["auto", "cross_entropy", "dice_ce", "focal"] = "auto"
+    loss: Rare[Literal["auto", "cross_entropy", "dice_ce", "focal"]] = "auto"
     """What is minimised. dice_ce: cross entropy plus soft Dice of each tile and class, of segmentation; focal: cross
     entropy in which items count less that are already told well; auto: dice_ce of pixels, cross_entropy of tiles."""
-    label_smoothing: float = 0.0
+    label_smoothing: Rare[float] = 0.0
     """Share of each target that is spread over all classes, 0 to below 1, in the cross entropy."""
     focal_gamma: Rare[float] = 2.0
     """Exponent of --loss focal, 1 or more: how much less an item counts that is told well."""

@@ -47,18 +47,18 @@ class DataSettings:
     class_map: tuple[str, ...] = ()
     """Classes of labels, class folders or annotations by other names, as Tumor=tumour "Immune cells=background"
     Necrosis=ignore; several may lead to one, * stands for all that are not listed. Default: the names as they are."""
-    tile_label: str = "majority"
+    tile_label: Rare[str] = "majority"
     """Class of a tile, from annotations. majority: the class that covers most of it, background included; any: the
     class drawn on most of it, if there is one; a fraction, such as 0.25: that class if it covers so much of it."""
-    slide_mpp: float | None = None
+    slide_mpp: Rare[float | None] = None
     """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
-    mpp_table: Path | None = None
+    mpp_table: Rare[Path | None] = None
     """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
     the labels."""
-    scene: int | None = None
+    scene: Rare[int | None] = None
     """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
     Default: such files are refused, with a list of their images."""
-    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
+    backend: Rare[Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"]] = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
     index_workers: Rare[int] = 0
     """Processes that search slides for tissue; 0: one per core."""
@@ -91,10 +91,10 @@ class SplitSettings:
     every patient that is not in --test validates once."""
     fold: int | None = None
     """The fold that validates, from 0: of --folds, or of the list in --splits FILE.json."""
-    split_by: Literal["patient", "site"] = "patient"
+    split_by: Rare[Literal["patient", "site"]] = "patient"
     """What stays whole. site: hospitals and scanners as column site of the labels names them, so that none that is
     validated or tested on is trained on; a patient with slides of two sites joins these."""
-    patient_pattern: str | None = None
+    patient_pattern: Rare[str | None] = None
     """Regular expression for the patient in slide names, where no table names one: its first group, as '^(P[0-9]+)_'.
     Default: TCGA barcodes. A slide whose patient stays unknown is split by itself."""
     splits: Path | None = None
@@ -149,7 +149,7 @@ class StreamSettings:
     cache: Path | None = None
     """Folder that keeps tiles as they were read, for later epochs and runs, which may share it. It pays where reading
     costs more than a disk: slides that are resampled, JPEG 2000, slides on a network. Default: tiles are not kept."""
-    cache_bytes: str = "32GiB"
+    cache_bytes: Rare[str] = "32GiB"
     """Size up to which --cache may grow, in KiB, MiB or GiB; what is there serves on when it is full."""
     read_threads: Rare[int] = 0
     """Threads that decode tiles, per rank; 0: one for each core of the rank."""
@@ -205,7 +205,7 @@ class ModelSettings:
     """Normalisation; all but batch do not depend on which tiles are computed together. frozen: batch norm whose running
     statistics stay as --weights has them, while scale and shift are trained; layer: over the channels of each px. With
     these two --stream stores the least."""
-    head: Literal["average", "gem", "attention"] = "average"
+    head: Rare[Literal["average", "gem", "attention"]] = "average"
     """What pools the last map of a classifier. attention: weighs positions by gated attention; gem: generalised mean,
     whose exponent is trained."""
     weights: str | None = None
@@ -221,9 +221,9 @@ class ScoreSettings:
     """Steps between validations; 0: after each epoch. The end of the run is always validated."""
     validation_tiles: Rare[int] = 0
     """Tiles scored per validation slide, evenly spread; 0: all."""
-    slide_score: Literal["mean", "max", "top-k"] = "mean"
+    slide_score: Rare[Literal["mean", "max", "top-k"]] = "mean"
     """How the scores of a slide's tiles make the score of the slide."""
-    positive_class: str | None = None
+    positive_class: Rare[str | None] = None
     """Of two classes the one that heat maps show and that a patient has where one slide has it. Default: the one that
     is not called normal, benign, negative, background or 0, if only one is; upper and lower case do not matter."""
     patience: int = 0
@@ -269,10 +269,10 @@ class RunConfig:
     """Passes over the training tiles; default 10."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint; start it from the beginning where there is none yet."""
-    extend: bool = False
+    extend: Rare[bool] = False
     """With --resume: accept more --steps or --epochs than the run has. The learning rate is from then on that of a run
     of the new length, so it may rise at once."""
-    max_restarts: int = 0
+    max_restarts: Rare[int] = 0
     """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
     torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
     min_ranks: Rare[int | None] = None

@@ -74,9 +74,9 @@ class StrategySettings:
     """A run on a CPU whose tensors take more than --memory: warn at its end, or stop where a GPU of that size would."""
     ranks: int = 1
     """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
-    stages: int | None = None
+    stages: Rare[int | None] = None
     """Ranks that a copy of the model is split over; more ranks make data-parallel groups. Default: all ranks."""
-    grid: str = ""
+    grid: Rare[str] = ""
     """How the ranks of a team divide each tile, rows x columns of boxes: 4x1 are four strips, 2x2 four quarters. With
     spatial one team computes the model, and more ranks make data-parallel groups; default: a strip for each rank. With
     strategies that split the model a team takes the place of each rank."""
@@ -92,7 +92,7 @@ class StrategySettings:
     """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, up to 4 with
     async, 1 per group with mp-basic, 2 with mast, otherwise 2 per stage and group, with --shares auto 8 per group at
     least, if the batch has as many tiles."""
-    shares: str = "equal"
+    shares: Rare[str] = "equal"
     """Microbatches that each rank with ddp, or each data-parallel group, computes of a step, for devices of unequal
     speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; auto: as the speeds measured in the run
     ask for; or a CSV file with the columns microbatch,group, a line for each, or the shares.csv of an earlier run. The
@@ -111,7 +111,7 @@ class StrategySettings:
     of all that fits --memory, with the times of this machine. none leaves it to the plan with --parallel auto."""
     recompute_runs: Rare[str] = ""
     """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
-    offload: Offload = "none"
+    offload: Rare[Offload] = "none"
     """Move what forward passes keep to the host's memory until their backward passes. overlap: copied beside what a GPU
     computes; a CPU is its own host, where this saves nothing of the machine's memory. none leaves it to the plan with
     --parallel auto."""
@@ -144,7 +144,7 @@ class StrategySettings:
     device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
     """Where to compute; auto takes a GPU when there is one. mixed: with ddp, --cpu-ranks of each machine's ranks on its
     CPU and the others on a GPU each, all in fp32; --shares gives them unequal parts of a step."""
-    cpu_ranks: int = 0
+    cpu_ranks: Rare[int] = 0
     """Ranks of each machine, the last ones, that compute on its CPU with --device mixed."""
     mixed_sums: Rare[Literal["host", "device"] | None] = None
     """Where gradients are summed with --device mixed. host: in the memory of each machine, then between machines;

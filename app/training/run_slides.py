@@ -70,7 +70,7 @@ def predicted_slides(
     Raises:
         ValueError: as `find_run_slides`.
     """
-    files = {f.name: f.default for f in dataclasses.fields(DataSettings) if f.type == "Path | None"}
+    files = {f.name: f.default for f in dataclasses.fields(DataSettings) if "Path | None" in str(f.type)}
     data = dataclasses.replace(trained, **{**files, **given})
     specs = find_run_slides(data, index)
     of_user = {name.removeprefix("slide_") for name in given}  # slide_mpp goes before the mpp of each slide

@@ -22,13 +22,13 @@ class IndexSettings:
     whatever size that has."""
     mpp: float = 0.5
     """Resolution the tiles are read at, in um/px."""
-    stride: int | None = None
+    stride: Rare[int | None] = None
     """Step from tile to tile, in px at --mpp; the tile's side by default, less makes tiles overlap. With --tile slide:
     sides are multiples of it, 32 by default."""
     min_tissue: float = 0.25
     """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile. With --tile slide any tissue is enough, and 0
     keeps a slide without any, as a whole."""
-    pictures: Literal["tiles", "resize"] = "tiles"
+    pictures: Rare[Literal["tiles", "resize"]] = "tiles"
     """What a PNG or JPEG picture is. tiles: a slide, cut into tiles where there is tissue; resize: one image, whatever
     its size: a random part of it resized to --tile in training, its middle in validation. Pictures are named by their
     path then, and --mpp, --stride and --min-tissue say nothing."""
