@@ -150,11 +150,7 @@ def index(command: IndexCommand) -> None:
 
 
 def _annotations(command: IndexCommand, specs: Sequence[SlideSpec]) -> SlideAnnotations | None:
-    """Return the annotations of the slides. Files next to slides that were not named may be something else.
-
-    Raises:
-        ValueError: nothing in ``--annotations`` is of these slides, or none of it can be read.
-    """
+    """Return the annotations of the slides. Files next to slides that were not named may be something else."""
     if command.annotations is not None:
         return read_annotations(annotations_in(command.annotations, specs), specs, {})
     try:

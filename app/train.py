@@ -121,14 +121,7 @@ def _begun(config: RunConfig, folder: RunFolder, before: int) -> int | None:
 
 def _with_microbatches(config: RunConfig, begun: int | None) -> RunConfig:
     """``config`` with the number of microbatches decided: a resumed run goes on with its own, whatever its strategy and
-    its ranks are now, because batch norm looks at one microbatch at a time.
-
-    Args:
-        begun: microbatches that the run has.
-
-    Raises:
-        ValueError: the strategy cannot compute that number.
-    """
+    its ranks are now, because batch norm looks at one microbatch at a time."""
     asked = config.strategy
     if asked.undecided and begun is None and not config.resume:
         return config
@@ -146,11 +139,7 @@ def _with_microbatches(config: RunConfig, begun: int | None) -> RunConfig:
 
 
 def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack) -> int:
-    """This process's part of the run; of all ranks that fail, one raises.
-
-    Args:
-        held: keeps the run folder for this run.
-    """
+    """This process's part of the run; of all ranks that fail, one raises."""
     from app.launch.place import place
     from app.launch.rank_guard import RankGuard
     from app.launch.signals import Interrupt
@@ -177,12 +166,7 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
 
 
 def _take_folder(folder: RunFolder, placement: RankPlace, held: contextlib.ExitStack) -> None:
-    """Keep other runs out of the folder; the first rank does, before any rank writes there.
-
-    Raises:
-        RunError: on the first rank: another run is there.
-        SystemExit: on the others, once the first has had the time to tell.
-    """
+    """Keep other runs out of the folder; the first rank does, before any rank writes there."""
     import torch
 
     from app.launch.place import OTHERS_SPEAK_S
@@ -298,11 +282,7 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
 
 
 def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
-    """Decide what was left to a planner, into the run folder.
-
-    Raises:
-        RunError: nothing fits.
-    """
+    """Decide what was left to a planner, into the run folder."""
     planned = config if dataset.tiles.sides is None else as_square(config, dataset.tiles.largest)
     learned = len(dataset.classes), dataset.task == "segment"
     epoch_tiles = len(dataset.rows("train")) if planned is config and not config.stream.bag else None

@@ -174,11 +174,7 @@ def _largest(values: Sequence[Sequence[int] | None]) -> list[int] | None:
 
 
 def _seconds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float | None] | None:
-    """Return the seconds of a step by part (compute, bubble, transfer, data) in the repeat with the median speed.
-
-    A model that is not split has no bubble, and its gradient sums overlap its computing. None for a split model whose
-    actions were not measured.
-    """
+    """Return the seconds of a step by part (compute, bubble, transfer, data) in the repeat with the median speed."""
     if not summaries:
         return None
     summary = sorted(summaries, key=lambda one: one["images_per_second"])[len(summaries) // 2]

@@ -203,11 +203,7 @@ class Evaluation:
 def _estimates(
     labelled: LabelledSlides, classes: Sequence[str], patient: Mapping[str, str]
 ) -> tuple[dict[tuple[str, str], Estimate], tuple[str, ...]]:
-    """Estimates of slides and of patients, the latter where any is known, and a line about patients left out.
-
-    Raises:
-        ValueError: patient scores of two classes need the positive one.
-    """
+    """Estimates of slides and of patients, the latter where any is known, and a line about patients left out."""
     units = {"slide": labelled.cases}
     notes: tuple[str, ...] = ()
     if any(slide in patient for slide in labelled.slides):
@@ -235,12 +231,7 @@ def _froc_text(curve: Froc) -> str:
 
 
 def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[str, str]) -> dict[str, Estimate]:
-    """Means of each class over the slides that have it.
-
-    Args:
-        values: (slides, classes).
-        patients: by slide, where they are known; every other slide stands for itself.
-    """
+    """Means of each class over the slides that have it."""
     _, patient = np.unique([patients.get(slide, slide) for slide in areas.slides], return_inverse=True)
     return {
         name: bootstrap(patient, functools.partial(_mean_of_rows, values[:, c])) for c, name in enumerate(areas.classes)

@@ -206,11 +206,7 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
 def _mixed(
     joined: Communicator, kinds: Sequence[RankKind], settings: StrategySettings, device: torch.device
 ) -> Communicator:
-    """The communicator of ranks on CPUs and GPUs.
-
-    Raises:
-        CommunicationError: two of them share a GPU, or what they need to sum cannot be made.
-    """
+    """The communicator of ranks on CPUs and GPUs."""
     from parallel.comm.communicator import CommunicationError
     from parallel.comm.kinds import has_gpu_each
     from parallel.comm.mixed_comm import MixedCommunicator

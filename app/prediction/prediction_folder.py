@@ -183,11 +183,7 @@ def _folded(part: str) -> str:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """Return what ``PredictionFolder.finish`` wrote.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return what ``PredictionFolder.finish`` wrote."""
     record = read_data(path)
     whole = all(isinstance(record.get(name), dict) for name in ("row", "state", "canvas", "opening"))
     if not whole or record["state"].keys() != {field.name for field in fields(SlideState)}:

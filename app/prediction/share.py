@@ -169,11 +169,7 @@ def _spread(command: PredictCommand, rank: int, device: torch.device) -> Placeme
 
 @contextlib.contextmanager
 def _device_faults(command: PredictCommand, where: str) -> Iterator[None]:
-    """Report a fault of the device as one of the run: the next slide would meet it too.
-
-    Raises:
-        RunError: the device ran out of memory, or failed.
-    """
+    """Report a fault of the device as one of the run: the next slide would meet it too."""
     try:
         yield
     except RuntimeError as fault:

@@ -291,11 +291,7 @@ def _steps(target: StainFit, stain: StainFit) -> StainSteps:
 
 
 def _check_content(path: Path, state: dict[str, Any]) -> None:
-    """Refuse a checkpoint without what a model is made of.
-
-    Raises:
-        RunError: something is missing or of another type; names all of it.
-    """
+    """Refuse a checkpoint without what a model is made of."""
     settings = state.get("settings")
     settings = settings if isinstance(settings, dict) else {}
     faults = [

@@ -202,11 +202,7 @@ def _answers(
     slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int
 ) -> Iterator[tuple[int, Floats | str]]:
     """The model's probabilities of each window in order, or why it cannot be read; on ranks that do not have them, only
-    the latter. While a GPU computes a batch, the one before it is given.
-
-    Raises:
-        SlideError: most windows cannot be read; on every rank of the group at the same window.
-    """
+    the latter. While a GPU computes a batch, the one before it is given."""
     before: _Asked | None = None
     for asked in itertools.chain(_asked(slide, windows, model, batch), [None]):
         if before is not None:

@@ -108,11 +108,7 @@ def describe_system_error(fault: OSError) -> str:
 
 
 def _description(config_type: type[Any], more: bool) -> str:
-    """Return the head of --help, wrapped: tyro joins lines, except those that begin with a blank or a dash.
-
-    Args:
-        more: there are flags that only --help-all shows.
-    """
+    """Return the head of --help, wrapped: tyro joins lines, except those that begin with a blank or a dash."""
     width = max(40, min(shutil.get_terminal_size().columns, 120) - 1)
     purpose = textwrap.fill(" ".join((config_type.__doc__ or "").split()), width, subsequent_indent=" ")
     lines = [

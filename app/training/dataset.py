@@ -172,11 +172,7 @@ def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> 
 
 def _off_slides(tiles: TileTable, truth: SlideAnnotations, failed: FailedSlides) -> set[str]:
     """Return the slides whose annotation lies completely outside of them, which are written down; log what else lies
-    outside.
-
-    Raises:
-        SlideError: there are no others.
-    """
+    outside."""
     off: set[str] = set()
     partly: list[str] = []
     for source in tiles.sources:

@@ -251,11 +251,7 @@ class TrainingLoop:
         return f"validation at step {outcome.step}: {figures}{left_out}"
 
     def _save(self, at_once: bool) -> None:
-        """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds.
-
-        Args:
-            at_once: no step follows beside which it could be written.
-        """
+        """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds."""
         begun_s, outcome = time.monotonic(), self.outcome
         state = self._session.engine.state_dict()
         if self._is_first:
@@ -288,11 +284,7 @@ class TrainingLoop:
         return self.outcome.best is not None and self.outcome.best["step"] == self.outcome.step
 
     def _restore(self) -> dict[str, Any]:
-        """Take over the last checkpoint, and return it.
-
-        Raises:
-            RunError: it is damaged, or not what a run is resumed from.
-        """
+        """Take over the last checkpoint, and return it."""
         state = resume_state(self._folder.last, self._folder.best)
         try:
             self._take_over(state)

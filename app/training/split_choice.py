@@ -64,13 +64,7 @@ def choose_splits(
 def _asked_splits(
     config: RunConfig, known: Splits, given: dict[str, str], slides: set[str], progress: Callable[[str], None]
 ) -> Splits:
-    """The splits that the settings ask for.
-
-    Args:
-        known: patients, labels and sites of the slides, without splits.
-        given: splits by folder.
-        slides: of the folder, those that cannot be used included.
-    """
+    """The splits that the settings ask for."""
     asked, patients, labels = config.split, known.patient, known.label or None
     if given and asked.is_asked:
         raise ValueError(

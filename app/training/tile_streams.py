@@ -83,11 +83,7 @@ def augmentation_of(config: RunConfig) -> AugmentSettings:
 
 def _pixel_weights(dataset: Dataset, rows: NDArray[np.int64], placement: RankPlace) -> NDArray[np.float64]:
     """Return the weights (n,) of ``--sample pixels`` as the first rank reads them: what one rank cannot read another
-    may, and all have to draw alike.
-
-    Raises:
-        ValueError: tiles have classes, not pixels, or nothing is drawn on any.
-    """
+    may, and all have to draw alike."""
     if dataset.tile_labels is not None:
         raise ValueError(
             "--sample pixels is for segmentation, and here tiles have classes: use --sample class, or --task segment"

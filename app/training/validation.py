@@ -245,12 +245,7 @@ def _classification(
     numbers: NDArray[np.int64],
     scores: NDArray[np.float64],
 ) -> Scores:
-    """Return ``metrics`` with those of slides, and a prediction for each slide.
-
-    Args:
-        numbers: of the slides with a readable tile, (s,).
-        scores: of their classes, (s, C).
-    """
+    """Return ``metrics`` with those of slides, and a prediction for each slide."""
     metrics |= {"slide_auc": None, "slide_balanced_accuracy": None}
     ids = [dataset.tiles.slides[number] for number in numbers]
     if dataset.slide_labels:
