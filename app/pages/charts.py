@@ -29,7 +29,7 @@ MOST_MARKS = 60
 """A line with more values than this has no mark at each of them."""
 
 STYLES: dict[str, dict[str, Any]] = {"faint": {"alpha": 0.4, "linewidth": 1.2}, "ideal": {"linestyle": "--"}}
-SETTINGS = {
+SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "megatile",
     "path.simplify_threshold": 1.0,
@@ -119,12 +119,16 @@ def line_chart(
             axes.minorticks_off()
         for line in shown:
             end = f" {format_value(float(line.y[line.finite][-1]))}" if last and line.kind != "faint" else ""
-            look = {"color": COLOURS[line.colour % len(COLOURS)], "label": line.name + end, **STYLES.get(line.kind, {})}
+            look: dict[str, Any] = {
+                "color": COLOURS[line.colour % len(COLOURS)],
+                "label": line.name + end,
+                **STYLES.get(line.kind, {}),
+            }
             known = np.pad(line.finite, 1)
             alone = line.finite & ~known[:-2] & ~known[2:]  # a value between gaps has no line
             marked = line.finite if line.kind == "dots" and len(line.x) <= MOST_MARKS else alone
-            marks = {"marker": MARKERS[line.colour % len(MARKERS)], "markevery": np.flatnonzero(marked).tolist()}
-            axes.plot(line.x, line.y, **look, **marks)
+            marker, every = MARKERS[line.colour % len(MARKERS)], np.flatnonzero(marked).tolist()
+            axes.plot(line.x, line.y, marker=marker, markevery=every, **look)
         if mark is not None:
             end_of = shown[-1]
             at = int((np.nanargmin if mark == "min" else np.nanargmax)(np.where(end_of.finite, end_of.y, np.nan)))

@@ -131,9 +131,10 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
     from_files = [word for file in files for word in _read_yaml(config_type, Path(file))]
     show = "--print-config" in argv
     short = "--help" in argv or "-h" in argv
+    shown: Any = without_rare(config_type) if short else config_type
     with _TYRO:
-        config = tyro.cli(
-            without_rare(config_type) if short else config_type,
+        config: Config = tyro.cli(
+            shown,
             args=from_files + [HELP.get(word, word) for word in argv if word != "--print-config"],
             prog=prog,
             description=_description(config_type, short and any(flag.rare for flag in flags_of(config_type))),

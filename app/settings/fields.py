@@ -14,6 +14,8 @@ import tyro
 
 from pipelines.slides.rare import RARE
 
+HIDDEN: Any = tyro.conf.Suppress
+"""Marker of a field that tyro leaves out of its help."""
 OLD_BLOCK = "developer"
 """Key under which ``config.yaml`` of older runs has their rare settings."""
 
@@ -51,7 +53,7 @@ def without_rare(config_type: type) -> type:
             if field.default_factory is not dataclasses.MISSING:
                 namespace[field.name] = dataclasses.field(default_factory=hint)
         elif RARE in get_args(hint):
-            hint = tyro.conf.Suppress[hint]
+            hint = HIDDEN[hint]
         namespace["__annotations__"][field.name] = hint
     return dataclasses.dataclass(frozen=True)(type(config_type.__name__, (config_type,), namespace))
 
