@@ -22,7 +22,7 @@ from app.settings.cli import FAILED, OK, run_command
 from app.settings.console import print_findings, print_table
 from app.training.run_info import describe_environment
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 from pipelines.labels.slide_labels import read_mpp
 
 

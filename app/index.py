@@ -24,8 +24,8 @@ from app.pages.slides_page import FILTERS, slide_rows, write_slides_page
 from app.settings.cli import run_command
 from app.training.progress import LOG_FORMAT, IndexProgress
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.table import counted
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.slide_labels import read_mpp

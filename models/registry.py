@@ -29,8 +29,7 @@ from models.external import (
 from models.heads import Head, put_head
 from models.resnet import BLOCKS_BY_DEPTH, ResNet
 from models.resnet_v2 import ResNetV2
-from models.unet import UNet
-from models.unet_encoder import build_encoder_unet
+from models.unet import UNet, build_encoder_unet
 from models.unet_gpipe import UNetGPipe
 
 OURS: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {

@@ -135,7 +135,7 @@ FAULTS = (
     ),
     Fault(
         "a tile has the label of its neighbour",
-        "pipelines/stream/target.py",
+        "pipelines/stream/batch.py",
         "slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None\n    ) -> None:\n"
         "        out[...] = self.by_row[row]",
         "slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None\n    ) -> None:\n"
@@ -144,7 +144,7 @@ FAULTS = (
     ),
     Fault(
         "a mask is not turned with its tile",
-        "pipelines/stream/cpu_augment.py",
+        "pipelines/stream/augment.py",
         'target[...] = varied["mask"]',
         'varied["mask"]',
         ("tests/pipelines/stream/test_augment.py",),

@@ -22,8 +22,7 @@ from app.pages.overlays import colour_of
 from app.prediction.prediction_folder import PredictionFolder
 from models.losses import IGNORE
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.csv_cells import read_rows
-from pipelines.catalog.table import listed
+from pipelines.catalog.table import listed, read_rows
 from pipelines.labels.annotation_files import annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import ClassMap

@@ -17,10 +17,10 @@ import numpy as np
 
 from app.prediction.prediction_folder import PredictionFolder
 from pipelines.catalog.catalog import find_slides
-from pipelines.catalog.csv_cells import read_rows
+from pipelines.catalog.table import read_rows
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
-from pipelines.stream.picture_crop import centre
+from pipelines.stream.read import centre
 
 SHOWN, PICTURE_PX = 6, 192
 """Tiles of each kind, and the side of their pictures."""

@@ -15,10 +15,8 @@ import numpy as np
 
 from app.evaluation.classification import Cases
 from pipelines.catalog.catalog import SlideNames
-from pipelines.catalog.counted import counted
-from pipelines.catalog.table import Table, listed, read_table, shown
-from pipelines.labels.class_names import IGNORED_CLASS, ClassMap
-from pipelines.labels.patients import known_patients
+from pipelines.catalog.table import Table, counted, listed, read_table, shown
+from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, known_patients
 
 
 @dataclass(frozen=True, eq=False)

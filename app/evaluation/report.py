@@ -30,10 +30,8 @@ from app.evaluation.labelled import LabelledSlides, labelled_slides, patients_of
 from app.evaluation.scored_split import ScoredSplit, choose_split, training_note
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
-from pipelines.catalog.counted import counted
-from pipelines.catalog.table import listed
-from pipelines.labels.class_names import ClassMap, positive_class
-from pipelines.labels.patients import patient_note
+from pipelines.catalog.table import counted, listed
+from pipelines.labels.class_names import ClassMap, patient_note, positive_class
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
 

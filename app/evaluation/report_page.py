@@ -19,7 +19,7 @@ from app.pages.evaluation_page import EvaluationPage
 from app.pages.html import Card, Table, format_value
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 
 MOST_PICTURES = 60
 """Slides whose areas the report shows; of five hundred the page would be 20 MB."""

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.catalog.counted import counted
-from pipelines.catalog.table import listed
+from pipelines.catalog.table import counted, listed
 
 PREFERRED = ("test", "val", "external", "unknown")
 """Without ``--split`` the first of these that has a slide is scored: slides that were never looked at, those that chose

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from app.pages.html import Table
 from app.pages.run_files import Rows
-from pipelines.labels.patients import patient_note
+from pipelines.labels.class_names import patient_note
 
 SLIDES_SHOWN = 100
 """Rows of the slide table; the slides that came out worst are first, the rest is in ``predictions.csv``."""

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.settings.cli import RunError
-from app.settings.data_file import read_data
-from app.settings.fields import settings_of
-from pipelines.catalog.csv_cells import original, read_rows
+from app.settings.fields import out_of_blocks
+from pipelines.catalog.table import original, read_rows
 
 LOG_LINES = 12
 """Of the end of ``run.log``: enough for what was done last and the message of an error."""

@@ -27,7 +27,7 @@ from parallel.profile.cache import kept_at
 from parallel.profile.calibrate import QUICK_S, DeviceUse, load_or_calibrate
 from parallel.profile.gpu import gpu_at
 from parallel.profile.link_speed import TAKES_S, LinkSpeed, links_kept_at, load_or_measure_copies, load_or_measure_links
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 
 log = logging.getLogger(__name__)
 

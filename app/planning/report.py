@@ -42,7 +42,7 @@ from parallel.schedule.shares import FINE
 from parallel.schedule.text import to_csv
 from parallel.strategy import STALE, WHOLE
 from parallel.units import bytes_text
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 
 NAMES = tuple(name for name in (*WHOLE, SPATIAL.name, *SCHEDULES) if name not in STALE)
 

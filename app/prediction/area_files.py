@@ -17,7 +17,7 @@ from app.pages.overlays import colour_of
 from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
-from pipelines.catalog.csv_cells import write_rows
+from pipelines.catalog.table import write_rows
 from pipelines.tiles.windows import SlideWindows
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from app.prediction.slide_as_tile import finish_image
 from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
-from pipelines.stream.picture_crop import centre
+from pipelines.stream.read import centre
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import default_threads, find_tiles
 from pipelines.tiles.stain_fit import StainFit

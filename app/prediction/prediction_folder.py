@@ -19,10 +19,9 @@ from typing import Any
 from app.settings.data_file import read_data, write_json, write_text
 from app.training.run_slides import opening
 from pipelines.catalog.catalog import PREDICTIONS_FILE, SlideSpec
-from pipelines.catalog.csv_cells import write_rows
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.slide_state import SlideState
-from pipelines.catalog.table import shown
+from pipelines.catalog.table import shown, write_rows
 
 SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"
 

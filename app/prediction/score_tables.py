@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.catalog.csv_cells import write_rows
+from pipelines.catalog.table import write_rows
 
 
 @dataclass(frozen=True, eq=False)

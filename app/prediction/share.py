@@ -35,7 +35,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.profile.gpu import is_device_fault, lacks_memory
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.windows import WindowSettings
 

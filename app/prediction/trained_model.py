@@ -33,11 +33,9 @@ from models.registry import build_model
 from parallel.offload.copies import read_later
 from parallel.profile.gpu import has_bf16, set_tf32
 from pipelines.catalog.slide_state import SlideState
-from pipelines.labels.class_names import positive_class
-from pipelines.labels.patients import patient_in
+from pipelines.labels.class_names import patient_in, positive_class
 from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.device_pixels import IMAGENET, PixelMaker
-from pipelines.stream.stain_steps import StainSteps
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker, StainSteps
 from pipelines.tiles.stain_fit import StainFit
 
 log = logging.getLogger(__name__)

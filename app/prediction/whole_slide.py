@@ -28,7 +28,7 @@ from app.prediction.score_tables import TileRow, attention_weights, bag_scores, 
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
 from app.training.run_slides import opening
-from pipelines.backends.heat_map import HeatMapWriter
+from pipelines.backends.tiff_writer import HeatMapWriter
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError

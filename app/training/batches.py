@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, NeededInputs
-from pipelines.slides.tile_box import TileBox
+from pipelines.slides.geometry import TileBox
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_batch import Part

@@ -18,21 +18,18 @@ from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
 from app.training.run_slides import find_run_slides
 from app.training.split_choice import choose_splits
-from pipelines.cache.cached_slide import CachedSpec
-from pipelines.cache.tile_cache import TileCache
+from pipelines.cache.tile_cache import CachedSpec, TileCache
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
-from pipelines.catalog.table import listed
+from pipelines.catalog.table import counted, listed
 from pipelines.labels.annotations import SlideAnnotations
-from pipelines.labels.class_names import ClassMap, positive_class
+from pipelines.labels.class_names import NOTHING_COUNTS, ClassMap, TileLabel, positive_class
 from pipelines.labels.slide_labels import SlideLabels, find_labels
 from pipelines.labels.splits import Splits, split_folders
-from pipelines.labels.tile_label import NOTHING_COUNTS, TileLabel
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
-from pipelines.stream.stain_steps import StainSteps
+from pipelines.stream.device_pixels import StainSteps
 from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
 from pipelines.tiles.stain_fit import StainFit
 from pipelines.tiles.stain_fits import fit_slides

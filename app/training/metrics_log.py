@@ -13,8 +13,8 @@ from app.training.push_log import PushLog
 from app.training.run_folder import CsvLog, RunFolder
 from app.training.validation import Scores
 from parallel.engine.step import StepResult
-from pipelines.catalog.csv_cells import write_rows
-from pipelines.catalog.named_file import names_file
+from pipelines.catalog.failures import names_file
+from pipelines.catalog.table import write_rows
 
 if TYPE_CHECKING:
     from app.training.session import Session

@@ -23,13 +23,11 @@ from app.training.memory_layout import LEFT_OUT, takes_channels_last
 from app.training.random_draws import refuse_draws
 from app.training.share import share
 from models.bag import BagLoss, has_bag_head, put_bag_head
-from models.frozen import freeze
-from models.layer_depth import layer_scales, layers_of
+from models.layer_depth import freeze, layer_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
 from models.pretrained import PRETRAINED, names_weights, pretrained_weights
 from models.registry import build_model
-from models.weights import IMAGENET, Weights, load_weights, read_weights
-from models.weights_report import LoadedWeights
+from models.weights import IMAGENET, LoadedWeights, Weights, load_weights, read_weights
 from parallel.comm.communicator import Communicator
 from parallel.trace.without_data import refuse_tile_size
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from app.settings.launcher import find_launch
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 from pipelines.tiles.index import SlideDone
 
 log = logging.getLogger("app.train")

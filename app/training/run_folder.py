@@ -27,8 +27,8 @@ from app.settings.data_file import read_data, write_json, write_text
 from app.settings.fields import flat, settings_of
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
-from pipelines.catalog.csv_cells import write_rows
-from pipelines.catalog.named_file import names_file
+from pipelines.catalog.failures import names_file
+from pipelines.catalog.table import write_rows
 
 FREE_TO_CHANGE = frozenset(
     {

@@ -31,7 +31,7 @@ from app.training.run_slides import SlideColumns, slide_columns
 from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
 from models.bag import BagGradient
-from models.weights_report import LoadedWeights
+from models.weights import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_memory import HostMemory
 from parallel.schedule.shares import FINE, coarseness, split_batch
@@ -40,7 +40,7 @@ from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import TileKind
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
-from pipelines.slides.tile_box import TileBox
+from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed

@@ -28,7 +28,7 @@ from app.training.step_timeline import StepRecord, write_step
 from app.training.throughput import peak_resident_bytes
 from parallel.strategy import DELAYED
 from pipelines.cache.tile_cache import CacheCounts, TileCache
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 from pipelines.tiles.tile_table import three_sizes
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device import allocate_pinned
+from pipelines.stream.order import pixel_weights, slide_weights
 from pipelines.stream.read import OnFault
 from pipelines.stream.stream import TileStream
-from pipelines.stream.weights import pixel_weights, slide_weights
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,9 @@ import shapely
 from numpy.typing import NDArray
 
 from benchmarks.results import markdown_table, parser_of, publish, results
-from pipelines.backends.memory import memory_slide
+from pipelines.backends.level_reader import memory_slide
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.labels.annotation_cache import read_annotation
-from pipelines.labels.annotation_files import AnnotationFiles
+from pipelines.labels.annotation_files import AnnotationFiles, read_annotation
 from pipelines.labels.annotations import read_annotations
 from pipelines.labels.conversion import write_areas
 from pipelines.labels.drawing import Drawing, Origin, make_drawing

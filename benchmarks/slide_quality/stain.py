@@ -23,10 +23,8 @@ from benchmarks.results import markdown_table, parser_of, results, write_results
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
-from pipelines.stream import stain
-from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.device_pixels import IMAGENET, PixelMaker
-from pipelines.stream.stain_steps import StainSteps
+from pipelines.stream.augment import AugmentSettings, apply_jitter, jitter
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker, StainSteps
 from pipelines.tiles.stain_fit import PUBLISHED, Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tissue import read_overview
 
@@ -171,9 +169,9 @@ def restained(folder: Path) -> list[Path]:
     paths = [folder / f"{number}.png" for number in range(RESTAINED)]
     for path in paths:
         alpha = 1 + CHANGE * numbers.uniform(-1, 1, (1, 3))
-        matrix, shift = stain.jitter(alpha, np.zeros((1, 3)), 1 + LIGHT * numbers.uniform(-1, 0, 1))
+        matrix, shift = jitter(alpha, np.zeros((1, 3)), 1 + LIGHT * numbers.uniform(-1, 0, 1))
         changed = whole.copy()
-        stain.apply(changed, matrix[0], shift[0])
+        apply_jitter(changed, matrix[0], shift[0])
         cv2.imwrite(str(path), changed[..., ::-1])
     return paths
 

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.backends.registry import open_slide
-from pipelines.cache.cached_slide import CachedSlide
-from pipelines.cache.tile_cache import TileCache
+from pipelines.cache.tile_cache import CachedSlide, TileCache
 from pipelines.cache.tile_kind import TileKind
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide

@@ -32,12 +32,12 @@ from benchmarks.tile_reading.slide import make_slide
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
+from pipelines.slides.geometry import TileBox
 from pipelines.slides.slide import Pixels
-from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.batch import Labels, Masks
 from pipelines.stream.read import FaultLog, Read
-from pipelines.stream.target import Labels, Masks
-from pipelines.stream.tile_parts import TileParts
+from pipelines.stream.tile_bytes import TileParts
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.tile_table import TileTable
 

@@ -18,10 +18,8 @@ from PIL import Image, UnidentifiedImageError
 
 from pipelines.backends.codecs import decoder
 from pipelines.backends.jpeg import decode
-from pipelines.backends.memory import MemoryReader
-from pipelines.backends.resolution import level0_mpp
-from pipelines.backends.tiff_images import TiffImage, choose_image
-from pipelines.backends.tiff_levels import recorded_mpp, refuse_samples
+from pipelines.backends.level_reader import MemoryReader, level0_mpp
+from pipelines.backends.tiff_levels import TiffImage, choose_image, recorded_mpp, refuse_samples
 from pipelines.backends.tiff_page import Page, Tag
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.slides.geometry import levels_from_sizes

@@ -18,7 +18,7 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
-from pipelines.backends.tiff_table import table_fault
+from pipelines.backends.tiff_page import table_fault
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.slides.slide import SlideError, TileReadError
 

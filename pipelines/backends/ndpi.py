@@ -14,10 +14,9 @@ from typing import Final
 import numpy as np
 
 from pipelines.backends.jpeg import EOI, OtherJpeg, StreamHeader, decode
-from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.level_reader import level0_mpp
 from pipelines.backends.tiff_levels import resolution_mpp
-from pipelines.backends.tiff_page import Page, Tag
-from pipelines.backends.tiff_table import table_fault
+from pipelines.backends.tiff_page import Page, Tag, table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
 from pipelines.backends.tiled import StoredTiles, TiledReader
 from pipelines.slides.geometry import levels_from_sizes

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pipelines.backends.resolution import Recorded
-from pipelines.backends.zarr_metadata import ZarrArray, read_array, read_json
-from pipelines.backends.zarr_store import ZarrStore, holds, key_of
+from pipelines.backends.level_reader import Recorded
+from pipelines.backends.zarr_store import ZarrArray, ZarrStore, holds, key_of, read_array, read_json
 from pipelines.slides.slide import NotThisFormat, SlideError
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,9 @@ from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError
 
 from pipelines.backends.dicom_elements import is_dicom
 from pipelines.backends.dicom_header import refuse_series
-from pipelines.backends.padding import pad
-from pipelines.backends.resolution import Recorded, level0_mpp
-from pipelines.backends.tiff_images import choose_image
-from pipelines.backends.tiff_levels import recorded_mpp
-from pipelines.backends.tiff_table import MAX_SIDE
+from pipelines.backends.level_reader import Recorded, level0_mpp, pad
+from pipelines.backends.tiff_levels import choose_image, recorded_mpp
+from pipelines.backends.tiff_page import MAX_SIDE
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
 from pipelines.slides.geometry import Bounds, Level, l0_from_l
 from pipelines.slides.pyramid import PyramidSlide

@@ -17,8 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
-from pipelines.backends.tiff_table import data_faults
+from pipelines.backends.tiff_page import UNREADABLE, Page, Tag, data_faults
 from pipelines.slides.slide import NotThisFormat, SlideError
 
 _KNOWN: Final = frozenset(Tag)

@@ -1,16 +1,15 @@
-"""Writes a tiled pyramidal BigTIFF of compressed tiles that come level by level or all levels at once, in any order.
+"""Writers of tiled pyramidal BigTIFFs: compressed tiles in any order, heat maps row by row, masks band by band.
 
-Takes the sizes of the levels and the bytes of each tile; gives a file that OpenSlide, tifffile and our own backends
-open: one page per level, the coarser ones marked as reduced. tifffile writes pages one after the other, so tiles wait
-in an unnamed file beside; of each only its place there is in memory. The file appears under its name when it is whole,
-never before.
+OpenSlide, tifffile, QuPath and our own backends open the files: one page per level, the coarser ones marked as
+reduced. tifffile writes pages one after the other, so tiles wait in an unnamed file. A file appears under its name when
+it is whole.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -20,6 +19,7 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
+from pipelines.backends.mask import PNG_BYTES
 from pipelines.slides.geometry import Size
 
 TILE = 256
@@ -124,3 +124,105 @@ class TiffWriter:
         for offset, length in self._places[level].reshape(-1, 2).tolist():
             self._waiting.seek(offset)
             yield self._waiting.read(length)
+
+
+class HeatMapWriter:
+    """A heat map on its way into a file; ``with`` publishes it on success and leaves nothing on an error.
+
+    Args:
+        path: the file to make; replaced if it exists.
+        size: of the finest level.
+        mpp: um/px of the finest level.
+        description: text of the first page's ImageDescription.
+    """
+
+    def __init__(self, path: Path, size: Size, mpp: float, description: str) -> None:
+        self._sizes = [size]
+        while max(self._sizes[-1].width, self._sizes[-1].height) > TILE:
+            finer = self._sizes[-1]
+            self._sizes.append(Size(-(-finer.width // 2), -(-finer.height // 2)))
+        self._tiff = TiffWriter(path, self._sizes, DEFLATE_MASK, mpp, description)
+        self._waiting = [np.empty((0, level.width), np.uint8) for level in self._sizes]
+        self._tile_rows = [0] * len(self._sizes)
+
+    def add(self, rows: NDArray[np.uint8]) -> None:
+        """Take the next rows, uint8 (any number, width)."""
+        self._add(0, rows)
+
+    def _add(self, level: int, rows: NDArray[np.uint8]) -> None:
+        waiting = np.concatenate([self._waiting[level], rows])
+        while len(waiting) >= TILE:
+            self._write_tiles(level, waiting[:TILE])
+            waiting = waiting[TILE:]
+        self._waiting[level] = waiting.copy()
+
+    def _write_tiles(self, level: int, rows: NDArray[np.uint8]) -> None:
+        """Write one row of tiles, the last of which may be short, and hand on what the next level makes of it."""
+        columns = self._tiff.grid(level).width
+        padded = np.zeros((TILE, columns * TILE), np.uint8)
+        padded[: len(rows), : rows.shape[1]] = rows
+        for column in range(columns):
+            tile = np.ascontiguousarray(padded[:, column * TILE : (column + 1) * TILE])
+            self._tiff.write_tile(level, column, self._tile_rows[level], encode_mask(tile))
+        self._tile_rows[level] += 1
+        if level + 1 < len(self._sizes):
+            self._add(level + 1, halved(rows))
+
+    def __enter__(self) -> Self:
+        self._tiff.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            try:
+                for level in range(len(self._sizes)):  # finest first: each hands on what is left to the next
+                    if len(self._waiting[level]):
+                        self._write_tiles(level, self._waiting[level])
+            except BaseException as fault:
+                self._tiff.__exit__(type(fault), fault, fault.__traceback__)
+                raise
+        self._tiff.__exit__(kind, value, trace)
+
+
+def halved(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the means of 2 x 2 px, rounded; an odd last row or column stands for itself twice."""
+    height, width = rows.shape
+    even = np.pad(rows, ((0, height % 2), (0, width % 2)), "edge").astype(np.uint16)
+    sums = even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]
+    return ((sums + 2) // 4).astype(np.uint8)
+
+
+BAND_ROWS = TILE
+"""Height of the bands a mask is written in; the last may be less."""
+
+
+def write_mask(path: Path, size: Size, mpp: float, bands: Iterable[NDArray[np.uint8]]) -> None:
+    """Write a mask of one byte per px, as PNG or TIFF by the suffix of ``path``.
+
+    Args:
+        path: the file to make.
+        size: of the mask in px.
+        mpp: um/px, which a TIFF states.
+        bands: uint8 (``BAND_ROWS``, size.width) from top to bottom, the last with what is left.
+
+    Raises:
+        ValueError: a PNG above ``PNG_BYTES``, which could not be read back.
+        OSError: the disk is full or the folder not writable.
+    """
+    if path.suffix.lower() == ".png":
+        if size.pixels > PNG_BYTES:
+            raise ValueError(
+                f"a mask of {size.width} x {size.height} px is too large for a PNG, which may have "
+                f"{PNG_BYTES >> 20} Mpx: write a .tif, or ask for a coarser --mpp"
+            )
+        path.write_bytes(imagecodecs.png_encode(np.concatenate(list(bands))))
+        return
+    with TiffWriter(path, [size], DEFLATE_MASK, mpp, "class ids") as writer:
+        for row, band in enumerate(bands):
+            for column in range(writer.grid(0).width):
+                tile = np.zeros((TILE, TILE), np.uint8)
+                part = band[:, column * TILE : (column + 1) * TILE]
+                tile[: part.shape[0], : part.shape[1]] = part
+                writer.write_tile(0, column, row, encode_mask(tile))

@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from pipelines.backends.codecs import TileDecoder, decoder
 from pipelines.backends.jpeg import JpegTiles, colour_fault
-from pipelines.backends.padding import Inside, pad
-from pipelines.backends.resolution import level0_mpp
+from pipelines.backends.level_reader import Inside, level0_mpp, pad
 from pipelines.backends.tiff_levels import YCBCR, find_levels, recorded_mpp
-from pipelines.backends.tiff_page import UNREADABLE, Page, Tag
-from pipelines.backends.tiff_table import table_fault
+from pipelines.backends.tiff_page import UNREADABLE, Page, Tag, table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide

@@ -17,12 +17,9 @@ from typing import Final
 import numpy as np
 import zarr
 
+from pipelines.backends.level_reader import choose_scene, describe, find_scenes, level0_mpp, pad
 from pipelines.backends.ome_zarr import ZarrImage, read_images
-from pipelines.backends.padding import pad
-from pipelines.backends.resolution import level0_mpp
-from pipelines.backends.scenes import choose_scene, describe, find_scenes
-from pipelines.backends.zarr_store import NO_FILE, ZarrStore, key_of, open_store
-from pipelines.backends.zarr_unpacked import bound_v2, most_bytes
+from pipelines.backends.zarr_store import NO_FILE, ZarrStore, bound_v2, key_of, most_bytes, open_store
 from pipelines.slides.geometry import levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import NotThisFormat, Pixels, SlideError, TileReadError

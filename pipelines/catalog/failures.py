@@ -6,6 +6,7 @@ the file makes an append one piece and the header appear once.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -14,8 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.catalog.csv_cells import read_rows, write_rows
-from pipelines.catalog.named_file import names_file
+from pipelines.catalog.table import read_rows, write_rows
 from pipelines.slides.printable import printable
 
 COLUMNS = ("slide", "step", "error")
@@ -108,3 +108,14 @@ def _write(descriptor: int, rows: Sequence[Sequence[str]]) -> None:
     data = text.getvalue().encode(errors="surrogateescape")  # of a file name that is not UTF-8
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+@contextlib.contextmanager
+def names_file(path: Path) -> Iterator[None]:
+    """Let an ``OSError`` that names no file name ``path``."""
+    try:
+        yield
+    except OSError as fault:
+        if fault.filename is None:
+            fault.filename = str(path)
+        raise

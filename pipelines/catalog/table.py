@@ -1,16 +1,18 @@
-"""A user's table: a CSV file read by the role of its columns, whatever they are called.
+"""CSV tables: those of a user, read by the role of their columns, and our own.
 
-Takes a file with a header line, comma, semicolon or tab separated, with or without a byte-order mark; gives rows with
-the line number they stand on, so that every later message can name it. Labels, mpp and split files are such tables.
+A user's table has a header line, is separated by comma, semicolon or tab, with or without a byte-order mark; each row
+keeps its line number for messages. In our own files a cell that a spreadsheet would run as a formula is marked as text.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from pipelines.slides.printable import printable
 
@@ -167,3 +169,53 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """Names for a message: the first ones, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
+
+
+class TextFile(Protocol):
+    """What rows are written to."""
+
+    def write(self, text: str, /) -> object: ...
+
+
+def write_rows(file: TextFile, rows: Iterable[Sequence[object]]) -> None:
+    """Write ``rows`` as CSV; None is an empty cell. A file is opened with ``newline=""``."""
+    csv.writer(file, lineterminator="\n").writerows([as_text(cell) for cell in row] for row in rows)
+
+
+def read_rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Rows of a file of ours by column, below its header; a row cut short has empty cells."""
+    for row in csv.DictReader(lines, restkey="", restval=""):
+        yield {original(key): original(value) for key, value in row.items() if key}
+
+
+def as_text(cell: object) -> object:
+    """``cell`` as it is written. Numbers stay, also those that are texts: they compute nothing."""
+    if not isinstance(cell, str) or FORMULA.match(cell) is None or _is_number(cell):
+        return cell
+    return "'" + cell
+
+
+def original(cell: str) -> str:
+    """Return what ``as_text`` was given."""
+    return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return cell == cell.strip()
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``number`` and ``noun``, in the plural unless it is one.
+
+    >>> counted(1, "slide"), counted(2, "slide"), counted(0, "class"), counted(1200, "patch")
+    ('1 slide', '2 slides', '0 classes', '1200 patches')
+    """
+    plural = noun + ("es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,22 +1,28 @@
-"""Which file is the drawing of which slide: by name, in a folder of annotations or beside the slides.
+"""Annotation files of slides: found by name, read, and kept while their slides are in use.
 
-Takes the slides, gives ``AnnotationFiles``: a path per slide, and what fits nothing. A file belongs to the slide of its
-stem: ``x.geojson``, ``x.svs.geojson``, ``x.xml``, ``x_mask.tif`` are all of slide ``x``; a DICOM Segmentation of no
-slide's name to the DICOM slide whose series it was made of. Of several kinds for one slide GeoJSON goes before a mask,
-and both before ``.xml`` and ``.json``, which also hold other things.
+A file belongs to the slide of its stem: ``x.geojson``, ``x.svs.geojson``, ``x.xml`` and ``x_mask.tif`` belong to slide
+``x``; a DICOM Segmentation of another name to the slide whose series it was made of. Of several kinds for one slide
+GeoJSON goes before a mask, and both before ``.xml`` and ``.json``, which also hold other things.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
+from pipelines.backends.mask import Mask, open_mask
 from pipelines.backends.segmentation_head import is_segmentation, series_of, source_series
 from pipelines.catalog.catalog import MASK_ENDINGS, PREDICTIONS_FILE, SlideNames, SlideSpec, slide_stem
 from pipelines.catalog.table import listed
+from pipelines.labels.annotation_xml import read_xml
+from pipelines.labels.drawing import Drawing
+from pipelines.labels.geojson import read_geojson
+from pipelines.slides.slide import SlideError
 
 XML_SUFFIX = ".xml"
 DRAWING_SUFFIXES = (".geojson", ".json", XML_SUFFIX)
@@ -185,3 +191,83 @@ def files_below(folder: Path) -> list[Path]:
         seen.add(real)
         files += _files_in(Path(below))
     return files
+
+
+FILES, TOTAL_BYTES = 512, 512 << 20
+"""Kept files, more than slides are open at once, as each mask holds a file of its own open; and their memory."""
+
+
+@contextlib.contextmanager
+def damaged_is_slide_error(path: Path) -> Iterator[None]:
+    """Whatever is raised inside is the fault of the file: of a damaged one, libraries raise anything."""
+    try:
+        yield
+    except SlideError:
+        raise
+    except Exception as fault:
+        text = f"{type(fault).__name__}: {fault}".strip(": ")
+        raise SlideError(f"annotation {path} is damaged ({text}). Export it again") from fault
+
+
+def read_annotation(path: Path) -> Drawing | Mask:
+    """Return what a file of annotations holds, by its suffix. Raises SlideError where it cannot be read."""
+    suffix = path.suffix.lower()
+    if suffix in RASTER_SUFFIXES:
+        return open_mask(path)
+    return read_xml(path) if suffix == XML_SUFFIX else read_geojson(path)
+
+
+class _Reading:
+    """Lock of a file that is being read, and the threads that need it."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.threads = 0
+
+
+class AnnotationCache:
+    """Safe in many threads; two threads that need the same file read it once.
+
+    Args:
+        files, total_bytes: how many files, and how much memory, are kept; the latest is kept whatever its size.
+    """
+
+    def __init__(self, files: int = FILES, total_bytes: int = TOTAL_BYTES) -> None:
+        self._files, self._total_bytes = files, total_bytes
+        self._lock = Lock()
+        self._kept: OrderedDict[Path, Drawing | Mask] = OrderedDict()
+        self._reading: dict[Path, _Reading] = {}
+
+    def get(self, path: Path) -> Drawing | Mask:
+        """Return the annotation in ``path``. Raises SlideError where it is damaged, however that shows."""
+        with self._lock:
+            if path in self._kept:
+                self._kept.move_to_end(path)
+                return self._kept[path]
+            reading = self._reading.setdefault(path, _Reading())
+            reading.threads += 1
+        try:
+            with reading.lock:
+                with self._lock:
+                    if path in self._kept:
+                        return self._kept[path]
+                with damaged_is_slide_error(path):
+                    annotation = read_annotation(path)
+                with self._lock:
+                    self._kept[path] = annotation
+                    self._let_go()
+                return annotation
+        finally:
+            with self._lock:
+                reading.threads -= 1
+                if not reading.threads:
+                    del self._reading[path]
+
+    def _let_go(self) -> None:
+        kept_bytes = sum(annotation.nbytes for annotation in self._kept.values())
+        while len(self._kept) > 1 and (len(self._kept) > self._files or kept_bytes > self._total_bytes):
+            # a mask's file is closed when the last thread that reads from it drops it
+            kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def __reduce__(self) -> tuple[type[AnnotationCache], tuple[int, int]]:
+        return AnnotationCache, (self._files, self._total_bytes)

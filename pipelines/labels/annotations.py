@@ -21,18 +21,14 @@ from numpy.typing import NDArray
 
 from pipelines.backends.mask import Mask
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.counted import counted
-from pipelines.catalog.table import listed
-from pipelines.labels.annotation_cache import AnnotationCache, damaged_is_slide_error
-from pipelines.labels.annotation_files import AnnotationFiles, classes_files
+from pipelines.catalog.table import counted, listed
+from pipelines.labels.annotation_files import AnnotationCache, AnnotationFiles, classes_files, damaged_is_slide_error
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin, printable_name
-from pipelines.labels.mask_placement import mask_pixels
-from pipelines.labels.rasterize import PixelGrid, paint
+from pipelines.labels.rasterize import PixelGrid, mask_pixels, paint
 from pipelines.labels.visible_areas import areas_within, painted_over
-from pipelines.slides.geometry import Bounds, Region
+from pipelines.slides.geometry import Bounds, Region, TileBox
 from pipelines.slides.slide import Slide, SlideError
-from pipelines.slides.tile_box import TileBox
 
 logger = logging.getLogger(__name__)
 

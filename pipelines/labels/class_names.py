@@ -1,7 +1,7 @@
-"""Names of classes: what is learned, what is background, what is ignored, and which names mean the same.
+"""Names of classes, the class of a tile, and the patients of slides.
 
-Takes names as labels or annotations have them, gives names as they are learned; for annotations also their ids: 0
-background, 255 ignored.
+Class ids of annotations are 0 for background and 255 for ignored. A patient is named by a table, recognised in the
+slide's name, or unknown; a slide of unknown patient is split and resampled by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.catalog.table import listed, shown
 from pipelines.labels.drawing import BACKGROUND
@@ -128,3 +131,115 @@ class ClassMap:
                 f"{listed(sorted(drawn))}. "
                 "Correct the name, upper and lower case count, or leave it out"
             )
+
+
+NOTHING_COUNTS = -1
+"""Class of a tile all of which is ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileLabel:
+    """Rule by which a tile gets its class.
+
+    Attributes:
+        least: fraction of what counts on the tile that the largest drawn class must cover, 0 for any of it, or else
+            the tile is background. None: the class that covers most, background included.
+    """
+
+    least: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the rule called majority or any, or of a fraction.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        if text == "majority":
+            return cls(None)
+        if text == "any":
+            return cls(0.0)
+        if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or not 0 < float(text) <= 1:
+            raise ValueError(f"--tile-label is majority, any, or a fraction above 0 and up to 1; got {text!r}")
+        return cls(float(text))
+
+    @property
+    def counts_any(self) -> bool:
+        """Whether the smallest area counts."""
+        return self.least == 0
+
+    def classes(self, areas: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the class of each tile, int64 (n,), or ``NOTHING_COUNTS``.
+
+        Args:
+            areas: (n, C), of each class on each tile; what is ignored is in none of them.
+        """
+        counted = areas.sum(axis=1)
+        if self.least is None:
+            classes = areas.argmax(axis=1)
+        else:
+            drawn = areas[:, 1:]
+            covers = (drawn.max(axis=1) >= self.least * counted) & (drawn.max(axis=1) > 0)
+            classes = np.where(covers, drawn.argmax(axis=1) + 1, 0)
+        return np.where(counted > 0, classes, NOTHING_COUNTS).astype(np.int64)
+
+
+TCGA_PATIENT = re.compile(r"(?<![A-Z0-9])(TCGA-[A-Z0-9]{2}-[A-Z0-9]{4})(?![A-Z0-9])", re.IGNORECASE)
+"""Project, tissue source site and participant of a TCGA barcode, as in TCGA-AA-0001-01Z-00-DX1."""
+
+
+def patient_in(slide: str, pattern: str | None = None) -> str | None:
+    """Return the patient that a slide's name says; None: it says none. ``pattern`` as for `known_patients`."""
+    if pattern is None:
+        barcode = TCGA_PATIENT.search(slide)
+        return barcode[1].upper() if barcode else None
+    match = re.search(pattern, slide)
+    return match[min(1, match.re.groups)] or None if match else None
+
+
+def known_patients(slides: Collection[str], named: Mapping[str, str], pattern: str | None = None) -> dict[str, str]:
+    """Return the patient of every slide whose patient is known, by slide id.
+
+    Args:
+        slides: ids of all slides.
+        named: patients that a table names, which go first.
+        pattern: regular expression for the other slides, searched in the id: its first group is the patient, or the
+            whole match without a group. None: TCGA barcodes are recognised.
+
+    Raises:
+        ValueError: no id matches ``pattern``.
+    """
+    known, unnamed = dict(named), [slide for slide in slides if slide not in named]
+    known |= {slide: patient for slide in unnamed if (patient := patient_in(slide, pattern))}
+    if pattern is not None and unnamed and not any(slide in known for slide in unnamed):
+        raise ValueError(
+            f"--patient-pattern {pattern!r} finds no patient in the slides' names, such as {min(unnamed)!r}: give an "
+            "expression whose first group is the patient, such as '^(P[0-9]+)_'"
+        )
+    return known
+
+
+def patient_note(known: Collection[str], slides: Collection[str], what: str = "split") -> str | None:
+    """Return a line about slides whose patient is unknown; None where all are known.
+
+    Args:
+        known: slides whose patient is known.
+        what: is done with slides one by one.
+    """
+    unknown = sorted(set(slides) - set(known))
+    if not unknown:
+        return None
+    remedy = "a column patient in --labels or --patient-pattern names them"
+    if len(unknown) == len(slides):
+        return f"patients unknown: slides are {what} one by one; {remedy}"
+    count = f"patients of {len(unknown)} of {len(slides)} slides unknown"
+    return f"{count}: these are {what} one by one ({listed(unknown)}); {remedy}"
+
+
+def pattern_fault(pattern: str | None) -> str | None:
+    """Return what is wrong with a ``--patient-pattern``; None: nothing."""
+    try:
+        re.compile(pattern or "")
+    except re.error as fault:
+        return f"--patient-pattern is a regular expression, such as '^(P[0-9]+)_'; got {pattern!r}: {fault}"
+    return None

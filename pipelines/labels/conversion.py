@@ -13,18 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.mask import Mask
-from pipelines.backends.mask_writer import BAND_ROWS, write_mask
-from pipelines.labels.annotation_cache import damaged_is_slide_error, read_annotation
-from pipelines.labels.annotation_files import CLASSES_FILE, AnnotationFiles
+from pipelines.backends.tiff_writer import BAND_ROWS, write_mask
+from pipelines.labels.annotation_files import CLASSES_FILE, AnnotationFiles, damaged_is_slide_error, read_annotation
 from pipelines.labels.annotations import mask_classes, named_ids
 from pipelines.labels.asap import write_asap
 from pipelines.labels.class_names import IGNORE, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, Drawing, Origin, make_drawing, printable_name
 from pipelines.labels.geojson import write_geojson
 from pipelines.labels.imagescope import write_imagescope
-from pipelines.labels.mask_placement import mask_box
 from pipelines.labels.outlines import outlines
-from pipelines.labels.rasterize import PixelGrid, paint
+from pipelines.labels.rasterize import PixelGrid, mask_box, paint
 from pipelines.slides.geometry import Size, l_from_l0
 from pipelines.slides.slide import Slide
 

@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
-from pipelines.catalog.counted import counted
-from pipelines.catalog.table import MISSING, Table, listed, read_table, shown
+from pipelines.catalog.table import MISSING, Table, counted, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
-from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings
-from pipelines.labels.patients import known_patients
+from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings, known_patients
 from pipelines.labels.splits import split_folders
 from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.printable import printable

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.catalog.catalog import SlideNames
-from pipelines.catalog.csv_cells import original
-from pipelines.catalog.table import listed, read_cells, read_table, read_text, shown
+from pipelines.catalog.table import listed, original, read_cells, read_table, read_text, shown
 from pipelines.labels.splits import NAMES, SPELLINGS, Splits, side_faults
 from pipelines.slides.printable import printable
 

@@ -16,8 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
-from pipelines.catalog.csv_cells import original, write_rows
-from pipelines.catalog.table import listed, read_table, shown
+from pipelines.catalog.table import listed, original, read_table, shown, write_rows
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from typing import Self
 import cv2
 import numpy as np
 
-from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, Size, plan_read
+from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, Size, TileBox, plan_read
 from pipelines.slides.slide import UNEXPECTED, LevelReader, Pixels, SlideError, TileReadError
-from pipelines.slides.tile_box import TileBox
 
 BAND_BYTES = 64 << 20
 """Level pixels held at once while an area is reduced: this, or as much as the result if that is more. So an overview

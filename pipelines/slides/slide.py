@@ -12,9 +12,8 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.geometry import Bounds, Level, Region
+from pipelines.slides.geometry import Bounds, Level, Region, TileBox
 from pipelines.slides.printable import printable
-from pipelines.slides.tile_box import TileBox
 
 Pixels = NDArray[np.uint8]
 """uint8 (height, width, 3), RGB, C-contiguous rows."""

@@ -1,20 +1,65 @@
-"""Augmentation: what may change in a tile, and the random numbers for it.
+"""Augmentation: random numbers of each sample, jitter of its stains, and all changes on the CPU.
 
-Takes settings, the run's seed and sample numbers; gives the numbers each sample is changed by. They depend on nothing
-else, so every rank, thread and resumed run draws the same. ``cpu_augment.py`` applies them on the CPU with
-albumentations, ``device.py`` on the device that trains. Stain jitter after Tellez et al. 2018.
+The numbers depend on settings, seed and sample alone, so every rank, thread and resumed run draws the same.
+``device_pixels`` applies them on the device that trains, albumentations on the CPU. Stains are separated after Ruifrok &
+Johnston 2001 ("Quantification of histochemical staining by color deconvolution"), jittered after Tellez et al. 2018
+("Whole-slide mitosis detection in H&E breast histology"): c' = alpha c + beta per stain.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import threading
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.rare import Rare
-from pipelines.stream import stain
+from pipelines.slides.slide import PADDING, Pixels
+
+_STAINS = np.array([[0.650, 0.704, 0.286], [0.072, 0.990, 0.105], [0.268, 0.570, 0.776]])
+"""Optical density per unit of stain, rows haematoxylin, eosin, DAB, columns R, G, B (Ruifrok & Johnston, table 1)."""
+
+RGB_FROM_HED = _STAINS / np.linalg.norm(_STAINS, axis=1, keepdims=True)
+"""Density in RGB (row vector) = stain amounts (row vector) @ RGB_FROM_HED. Rows of length 1."""
+
+HED_FROM_RGB = np.linalg.inv(RGB_FROM_HED)
+
+_DENSITY = -np.log((np.arange(256) + 1) / 256).astype(np.float32)
+"""Optical density of each uint8 value: -ln((x + 1) / 256), 0 for white, 5.5 for black."""
+
+_BAND_PIXELS = 1 << 18
+"""Pixels in float at a time, so that jitter of a large tile needs little memory of its own."""
+
+
+def jitter(
+    alpha: NDArray[np.float64], beta: NDArray[np.float64], gain: NDArray[np.float64]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Matrix and shift that do the jitter: density' = density @ matrix + shift.
+
+    Args:
+        alpha: (n, 3) factors of the amounts of haematoxylin, eosin, DAB; 1 changes nothing.
+        beta: (n, 3) added to the amounts, in units of optical density; 0 changes nothing.
+        gain: (n,) factor of the light, > 0; 1 changes nothing.
+
+    Returns:
+        float32 (n, 3, 3) and (n, 3).
+    """
+    matrix = np.einsum("ij,nj,jk->nik", HED_FROM_RGB, alpha, RGB_FROM_HED)
+    shift = beta @ RGB_FROM_HED - np.log(gain)[:, None]
+    return matrix.astype(np.float32), shift.astype(np.float32)
+
+
+def apply_jitter(image: Pixels, matrix: NDArray[np.float32], shift: NDArray[np.float32]) -> None:
+    """Jitter a tile in place: uint8 (h, w, 3), matrix (3, 3) and shift (3,) from ``jitter``."""
+    rows = max(1, _BAND_PIXELS // image.shape[1])
+    for y in range(0, len(image), rows):
+        band = image[y : y + rows]
+        light = np.exp(-(_DENSITY[band] @ matrix + shift)) * np.float32(256) - np.float32(1)
+        np.copyto(band, np.rint(np.clip(light, 0, 255)), casting="unsafe")
+
 
 DRAW, ALBUMENTATIONS, CROP = 3, 4, 5
 """Purposes of random numbers, part of each seed; ``order.py`` has 1 and 2."""
@@ -62,9 +107,9 @@ class Draw:
     Attributes:
         quarter_turns: int64 (n,), 0 to 3, counter-clockwise.
         flip: bool (n,), left to right.
-        matrix, shift: float32 (n, 3, 3), (n, 3), for optical densities as ``stain.jitter`` gives them; None when the
+        matrix, shift: float32 (n, 3, 3), (n, 3), for optical densities as ``jitter`` gives them; None when the
             settings leave colour alone.
-        lms: float32 (n, 3, 3), (n, 3), matrix and shift for densities of L, M, S, before those, as ``stain_steps``
+        lms: float32 (n, 3, 3), (n, 3), matrix and shift for densities of L, M, S, before those, as ``StainSteps``
             has them; None: there is no such step.
     """
 
@@ -88,9 +133,88 @@ def draw(settings: AugmentSettings, seed: int, samples: NDArray[np.int64]) -> Dr
     matrix = shift = None
     if on and (settings.stain_jitter or settings.brightness):
         spread = 2 * uniform[:, 1:] - 1
-        matrix, shift = stain.jitter(
+        matrix, shift = jitter(
             1 + settings.stain_jitter * spread[:, 0:3],
             settings.stain_jitter * spread[:, 3:6],
             1 + settings.brightness * spread[:, 6],
         )
     return Draw(orientation // 2, orientation % 2 == 1, matrix, shift)
+
+
+IGNORE = 255
+"""Mask value of pixels that come from outside the tile."""
+
+BLUR_PROBABILITY = 0.2
+
+_threads = threading.local()
+"""Albumentations pipelines of each reading thread: they keep their random state in themselves."""
+
+
+@dataclass(frozen=True)
+class CpuAugment:
+    """Changes samples in place.
+
+    Attributes:
+        settings: with augment "cpu".
+        seed: of the run.
+    """
+
+    settings: AugmentSettings
+    seed: int
+
+    def apply(self, sample: int, image: Pixels | None, target: NDArray[Any] | None) -> None:
+        """Vary ``image``, uint8 (h, w, 3), and ``target`` with it when that is a mask, uint8 (h, w); either alone is
+        varied as both together. Oblong ones are flipped and turned by halves, not by quarters."""
+        is_mask = target is not None and target.ndim == 2
+        if image is None and not is_mask:
+            return
+        numbers = sample_rng(self.seed, sample, ALBUMENTATIONS)
+        height, width = image.shape[:2] if image is not None else target.shape  # type: ignore[union-attr]
+        compose = self._compose(height == width)
+        compose.set_random_state(numbers, random.Random(int(numbers.integers(1 << 62))))
+        if target is not None and is_mask:
+            # The library draws for an image only; the pixels of a blank one are of no account.
+            varied = compose(image=np.zeros((*target.shape, 1), np.uint8) if image is None else image, mask=target)
+            target[...] = varied["mask"]
+        else:
+            varied = compose(image=image)
+        if image is None:
+            return
+        image[...] = varied["image"]
+        drawn = draw(self.settings, self.seed, np.array([sample]))
+        if drawn.matrix is not None and drawn.shift is not None:
+            apply_jitter(image, drawn.matrix[0], drawn.shift[0])
+
+    def _compose(self, is_square: bool) -> Any:
+        made: dict[tuple[AugmentSettings, bool], Any] = _threads.__dict__.setdefault("made", {})
+        key = (self.settings, is_square)
+        if key not in made:
+            made[key] = _albumentations(*key)
+        return made[key]
+
+
+def _albumentations(settings: AugmentSettings, is_square: bool) -> Any:
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it asks the network for a newer version when imported
+    import albumentations  # 2 s, and only for --augment cpu
+    import cv2
+
+    steps: list[Any] = []
+    if settings.flip:
+        flips = [albumentations.HorizontalFlip(p=0.5), albumentations.VerticalFlip(p=0.5)]
+        steps += [albumentations.D4(p=1)] if is_square else flips
+    if settings.affine:
+        extent = settings.affine
+        steps.append(
+            albumentations.Affine(
+                scale=(1 - extent, 1 + extent),
+                translate_percent=(-extent, extent),
+                rotate=(-90 * extent, 90 * extent),
+                border_mode=cv2.BORDER_CONSTANT,
+                fill=PADDING,
+                fill_mask=IGNORE,
+                p=1,
+            )
+        )
+    if settings.blur:
+        steps.append(albumentations.GaussianBlur(blur_limit=0, sigma_limit=(0.1, settings.blur), p=BLUR_PROBABILITY))
+    return albumentations.Compose(steps)

@@ -17,13 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.slides.tile_box import TileBox
-from pipelines.stream.batch import Batch
+from pipelines.slides.geometry import TileBox
+from pipelines.stream.batch import Batch, shaped
 from pipelines.stream.device_pixels import PixelMaker
-from pipelines.stream.target import shaped
 from pipelines.stream.tile_boxes import BoxMaker, MaskBoxes, TileBoxes
-from pipelines.stream.tile_bytes import MadePart, TileBytes
-from pipelines.stream.tile_parts import TileParts
+from pipelines.stream.tile_bytes import MadePart, TileBytes, TileParts
 
 Maker = PixelMaker | BoxMaker
 

@@ -1,9 +1,8 @@
-"""In which order the tiles of a table are seen: index order, shuffled, classes balanced, by weight; cut into batches.
+"""Order in which tiles are seen, cut into batches: index order, shuffled, balanced or by weight.
 
-Takes the slide (and class, or weight) of every tile and a seed; gives, for every epoch, the rows of the table in
-order, and a rank's part of every batch of them. An order holds no state: epoch e is a function of (settings, seed, e),
-so every rank and every resumed run finds the same one. Tiles are shuffled inside groups of a few slides, so that only
-those slides are open at a time.
+Takes the slide (and class, or weight) of every tile and a seed; gives the rows of each epoch, and a rank's part of
+every batch. Epoch e is a function of (settings, seed, e): every rank and every resumed run finds the same one. Tiles
+are shuffled inside groups of a few slides: only those are open at a time.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class IndexOrder:
-    """The rows as they are given, every epoch alike.
-
-    Attributes:
-        rows: int64 (n,).
-    """
+    """The rows as they are given, int64 (n,), every epoch alike."""
 
     rows: Rows
 
@@ -59,13 +54,9 @@ class IndexOrder:
 class SlideShuffle:
     """Every row once per epoch; tiles of up to ``open_slides`` slides are mixed at a time.
 
-    Each epoch permutes the slides, deals them into groups of equal size, at most ``open_slides`` each, and permutes the
-    tiles inside each group.
-
     Attributes:
         rows: int64 (n,), rows to draw.
         slide: int (n,), slide of each of ``rows``.
-        seed: of the run.
         stratum: tells apart the shuffles of several strata in one run.
         open_slides: slides per group.
     """
@@ -112,16 +103,13 @@ class Weighted:
     ``SlideShuffle``.
 
     Rows lie on a line, each as long as its weight, those of a slide beside each other; an epoch draws at points of
-    equal distance (systematic sampling, Madow 1944). So in each epoch a row is drawn as often as its weight says but
-    for less than one, and so is each slide. From epoch to epoch the points move by the golden ratio of their distance,
-    which visits what lies between them as evenly as can be: what is drawn less than once an epoch is not left out for
-    long.
+    equal distance (systematic sampling, Madow 1944): the count of a row, and of a slide, is off its weight by less than
+    one. From epoch to epoch the points move by the golden ratio of their distance, so that no row is left out for long.
 
     Attributes:
         rows: int64 (n,).
         slide: int (n,), slide of each of ``rows``.
         weight: float64 (n,), at least 0, sum above 0.
-        seed: of the run.
         open_slides: slides per group.
     """
 
@@ -169,7 +157,6 @@ class Bags:
         rows: int64 (n,).
         slide: int (n,), slide of each of ``rows``.
         size: tiles of a bag.
-        seed: of the run.
     """
 
     rows: Rows
@@ -212,7 +199,6 @@ class Balance:
 
     Attributes:
         strata: one order per stratum, none of them empty.
-        seed: of the run.
     """
 
     strata: tuple[Order, ...]
@@ -311,3 +297,51 @@ class SampleSource:
         for number, order in epochs.items():
             rows[epoch == number] = order[position[epoch == number]]
         return rows
+
+
+IN_TURN = 0.5
+"""Part of the draws that go to the classes in turn: tiles of background alone are seen, too."""
+
+ROUNDS = 2000
+"""Steps towards equal pixels: each is an update of a few numbers, and far fewer are needed."""
+
+
+def slide_weights(slide: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Return weights (n,) by which each slide is drawn equally often, and so are the tiles of one slide."""
+    tiles: NDArray[np.float64] = np.bincount(slide).astype(np.float64)
+    weights: NDArray[np.float64] = 1 / tiles[slide] / np.count_nonzero(tiles)
+    return weights
+
+
+def pixel_weights(areas: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return weights (n,) by which the px of each class are shown as equally often as the tiles allow.
+
+    A draw is for a class, and finds a tile in proportion to its px of that class. Half of the draws go to the classes
+    in turn. The other half maximises the sum of the logarithms of the px shown of each class, by the multiplicative
+    updates of expectation maximisation: without ignored px that is equality wherever the free half allows it.
+
+    Args:
+        areas: (n, C), px or points of each class on each tile; a class without any takes no part, and a tile without
+            any is not drawn.
+
+    Raises:
+        ValueError: there is nothing on any tile.
+    """
+    totals = areas.sum(0)
+    drawn = areas[:, totals > 0].astype(np.float64)
+    if not drawn.size:
+        raise ValueError("--sample pixels needs something drawn on the training tiles; there is nothing on any of them")
+    of_class = drawn / drawn.sum(0)  # (n, C'), chance of each tile when a draw is for a class
+    shown = of_class.T @ drawn  # (C', C'), px of each class that a draw for a class shows
+    classes = len(shown)
+    even = np.full(classes, 1 / classes)
+    free = even
+    for _ in range(ROUNDS):
+        share = (IN_TURN * even + (1 - IN_TURN) * free) @ shown
+        updated = free * (shown @ (even / share))
+        updated /= updated.sum()
+        if np.abs(updated - free).max() < 1e-9:
+            break
+        free = updated
+    weights: NDArray[np.float64] = of_class @ (IN_TURN * even + (1 - IN_TURN) * free)
+    return weights

@@ -1,12 +1,13 @@
-"""Tiles from slides, straight into the batch; a tile that cannot be read is replaced by one that can, or left blank.
+"""Tiles from slides, straight into the batch; an unreadable tile is replaced by another, or left blank.
 
-Takes a row of the table and the arrays to fill; gives the row that was used. The replacement is the next tile of the
-same slide in table order, then the next slide's: a function of the row and of the files, so that all ranks agree.
+The replacement is the next tile of the same slide in table order, then the next slide's: a function of the row and of
+the files, so that all ranks agree. ``--pictures resize`` cuts whole pictures to tiles as ImageNet trainers do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from pipelines.slides.geometry import Region
+from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.slide import Pixels, SlideError, TileReadError
-from pipelines.slides.tile_box import TileBox
-from pipelines.stream.cpu_augment import CpuAugment
+from pipelines.stream.augment import CROP, CpuAugment, sample_rng
+from pipelines.stream.batch import Target, shaped
 from pipelines.stream.order import Rows
-from pipelines.stream.picture_crop import PictureCrop
-from pipelines.stream.target import Target, shaped
-from pipelines.stream.tile_parts import TileParts
+from pipelines.stream.tile_bytes import TileParts
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -247,3 +247,71 @@ class SampleReader:
         except BaseException as error:
             error.add_note(f"while reading sample {sample}: slide {tiles.slide_id(row)}, {tiles.region(row)}")
             raise
+
+
+AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+"""Part of the picture, and width over height, of what is cut out of it in training."""
+
+TRIES = 10
+"""Crops drawn until one fits into the picture; the largest in its middle, if none does."""
+
+SHORTER_SIDE = 256 / 224
+"""The shorter side of a picture that is not varied, in tiles."""
+
+
+@dataclass(frozen=True)
+class PictureCrop:
+    """Cuts pictures to tiles.
+
+    Attributes:
+        side: of a tile in px.
+        seed: of the run.
+        varied: cut at random, otherwise the middle.
+        flip: whether what is varied is flipped, too.
+    """
+
+    side: int
+    seed: int
+    varied: bool
+    flip: bool = True
+
+    def fill(self, sample: int, picture: Pixels, out: Pixels) -> None:
+        """Write what is cut of ``picture``, uint8 (h, w, 3), into ``out``, uint8 (side, side, 3)."""
+        if not self.varied:
+            out[...] = centre(picture, self.side)
+            return
+        numbers = sample_rng(self.seed, sample, CROP)
+        left, top, width, height = random_box(picture.shape[1], picture.shape[0], numbers)
+        cut = _resized(picture[top : top + height, left : left + width], self.side, self.side)
+        out[...] = cut[:, ::-1] if self.flip and numbers.random() < 0.5 else cut
+
+
+def centre(picture: Pixels, side: int) -> Pixels:
+    """Return the middle of ``picture``, uint8 (side, side, 3), once its shorter side is ``SHORTER_SIDE`` tiles."""
+    height, width = picture.shape[:2]
+    shorter = round(SHORTER_SIDE * side)
+    if width <= height:
+        resized = _resized(picture, shorter, int(shorter * height / width))
+    else:
+        resized = _resized(picture, int(shorter * width / height), shorter)
+    top, left = (round((length - side) / 2) for length in resized.shape[:2])
+    return resized[top : top + side, left : left + side]
+
+
+def random_box(width: int, height: int, numbers: np.random.Generator) -> tuple[int, int, int, int]:
+    """Return left, top, width and height of what is cut out of a picture of ``width`` x ``height`` px."""
+    for _ in range(TRIES):
+        area = width * height * numbers.uniform(*AREA)
+        ratio = math.exp(numbers.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left, top = (int(numbers.integers(0, room + 1)) for room in (width - box_width, height - box_height))
+            return left, top, box_width, box_height
+    box_width = min(width, max(1, round(height * RATIO[1])))
+    box_height = min(height, max(1, round(width / RATIO[0])))
+    return (width - box_width) // 2, (height - box_height) // 2, box_width, box_height
+
+
+def _resized(pixels: Pixels, width: int, height: int) -> Pixels:
+    picture = Image.fromarray(np.ascontiguousarray(pixels))
+    return np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR))

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.tile_box import TileBox
-from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.batch import Allocate, BufferPool
-from pipelines.stream.cpu_augment import CpuAugment
+from pipelines.slides.geometry import TileBox
+from pipelines.stream.augment import AugmentSettings, CpuAugment
+from pipelines.stream.batch import Allocate, BufferPool, Labels, Masks, Target
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import (
     Bags,
@@ -36,10 +35,8 @@ from pipelines.stream.order import (
     SlideShuffle,
     Weighted,
 )
-from pipelines.stream.picture_crop import PictureCrop
-from pipelines.stream.read import FaultLog, OnFault, Read, SampleReader
-from pipelines.stream.target import Labels, Masks, Target
-from pipelines.stream.tile_parts import TileParts
+from pipelines.stream.read import FaultLog, OnFault, PictureCrop, Read, SampleReader
+from pipelines.stream.tile_bytes import TileParts
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import ProcessDied, each_in_process
+from pipelines.catalog.table import counted
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart, merge, take_over
 from pipelines.tiles.index_settings import IndexSettings, check_settings

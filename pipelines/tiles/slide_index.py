@@ -26,9 +26,8 @@ from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE, IndexSettings
 from pipelines.tiles.overlay import LONGER_SIDE_PX, draw_overlay
 from pipelines.tiles.quality import Quality, slide_quality
 from pipelines.tiles.tile_table import IndexedSlide, SlideFault
-from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_fractions
+from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_box, tissue_fractions
 from pipelines.tiles.tissue import Overview, TissueMask, find_tissue, read_overview
-from pipelines.tiles.tissue_box import tissue_box
 
 SLIDE_SECONDS = 900.0
 """As long may one slide take: ten times what 100,000 x 100,000 px of a single level take on one core."""

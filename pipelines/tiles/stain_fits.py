@@ -17,11 +17,10 @@ from typing import Literal
 import cv2
 
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.counted import counted
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import each_in_process
 from pipelines.catalog.slide_state import SlideState
-from pipelines.slides.rare import Rare
+from pipelines.catalog.table import counted
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.slide_index import default_threads, slide_limits
 from pipelines.tiles.stain_fit import PUBLISHED, Method, NoStainFit, StainFit, fit_slide

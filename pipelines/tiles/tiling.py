@@ -1,8 +1,7 @@
-"""Which tiles a slide is cut into: level-0 origins on a grid, and how much of each tile is tissue.
+"""Tiles of a slide: a grid of level-0 origins with the tissue of each, or one box around all tissue.
 
-Takes the levels, the tile's size, mpp and stride, and a ``TissueMask``; gives a ``TileGrid`` and fractions. The last
-row and column are shifted inwards so that the border is covered by whole tiles, as in nnU-Net's sliding window
-(Isensee et al., Nature Methods 18, 2021). Rounding is left to ``geometry``.
+The last row and column of a grid are shifted inwards so that whole tiles cover the border, as in nnU-Net's sliding
+window (Isensee et al., Nature Methods 18, 2021). Sides of the box are multiples of what models need.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.geometry import Bounds, Level, best_level, l0_from_t, l_from_l0
-from pipelines.tiles.tissue import TissueMask
+from pipelines.slides.geometry import Bounds, Level, Region, best_level, l0_from_l, l0_from_t, l_from_l0
+from pipelines.tiles.tissue import Mask, TissueMask
 
 MOST_TILES = 10_000_000
 """Of one slide: 200,000 x 200,000 px have as many tiles of 64 px. More is a damaged size, or a mistyped --tile."""
@@ -100,3 +99,45 @@ def _edges(
     first = np.array([l_from_l0(float(x), downsample) for x in l0_starts], np.int64).clip(0, mask_px - 1)
     past = np.array([l_from_l0(float(x + l0_tile), downsample) for x in l0_starts], np.int64).clip(1, mask_px)
     return first, np.maximum(past, first + 1)
+
+
+MOST_PIXELS = 1 << 36
+"""Of one slide: 262,144 x 262,144 px, 192 GiB. More is a damaged size, or a mistyped --mpp."""
+
+
+def tissue_box(levels: Sequence[Level], tissue: TissueMask, mpp: float, multiple: int) -> Region:
+    """Return the smallest region at ``mpp`` that holds all tissue, widened to the right and downwards to multiples of
+    ``multiple`` px; of a slide without any, the whole slide.
+
+    Raises:
+        ValueError: no level is fine enough for ``mpp``, or the region has more than ``MOST_PIXELS``.
+    """
+    best_level(levels, mpp)
+    mask = tissue.mask if tissue.mask.any() else ~tissue.mask
+    (left, right), (top, bottom) = (_extent(mask, axis) for axis in (0, 1))
+    l0_x, l0_right = (tissue.l0_x + l0_from_l(px, tissue.downsample) for px in (left, right))
+    l0_y, l0_bottom = (tissue.l0_y + l0_from_l(px, tissue.downsample) for px in (top, bottom))
+    width, height = (
+        _covering(l0_side, mpp, levels[0].mpp, multiple) for l0_side in (l0_right - l0_x, l0_bottom - l0_y)
+    )
+    if width * height > MOST_PIXELS:
+        raise ValueError(
+            f"a whole slide is at most {MOST_PIXELS:,} px; the tissue of this one is {width:,} x {height:,} px at "
+            f"{mpp:g} um/px; is its size true? ask for a coarser --mpp"
+        )
+    return Region(l0_x, l0_y, width, height, mpp)
+
+
+def _extent(mask: Mask, axis: int) -> tuple[int, int]:
+    """First px along the other axis that is set anywhere along ``axis``, and one past the last."""
+    hits = np.flatnonzero(mask.any(axis))
+    return int(hits[0]), int(hits[-1]) + 1
+
+
+def _covering(l0_side: int, mpp: float, l0_mpp: float, multiple: int) -> int:
+    """Fewest px at ``mpp``, a multiple of ``multiple``, that cover ``l0_side``."""
+    l0_thousand = max(1, l0_from_t(1000 * multiple, mpp, l0_mpp))  # as it converts: not everywhere the ratio of mpps
+    count = max(1, 1000 * l0_side // l0_thousand - 1)
+    while l0_from_t(count * multiple, mpp, l0_mpp) < l0_side:
+        count += 1
+    return count * multiple

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.memory import memory_slide
+from pipelines.backends.level_reader import memory_slide
 from pipelines.slides.geometry import Bounds
 from pipelines.slides.slide import Slide
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.memory import memory_slide
+from pipelines.backends.level_reader import memory_slide
 from pipelines.catalog.handles import SlidePool
-from pipelines.slides.geometry import Region
+from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
-from pipelines.slides.tile_box import TileBox
 from pipelines.tiles.index import TileTable
 from pipelines.tiles.index_settings import IndexSettings
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.frozen import freeze
-from models.layer_depth import layer_scales, layers_of
+from models.layer_depth import freeze, layer_scales, layers_of
 from models.registry import build_model
 
 

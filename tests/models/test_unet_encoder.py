@@ -6,7 +6,7 @@ import torch.fx
 from torch import nn
 
 from models.registry import build_model
-from models.unet_encoder import EncoderUNet, build_encoder_unet
+from models.unet import EncoderUNet, build_encoder_unet
 
 
 @pytest.mark.parametrize(

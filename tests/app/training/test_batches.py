@@ -19,7 +19,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import NeededInputs
 from parallel.schedule.shares import split_batch
 from pipelines.catalog.handles import SlidePool
-from pipelines.slides.tile_box import TileBox
+from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_pixels import PixelMaker

@@ -16,8 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
-from models.frozen import freeze
-from models.layer_depth import layer_scales
+from models.layer_depth import freeze, layer_scales
 from models.losses import PixelClassLoss
 from models.registry import build_model
 from models.unet import UNet

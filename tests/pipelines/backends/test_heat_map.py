@@ -7,7 +7,7 @@ import openslide
 import pytest
 import tifffile
 
-from pipelines.backends.heat_map import HeatMapWriter, halved
+from pipelines.backends.tiff_writer import HeatMapWriter, halved
 from pipelines.slides.geometry import Size
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.backends.padding import pad
+from pipelines.backends.level_reader import pad
 from pipelines.slides.slide import PADDING
 
 edges = st.integers(-12, 25)

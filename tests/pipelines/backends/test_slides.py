@@ -13,7 +13,7 @@ import zarr
 from openslide import OpenSlide
 from PIL import Image
 
-from pipelines.backends.memory import memory_slide
+from pipelines.backends.level_reader import memory_slide
 from pipelines.backends.registry import open_slide
 from pipelines.slides.slide import Pixels
 from tests.contracts.slide_contract import SlideContract

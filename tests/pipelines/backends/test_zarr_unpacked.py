@@ -17,7 +17,7 @@ import zarr
 from zarr.codecs import BloscCodec, BytesCodec, GzipCodec, ZstdCodec
 
 from pipelines.backends.registry import open_slide
-from pipelines.backends.zarr_unpacked import most_bytes, refuse_bomb
+from pipelines.backends.zarr_store import most_bytes, refuse_bomb
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import TileReadError
 

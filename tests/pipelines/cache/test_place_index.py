@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipelines.cache import place_index
-from pipelines.cache.place_index import PlaceIndex
+from pipelines.cache import tile_kind
+from pipelines.cache.tile_kind import PlaceIndex
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["keys", "equal keys"])
 def test_it_says_what_a_dictionary_says(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if alike:
-        monkeypatch.setattr(place_index, "FACTORS", np.zeros(4, np.uint64))
+        monkeypatch.setattr(tile_kind, "FACTORS", np.zeros(4, np.uint64))
     index, expected = PlaceIndex(), {}
     rng = np.random.default_rng(0)
     for shard in range(60):

@@ -19,9 +19,8 @@ import zarr
 
 from pipelines.backends.registry import open_slide
 from pipelines.cache import tile_cache
-from pipelines.cache.cached_slide import CachedSlide, CachedSpec
 from pipelines.cache.shard_folder import ABANDONED_S, LEDGER, ShardFolder
-from pipelines.cache.tile_cache import CacheCounts, TileCache
+from pipelines.cache.tile_cache import CacheCounts, CachedSlide, CachedSpec, TileCache
 from pipelines.cache.tile_kind import Place, TileKind
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region

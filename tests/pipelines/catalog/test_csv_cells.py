@@ -14,8 +14,8 @@ from app.pages.run_files import _rows
 from app.training.metrics_log import MetricsLog
 from app.training.run_folder import RunFolder
 from app.training.validation import Scores
-from pipelines.catalog.csv_cells import as_text, original, read_rows, write_rows
 from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.table import as_text, original, read_rows, write_rows
 from pipelines.labels.splits import Splits
 
 FORMULAS = ("=1+1", "+cmd|' /C calc'!A0", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "'=1", "''@x")

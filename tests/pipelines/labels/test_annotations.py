@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tifffile
 
-import pipelines.labels.annotation_cache
+import pipelines.labels.annotation_files
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.labels.annotation_cache import AnnotationCache
+from pipelines.labels.annotation_files import AnnotationCache
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.slide_labels import find_labels
 from pipelines.slides.geometry import Bounds, Region
@@ -293,7 +293,7 @@ def test_many_threads(tmp_path: Path) -> None:
 def test_the_cache_is_bounded_and_reads_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [write_geojson(tmp_path / f"{i}.geojson", *[box(0, 0, 5, 5)] * 100) for i in range(4)]
     reads: list[Path] = []
-    cached = pipelines.labels.annotation_cache
+    cached = pipelines.labels.annotation_files
     real = cached.read_geojson
     monkeypatch.setattr(cached, "read_geojson", lambda path: (reads.append(path), real(path))[1])
     cache = AnnotationCache(files=2)

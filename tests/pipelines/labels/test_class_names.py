@@ -10,9 +10,8 @@ import pytest
 
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotations import SlideAnnotations
-from pipelines.labels.class_names import ClassMap, positive_class
+from pipelines.labels.class_names import ClassMap, TileLabel, positive_class
 from pipelines.labels.slide_labels import find_labels
-from pipelines.labels.tile_label import TileLabel
 from pipelines.slides.geometry import Region
 from tests.helpers.drawings import blank_slide, box, write_geojson
 

@@ -10,7 +10,7 @@ import pytest
 import shapely
 
 from pipelines.backends.mask import open_mask
-from pipelines.labels.annotation_cache import read_annotation
+from pipelines.labels.annotation_files import read_annotation
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
 from pipelines.labels.drawing import Drawing, Origin
 from pipelines.labels.geojson import read_geojson

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.labels.patients import known_patients, patient_note, pattern_fault
+from pipelines.labels.class_names import known_patients, patient_note, pattern_fault
 
 
 @pytest.mark.parametrize(

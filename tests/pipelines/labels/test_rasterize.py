@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapely.geometry import shape
 
-from pipelines.backends.memory import memory_slide
+from pipelines.backends.level_reader import memory_slide
 from pipelines.labels import edge_index, rasterize
 from pipelines.labels.drawing import Drawing
 from pipelines.labels.geojson import read_geojson

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.backends.memory import memory_slide
+from pipelines.backends.level_reader import memory_slide
 from pipelines.slides import pyramid
 from pipelines.slides.geometry import Region, levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide

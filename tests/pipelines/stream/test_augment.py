@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from pipelines.stream.augment import AugmentSettings, draw
-from pipelines.stream.cpu_augment import CpuAugment
+from pipelines.stream.augment import AugmentSettings, CpuAugment, draw
 
 CPU = AugmentSettings(augment="cpu")
 

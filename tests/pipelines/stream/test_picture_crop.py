@@ -16,7 +16,7 @@ from pipelines.backends.image import open_image
 from pipelines.catalog.catalog import SlideNames, find_slides
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import Region
-from pipelines.stream.picture_crop import AREA, RATIO, PictureCrop, centre, random_box
+from pipelines.stream.read import AREA, RATIO, PictureCrop, centre, random_box
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import tile_table
 
@@ -49,7 +49,7 @@ def test_training_is_torchvisions_crop_of_the_box_that_was_drawn(
         boxes.append(random_box(*size))  # type: ignore[arg-type]
         return boxes[-1]
 
-    monkeypatch.setattr("pipelines.stream.picture_crop.random_box", told)
+    monkeypatch.setattr("pipelines.stream.read.random_box", told)
     out = np.empty((32, 32, 3), np.uint8)
     flips = 0
     for sample in range(40):

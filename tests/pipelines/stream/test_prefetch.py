@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pipelines.stream.batch import BufferPool
+from pipelines.stream.iterator import MAX_BATCHES_AHEAD, BuffersHeldError, Readahead
 from pipelines.stream.order import BatchRequest
-from pipelines.stream.prefetch import MAX_BATCHES_AHEAD, BuffersHeldError, Readahead
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import TILE, pool_of, tile_table
 

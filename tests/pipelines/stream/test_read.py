@@ -10,8 +10,8 @@ import pytest
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
+from pipelines.stream.batch import Labels
 from pipelines.stream.read import MAX_FAULTS, MAX_FAULTS_PER_SLIDE, FaultLog, Read
-from pipelines.stream.target import Labels
 from pipelines.tiles.index import TileTable
 from tests.helpers.tiles import TILE, MemorySpec, memory_specs, tile_table
 

@@ -20,9 +20,9 @@ from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
+from pipelines.stream.order import slide_weights
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
-from pipelines.stream.weights import slide_weights
 from pipelines.tiles.index import TileTable
 from pipelines.tiles.index_settings import IndexSettings
 from tests.helpers.real import PYRAMID_TIFF, SVS

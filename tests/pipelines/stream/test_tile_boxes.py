@@ -10,8 +10,7 @@ from parallel.offload.live_bytes import LiveBytes
 from pipelines.stream.augment import AugmentSettings, draw
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
-from pipelines.stream.device_pixels import PixelMaker
-from pipelines.stream.stain_steps import StainSteps
+from pipelines.stream.device_pixels import PixelMaker, StainSteps
 from pipelines.stream.tile_boxes import BoxMaker, MaskBoxes, TileBoxes
 from pipelines.tiles.stain_fit import PUBLISHED, Method, StainFit
 

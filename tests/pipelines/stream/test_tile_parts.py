@@ -12,24 +12,21 @@ import pytest
 import torch
 from PIL import Image
 
-from pipelines.backends.memory import MemoryReader, memory_slide
-from pipelines.cache.cached_slide import CachedSpec
-from pipelines.cache.tile_cache import TileCache
+from pipelines.backends.level_reader import MemoryReader, memory_slide
+from pipelines.cache.tile_cache import CachedSpec, TileCache
 from pipelines.cache.tile_kind import TileKind
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
-from pipelines.slides.geometry import Region
+from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
-from pipelines.slides.tile_box import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
-from pipelines.stream.device_pixels import PixelMaker
+from pipelines.stream.device_pixels import PixelMaker, StainSteps
 from pipelines.stream.iterator import TileIterator, rows_to_follow
 from pipelines.stream.read import MAX_FAULTS
-from pipelines.stream.stain_steps import StainSteps
 from pipelines.stream.stream import TileStream
 from pipelines.stream.tile_boxes import BoxMaker
 from pipelines.tiles.index import TileTable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipelines.stream.weights import IN_TURN, pixel_weights, slide_weights
+from pipelines.stream.order import IN_TURN, pixel_weights, slide_weights
 
 
 def test_slides_weigh_alike() -> None:

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.slide import PADDING
 from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.batch import Batch
+from pipelines.stream.batch import Batch, shaped
 from pipelines.stream.device import DeviceFeed
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
-from pipelines.stream.target import shaped
 from pipelines.tiles.index import TileTable
 from tests.helpers.tiles import MemorySpec, memory_specs, tile_table
 

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
-from pipelines.backends.memory import memory_slide
+from pipelines.backends.level_reader import memory_slide
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels

@@ -2,7 +2,7 @@ import cv2
 import numpy as np
 import pytest
 
-from pipelines.backends.memory import memory_slide
+from pipelines.backends.level_reader import memory_slide
 from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import Pixels, Slide, TileReadError
 from pipelines.tiles.tissue import find_tissue, is_fluorescence, read_overview, tissue_of

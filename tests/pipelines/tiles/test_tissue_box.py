@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.slides.geometry import l0_from_t, levels_from_sizes
-from pipelines.tiles import tissue_box as module
+from pipelines.tiles import tiling as module
 from pipelines.tiles.index import TileTable, build_index
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.tile_table import three_sizes
+from pipelines.tiles.tiling import tissue_box
 from pipelines.tiles.tissue import TissueMask
-from pipelines.tiles.tissue_box import tissue_box
 
 
 @given(
