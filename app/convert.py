@@ -1,7 +1,7 @@
-"""``python -m app.convert IN OUT``: annotation files from others, one or a folder of them.
+"""``python -m app.convert IN OUT``: GeoJSON or masks from annotation files, one or a folder of them.
 
-Takes a GeoJSON, an ASAP or ImageScope XML, a mask (TIFF, PNG) or a DICOM Segmentation, gives any other of them but the
-last; what OUT is, its suffix says, and for a folder ``--to``. Masks need the slide, for its size and resolution.
+Takes a GeoJSON, an ASAP or ImageScope XML, a mask (TIFF, PNG) or a DICOM Segmentation; the suffix of OUT, and ``--to``
+for a folder, says what is made. Masks need the slide, for its size and resolution.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pipelines.labels.annotation_files import (
     DRAWING_SUFFIXES,
     MASK_SUFFIXES,
     RASTER_SUFFIXES,
-    XML_SUFFIX,
     files_below,
     slides_of,
 )
@@ -44,7 +43,7 @@ class ConvertCommand:
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """What is made, by its suffix; must not exist. The ids of a mask are written to classes.txt in its folder. Of a
     folder: a folder; what is in it already stays as it is."""
-    to: Literal[".geojson", ".xml", ".tif", ".png"] | None = None
+    to: Literal[".geojson", ".tif", ".png"] | None = None
     """What is made of each file of a folder."""
     slide: Path | None = None
     """The slide that was drawn on; of a folder, the folder of the slides. Masks need it, and so do slides whose scan
@@ -59,8 +58,6 @@ class ConvertCommand:
     scene: int | None = None
     """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
     Default: such files are refused, with a list of their images."""
-    xml: Literal["asap", "imagescope"] = "asap"
-    """Which program an .xml is made for."""
 
     @property
     def suffix(self) -> str:
@@ -68,7 +65,7 @@ class ConvertCommand:
         return self.to or self.target.suffix.lower()
 
     def validate(self) -> list[str]:
-        known = {"IN": (*DRAWING_SUFFIXES, *RASTER_SUFFIXES), "OUT": (*DRAWING_SUFFIXES, *MASK_SUFFIXES)}
+        known = {"IN": (*DRAWING_SUFFIXES, *RASTER_SUFFIXES), "OUT": (".geojson", ".json", *MASK_SUFFIXES)}
         of_folder, masks = self.source.is_dir(), self.suffix in MASK_SUFFIXES
         if of_folder:
             rules = [
@@ -177,14 +174,14 @@ def convert_file(command: ConvertCommand, source: Path, target: Path, spec: Slid
             size = write_area_mask(drawing, target, slide, command.mpp or slide.mpp)
             made = f"{size.width} x {size.height} px at {command.mpp or slide.mpp:g} um/px"
         else:
-            made = command.xml if command.suffix == XML_SUFFIX else "geojson"
-            write_areas(drawing, target, made, slide)
+            made = "geojson"
+            write_areas(drawing, target, slide)
     left_out = "".join(f"; left out: {count} x {kind}" for kind, count in drawing.left_out.items())
     print(
         f"{target}: {made}, {len(drawing.box)} polygons of {len(drawing.start)} points, "
         f"classes {', '.join(drawing.classes) or 'none'}{left_out}"
     )
-    return slide is None and (drawing.origin is Origin.BOUNDS) != (made == "geojson")
+    return slide is None and drawing.origin is not Origin.BOUNDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:

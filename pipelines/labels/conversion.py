@@ -1,7 +1,6 @@
-"""Annotation files turned into one another: GeoJSON, ASAP and ImageScope XML, masks.
+"""Annotation files of any kind as GeoJSON or as masks.
 
-Takes two paths and, where pixels of a slide are asked for, the slide; the suffix says what a file is. Names of classes
-go along: a mask's ids are in the ``classes.txt`` of its folder, which is made or added to.
+Names of classes go along: a mask's ids are in the ``classes.txt`` of its folder, which is made or extended.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from pipelines.backends.mask import Mask
 from pipelines.backends.tiff_writer import BAND_ROWS, write_mask
 from pipelines.labels.annotation_files import CLASSES_FILE, AnnotationFiles, damaged_is_slide_error, read_annotation
 from pipelines.labels.annotations import mask_classes, named_ids
-from pipelines.labels.asap import write_asap
 from pipelines.labels.class_names import IGNORE, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, Drawing, Origin, make_drawing, printable_name
 from pipelines.labels.geojson import write_geojson
-from pipelines.labels.imagescope import write_imagescope
 from pipelines.labels.outlines import outlines
 from pipelines.labels.rasterize import PixelGrid, mask_box, paint
 from pipelines.slides.geometry import Size, l_from_l0
@@ -28,8 +25,6 @@ from pipelines.slides.slide import Slide
 
 IGNORED = "ignore"
 """Class of the areas of a mask that have the value 255."""
-
-WRITERS = {"geojson": write_geojson, "asap": write_asap, "imagescope": write_imagescope}
 
 
 def read_areas(path: Path, slide: Slide | None) -> Drawing:
@@ -67,20 +62,17 @@ def _mask_areas(mask: Mask, slide: Slide) -> Drawing:
     )
 
 
-def write_areas(drawing: Drawing, path: Path, file_format: str, slide: Slide | None) -> None:
-    """Write ``drawing`` as ``geojson``, ``asap`` or ``imagescope``; under its name when it is whole, never before.
+def write_areas(drawing: Drawing, path: Path, slide: Slide | None) -> None:
+    """Write ``drawing`` as GeoJSON; the file appears under its name when it is whole.
 
     Args:
         drawing: areas, counted from wherever.
         path: the file to make.
-        file_format: one of ``WRITERS``.
-        slide: whose bounds are added or taken off where the formats count from different corners; without one they
-            count as (0, 0).
+        slide: whose bounds are taken off coordinates that count from level 0; without one they count as (0, 0).
     """
-    origin = Origin.BOUNDS if file_format == "geojson" else Origin.LEVEL0
     unfinished = path.with_name(f".{path.name}.part")
     try:
-        WRITERS[file_format](_counted_from(origin, drawing, slide), unfinished)
+        write_geojson(_counted_from(Origin.BOUNDS, drawing, slide), unfinished)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Areas drawn on a slide: the one model that every file format of annotations is read into.
+"""Areas drawn on a slide, whatever the file format, and areas of rings that cross themselves.
 
-Takes polygons as lists of rings, gives a ``Drawing``: the edges of all polygons in flat arrays, in the order in which
-they are painted, with the class of each polygon, and beside it how many drawn objects of each kind have no area.
+A ``Drawing`` has the edges of all polygons in flat arrays, in painting order, and a tree that finds those near a tile.
+By non-zero winding, the rule of ASAP's masks, a ring holds all that it goes around; by even-odd, the rule of a drawing,
+what it goes around twice is a hole. Of simple rings both say the same.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import shapely
 from numpy.typing import NDArray
 
-from pipelines.labels.edge_index import EdgeIndex
 from pipelines.slides.printable import printable
+
+Point = tuple[float, float]
 
 UNNAMED_CLASS = "foreground"
 """Class of an area that has neither a classification nor a name."""
@@ -29,6 +33,16 @@ FILE_BYTES = 2 << 30
 FARTHEST_PX = 1e9
 """A coordinate beyond is no pixel of any slide."""
 
+RUN_EDGES = 64
+"""Consecutive edges of a polygon that are found together."""
+
+RUN_BYTES = 256
+"""Estimated memory of a run in the tree."""
+
+MOST_CROSSINGS, NEAR_EDGES = 1 << 20, 16
+"""A polygon may have so many pairs of edges whose boxes meet, and as many more for each of its edges. Outlines drawn by
+hand have a few for each edge; area and time grow with the crossings, which may be the square of the edges."""
+
 
 class Origin(Enum):
     """Where on level 0 a file's coordinates count from."""
@@ -39,7 +53,7 @@ class Origin(Enum):
     """Corner of level 0, as in ASAP and ImageScope."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drawing:
     """Polygons in the order they are painted.
 
@@ -55,7 +69,6 @@ class Drawing:
         classes: names in the order of their first polygon.
         left_out: number of drawn objects that are not used, by kind: points, lines.
         origin: what the coordinates count from.
-        index: the edges by place.
     """
 
     start: NDArray[np.float64]
@@ -67,12 +80,24 @@ class Drawing:
     classes: tuple[str, ...]
     left_out: Mapping[str, int]
     origin: Origin
-    index: EdgeIndex
 
     @property
     def nbytes(self) -> int:
         arrays = (self.start, self.end, self.box, self.ring_start)
-        return sum(array.nbytes for array in arrays) + self.index.nbytes
+        return sum(array.nbytes for array in arrays) + RUN_BYTES * len(self._runs.tree)
+
+    @cached_property
+    def _runs(self) -> _Runs:
+        return _Runs.of(self)
+
+    def edges_near(
+        self, left: float, top: float, right: float, bottom: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return edges, each once, and their polygons: all between these rows of polygons between these columns."""
+        runs = self._runs.tree.query(shapely.box(left, top, right, bottom))
+        first = self._runs.start[runs]
+        count = self._runs.start[runs + 1] - first
+        return ranges(first, count), np.repeat(self._runs.polygon[runs], count)
 
     @property
     def without_area(self) -> int:
@@ -89,8 +114,40 @@ class Drawing:
         """Return the same areas with (l0_x, l0_y) added to every coordinate, counted from ``origin``."""
         shift = np.array([l0_x, l0_y])
         start, end, box = self.start + shift, self.end + shift, self.box + np.tile(shift, 2)
-        index = EdgeIndex.of(start[:, 1], end[:, 1], self.first_edge, box)
-        return dataclasses.replace(self, start=start, end=end, box=box, index=index, origin=origin)
+        return dataclasses.replace(self, start=start, end=end, box=box, origin=origin)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of up to ``RUN_EDGES`` edges of a polygon: first edge of each and the end, polygon, and a tree of boxes.
+
+    A box has the rows of its run and the columns of the whole polygon: a scan line needs all edges in its row.
+    """
+
+    start: NDArray[np.int64]
+    polygon: NDArray[np.int64]
+    tree: shapely.STRtree
+
+    @classmethod
+    def of(cls, drawing: Drawing) -> _Runs:
+        counts = -(-np.diff(drawing.first_edge) // RUN_EDGES)
+        polygon = np.repeat(np.arange(len(counts)), counts)
+        first = drawing.first_edge[polygon] + RUN_EDGES * ranges(np.zeros_like(counts), counts)
+        corners = np.empty((len(first), 2, 2))
+        corners[:, :, 0] = drawing.box[polygon][:, ::2]
+        if len(first):
+            corners[:, 0, 1] = np.minimum.reduceat(np.minimum(drawing.start[:, 1], drawing.end[:, 1]), first)
+            corners[:, 1, 1] = np.maximum.reduceat(np.maximum(drawing.start[:, 1], drawing.end[:, 1]), first)
+        # the diagonal of a box has its envelope, and takes less memory
+        return cls(np.append(first, len(drawing.start)), polygon, shapely.STRtree(shapely.linestrings(corners)))
+
+
+def ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return first[0], first[0] + 1, ... (count[0] of them), first[1], ... as one array."""
+    ends = np.cumsum(count)
+    every: NDArray[np.int64] = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+    every += np.repeat(first - (ends - count), count)
+    return every
 
 
 def make_drawing(
@@ -131,7 +188,6 @@ def make_drawing(
         tuple(classes),
         dict(left_out),
         origin,
-        EdgeIndex.of(start[:, 1], end[:, 1], first_edge, box),
     )
 
 
@@ -144,3 +200,54 @@ def printable_name(text: str) -> str:
     """Return a class name fit to be printed and written into files: on one line, without terminal sequences;
     ``UNNAMED_CLASS`` where nothing is left."""
     return printable(" ".join(text.split())) or UNNAMED_CLASS
+
+
+def wound_areas(rings: Sequence[Sequence[Point]]) -> list[list[Any]]:
+    """Return the polygons of each ring by non-zero winding, as lists of rings, the outer one first.
+
+    A simple ring stays as it is, and so do coordinates that no slide has; a ring that encloses nothing has no polygon.
+    """
+    if not rings:
+        return []
+    lengths = np.array([len(ring) + 1 for ring in rings])
+    closed = np.array([point for ring in rings for point in (*ring, ring[0])], np.float64)
+    if not (np.abs(closed) <= FARTHEST_PX).all():
+        return [[[ring]] for ring in rings]
+    lines = shapely.linearrings(closed, indices=np.repeat(np.arange(len(rings)), lengths))
+    ends = np.cumsum(lengths)
+    areas: list[list[Any]] = [[[ring]] for ring in rings]
+    for k in np.flatnonzero(~shapely.is_simple(lines)).tolist():
+        ring = shapely.Polygon(closed[ends[k] - lengths[k] : ends[k]])
+        areas[k] = _polygons(valid_area(ring, method="structure", keep_collapsed=False))  # keeps all lobes
+    return areas
+
+
+def valid_area(polygon: shapely.Polygon, **how: Any) -> shapely.Geometry:
+    """Return the area of a polygon that may cross itself, by the even-odd rule unless ``how``, the arguments of
+    ``shapely.make_valid``, says otherwise.
+
+    Raises:
+        ValueError: it crosses itself so often that the area would take gigabytes.
+    """
+    if polygon.is_valid:
+        return polygon
+    lines = shapely.get_coordinates(polygon)
+    corners = np.minimum(lines[:-1], lines[1:]), np.maximum(lines[:-1], lines[1:])
+    boxes = np.asarray(shapely.box(*corners[0].T, *corners[1].T))
+    tree, most = shapely.STRtree(boxes), MOST_CROSSINGS + NEAR_EDGES * len(boxes)
+    found = first = 0
+    while first < len(boxes):
+        some = max(1, most // len(boxes) // 8)  # as many as a few of them may cross at most
+        found += len(tree.query(boxes[first : first + some])[0])
+        first += some
+        if found > most:
+            raise ValueError(
+                f"a polygon of {len(lines)} points crosses itself more than {most} times; draw it again, or simplify it"
+            )
+    area: shapely.Geometry = shapely.make_valid(polygon, **how)
+    return area
+
+
+def _polygons(area: shapely.Geometry) -> list[list[Any]]:
+    parts = [part for part in shapely.get_parts(area) if isinstance(part, shapely.Polygon) and not part.is_empty]
+    return [[np.asarray(edge.coords)[:-1] for edge in (part.exterior, *part.interiors)] for part in parts]

@@ -19,8 +19,7 @@ from pipelines.backends.dicom_elements import is_dicom
 from pipelines.backends.mask import Mask
 from pipelines.backends.mask_seg import SegMask
 from pipelines.backends.segmentation_head import Placement, placement_of
-from pipelines.labels.drawing import Drawing
-from pipelines.labels.edge_index import ranges
+from pipelines.labels.drawing import Drawing, ranges
 from pipelines.slides.geometry import NATIVE_TOLERANCE, Bounds, Region, TileBox, plan_read
 from pipelines.slides.slide import Slide, SlideError
 
@@ -112,7 +111,7 @@ def paint(
     l0_origin = np.array([grid.l0_x - l0_shift[0], grid.l0_y - l0_shift[1]])
     l0_start = l0_origin + np.array([left - 1, top - 1]) * t_scale
     l0_end = l0_origin + np.array([left + width + 1, top + height + 1]) * t_scale
-    edges = drawing.index.within(*l0_start.tolist(), *l0_end.tolist())
+    edges, polygon = drawing.edges_near(*l0_start.tolist(), *l0_end.tolist())
     if not len(edges):
         return
     t_start_y = (drawing.start[edges, 1] - l0_origin[1]) / t_scale[1] - 0.5
@@ -132,11 +131,10 @@ def paint(
         paint(drawing, ids, lower, l0_shift, out[half:])
         return
     crossing = np.flatnonzero(rows)
-    edges, row, rows = edges[crossing], row[crossing], rows[crossing]
+    edges, polygon, row, rows = edges[crossing], polygon[crossing], row[crossing], rows[crossing]
     t_start_y, t_end_y = t_start_y[crossing], t_end_y[crossing]
     t_start_x = (drawing.start[edges, 0] - l0_origin[0]) / t_scale[0] - 0.5
     t_end_x = (drawing.end[edges, 0] - l0_origin[0]) / t_scale[0] - 0.5
-    polygon = drawing.index.edge_polygon[edges].astype(np.int64)
 
     # Every edge is taken downwards: both neighbours of a common edge then compute the same crossings, bit for bit.
     upwards = t_start_y > t_end_y

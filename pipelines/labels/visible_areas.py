@@ -10,8 +10,7 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from pipelines.labels.drawing import Drawing
-from pipelines.labels.winding import valid_area
+from pipelines.labels.drawing import Drawing, valid_area
 
 MOST_PAIRS = 1 << 22
 """Of a polygon and a box around its first corner: beyond, cover is not computed. Drawings of tissue have fewer."""

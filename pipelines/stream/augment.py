@@ -1,9 +1,9 @@
 """Augmentation: random numbers of each sample, jitter of its stains, and all changes on the CPU.
 
 The numbers depend on settings, seed and sample alone, so every rank, thread and resumed run draws the same.
-``device_pixels`` applies them on the device that trains, albumentations on the CPU. Stains are separated after Ruifrok &
-Johnston 2001 ("Quantification of histochemical staining by color deconvolution"), jittered after Tellez et al. 2018
-("Whole-slide mitosis detection in H&E breast histology"): c' = alpha c + beta per stain.
+``device_pixels`` applies them on the device that trains, albumentations on the CPU. Stains are separated after
+Ruifrok & Johnston 2001 ("Quantification of histochemical staining by color deconvolution"), jittered after Tellez et
+al. 2018 ("Whole-slide mitosis detection in H&E breast histology"): c' = alpha c + beta per stain.
 """
 
 from __future__ import annotations

@@ -34,19 +34,18 @@ def test_a_slide_that_would_end_the_process_is_refused(tmp_path: Path, capsys: p
     assert "nested more than 64 deep" in capsys.readouterr().err
 
 
-def test_to_xml_to_mask_and_back(tmp_path: Path, slide: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_to_geojson_to_mask_and_back(tmp_path: Path, slide: str, capsys: pytest.CaptureFixture[str]) -> None:
     point = {"type": "Feature", "geometry": {"type": "Point", "coordinates": [1, 2]}}
     source = write_geojson(tmp_path / "in.geojson", box(10, 20, 30, 50, "Tumor"), box(1, 1, 5, 5, "Stroma"), point)
     given = ["--slide", slide, "--slide-mpp", "0.5"]
-    made = [tmp_path / name for name in ("a.xml", "b.xml", "out/c.tif", "d.geojson")]
-    for path, extra in zip(made, ([], ["--xml", "imagescope"], ["--mpp", "0.5"], []), strict=True):
+    made = [tmp_path / name for name in ("a.geojson", "out/c.tif", "d.geojson")]
+    for path, extra in zip(made, ([], ["--mpp", "0.5"], []), strict=True):
         assert convert.main([str(source), str(path), *given, *extra]) == 0
         source = path
     said = capsys.readouterr().out
     assert "2 polygons of 10 points, classes Tumor, Stroma; left out: 1 x Point" in said
     assert "c.tif: 80 x 60 px at 0.5 um/px" in said
-    assert "<Annotations>" in made[1].read_text()
-    drawing = read_geojson(made[3])
+    drawing = read_geojson(made[2])
     boxes = {drawing.classes[k]: drawing.box[i].tolist() for i, k in enumerate(drawing.polygon_class)}
     assert boxes == {"Tumor": [10, 20, 30, 50], "Stroma": [1, 1, 5, 5]}
 
@@ -86,26 +85,26 @@ def test_a_folder_is_converted_whatever_is_wrong_with_one_file(
         (slides / f"{Path(name).name}.png").write_bytes(Path(slide).read_bytes())
     (drawn / "a.json").write_bytes((drawn / "a.geojson").read_bytes())
     (drawn / "bad.xml").write_text("<Annotations")
-    write_geojson(drawn / "other.geojson", box(1, 2, 3, 5, "Tumor"))
+    (drawn / "other.xml").write_bytes((SAMPLES / "asap-polygon.xml").read_bytes())
     arguments = [str(drawn), str(tmp_path / "out"), "--to"]
-    assert convert.main([*arguments, ".xml"]) == 1
+    assert convert.main([*arguments, ".geojson"]) == 1
     said = capsys.readouterr()
-    made = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.xml"))
-    assert made == ["a.xml", "c.xml", "deep/b.xml", "other.xml"]
+    made = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.geojson"))
+    assert made == ["a.geojson", "c.geojson", "deep/b.geojson", "other.geojson"]
     assert "4 of 6 files converted, 0 were there already, 2 failed" in said.out
     assert said.out.count("no --slide given") == 1
-    assert "a.xml is made of" in said.err
+    assert "a.geojson is made of" in said.err
     assert "bad.xml: not converted: " in said.err
     (drawn / "a.json").unlink()
     (drawn / "bad.xml").unlink()
-    assert convert.main([*arguments, ".xml"]) == 0
+    assert convert.main([*arguments, ".geojson"]) == 0
     assert "0 of 4 files converted, 4 were there already, 0 failed" in capsys.readouterr().out
     given = ["--slide", str(slides), "--slide-mpp", "0.5", "--mpp", "1"]
     assert convert.main([*arguments, ".png", *given]) == 1
     said = capsys.readouterr()
     assert "deep/b.png: 40 x 30 px at 1 um/px, 1 polygons" in said.out
     assert "no slide in" in said.err
-    assert "the name of other.geojson" in said.err
+    assert "the name of other.xml" in said.err
     mask = imagecodecs.png_decode((tmp_path / "out" / "c.png").read_bytes())
     assert (mask[10:25, 5:15] == 1).all()
     assert mask.sum() == 150
@@ -133,7 +132,9 @@ def test_what_a_folder_needs_is_told_together(tmp_path: Path, capsys: pytest.Cap
         assert fault in said
     assert convert.main([str(tmp_path), str(tmp_path / "new"), "--to", ".tif"]) == 2
     assert "a mask covers a slide: give --slide FOLDER" in capsys.readouterr().err
-    assert convert.main([str(tmp_path), str(tmp_path / "new"), "--to", ".xml"]) == 2
+    assert convert.main([str(tmp_path), str(tmp_path / "new"), "--to", ".geojson"]) == 2
     assert "IN holds no annotation file" in capsys.readouterr().err
-    assert convert.main([str(SAMPLES / "asap-polygon.xml"), str(tmp_path / "a.xml"), "--to", ".xml"]) == 2
+    assert convert.main([str(SAMPLES / "asap-polygon.xml"), str(tmp_path / "a.xml")]) == 2
+    assert "OUT must end in .geojson" in capsys.readouterr().err
+    assert convert.main([str(SAMPLES / "asap-polygon.xml"), str(tmp_path / "a.json"), "--to", ".geojson"]) == 2
     assert "--to is for a folder" in capsys.readouterr().err

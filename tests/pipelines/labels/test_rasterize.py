@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from shapely.geometry import shape
 
 from pipelines.backends.level_reader import memory_slide
-from pipelines.labels import edge_index, rasterize
+from pipelines.labels import drawing as drawing_module
+from pipelines.labels import rasterize
 from pipelines.labels.drawing import Drawing
 from pipelines.labels.geojson import read_geojson
 from pipelines.labels.rasterize import PixelGrid, paint
@@ -48,12 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     polygons=st.lists(polygon, min_size=1, max_size=4),
     origin=st.tuples(st.integers(-9, 30), st.integers(-9, 30)),
     step=st.sampled_from([1.0, 0.5, 1.7, 4.0]),
-    cell=st.sampled_from([512.0, 40.0, 8.0]),
+    run=st.sampled_from([64, 3, 1]),
 )
 def test_a_pixel_has_the_class_of_the_last_polygon_around_its_centre(
-    folder: Path, polygons: list[list[Ring]], origin: tuple[int, int], step: float, cell: float
+    folder: Path, polygons: list[list[Ring]], origin: tuple[int, int], step: float, run: int
 ) -> None:
-    """Whether polygons are found whole, by their cell, or edge by edge, by their rows."""
+    """Whether polygons are found whole, or edge by edge, by their rows."""
     grid = PixelGrid(float(origin[0]), float(origin[1]), step, step, 33, 21)
     x, y = grid.centres_x(), grid.centres_y()
     expected = np.zeros((21, 33), np.uint8)
@@ -61,7 +62,7 @@ def test_a_pixel_has_the_class_of_the_last_polygon_around_its_centre(
     for value, rings in enumerate(polygons, start=1):
         expected[inside(rings, x, y)] = value
         certain &= edge_distance(rings, x, y) > 1e-6  # on the edge itself rounding decides
-    with mock.patch.object(edge_index, "CELL_PX", cell):
+    with mock.patch.object(drawing_module, "RUN_EDGES", run):
         got = painted(drawing_of(folder, *polygons), grid)
     np.testing.assert_array_equal(got[certain], expected[certain])
 
