@@ -15,6 +15,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.labels.geojson import closed_rings, signed_area
 from pipelines.labels.outlines import outlines_of
 
 Ring = NDArray[np.float64]
@@ -34,19 +35,13 @@ class Polygon:
     @property
     def area(self) -> float:
         """Without the holes, in the square of the coordinates' unit."""
-        return ring_area(self.outer) - sum(map(ring_area, self.holes))
+        return abs(signed_area(self.outer)) - sum(abs(signed_area(hole)) for hole in self.holes)
 
     def scaled(self, factor: float, limits: tuple[float, float]) -> Polygon:
         """Return it ``factor`` times as large, cut off at ``limits`` (x, y)."""
         return Polygon(
             np.minimum(self.outer * factor, limits), tuple(np.minimum(hole * factor, limits) for hole in self.holes)
         )
-
-
-def ring_area(ring: Ring) -> float:
-    """Return the area inside of a ring, by the shoelace formula."""
-    x, y = ring[:, 0], ring[:, 1]
-    return abs(float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1)))) / 2
 
 
 def polygons_of(mask: NDArray[np.bool_]) -> list[Polygon]:
@@ -109,8 +104,7 @@ def feature(polygon: Polygon, name: str, colour: Sequence[int], measurements: Ma
         colour: R, G, B.
         measurements: shown with the annotation.
     """
-    # RFC 7946, 3.1.6: outer rings run against the clock, holes with it, as seen with y upwards
-    rings = [_closed(polygon.outer, 1), *(_closed(hole, -1) for hole in polygon.holes)]
+    rings = closed_rings([np.round(ring, 2) for ring in (polygon.outer, *polygon.holes)])
     return {
         "type": "Feature",
         "id": str(uuid.uuid5(NAMESPACE, f"{name} {rings[0]}")),
@@ -127,11 +121,3 @@ def feature(polygon: Polygon, name: str, colour: Sequence[int], measurements: Ma
 def collection(features: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return a FeatureCollection."""
     return {"type": "FeatureCollection", "features": list(features)}
-
-
-def _closed(ring: Ring, sign: int) -> list[list[float]]:
-    """Points of a ring in the direction ``sign`` (1: against the clock with y upwards), the first one repeated."""
-    x, y = ring[:, 0], ring[:, 1]
-    signed = np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))
-    points = np.round(ring if signed * sign > 0 else ring[::-1], 2).tolist()
-    return [*points, points[0]]

@@ -69,27 +69,24 @@ def read_geojson(path: Path) -> Drawing:
 
 
 def write_geojson(drawing: Drawing, path: Path) -> None:
-    """Write ``drawing``, counted from the bounds, as a FeatureCollection: a Polygon for each, in painting order.
-
-    Outer rings turn left and holes right, as RFC 7946 (3.1.6) asks for.
-    """
+    """Write ``drawing``, counted from the bounds, as a FeatureCollection: a Polygon for each, in painting order."""
     assert drawing.origin is Origin.BOUNDS
     features = []
     for polygon, index in enumerate(drawing.polygon_class.tolist()):
-        rings = [_closed(ring, left=k == 0) for k, ring in enumerate(drawing.rings(polygon))]
         features.append(
             {
                 "type": "Feature",
-                "geometry": {"type": "Polygon", "coordinates": rings},
+                "geometry": {"type": "Polygon", "coordinates": closed_rings(drawing.rings(polygon))},
                 "properties": {"objectType": "annotation", "classification": {"name": drawing.classes[index]}},
             }
         )
     path.write_text(json.dumps({"type": "FeatureCollection", "features": features}), encoding="utf-8")
 
 
-def _closed(ring: NDArray[np.float64], left: bool) -> list[list[float]]:
-    points = (ring if (signed_area(ring) > 0) == left else ring[::-1]).tolist()
-    return [*points, points[0]]
+def closed_rings(rings: Sequence[NDArray[np.float64]]) -> list[list[list[float]]]:
+    """Return the coordinates of a polygon: the outer ring turns left, holes right (RFC 7946, 3.1.6), all are closed."""
+    turned = [ring if (signed_area(ring) > 0) == (k == 0) else ring[::-1] for k, ring in enumerate(rings)]
+    return [[*ring.tolist(), ring[0].tolist()] for ring in turned]
 
 
 def signed_area(ring: NDArray[np.float64]) -> float:
