@@ -33,10 +33,10 @@ class SynthCommand:
     slides: int = 8
     """How many."""
     size: int = 4096
-    """Width and height in px, 512 to 200,000. Level 0 is written in blocks, so memory does not grow with it."""
+    """Width and height in px, 512 to 200,000. Slides are written row by row: memory grows with the width alone."""
     task: Literal["classify", "segment"] = "classify"
-    """classify: two classes that differ only in how glands are arranged over about 1,500 px, and labels.csv.
-    segment: glands of many sizes, and their masks under annotations/."""
+    """classify: two classes, crowded and sparse glands, and labels.csv. segment: glands of many sizes, and their masks
+    under annotations/."""
     seed: int = 0
     """Of everything drawn."""
     mpp: float = 0.5

@@ -28,7 +28,7 @@ from app.prediction.score_tables import TileRow, attention_weights, bag_scores, 
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
 from app.training.run_slides import opening
-from pipelines.backends.tiff_writer import HeatMapWriter
+from pipelines.backends.tiff_writer import PyramidWriter
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError
@@ -148,7 +148,7 @@ def _scored(
         blender = opened.enter_context(Blender(classes, *(size.width, size.height), weights, folder.path))
         writers = {
             c: opened.enter_context(
-                HeatMapWriter(
+                PyramidWriter(
                     folder.heat_map(slide_id, parts[name]),
                     size,
                     windows.canvas_mpp,
@@ -192,7 +192,7 @@ def _write_attention(
     weights = ((int(i), np.full((1, 1, 1), attention[i] / largest, np.float32)) for i in readable)
     with (
         Blender(1, size.width, size.height, np.ones((cells, cells), np.float32), folder.path) as blender,
-        HeatMapWriter(folder.heat_map(slide_id, "attention_weights"), size, windows.canvas_mpp, what) as writer,
+        PyramidWriter(folder.heat_map(slide_id, "attention_weights"), size, windows.canvas_mpp, what) as writer,
     ):
         for chunk in chunks(_blended(weights, windows, blender), CHUNK_ROWS):
             writer.add(chunk[0])

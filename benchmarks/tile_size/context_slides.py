@@ -9,19 +9,16 @@ add up to half of what two fields and two empty rooms do.
 
 from __future__ import annotations
 
-import json
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.tile_size.row_slides import write_slides
 from pipelines.slides.geometry import Size
-from pipelines.synthetic.arrangement import VARIANTS, Arrangement, Gland
-from pipelines.synthetic.lattice import cell_rng
-from pipelines.synthetic.painter import paint
-from pipelines.synthetic.scene import Scene, SceneSpec
+from pipelines.synthetic.tissue import VARIANTS, Arrangement, Gland, Scene, SceneSpec, cell_rng
 
 SIZE = Size(8192, 4096)
 APART = 6000
@@ -31,8 +28,6 @@ RADIUS, PITCH = 800.0, 96.0
 """Level-0 px: of a field of glands, and between neighbouring glands."""
 
 CLASSES = ("alike", "different")
-DRAWING = 2
-"""Raised whenever the same seed would give other slides."""
 
 
 @dataclass(frozen=True)
@@ -91,39 +86,11 @@ def _disc(rng: np.random.Generator) -> NDArray[np.float64]:
 
 
 def make_slides(out: Path, count: int, seed: int = 0) -> Path:
-    """Write ``count`` slides and their labels into ``out``; slides that are there are kept.
-
-    Raises:
-        ValueError: ``out`` holds others.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    record, made_with = out / "made_with.json", {"drawing": DRAWING, "seed": seed}
-    if record.exists() and json.loads(record.read_text()) != made_with:
-        raise ValueError(f"{out} holds slides made with {record.read_text()}; remove it")
-    record.write_text(json.dumps(made_with))
-    lines = ["slide,label,patient"]
+    """Write ``count`` slides and their labels into ``out``; slides that are there are kept."""
+    slides: list[tuple[str, Callable[[], Scene]]] = []
     for number in range(count):
-        fields, name = fields_of(seed, number), f"slide_{number:03d}"
-        lines.append(f"{name},{fields.label},patient_{number:03d}")
-        if (out / f"{name}.tif").exists():
-            continue
+        fields = fields_of(seed, number)
         slide_seed = int(cell_rng(seed, 0x51D3, number).integers(1 << 31))
-        scene = Scene(SceneSpec(seed, slide_seed, SIZE, TwoRooms(1024, (36.0, 44.0), _nowhere, fields)))
-        partial = out / f".{name}.part"
-        paint(
-            scene,
-            partial,
-            None,
-            mpp=0.5,
-            description=f"megatile slide_context {number}",
-            workers=1,
-            progress=lambda done, total: None,
-        )
-        os.replace(partial, out / f"{name}.tif")
-    (out / "labels.csv").write_text("\n".join(lines) + "\n")
-    return out
-
-
-def _nowhere(rng: np.random.Generator) -> NDArray[np.float64]:
-    """Of an endless lattice; these slides have none."""
-    return np.empty((0, 2))
+        spec = SceneSpec(seed, slide_seed, SIZE, TwoRooms(1.0, (36.0, 44.0), fields=fields))
+        slides.append((fields.label, lambda spec=spec: Scene(spec)))
+    return write_slides(out, slides)

@@ -28,7 +28,7 @@ def draw_picture(rows: list[dict[str, Any]], slides: Path, path: Path) -> None:
 
     Args:
         rows: with keys tile_px, seed, slide_auc.
-        slides: folder made by ``app.synth --task classify``.
+        slides: folder made by ``row_slides``.
     """
     mpl.use("agg")
     figure = Figure(figsize=(13, 5.6), layout="constrained")

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.machine import measured_on
 from benchmarks.results import parser_of
+from benchmarks.tile_size import row_slides
 from benchmarks.tile_size.picture import draw_picture
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +40,9 @@ SEGMENT += ["--validation", "0.34", "--validation-tiles=4"]
 def make_slides() -> tuple[Path, Path]:
     """Slides of both tasks; those of an earlier call are kept (remove ``bench-data/tile_size`` to start anew)."""
     folders = OUT / "classify", OUT / "segment"
-    for folder, number in zip(folders, (CLASSIFY_SLIDES, SEGMENT_SLIDES), strict=True):
-        command = [sys.executable, "-m", "app.synth", str(folder), "--slides", str(number), "--size", str(SIZE)]
-        subprocess.run([*command, "--task", folder.name], cwd=ROOT, check=True)
+    row_slides.make_slides(folders[0], CLASSIFY_SLIDES, SIZE)
+    command = [sys.executable, "-m", "app.synth", str(folders[1]), "--slides", str(SEGMENT_SLIDES), "--size", str(SIZE)]
+    subprocess.run([*command, "--task", "segment"], cwd=ROOT, check=True)
     return folders
 
 

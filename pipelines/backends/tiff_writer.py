@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import cv2
 import imagecodecs
 import numpy as np
 import tifffile
@@ -126,44 +129,67 @@ class TiffWriter:
             yield self._waiting.read(length)
 
 
-class HeatMapWriter:
-    """A heat map on its way into a file; ``with`` publishes it on success and leaves nothing on an error.
+def level_sizes(size: Size, longest: int) -> list[Size]:
+    """Return the sizes of the levels of a pyramid: halved, rounded up, until no side is above ``longest`` px."""
+    sizes = [size]
+    while max(sizes[-1].width, sizes[-1].height) > longest:
+        sizes.append(Size(-(-sizes[-1].width // 2), -(-sizes[-1].height // 2)))
+    return sizes
+
+
+class PyramidWriter:
+    """Pyramid written row by row; ``with`` publishes it on success and leaves nothing on an error.
+
+    Each level halves the one before (mean of 2 x 2 px): memory is that of a few rows of tiles, whatever the height.
 
     Args:
         path: the file to make; replaced if it exists.
-        size: of the finest level.
-        mpp: um/px of the finest level.
+        size, mpp: of the finest level.
         description: text of the first page's ImageDescription.
+        encoding: ``JPEG`` for RGB, ``DEFLATE_MASK`` for one byte per px.
+        longest: px of the longer side of the coarsest level at most.
+        threads: compress the tiles; None: the caller's.
     """
 
-    def __init__(self, path: Path, size: Size, mpp: float, description: str) -> None:
-        self._sizes = [size]
-        while max(self._sizes[-1].width, self._sizes[-1].height) > TILE:
-            finer = self._sizes[-1]
-            self._sizes.append(Size(-(-finer.width // 2), -(-finer.height // 2)))
-        self._tiff = TiffWriter(path, self._sizes, DEFLATE_MASK, mpp, description)
-        self._waiting = [np.empty((0, level.width), np.uint8) for level in self._sizes]
+    def __init__(
+        self,
+        path: Path,
+        size: Size,
+        mpp: float,
+        description: str,
+        encoding: dict[str, Any] = DEFLATE_MASK,
+        longest: int = TILE,
+        threads: Executor | None = None,
+    ) -> None:
+        self._sizes = level_sizes(size, longest)
+        self._tiff = TiffWriter(path, self._sizes, encoding, mpp, description)
+        self._encode = encode_jpeg if encoding is JPEG else encode_mask
+        self._map = map if threads is None else threads.map
+        self._waiting: list[NDArray[np.uint8] | None] = [None] * len(self._sizes)
         self._tile_rows = [0] * len(self._sizes)
 
     def add(self, rows: NDArray[np.uint8]) -> None:
-        """Take the next rows, uint8 (any number, width)."""
+        """Take the next rows, uint8 (any number, width), or (any number, width, 3) for ``JPEG``."""
+        if rows.shape[1] != self._sizes[0].width:
+            raise ValueError(f"rows are {self._sizes[0].width} px wide; got {rows.shape[1]}")
         self._add(0, rows)
 
     def _add(self, level: int, rows: NDArray[np.uint8]) -> None:
-        waiting = np.concatenate([self._waiting[level], rows])
-        while len(waiting) >= TILE:
-            self._write_tiles(level, waiting[:TILE])
-            waiting = waiting[TILE:]
-        self._waiting[level] = waiting.copy()
+        waiting = self._waiting[level]
+        rows = rows if waiting is None else np.concatenate([waiting, rows])
+        whole = len(rows) // TILE * TILE
+        for top in range(0, whole, TILE):
+            self._write_tiles(level, rows[top : top + TILE])
+        self._waiting[level] = rows[whole:].copy() if whole < len(rows) else None
 
     def _write_tiles(self, level: int, rows: NDArray[np.uint8]) -> None:
         """Write one row of tiles, the last of which may be short, and hand on what the next level makes of it."""
         columns = self._tiff.grid(level).width
-        padded = np.zeros((TILE, columns * TILE), np.uint8)
-        padded[: len(rows), : rows.shape[1]] = rows
-        for column in range(columns):
-            tile = np.ascontiguousarray(padded[:, column * TILE : (column + 1) * TILE])
-            self._tiff.write_tile(level, column, self._tile_rows[level], encode_mask(tile))
+        missing = ((0, TILE - len(rows)), (0, columns * TILE - rows.shape[1]), (0, 0))[: rows.ndim]
+        padded = np.pad(rows, missing, "edge")
+        tiles = (np.ascontiguousarray(padded[:, column * TILE : (column + 1) * TILE]) for column in range(columns))
+        for column, encoded in enumerate(self._map(self._encode, tiles)):
+            self._tiff.write_tile(level, column, self._tile_rows[level], encoded)
         self._tile_rows[level] += 1
         if level + 1 < len(self._sizes):
             self._add(level + 1, halved(rows))
@@ -175,27 +201,23 @@ class HeatMapWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            try:
-                for level in range(len(self._sizes)):  # finest first: each hands on what is left to the next
-                    if len(self._waiting[level]):
-                        self._write_tiles(level, self._waiting[level])
-            except BaseException as fault:
-                self._tiff.__exit__(type(fault), fault, fault.__traceback__)
-                raise
-        self._tiff.__exit__(kind, value, trace)
+        with ExitStack() as closing:
+            if kind is not None:
+                self._tiff.__exit__(kind, value, trace)
+                return
+            closing.push(self._tiff)
+            for level in range(len(self._sizes)):  # finest first: each hands on what is left to the next
+                waiting = self._waiting[level]
+                if waiting is not None:
+                    self._write_tiles(level, waiting)
 
 
 def halved(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the means of 2 x 2 px, rounded; an odd last row or column stands for itself twice."""
-    height, width = rows.shape
-    even = np.pad(rows, ((0, height % 2), (0, width % 2)), "edge").astype(np.uint16)
-    sums = even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]
-    return ((sums + 2) // 4).astype(np.uint8)
-
-
-BAND_ROWS = TILE
-"""Height of the bands a mask is written in; the last may be less."""
+    odd = rows.shape[0] % 2, rows.shape[1] % 2
+    even = np.pad(rows, ((0, odd[0]), (0, odd[1]), (0, 0))[: rows.ndim], "edge") if any(odd) else rows
+    half = cv2.resize(even, (even.shape[1] // 2, even.shape[0] // 2), interpolation=cv2.INTER_AREA)
+    return np.asarray(half, np.uint8)
 
 
 def write_mask(path: Path, size: Size, mpp: float, bands: Iterable[NDArray[np.uint8]]) -> None:
@@ -205,7 +227,7 @@ def write_mask(path: Path, size: Size, mpp: float, bands: Iterable[NDArray[np.ui
         path: the file to make.
         size: of the mask in px.
         mpp: um/px, which a TIFF states.
-        bands: uint8 (``BAND_ROWS``, size.width) from top to bottom, the last with what is left.
+        bands: uint8 (any number, size.width) from top to bottom.
 
     Raises:
         ValueError: a PNG above ``PNG_BYTES``, which could not be read back.
@@ -219,10 +241,6 @@ def write_mask(path: Path, size: Size, mpp: float, bands: Iterable[NDArray[np.ui
             )
         path.write_bytes(imagecodecs.png_encode(np.concatenate(list(bands))))
         return
-    with TiffWriter(path, [size], DEFLATE_MASK, mpp, "class ids") as writer:
-        for row, band in enumerate(bands):
-            for column in range(writer.grid(0).width):
-                tile = np.zeros((TILE, TILE), np.uint8)
-                part = band[:, column * TILE : (column + 1) * TILE]
-                tile[: part.shape[0], : part.shape[1]] = part
-                writer.write_tile(0, column, row, encode_mask(tile))
+    with PyramidWriter(path, size, mpp, "class ids", longest=max(size.width, size.height)) as writer:
+        for band in bands:
+            writer.add(band)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.mask import Mask
-from pipelines.backends.tiff_writer import BAND_ROWS, write_mask
+from pipelines.backends.tiff_writer import TILE, write_mask
 from pipelines.labels.annotation_files import CLASSES_FILE, AnnotationFiles, damaged_is_slide_error, read_annotation
 from pipelines.labels.annotations import mask_classes, named_ids
 from pipelines.labels.class_names import IGNORE, class_id, is_learned
@@ -102,8 +102,8 @@ def write_area_mask(drawing: Drawing, path: Path, slide: Slide, mpp: float) -> S
     step_x, step_y = level.width / size.width, level.height / size.height
 
     def bands() -> Iterator[NDArray[np.uint8]]:
-        for row in range(0, size.height, BAND_ROWS):
-            rows = min(BAND_ROWS, size.height - row)
+        for row in range(0, size.height, TILE):
+            rows = min(TILE, size.height - row)
             band = np.zeros((rows, size.width), np.uint8)
             paint(drawing, ids, PixelGrid(0.0, row * step_y, step_x, step_y, size.width, rows), (0, 0), band)
             yield band

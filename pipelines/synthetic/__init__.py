@@ -1,1 +1,1 @@
-"""Artificial slides of stained tissue: every object drawn is a pure function of (seed, lattice cell)."""
+"""Artificial slides of stained tissue: every object drawn is a function of (seed, place)."""

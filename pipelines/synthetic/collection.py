@@ -1,35 +1,40 @@
-"""A folder of artificial slides with what is known about them: labels or masks, and patients.
+"""A folder of artificial slides with labels or masks, and patients.
 
-Takes how many slides of which task; gives the files, each a pure function of (seed, number), so that a collection can
-grow and a broken-off one go on. ``synthetic.json`` says what made the folder; another collection does not write over
-it.
+Each slide is a function of (seed, number), so a collection can grow and a broken-off one go on. ``synthetic.json`` says
+what made the folder; another collection does not write over it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from pipelines.slides.geometry import Size
-from pipelines.synthetic.arrangement import CROWDED, EVEN, GROUPED
-from pipelines.synthetic.lattice import cell_rng
-from pipelines.synthetic.painter import paint
-from pipelines.synthetic.scene import GLAND, Scene, SceneSpec
+import cv2
+import numpy as np
 
-DRAWING = 3
+from pipelines.backends.tiff_writer import JPEG, PyramidWriter
+from pipelines.slides.geometry import Size
+from pipelines.synthetic.tissue import BLOCK, GLAND, Arrangement, Scene, SceneSpec, cell_rng
+
+DRAWING = 4
 """Raised whenever the same seed would give other pixels."""
 
 RECORD = "synthetic.json"
 
-CLASSES = {"even": EVEN, "grouped": GROUPED}
+CLASSES = {"crowded": Arrangement(0.9), "sparse": Arrangement(0.3)}
 """The two classes of `classify`."""
+
+OVERVIEW, MASK_SCALE = 512, 2
+"""Px of the longer side of the coarsest level at most; a mask is so many times coarser than its slide."""
 
 Task = Literal["classify", "segment"]
 Report = Callable[[str, int, int], None]
@@ -38,7 +43,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Collection:
-    """What to make: ``slides`` slides of ``size`` x ``size`` px, with ``mpp`` um/px written into them."""
+    """``slides`` slides of ``size`` x ``size`` px, with ``mpp`` um/px written into them."""
 
     task: Task
     slides: int
@@ -62,50 +67,45 @@ def planned(collection: Collection) -> list[PlannedSlide]:
 
     Growing a collection adds slides to the end and changes none; of any first n slides each class has half, within one.
     """
-    return list(islice(_endless(collection), collection.slides))
-
-
-def _endless(collection: Collection) -> Iterator[PlannedSlide]:
-    number = 0
+    slides: list[PlannedSlide] = []
     pair = 0
-    while True:
+    while len(slides) < collection.slides:
         rng = cell_rng(collection.seed, 0x9A71, pair)
-        classes = [list(CLASSES)[k] for k in rng.permutation(2)]
+        classes = [list(CLASSES)[k] if collection.task == "classify" else "" for k in rng.permutation(2)]
         for _ in range(int(rng.integers(1, 3))):
-            for which, name in enumerate(classes):
-                label = name if collection.task == "classify" else ""
-                yield PlannedSlide(f"slide_{number:04d}", number, label, f"patient_{2 * pair + which:04d}")
-                number += 1
+            for which, label in enumerate(classes):
+                number, patient = len(slides), f"patient_{2 * pair + which:04d}"
+                slides.append(PlannedSlide(f"slide_{number:04d}", number, label, patient))
         pair += 1
+    return slides[: collection.slides]
 
 
 def make_collection(collection: Collection, out: Path, *, workers: int, report: Report) -> int:
-    """Write a collection; slides that are there already are kept.
-
-    Args:
-        out: folder, made if missing.
-        workers: threads that draw.
-        report: told how it goes.
-
-    Returns:
-        how many slides were drawn.
+    """Write a collection into the folder ``out``; return how many slides were drawn, the others were there.
 
     Raises:
         ValueError: ``out`` holds another collection, or files that this one would write over.
         OSError: ``out`` cannot be written or the disk is full. Whole slides stay, the one at work is removed.
     """
-    plan = planned(collection)
     try:
+        plan = planned(collection)
         _claim(collection, plan, out)
-        made = 0
-        for slide in plan:
-            path, mask_path = out / f"{slide.slide_id}.tif", None
-            if collection.task == "segment":
-                mask_path = out / "annotations" / path.name
-            if not path.exists():
-                _draw(collection, slide, path, mask_path, workers, report)
-                made += 1
-        return made
+        todo = [slide for slide in plan if not (out / f"{slide.slide_id}.tif").exists()]
+        for slide in todo:
+            slide_seed = int(cell_rng(collection.seed, 0x51D3, slide.number).integers(1 << 31))
+            size, arrangement = Size(collection.size, collection.size), CLASSES.get(slide.label, Arrangement(0.8))
+            facts = {"made by": "megatile app.synth", "drawing": DRAWING, "task": collection.task}
+            path = out / f"{slide.slide_id}.tif"
+            paint(
+                Scene(SceneSpec(collection.seed, slide_seed, size, arrangement)),
+                path,
+                out / "annotations" / path.name if collection.task == "segment" else None,
+                mpp=collection.mpp,
+                description=json.dumps({**facts, "seed": collection.seed, "number": slide.number}),
+                workers=workers,
+                progress=functools.partial(report, slide.slide_id),
+            )
+        return len(todo)
     except OSError as fault:
         if fault.errno == errno.ENOSPC:
             raise OSError(
@@ -137,38 +137,65 @@ def _claim(collection: Collection, plan: list[PlannedSlide], out: Path) -> None:
         if there := [path for path in files if path.exists()]:
             raise ValueError(f"{there[0]} is there already and was not made by app.synth. Choose another folder")
     out.mkdir(parents=True, exist_ok=True)
+    rows: list[tuple[str, ...]] = [("slide", "label", "patient")]
+    rows += [(slide.slide_id, slide.label, slide.patient) for slide in plan]
     if collection.task == "segment":
+        rows = [(row[0], row[2]) for row in rows]
         (out / "annotations").mkdir(exist_ok=True)
         _publish(out / "annotations" / "classes.txt", f"0 background\n{GLAND} gland\n")
-        lines = ["slide,patient"] + [f"{slide.slide_id},{slide.patient}" for slide in plan]
-    else:
-        lines = ["slide,label,patient"] + [f"{slide.slide_id},{slide.label},{slide.patient}" for slide in plan]
-    _publish(out / "labels.csv", "\n".join(lines) + "\n")
+    _publish(out / "labels.csv", "".join(f"{','.join(row)}\n" for row in rows))
     _publish(record_path, json.dumps(record, indent=2) + "\n")
 
 
-def _draw(
-    collection: Collection, slide: PlannedSlide, path: Path, mask_path: Path | None, workers: int, report: Report
+def paint(
+    scene: Scene,
+    path: Path,
+    mask_path: Path | None,
+    *,
+    mpp: float,
+    description: str,
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    arrangement = CLASSES[slide.label] if slide.label else CROWDED
-    slide_seed = int(cell_rng(collection.seed, 0x51D3, slide.number).integers(1 << 31))
-    scene = Scene(SceneSpec(collection.seed, slide_seed, Size(collection.size, collection.size), arrangement))
-    facts = {
-        "made by": "megatile app.synth",
-        "drawing": DRAWING,
-        "task": collection.task,
-        "seed": collection.seed,
-        "number": slide.number,
-    }
-    paint(
-        scene,
-        path,
-        mask_path,
-        mpp=collection.mpp,
-        description=json.dumps(facts),
-        workers=workers,
-        progress=lambda done, total: report(slide.slide_id, done, total),
-    )
+    """Write ``scene`` to ``path`` as a pyramidal JPEG BigTIFF, and the mask of its glands to ``mask_path`` if given.
+
+    Args:
+        mpp: um/px of level 0.
+        description: ASCII text kept in both files, by which they are recognised later.
+        workers: threads that draw and compress; each row of blocks is held as a whole.
+        progress: called with rows of blocks done and to do.
+
+    Raises:
+        OSError: the disk is full or the folder not writable; neither file is left behind.
+    """
+    width, height = scene.spec.size.width, scene.spec.size.height
+    with ExitStack() as opened:
+        threads = opened.enter_context(ThreadPoolExecutor(workers))
+        slide = opened.enter_context(
+            PyramidWriter(path, scene.spec.size, mpp, description, JPEG, longest=OVERVIEW, threads=threads)
+        )
+        mask = None
+        if mask_path is not None:
+            mask_size = Size(-(-width // MASK_SCALE), -(-height // MASK_SCALE))
+            mask = opened.enter_context(
+                PyramidWriter(mask_path, mask_size, mpp * MASK_SCALE, description, longest=max(width, height))
+            )
+        band = np.empty((BLOCK, scene.columns * BLOCK, 3), np.uint8)
+        glands = np.empty(band.shape[:2], np.uint8)
+
+        def draw(place: tuple[int, int]) -> None:
+            block, columns = scene.draw(*place), np.s_[:, place[0] * BLOCK : (place[0] + 1) * BLOCK]
+            band[columns], glands[columns] = block.pixels, block.mask
+
+        for row in range(scene.rows):
+            list(threads.map(draw, ((column, row) for column in range(scene.columns))))
+            rows = min(BLOCK, height - row * BLOCK)
+            slide.add(band[:rows, :width])
+            if mask is not None:
+                reduced = (glands.shape[1] // MASK_SCALE, BLOCK // MASK_SCALE)
+                share = cv2.resize(glands * 255, reduced, interpolation=cv2.INTER_AREA)
+                mask.add((share[: -(-rows // MASK_SCALE), : mask_size.width] >= 128).astype(np.uint8))
+            progress(row + 1, scene.rows)
 
 
 def _publish(path: Path, text: str) -> None:

@@ -7,14 +7,14 @@ import openslide
 import pytest
 import tifffile
 
-from pipelines.backends.tiff_writer import HeatMapWriter, halved
+from pipelines.backends.tiff_writer import PyramidWriter, halved
 from pipelines.slides.geometry import Size
 
 
 def test_both_libraries_open_it(tmp_path):
     path = tmp_path / "map.tif"
     values = np.random.default_rng(0).integers(0, 256, (601, 1030), np.uint8)
-    with HeatMapWriter(path, Size(1030, 601), 2.5, "probability of 'tumour'") as writer:
+    with PyramidWriter(path, Size(1030, 601), 2.5, "probability of 'tumour'") as writer:
         for start in range(0, 601, 97):
             writer.add(values[start : start + 97])
     with openslide.OpenSlide(path) as slide:
@@ -33,8 +33,8 @@ def test_both_libraries_open_it(tmp_path):
 
 def test_what_fails_leaves_nothing(tmp_path):
     with (
-        pytest.raises(ValueError, match="dimensions"),
-        HeatMapWriter(tmp_path / "a.tif", Size(9, 9), 1.0, "") as writer,
+        pytest.raises(ValueError, match="9 px wide; got 8"),
+        PyramidWriter(tmp_path / "a.tif", Size(9, 9), 1.0, "") as writer,
     ):
         writer.add(np.zeros((9, 8), np.uint8))
     assert not list(tmp_path.iterdir())

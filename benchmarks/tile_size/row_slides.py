@@ -1,0 +1,92 @@
+"""Slides whose class is in how rows of glands are spaced over 1,536 px, and nothing that a window of 256 px shows.
+
+Rows of the class ``even`` lie 512 px apart, those of ``grouped`` in threes, ``ROWS_APART`` px apart, with a wide gap to
+the next three. Three rows per 1,536 px in both, and rows so far apart that no upright window of 256 px touches two: it
+sees nothing or one row, equally often and of the same make in both classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.slides.geometry import Size
+from pipelines.synthetic.collection import paint
+from pipelines.synthetic.tissue import VARIANTS, Arrangement, Gland, Scene, SceneSpec, cell_rng
+
+SMALL_WINDOW = 256
+"""Px of a tile that must not know the class."""
+
+ROWS_APART = 384.0
+"""Px between grouped rows: 256, plus two radii with halo, two jitters, and 16 px that rows can rise within 256 px."""
+
+BEND, WAVELENGTHS = 30.0, (2600.0, 4100.0)
+"""Px that rows leave the straight line by, at most, in two waves; all rows of a slide bend alike."""
+
+CELL, PITCH, JITTER = 1536, 96.0, 4.0
+
+
+@dataclass(frozen=True)
+class Rows(Arrangement):
+    """Three rows of glands at ``middles`` px of every ``CELL`` px."""
+
+    middles: tuple[float, float, float] = (256, 768, 1280)
+
+    def glands(self, seed: int, l0_x: int, l0_y: int, l0_right: int, l0_bottom: int) -> list[Gland]:
+        """Return the glands whose centres lie in a box of the endless plane."""
+        rng = cell_rng(seed, 0x5F1F)
+        shift, turned = rng.integers(0, CELL, 2), rng.random() < 0.5
+        phases = rng.uniform(0, 2 * np.pi, 2)
+        low, high = np.array([l0_x, l0_y], float), np.array([l0_right, l0_bottom], float)
+        if turned:
+            low, high = low[::-1], high[::-1]
+        first, last = np.floor((low + shift - BEND) / CELL), np.floor((high + shift + BEND) / CELL)
+        glands = []
+        for row in range(int(first[1]), int(last[1]) + 1):
+            for column in range(int(first[0]), int(last[0]) + 1):
+                cell = cell_rng(seed, 0x61AD, column, row)
+                centres = self._centres(cell) + np.array([column, row]) * CELL - shift
+                waves = (np.sin(2 * np.pi * centres[:, 0] / w + p) for w, p in zip(WAVELENGTHS, phases, strict=True))
+                centres[:, 1] += BEND / 2 * sum(waves)
+                stamps, turns = cell.integers(0, VARIANTS, len(centres)), cell.integers(0, 8, len(centres))
+                inside = ((centres >= low) & (centres < high)).all(1)
+                for centre, stamp, turn in zip(centres[inside], stamps[inside], turns[inside], strict=True):
+                    x, y = np.floor(centre[::-1] if turned else centre)
+                    glands.append(Gland(int(x), int(y), int(stamp), int(turn)))
+        return glands
+
+    def _centres(self, rng: np.random.Generator) -> NDArray[np.float64]:
+        column, row = np.meshgrid((np.arange(16) + 0.5) * PITCH, np.array(self.middles))
+        centres = np.stack([column.ravel(), row.ravel()], 1)
+        return centres + rng.uniform(-1, 1, centres.shape) * (3 * JITTER, JITTER)
+
+
+EVEN = Rows(1.0, (36.0, 44.0))
+GROUPED = Rows(1.0, (36.0, 44.0), middles=(768 - ROWS_APART, 768, 768 + ROWS_APART))
+
+
+def make_slides(out: Path, count: int, side: int, seed: int = 0) -> Path:
+    """Write ``count`` slides of ``side`` px and their labels into ``out``; slides that are there are kept."""
+    slides: list[tuple[str, Callable[[], Scene]]] = []
+    for number in range(count):
+        label, rows = (("even", EVEN), ("grouped", GROUPED))[number % 2]
+        spec = SceneSpec(seed, int(cell_rng(seed, 0x51D3, number).integers(1 << 31)), Size(side, side), rows)
+        slides.append((label, lambda spec=spec: Scene(spec)))
+    return write_slides(out, slides)
+
+
+def write_slides(out: Path, slides: Sequence[tuple[str, Callable[[], Scene]]]) -> Path:
+    """Write slides, each with its label and a patient of its own, and ``labels.csv``; those that are there are kept."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = ["slide,label,patient"]
+    for number, (label, scene) in enumerate(slides):
+        name = f"slide_{number:03d}"
+        lines.append(f"{name},{label},patient_{number:03d}")
+        if not (out / f"{name}.tif").exists():
+            paint(scene(), out / f"{name}.tif", None, mpp=0.5, description=f"megatile {out.name} {number}")
+    (out / "labels.csv").write_text("\n".join(lines) + "\n")
+    return out
