@@ -125,7 +125,6 @@ def index(command: IndexCommand) -> None:
                 progress=say,
                 retry_failed=True,
                 part=part,
-                judged=True,
             )
         except SlideError:  # no slide can be used: their pictures show why
             if command.has_page:

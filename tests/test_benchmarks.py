@@ -30,7 +30,6 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
         ("benchmarks.plan_accuracy.plan_speed --only one-node", "s on the cores"),
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
-        ("benchmarks.slide_quality.run --strokes 1", "Pen marks on the slide as it is: 0 mm2; on 0 of the 28 pictures"),
         ("benchmarks.tile_reading.cache --tiles 2 --side 2000 --px 512", "pays from epoch"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
         ("benchmarks.tile_size.context --slides 8 --steps 1 --seeds 1", "| whole slide |"),

@@ -36,17 +36,12 @@ class SlideRow:
     slide_id: str
     tiles: int
     tissue: float | None
-    sharpness: float | None
-    blurred: float | None
-    pen_mm2: float | None
     flags: tuple[str, ...]
     faults: tuple[str, ...]
 
 
 FILTERS: Mapping[str, str] = {
     "fault": "with faults",
-    "blur": "out of focus",
-    "pen": "pen marks",
     "pale": "little tissue",
     "few": "few tiles",
     "drawn": "annotated",
@@ -55,9 +50,7 @@ FILTERS: Mapping[str, str] = {
 ORDERS: Mapping[str, tuple[str, Callable[[SlideRow], tuple[float, ...]]]] = {
     "name": ("name", lambda row: ()),
     "faults": ("faults first", lambda row: (-len(row.faults), -len(row.flags))),
-    "sharp": ("least sharp", lambda row: (_known(row.sharpness, np.inf),)),
-    "ink": ("most pen", lambda row: (-_known(row.pen_mm2, -1.0),)),
-    "tissue": ("least tissue", lambda row: (_known(row.tissue, -1.0),)),
+    "tissue": ("least tissue", lambda row: (-1.0 if row.tissue is None else row.tissue,)),
     "tiles": ("fewest tiles", lambda row: (row.tiles,)),
 }
 
@@ -83,12 +76,9 @@ def slide_rows(
     rows = []
     for slide_id in sorted({*sources, *faults}):
         source, tiles = sources.get(slide_id, (None, 0))
-        quality = source.quality if source else None
         tissue = source.tissue_share if source else None
         flags = {
             "fault": slide_id in faults,
-            "blur": quality is not None and "blur" in quality.flags,
-            "pen": quality is not None and "pen" in quality.flags,
             "pale": tissue is not None and tissue < LITTLE_TISSUE,
             "few": not table.settings.one_tile_each and tiles < FEW_TILES,
             "drawn": slide_id in pictures and bool(pictures[slide_id].classes),
@@ -98,9 +88,6 @@ def slide_rows(
                 slide_id,
                 tiles,
                 tissue,
-                quality.sharpness if quality else None,
-                quality.blurred if quality else None,
-                quality.pen_mm2 if quality else None,
                 tuple(name for name, holds in flags.items() if holds),
                 tuple(faults.get(slide_id, ())),
             )
@@ -141,7 +128,7 @@ def write_slides_page(
     cards = [
         Card("Slides", format_value(len(rows))),
         Card("Tiles", format_value(sum(row.tiles for row in rows))),
-        *(Card(FILTERS[name].capitalize(), format_value(counts[name])) for name in ("fault", "blur", "pen")),
+        Card(FILTERS["fault"].capitalize(), format_value(counts["fault"])),
     ]
     shown = sorted({number for picture in pictures.values() for number in picture.classes})
     page = rendered(
@@ -168,17 +155,5 @@ def _link(folder: Path, picture: SmallPicture | None) -> tuple[str, str, int, in
 
 
 def _figures(row: SlideRow) -> str:
-    """Tiles, tissue, sharpness and pen marks of a slide, in a line."""
-    parts = [f"{row.tiles} tiles"]
-    if row.tissue is not None:
-        parts.append(f"{row.tissue:.0%} tissue")
-    if row.sharpness is not None:
-        blurred = f" ({row.blurred:.0%} out of focus)" if row.blurred else ""
-        parts.append(f"sharpness {format_value(row.sharpness, 2)}{blurred}")
-    if row.pen_mm2:
-        parts.append(f"pen {format_value(row.pen_mm2, 2)} mm²")
-    return " · ".join(parts)
-
-
-def _known(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
+    """Tiles and tissue of a slide, in a line."""
+    return f"{row.tiles} tiles" + ("" if row.tissue is None else f" · {row.tissue:.0%} tissue")

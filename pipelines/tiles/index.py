@@ -70,7 +70,6 @@ def build_index(
     retry_failed: bool = False,
     part: IndexPart | None = None,
     resumed: bool = False,
-    judged: bool = False,
 ) -> TileTable:
     """Return the tissue tiles of ``specs``: those that ``out`` has in its index or parts of one, and others found now.
 
@@ -87,7 +86,6 @@ def build_index(
         retry_failed: try slides again that failed before; otherwise only when their file has changed.
         part: only this part of ``specs``, in a file of its own.
         resumed: a run that has used this index goes on: a slide that is another now is refused, not indexed anew.
-        judged: look for blur and pen marks on slides that are indexed now.
 
     Raises:
         ValueError: no slides, settings that contradict themselves, an index in ``out`` made with other settings, or a
@@ -126,7 +124,7 @@ def build_index(
     if absent:
         log.info("%s also holds %s not asked for, e.g. %s", path, counted(len(absent), "slide"), min(absent))
     if todo:
-        table = _index_slides(table, todo, path, workers or default_threads(1), progress, judged)
+        table = _index_slides(table, todo, path, workers or default_threads(1), progress)
     asked = table.of_slides(spec.slide_id for spec in specs)
     if not len(asked):
         lines = [f"{fault.slide_id}: {fault.step}: {_first_line(fault.error)}" for fault in asked.faults]
@@ -175,7 +173,6 @@ def _index_slides(
     path: Path,
     workers: int,
     progress: Callable[[str | SlideDone], None],
-    judged: bool,
 ) -> TileTable:
     """``table`` with the tiles or faults of ``specs``, saved as ``path``."""
     out = path.parent
@@ -183,7 +180,7 @@ def _index_slides(
     failed = FailedSlides(out / "failed_slides.csv")
     failed.forget([spec.slide_id for spec in specs])
     threads = default_threads(workers)
-    task = functools.partial(index_slide, settings=table.settings, threads=threads, judged=judged)
+    task = functools.partial(index_slide, settings=table.settings, threads=threads)
     tried: dict[str, SlideTiles | SlideFault] = {}
     save_at_s = time.monotonic() + SAVE_EVERY_S
     try:
@@ -264,7 +261,6 @@ def _told(result: SlideTiles | SlideFault, settings: IndexSettings) -> str:
         f"{tiles}, {result.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
         f"{source.mpp:.4g} um/px, {source.backend}, {result.seconds:.1f} s"
         + (f", {result.unreadable_share:.1%} damaged" if result.unreadable_share else "")
-        + "".join(f", {flag}" for flag in source.quality.flags)
     )
 
 

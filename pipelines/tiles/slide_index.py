@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cv2
@@ -24,7 +24,6 @@ from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE, IndexSettings
 from pipelines.tiles.overlay import LONGER_SIDE_PX, draw_overlay
-from pipelines.tiles.quality import Quality, slide_quality
 from pipelines.tiles.tile_table import IndexedSlide, SlideFault
 from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_box, tissue_fractions
 from pipelines.tiles.tissue import Overview, TissueMask, find_tissue, read_overview
@@ -91,19 +90,18 @@ def slide_limits(threads: int) -> Limits:
     return Limits(SLIDE_SECONDS, SLIDE_BYTES + threads * THREAD_BYTES)
 
 
-def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int, judged: bool = False) -> SlideResult:
+def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int) -> SlideResult:
     """Find the tiles of one slide. Returns every fault of the slide instead of raising it.
 
     Args:
         spec: the slide.
         settings: which tiles to cut.
         threads: that read the overview.
-        judged: look for blur and pen marks, too.
     """
     size = file_bytes(spec.path)
     progress = _Progress()
     try:
-        return SlideResult(find_tiles(spec, settings, threads, judged, progress), progress.overlay_png)
+        return SlideResult(find_tiles(spec, settings, threads, progress), progress.overlay_png)
     except Exception as fault:  # slide libraries raise anything; the other slides go on
         expected = isinstance(fault, SlideError | ValueError | OSError) and str(fault)
         error = str(fault) if expected else f"{type(fault).__name__}: {fault}"
@@ -114,9 +112,7 @@ def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int, judged: 
         )
 
 
-def find_tiles(
-    spec: SlideSpec, settings: IndexSettings, threads: int, judged: bool = False, progress: _Progress | None = None
-) -> SlideTiles:
+def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress: _Progress | None = None) -> SlideTiles:
     """Return the tiles of one slide; tells ``progress`` how far it has come.
 
     Raises:
@@ -161,8 +157,7 @@ def find_tiles(
             raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
         bad, fault = damaged_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size, spec.scene)
         l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
-        quality = slide_quality(slide, overview, l0_x, l0_y, grid.l0_size) if judged else Quality()
-        source = replace(_source(spec, slide, state), tissue_share=tissue.share, **asdict(quality))
+        source = replace(_source(spec, slide, state), tissue_share=tissue.share)
     seconds = time.perf_counter() - started_s
     return SlideTiles(source, l0_x, l0_y, kept, grid.size, tissue.share, seconds, damage.share, (int(bad.sum()), fault))
 

@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Region
 from pipelines.tiles.index_settings import IndexSettings
-from pipelines.tiles.quality import Quality
 
 FORMAT = 1
 """Of the Parquet file; raised when an older one can no longer be read as it is."""
+
+RETIRED = frozenset({"sharpness", "blurred", "pen_mm2"})
+"""Figures of a slide in older files, no longer used."""
 
 _METADATA_KEY = b"megatile"
 
@@ -37,7 +39,6 @@ class IndexedSlide:
 
     Attributes:
         tissue_share: the part of it that is tissue, 0 to 1.
-        sharpness, blurred, pen_mm2: as in ``Quality``.
         scene: of several images of the file, the one that was asked for.
     """
 
@@ -51,15 +52,7 @@ class IndexedSlide:
     modified_ns: int = 0
     digest: str = ""
     tissue_share: float | None = None
-    sharpness: float | None = None
-    blurred: float | None = None
-    pen_mm2: float | None = None
     scene: int | None = None
-
-    @property
-    def quality(self) -> Quality:
-        """Blur and pen marks; not judged where nobody asked for it."""
-        return Quality(self.sharpness, self.blurred, self.pen_mm2)
 
     @property
     def state(self) -> SlideState | None:
@@ -261,8 +254,8 @@ class TileTable:
 
 
 def _made(kind: type[Row], values: dict[str, Any]) -> Row:
-    """A ``kind`` of ``values``, each of the type that its field has."""
-    made = kind(**values)
+    """A ``kind`` of ``values``, each of the type that its field has; older files have figures of quality, too."""
+    made = kind(**{name: value for name, value in values.items() if name not in RETIRED})
     for field in fields(made):
         value, wanted = getattr(made, field.name), str(field.type).split(" | ")
         if type(value).__name__.replace("NoneType", "None") not in wanted and not (

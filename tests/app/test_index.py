@@ -41,7 +41,7 @@ def test_a_folder_is_indexed(slides, tmp_path, capsys):
     assert f"index     {out / 'tiles.parquet'}\npictures  {out / 'tissue'}/\n" in printed
     assert f"failed    {out / 'failed_slides.csv'} (1 slide)" in printed
     page = out / "slides.html"
-    assert f"page      {page} (with faults: 1, out of focus: 0, pen marks: 0, " in printed
+    assert f"page      {page} (with faults: 1, little tissue: " in printed
     assert 'src="tissue/small/a.jpg"' in page.read_text()
     assert main(arguments) == 0
     assert f"in {out / 'tiles.parquet'} already: 1 slide" in capsys.readouterr().out

@@ -14,16 +14,13 @@ from pipelines.tiles.tile_table import IndexedSlide, TileTable
 
 
 def write_many(folder: Path, slides: int) -> Path:
-    """Write a page of ``slides`` slides: every tenth failed, every seventh is blurred, every ninth has pen marks."""
+    """Write a page of ``slides`` slides: every tenth failed."""
     names = tuple(f"slide <{k:03}>" for k in range(slides) if k % 10 or not k)
     numbers = [int(name[7:10]) for name in names]
     sources = tuple(
         IndexedSlide(
             *(name, 10, None, 0.25, 9000, 8000, "tiled"),
             tissue_share=(k % 50) / 100,
-            sharpness=0.05 if k % 7 == 0 else 1 + k / 100,
-            blurred=1.0 if k % 7 == 0 else 0.0,
-            pen_mm2=0.5 + k / 1000 if k % 9 == 0 else 0.0,
         )
         for name, k in zip(names, numbers, strict=True)
     )

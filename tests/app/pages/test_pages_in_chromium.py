@@ -125,13 +125,13 @@ def test_a_page_of_300_slides(chromium: Browser, tmp_path: Path) -> None:
         assert chromium.told == []
         assert len(chromium.requested) < 150
     assert chromium.run(f"{SHOWN}.length") == 300
-    chromium.run("document.querySelector('#only-blur').click()")
-    assert chromium.run(f"{SHOWN}.length") == len([k for k in range(300) if k % 7 == 0 and (k % 10 or not k)])
+    chromium.run("document.querySelector('#only-drawn').click()")
+    assert chromium.run(f"{SHOWN}.length") == len([k for k in range(300) if k % 4 == 0 and (k % 10 or not k)])
     chromium.run("document.querySelector('#only-all').click(), document.querySelector('#by-faults').click()")
     first = f"{SHOWN}.sort((a, b) => a.getBoundingClientRect().top - b.getBoundingClientRect().top)[0].textContent"
     assert "slide <001>" in chromium.run(first)
-    chromium.run("document.querySelector('#by-ink').click()")
-    assert "slide <297>" in chromium.run(first)
+    chromium.run("document.querySelector('#by-tiles').click()")
+    assert "slide <010>" in chromium.run(first)
 
 
 SHOWN = "[...document.querySelectorAll('.slides > li')].filter(one => getComputedStyle(one).display !== 'none')"

@@ -98,6 +98,16 @@ def test_a_file_that_is_no_index_is_refused(tmp_path: Path, content):
         TileTable.load(path)
 
 
+def test_an_index_with_figures_of_quality_is_read(tmp_path: Path):
+    path = tmp_path / "tiles.parquet"
+    table().save(path)
+    read = pq.read_table(path)
+    about = json.loads(read.schema.metadata[b"megatile"])
+    about["sources"] = [source | {"sharpness": 1.0, "blurred": 0.0, "pen_mm2": None} for source in about["sources"]]
+    pq.write_table(read.replace_schema_metadata({b"megatile": json.dumps(about).encode()}), path)
+    assert TileTable.load(path).sources == table().sources
+
+
 def test_a_truncated_index_is_refused(tmp_path: Path):
     path = tmp_path / "tiles.parquet"
     table().save(path)

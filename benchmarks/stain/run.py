@@ -3,7 +3,7 @@
 Takes the shipped slide and pictures of nuclei; writes results into the README and
 ``before_and_after.jpg``. The library is measured where it is installed.
 
-    python -m benchmarks.slide_quality.stain [--repeats 9] [--tile 512] [--tiles 8]
+    python -m benchmarks.stain.run [--repeats 9] [--tile 512] [--tiles 8]
 """
 
 from __future__ import annotations
@@ -218,12 +218,10 @@ def main() -> None:
     mpx = asked.tiles * asked.tile**2 / 1e6
     rows = [[name, f"{mpx / value:.1f}"] for name, value in seconds.items()]
     table = markdown_table([f"{asked.tiles} tiles of {asked.tile} px, one thread", "Mpx/s"], rows)
-    command = (
-        f"python -m benchmarks.slide_quality.stain --repeats {asked.repeats} --tile {asked.tile} --tiles {asked.tiles}"
-    )
+    command = f"python -m benchmarks.stain.run --repeats {asked.repeats} --tile {asked.tile} --tiles {asked.tiles}"
     with tempfile.TemporaryDirectory() as folder:
         slides = restained(Path(folder))
-        write_results(HERE / "README.md", results(command, table, blank_tiles(), between_slides(slides)), "stain")
+        write_results(HERE / "README.md", results(command, table, blank_tiles(), between_slides(slides)))
         draw_before_and_after(HERE / "before_and_after.jpg", slides)
     print(table)
 
