@@ -171,7 +171,11 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
+RUNS = re.compile(r"[=@\t\r\n]|[+-].*[(|!]", re.DOTALL)
+"""Text that a spreadsheet would run (OWASP, "CSV Injection"); a sign alone begins a name or a number."""
+
+MARKED = re.compile(r"'+[=+\-@\t\r\n]")
+"""Text that would be taken for a marked one."""
 
 
 class TextFile(Protocol):
@@ -192,23 +196,14 @@ def read_rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def as_text(cell: object) -> object:
-    """``cell`` as it is written. Numbers stay, also those that are texts: they compute nothing."""
-    if not isinstance(cell, str) or FORMULA.match(cell) is None or _is_number(cell):
-        return cell
-    return "'" + cell
+    """Return ``cell`` as it is written: with an apostrophe before what a spreadsheet would run."""
+    is_marked = isinstance(cell, str) and (RUNS.match(cell) or MARKED.match(cell))
+    return f"'{cell}" if is_marked else cell
 
 
 def original(cell: str) -> str:
     """Return what ``as_text`` was given."""
-    return cell[1:] if cell.startswith("'") and FORMULA.match(cell) else cell
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return cell == cell.strip()
+    return cell[1:] if MARKED.match(cell) else cell
 
 
 def counted(number: int, noun: str) -> str:

@@ -7,13 +7,14 @@ whose tint is stronger the more tissue it holds, a caption and a scale bar.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.slide import Pixels
-from pipelines.tiles.tissue import Overview, TissueMask, is_fluorescence
+from pipelines.slides.slide import Pixels, Slide
+from pipelines.tiles.tissue import Overview, TissueMask, is_fluorescence, read_overview
 
 LONGER_SIDE_PX = 1600
 
@@ -23,6 +24,23 @@ ON_GLASS, ON_DARK = ((0, 110, 255), 0.3), ((255, 190, 0), 0.12)
 """Colour of tiles, and opacity of one that is all tissue: the tissue must stay visible below."""
 
 CAPTION_PX = 44
+
+
+def read_thumbnail(slide: Slide, overview: Overview, threads: int) -> Overview:
+    """Return a picture whose longer side is at most ``LONGER_SIDE_PX``, and at least half of it if the slide allows."""
+    longer = max(overview.pixels.shape[:2])
+    if longer < LONGER_SIDE_PX / 2 and overview.mpp > slide.mpp:
+        overview = read_overview(slide, overview.mpp * longer / LONGER_SIDE_PX, threads)
+        longer = max(overview.pixels.shape[:2])
+    factor = max(1.0, longer / LONGER_SIDE_PX)
+    height, width = (max(1, round(side / factor)) for side in overview.pixels.shape[:2])
+    return replace(
+        overview,
+        pixels=cv2.resize(overview.pixels, (width, height), interpolation=cv2.INTER_AREA).astype(np.uint8),
+        downsample=overview.downsample * factor,
+        mpp=overview.mpp * factor,
+        unreadable=np.zeros((height, width), np.bool_),
+    )
 
 
 def draw_overlay(
@@ -37,14 +55,14 @@ def draw_overlay(
     """Return a PNG of the slide with its tissue and tiles.
 
     Args:
-        thumbnail: the slide; made smaller here when its longer side is above ``LONGER_SIDE_PX``.
+        thumbnail: the slide, as ``read_thumbnail`` gives it.
         tissue: outlined.
         l0_x, l0_y: int64 (n,), top left of the tiles in level-0 px.
         fractions: float32 (n,), the part of each tile that is tissue.
         l0_size: width and height of a tile in level-0 px.
         caption: one line below the picture.
     """
-    picture, downsample = _shrunk(thumbnail)
+    picture, downsample = thumbnail.pixels.copy(), thumbnail.downsample
     height, width = picture.shape[:2]
     left, top, right, bottom = (
         np.rint((edge - start) / downsample).astype(int)
@@ -64,19 +82,10 @@ def draw_overlay(
     if len(left) and (right - left).min() >= 6:  # smaller ones would be all outline
         for x0, y0, x1, y1 in zip(left.tolist(), top.tolist(), right.tolist(), bottom.tolist(), strict=True):
             cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), colour, line)
-    framed = np.concatenate([picture, caption_strip(width, caption, thumbnail.mpp * downsample / thumbnail.downsample)])
+    framed = np.concatenate([picture, caption_strip(width, caption, thumbnail.mpp)])
     done, png = cv2.imencode(".png", cv2.cvtColor(framed, cv2.COLOR_RGB2BGR))
     assert done
     return png.tobytes()
-
-
-def _shrunk(thumbnail: Overview) -> tuple[Pixels, float]:
-    """A picture of at most ``LONGER_SIDE_PX``, and level-0 px per px of it."""
-    pixels = thumbnail.pixels
-    height, width = pixels.shape[:2]
-    factor = max(1.0, max(width, height) / LONGER_SIDE_PX)
-    size = (max(1, round(width / factor)), max(1, round(height / factor)))
-    return cv2.resize(pixels, size, interpolation=cv2.INTER_AREA).astype(np.uint8), thumbnail.downsample * factor
 
 
 def _tint(

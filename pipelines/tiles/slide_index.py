@@ -23,10 +23,10 @@ from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE, IndexSettings
-from pipelines.tiles.overlay import LONGER_SIDE_PX, draw_overlay
+from pipelines.tiles.overlay import draw_overlay, read_thumbnail
 from pipelines.tiles.tile_table import IndexedSlide, SlideFault
 from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_box, tissue_fractions
-from pipelines.tiles.tissue import Overview, TissueMask, find_tissue, read_overview
+from pipelines.tiles.tissue import TissueMask, find_tissue, read_overview
 
 SLIDE_SECONDS = 900.0
 """As long may one slide take: ten times what 100,000 x 100,000 px of a single level take on one core."""
@@ -150,7 +150,7 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
             f"{least:.0%} tissue or more"
         )
         caption = f"{spec.slide_id}: {cut}; {tissue.share:.0%} of the slide is tissue"
-        thumbnail = _thumbnail(slide, overview, threads)
+        thumbnail = read_thumbnail(slide, overview, threads)
         progress.overlay_png = draw_overlay(thumbnail, tissue, l0_x, l0_y, kept, grid.l0_size, caption)
         progress.step = "tiles"
         if not len(kept):
@@ -204,14 +204,6 @@ def _whole(slide: Slide, tissue: TissueMask, settings: IndexSettings) -> TileGri
 def default_threads(workers: int) -> int:
     """Threads of each of ``workers`` processes that share this machine."""
     return max(1, len(os.sched_getaffinity(0)) // workers)
-
-
-def _thumbnail(slide: Slide, overview: Overview, threads: int) -> Overview:
-    """A picture of about ``LONGER_SIDE_PX``: the overview, or a finer one of a slide that is small in it."""
-    longer = max(overview.pixels.shape[:2])
-    if longer >= LONGER_SIDE_PX / 2 or overview.mpp <= slide.mpp:
-        return overview
-    return read_overview(slide, overview.mpp * longer / LONGER_SIDE_PX, threads)
 
 
 def _why_none(tissue: TissueMask, damage: TissueMask, most: float, settings: IndexSettings) -> str:

@@ -8,7 +8,7 @@ scores tiles. The last row and column of windows is shifted inwards (Isensee et 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -20,7 +20,7 @@ from pipelines.catalog.processes import each_in_process
 from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
 from pipelines.slides.slide import Slide, SlideError
-from pipelines.tiles.overlay import LONGER_SIDE_PX
+from pipelines.tiles.overlay import read_thumbnail
 from pipelines.tiles.slide_index import default_threads, file_bytes, slide_limits
 from pipelines.tiles.stain_fit import Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tile_table import SlideFault
@@ -171,7 +171,7 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
         tiles = (grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
         bad, fault = damaged_tiles(slide, *tiles, spec.scene)
         row, column = row[~bad], column[~bad]
-        thumbnail = _thumbnail(slide, overview, threads)
+        thumbnail = read_thumbnail(slide, overview, threads)
         return SlideWindows(
             settings,
             columns[column],
@@ -207,20 +207,3 @@ def _origins(length: int, cells: int, stride: int) -> NDArray[np.int64]:
     """First cell of each window along an axis of ``length`` cells; a single one where the axis is shorter."""
     last = max(0, length - cells)
     return np.array([*range(0, last, stride), last], np.int64)
-
-
-def _thumbnail(slide: Slide, overview: Overview, threads: int) -> Overview:
-    """A picture whose longer side is ``LONGER_SIDE_PX`` at most, and at least half of it if the slide has that."""
-    longer = max(overview.pixels.shape[:2])
-    if longer < LONGER_SIDE_PX / 2 and overview.mpp > slide.mpp:
-        overview = read_overview(slide, overview.mpp * longer / LONGER_SIDE_PX, threads)
-        longer = max(overview.pixels.shape[:2])
-    factor = max(1.0, longer / LONGER_SIDE_PX)
-    height, width = (max(1, round(side / factor)) for side in overview.pixels.shape[:2])
-    return replace(
-        overview,
-        pixels=cv2.resize(overview.pixels, (width, height), interpolation=cv2.INTER_AREA).astype(np.uint8),
-        downsample=overview.downsample * factor,
-        mpp=overview.mpp * factor,
-        unreadable=np.zeros((height, width), np.bool_),
-    )

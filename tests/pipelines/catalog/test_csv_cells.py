@@ -18,8 +18,8 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.table import as_text, original, read_rows, write_rows
 from pipelines.labels.splits import Splits
 
-FORMULAS = ("=1+1", "+cmd|' /C calc'!A0", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "'=1", "''@x")
-PLAIN = ("slide 1", "a-b", "'quoted'", "-0.5", "1e-5", "+3", "-inf", "", "x=1")
+FORMULAS = ("=1+1", "+cmd|' /C calc'!A0", "-2+SUM(A1)", "@SUM(A1)", "\t=1", "\r=1", "'=1", "''@x", "'-b")
+PLAIN = ("slide 1", "a-b", "-TCGA-AA-0001", "+49", "'quoted'", "-0.5", "1e-5", "+3", "-inf", "", "x=1")
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=1))
@@ -37,6 +37,11 @@ def test_a_formula_is_marked(cell: str) -> None:
     assert isinstance(marked, str)
     assert marked == "'" + cell
     assert original(marked) == cell
+
+
+def test_marks_of_older_files_are_taken_off() -> None:
+    """They stood before every sign."""
+    assert original("'-TCGA-1") == "-TCGA-1"
 
 
 @pytest.mark.parametrize("cell", [*PLAIN, -0.5, 3, None])
@@ -66,5 +71,6 @@ def test_every_file_of_a_run(tmp_path: Path) -> None:
         log.validation(1, Scores({"loss": -0.5}, [{"slide": name, "label": "-b", "tiles": 1, "score_-b": -0.5}]))
     assert _rows(folder.predictions)[0] == {"slide": name, "label": "-b", "tiles": "1", "score_-b": "-0.5"}
     for path in (folder.failed_slides, folder.splits, folder.predictions, folder.validation):
-        assert not [cell for cell in cells_of(path) if cell[:1] in ("=", "+", "@") or cell.startswith("-b")]
+        assert not [cell for cell in cells_of(path) if cell[:1] in ("=", "@")]
+    assert "-b" in cells_of(folder.predictions)
     assert "-0.5" in cells_of(folder.validation)

@@ -1,7 +1,7 @@
 import cv2
 import numpy as np
 
-from pipelines.tiles.overlay import CAPTION_PX, LONGER_SIDE_PX, draw_overlay
+from pipelines.tiles.overlay import CAPTION_PX, LONGER_SIDE_PX, draw_overlay, read_thumbnail
 from pipelines.tiles.tissue import Overview, TissueMask
 
 
@@ -9,8 +9,11 @@ def draw(width, height, tiles, fractions, l0_tile, background=255):
     pixels = np.full((height, width, 3), background, np.uint8)
     mask = np.zeros((height // 4, width // 4), bool)
     origins = np.array(tiles, np.int64).reshape(-1, 2)
+    thumbnail = Overview(pixels, 100, 200, 10.0, 5.0, np.zeros(pixels.shape[:2], np.bool_))
+    if width > LONGER_SIDE_PX:
+        thumbnail = read_thumbnail(None, thumbnail, 1)  # large enough, so that the slide is not read
     png = draw_overlay(
-        Overview(pixels, 100, 200, 10.0, 5.0, np.zeros(pixels.shape[:2], np.bool_)),
+        thumbnail,
         TissueMask(mask, 100, 200, 40.0, 20.0),
         origins[:, 0],
         origins[:, 1],
