@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -80,35 +80,29 @@ def is_dicom(path: Path) -> bool:
 
 def sop_class(file: BinaryIO) -> str:
     """Return the UID of what a DICOM file holds, from its first bytes; empty where it is none."""
-    if file.read(PREAMBLE_BYTES)[128:] != b"DICM":
-        return ""
-    try:
-        for tag, length in elements(file, 0):
-            if tag == SOP_CLASS:
-                return exactly(file, length).rstrip(b"\0 ").decode("ascii", "replace")
-            if tag >> 16 > 2:
-                break
-            skip(file, length, 0)
-    except (EOFError, ValueError):
-        pass
-    return ""
+    return _first(file, 0).text(SOP_CLASS)
 
 
-def series_uid(file: BinaryIO) -> bytes | None:
-    """Return the SeriesInstanceUID of a DICOM file, not that of a series it refers to; None where there is none."""
+def series_uid(file: BinaryIO) -> str:
+    """Return the SeriesInstanceUID of a DICOM file, not that of a series it refers to; empty where there is none."""
+    return _first(file, SERIES).text(SERIES)
+
+
+def _first(file: BinaryIO, last: int) -> Item:
+    """Class, syntax and series of a DICOM file up to the tag ``last``, as far as it can be read."""
+    item, wanted = Item(), Wanted({SOP_CLASS, SYNTAX, SERIES}, ())
     if file.read(PREAMBLE_BYTES)[128:] != b"DICM":
-        return None
+        return item
     try:
-        syntax = read_meta(file, Wanted({SYNTAX}, ())).text(SYNTAX)
-        for tag, length in elements(file, 0, syntax == IMPLICIT):
-            if tag == SERIES and length <= _VALUE_BYTES:
-                return exactly(file, length).rstrip(b"\0 ") or None
-            if tag >= SERIES:
+        read_meta(file, wanted, item)
+        is_implicit = item.text(SYNTAX) == IMPLICIT
+        for tag, length in elements(file, 0, is_implicit):
+            if tag > last:
                 break
-            skip(file, length, 0, syntax == IMPLICIT)
+            keep(item, tag, length, replace(wanted, is_implicit=is_implicit), file, 0)
     except (EOFError, ValueError):
         pass
-    return None
+    return item
 
 
 @lru_cache(maxsize=4096)
@@ -153,16 +147,14 @@ def is_nested_too_deep(path: Path, size: int, changed_ns: int) -> bool:
     return False
 
 
-def read_meta(file: BinaryIO, wanted: Wanted) -> Item:
-    """Return what is ``wanted`` of the first elements, group 2, which are always explicit; the file is left behind
-    them."""
-    item = Item()
+def read_meta(file: BinaryIO, wanted: Wanted, item: Item) -> None:
+    """Put what is ``wanted`` of group 2, which is always explicit, into ``item``; the file is left behind it."""
     while True:
         start = file.tell()
         group = file.read(2)
         file.seek(start)
         if group != b"\2\0":
-            return item
+            return
         tag, length = next(elements(file, 0))
         keep(item, tag, length, wanted, file, 0)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError, lowlevel
 
 from pipelines.backends.dicom_elements import is_dicom
-from pipelines.backends.dicom_header import refuse_series
+from pipelines.backends.dicom_head import refuse_series
 from pipelines.backends.level_reader import Recorded, level0_mpp, pad
 from pipelines.backends.tiff_levels import choose_image, recorded_mpp
 from pipelines.backends.tiff_page import MAX_SIDE

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.backends.dicom_elements import series_uid, sop_class
-from pipelines.backends.segmentation_head import SEGMENTATIONS
+from pipelines.backends.dicom_head import SEGMENTATIONS
 from pipelines.catalog.slide_state import SlideState
 from pipelines.catalog.table import shown
 from pipelines.slides.geometry import mpp_fault
@@ -325,7 +325,7 @@ def _hamamatsu_parts(folder: Path, names: list[str]) -> set[str]:
 
 def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
     """(slide id, path) for each DICOM series among ``names``; a file whose series is not found stands for itself."""
-    series: defaultdict[bytes, list[Path]] = defaultdict(list)
+    series: defaultdict[str, list[Path]] = defaultdict(list)
     for name in names:
         path = folder / name
         if sop_class(io.BytesIO(_head(path))) in SEGMENTATIONS:
@@ -340,15 +340,13 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
         yield (folder.resolve().name if named_after_folder else slide_stem(largest.name)), largest
 
 
-def _series_uid(path: Path) -> bytes | None:
-    """Return the SeriesInstanceUID of a DICOM file; None of what is none or cannot be read."""
-    if _size(path) < 0:
-        return None
+def _series_uid(path: Path) -> str:
+    """Return the SeriesInstanceUID of a DICOM file; empty of what is none or cannot be read."""
     try:
         with path.open("rb") as file:
-            return series_uid(file)
+            return series_uid(file) if _size(path) >= 0 else ""
     except OSError:
-        return None
+        return ""
 
 
 def _head(path: Path) -> bytes:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from pipelines.backends.dicom_head import is_segmentation, series_of, source_series
 from pipelines.backends.mask import Mask, open_mask
-from pipelines.backends.segmentation_head import is_segmentation, series_of, source_series
 from pipelines.catalog.catalog import MASK_ENDINGS, PREDICTIONS_FILE, SlideNames, SlideSpec, slide_stem
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_xml import read_xml

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.dicom_elements import is_dicom
+from pipelines.backends.dicom_head import Placement, placement_of
 from pipelines.backends.mask import Mask
 from pipelines.backends.mask_seg import SegMask
-from pipelines.backends.segmentation_head import Placement, placement_of
 from pipelines.labels.drawing import Drawing, ranges
 from pipelines.slides.geometry import NATIVE_TOLERANCE, Bounds, Region, TileBox, plan_read
 from pipelines.slides.slide import Slide, SlideError

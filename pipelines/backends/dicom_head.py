@@ -1,6 +1,8 @@
-"""What a DICOM file says before its frames: what it is, of which series, and where its pixels lie on the glass.
+"""Header of a DICOM file before its frames: kind, series, place on the glass, and what OpenSlide would misread.
 
-Takes a file, slide or segmentation; gives single facts of it, and the tags that are looked at (DICOM PS3.6).
+OpenSlide would show the first channel of several without a word, leave out a level that was cut short, or bring the
+process down (libdicom follows a table of frame positions that need not be there): such series are refused. Follows
+DICOM PS3.3 section A.32.8 (whole slides), tags of PS3.6.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from pipelines.backends.dicom_elements import (
+    DEEPEST_READ,
     IMPLICIT,
     OTHERWISE_WRITTEN,
     PREAMBLE_BYTES,
     Item,
     Wanted,
     elements,
+    is_dicom,
+    is_nested_too_deep,
     keep,
     read_meta,
     sop_class,
@@ -33,11 +38,13 @@ class Tag(IntEnum):
     SOP_CLASS = 0x00020002
     SYNTAX = 0x00020010
     CHARACTERS = 0x00080005
+    IMAGE_TYPE = 0x00080008
     SOURCE_SERIES = 0x00081115
     SERIES = 0x0020000E
     FRAME_OF_REFERENCE = 0x00200052
     PARTS = 0x00209163
     ORGANIZATION = 0x00209311
+    SAMPLES = 0x00280002
     FRAMES = 0x00280008
     ROWS = 0x00280010
     COLUMNS = 0x00280011
@@ -54,6 +61,7 @@ class Tag(IntEnum):
     POSITION = 0x0048021A
     FRAME_COLUMN = 0x0048021E
     FRAME_ROW = 0x0048021F
+    OPTICAL_PATHS = 0x00480302
     FOCAL_PLANES = 0x00480303
     KIND = 0x00620001
     SEGMENTS = 0x00620002
@@ -142,7 +150,8 @@ def begin(file: BinaryIO) -> tuple[Item, Wanted]:
     Raises:
         ValueError: the rest is deflated or big endian.
     """
-    head = read_meta(file, WANTED)
+    head = Item()
+    read_meta(file, WANTED, head)
     syntax = head.text(Tag.SYNTAX)
     if syntax in OTHERWISE_WRITTEN - {IMPLICIT}:
         raise ValueError(f"transfer syntax {syntax}, deflated or big endian: write it as Explicit VR Little Endian")
@@ -164,3 +173,89 @@ def decimals(item: Item, tag: int) -> tuple[float, ...]:
     """Return the numbers of a decimal string; empty where there is none."""
     text = item.text(tag)
     return tuple(map(float, text.split("\\"))) if text else ()
+
+
+_SYNTAXES: Final = {
+    "1.2.840.10008.1.2.1": "uncompressed",
+    "1.2.840.10008.1.2.4.50": "JPEG",
+    "1.2.840.10008.1.2.4.90": "JPEG 2000",
+    "1.2.840.10008.1.2.4.91": "JPEG 2000",
+}
+_WHOLE_SLIDE: Final = "1.2.840.10008.5.1.4.1.1.77.1.6"
+_OF_SLIDE: Final = Wanted(frozenset(map(int, Tag)) - _SEQUENCES, ())
+
+
+def refuse_series(path: Path) -> None:
+    """Refuse the slide whose series ``path`` is of, for what any of its files says.
+
+    Raises:
+        SlideError: channels, planes, samples or a compression that are not read, no ImageType, sequences nested too
+            deep, frames without their positions, or a file that is cut short.
+    """
+    series = _of_slide(path)[0].text(Tag.SERIES)
+    for file in sorted(path.parent.iterdir()):
+        if not file.is_file() or not is_dicom(file):
+            continue
+        status = file.stat()
+        if is_nested_too_deep(file, status.st_size, status.st_mtime_ns):  # OpenSlide parses every file of the folder
+            raise SlideError(
+                f"{path}: {file.name} in its folder has sequences nested more than {DEEPEST_READ} deep, which would "
+                "end the process: it is damaged or not made by a scanner; move it out of the folder"
+            )
+        header, is_cut = _of_slide(file)
+        if header.text(Tag.SERIES) == series and header.text(Tag.SOP_CLASS) == _WHOLE_SLIDE:
+            if is_cut:
+                raise SlideError(f"{path}: {file.name} of its series ends before its pixels: cut short; copy it again")
+            if fault := _fault(header):
+                raise SlideError(f"{path}: {file.name} of its series {fault}")
+
+
+def _fault(header: Item) -> str:
+    """What is wrong with one file of a series, and what to do; empty when it is one image of RGB."""
+    if (syntax := header.text(Tag.SYNTAX)) not in _SYNTAXES:
+        kinds = ", ".join(dict.fromkeys(_SYNTAXES.values()))
+        return f"has pixels of transfer syntax {syntax}; read are {kinds}; convert it to one of them"
+    if Tag.IMAGE_TYPE not in header.values:
+        return (
+            "has no ImageType (0008,0008), which tells levels from labels: the file is damaged or was changed by a "
+            "program; copy it again, or write ImageType anew, such as ORIGINAL\\PRIMARY\\VOLUME\\NONE"
+        )
+    if "VOLUME" not in header.text(Tag.IMAGE_TYPE).split("\\"):
+        return ""  # label, overview, thumbnail: no level
+    samples, bits = header.number(Tag.SAMPLES, 3), header.number(Tag.BITS, 8)
+    if (samples, bits) != (3, 8):
+        return f"has {samples} sample(s) of {bits} bits per px; a slide has 3 of 8; convert it to 8-bit RGB"
+    if (paths := header.number(Tag.OPTICAL_PATHS, 1)) > 1:
+        return f"has {paths} optical paths, of which one would be shown; merge them to 8-bit RGB, or save one alone"
+    if (planes := header.number(Tag.FOCAL_PLANES, 1)) > 1:
+        return f"has {planes} focal planes, of which one would be shown; save one alone"
+    if header.text(Tag.ORGANIZATION) == "TILED_SPARSE" and Tag.FRAME_POSITIONS not in header.values:
+        return (
+            "has frames in no fixed order (TILED_SPARSE) and does not say where they lie (no per-frame functional "
+            "groups); copy it again, or write it anew as TILED_FULL"
+        )
+    return ""
+
+
+def _of_slide(path: Path) -> tuple[Item, bool]:
+    """Single values before the pixels, and whether the file ends before these.
+
+    Of other transfer syntaxes than explicit little endian, all of which are refused, only group 2.
+    """
+    head = Item()
+    with path.open("rb") as file:
+        file.seek(PREAMBLE_BYTES)
+        try:
+            read_meta(file, _OF_SLIDE, head)
+            if head.text(Tag.SYNTAX) in OTHERWISE_WRITTEN:
+                return head, False
+            for tag, length in elements(file, 0):
+                if tag in (Tag.FRAME_POSITIONS, Tag.PIXELS):
+                    head.values[tag] = b""
+                    return head, False
+                keep(head, tag, length, _OF_SLIDE, file, 0)
+        except EOFError:
+            return head, True
+        except ValueError:
+            return head, False  # no DICOM data; OpenSlide says so
+    return head, True
