@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.dicom_elements import IMPLICIT, ITEM, UNDEFINED, elements
-from pipelines.backends.mask_tiff import PIECE_BYTES, byte_values, nearest
+from pipelines.backends.mask import PIECE_BYTES, byte_values, nearest
 from pipelines.backends.segmentation import Segmentation, read_segmentation
 from pipelines.slides.slide import SlideError, TileReadError
 

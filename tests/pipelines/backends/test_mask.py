@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from pipelines.backends.mask import ArrayMask, open_mask
-from pipelines.backends.mask_tiff import TiffMask
+from pipelines.backends.mask import ArrayMask, TiffMask, open_mask
 from pipelines.slides.slide import SlideError
 
 VALUES = (np.add.outer(np.arange(700) // 90, np.arange(530) // 70) % 4).astype(np.uint8)
