@@ -99,11 +99,7 @@ def _from_smp(name: str, side: int | None, _: bool) -> Weights:
 
 
 def _normalisation(settings: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean and standard deviation from the settings of timm or smp.
-
-    Raises:
-        ValueError: the weights expect another order of channels.
-    """
+    """Return mean and standard deviation from the settings of timm or smp."""
     if settings.get("input_space", "RGB") != "RGB":
         raise ValueError(f"they expect {settings['input_space']} images, and tiles are RGB")
     scale = max(settings.get("input_range") or (1,))

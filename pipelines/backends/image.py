@@ -94,11 +94,7 @@ def open_image(path: Path, *, mpp: float | None, scene: int | None = None) -> Py
 
 
 def _tiff_image(path: Path, scene: int | None) -> TiffImage:
-    """The image of a TIFF that is the slide. Others would ask too much memory, or be read as something else.
-
-    Raises:
-        SlideError: damaged, or its pixels are not those of one 8-bit picture.
-    """
+    """The image of a TIFF that is the slide. Others would ask too much memory, or be read as something else."""
     tiff = read_tiff(path)
     refuse_samples(tiff, tiff.pages[0])
     image, _ = choose_image(tiff, scene)

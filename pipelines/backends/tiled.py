@@ -194,11 +194,7 @@ def _grid(tiff: Tiff, page: Page) -> StoredTiles:
 
 
 def _check_colours(tiff: Tiff, page: Page, grid: StoredTiles) -> None:
-    """Hold the page's tags against the first tile whose JPEG headers can be read.
-
-    Raises:
-        SlideError: they contradict each other, so that one of them is damaged and the colours would be wrong.
-    """
+    """Hold the page's tags against the first tile whose JPEG headers can be read."""
     chroma = page.array(Tag.CHROMA_FACTORS)
     with tiff.path.open("rb") as file:
         for i in np.flatnonzero(grid.byte_counts > 0)[:_HEADERS_TRIED]:

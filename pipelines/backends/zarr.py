@@ -101,11 +101,7 @@ class ZarrReader:
         return tuple(side if axis in "xyc" else 0 for axis, side in zip(self._axes, box, strict=True))
 
     def _absent(self, level: int, box: tuple[slice, ...]) -> list[tuple[int, ...]]:
-        """Chunks of ``box`` that have no file and are not known to be empty.
-
-        Raises:
-            TileReadError: something else than a chunk lies in the place of one.
-        """
+        """Chunks of ``box`` that have no file and are not known to be empty."""
         about, metadata = self._image.arrays[level], self._arrays[level].metadata
         ranges = [range(s.start // n, -(-s.stop // n)) for s, n in zip(box, about.chunks, strict=True)]
         most = most_bytes(about.chunks)

@@ -149,11 +149,7 @@ def _shuffled(names: set[str], seed: int) -> list[str]:
 
 
 def _joined_sites(patient: Mapping[str, str], site: Mapping[str, str]) -> dict[str, str]:
-    """The site of every patient; sites that share one are joined under the first of their names.
-
-    Raises:
-        ValueError: slides without a site.
-    """
+    """The site of every patient; sites that share one are joined under the first of their names."""
     without = sorted(slide for slide in patient if not site.get(slide))
     if without:
         raise ValueError(

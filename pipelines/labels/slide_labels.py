@@ -202,11 +202,7 @@ def _labels_from_table(
 
 
 def _mapped(name_of: Mapping[str, str], class_map: ClassMap, source: str) -> dict[str, str]:
-    """Return the classes by slide as ``class_map`` names them, without the slides whose class it ignores.
-
-    Raises:
-        ValueError: fewer than two classes are left.
-    """
+    """Return the classes by slide as ``class_map`` names them, without the slides whose class it ignores."""
     mapped = {slide: class_map.learned(name) for slide, name in name_of.items()}
     ignored = sorted(s for s, name in mapped.items() if name != name_of[s] and IGNORED_CLASS.match(name))
     if ignored:

@@ -141,11 +141,7 @@ def _tried(table: TileTable, retry_failed: bool) -> dict[str, tuple[int, float |
 
 
 def _changed(table: TileTable, specs: Sequence[SlideSpec], resumed: bool) -> list[str]:
-    """Slides of ``table`` whose files are others now.
-
-    Raises:
-        ValueError: there are some, and the run is ``resumed``; names them.
-    """
+    """Slides of ``table`` whose files are others now."""
     states = {source.slide_id: source.state for source in table.sources}
     changed = [
         spec.slide_id
@@ -217,11 +213,7 @@ def _index_slides(
 
 
 def _write_overlay(out: Path, spec: SlideSpec, picture: bytes) -> SlideFault | None:
-    """Write the picture of a slide; the fault of a name that no file can have.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk is full.
-    """
+    """Write the picture of a slide; the fault of a name that no file can have."""
     path = out / "tissue" / f"{spec.slide_id}.png"
     try:
         path.write_bytes(picture)

@@ -173,11 +173,7 @@ def _source(spec: SlideSpec, slide: Slide, state: SlideState) -> IndexedSlide:
 
 
 def _whole_picture(spec: SlideSpec, slide: Slide, state: SlideState, side: int, started_s: float) -> SlideTiles:
-    """One tile, which the picture is resized to when it is read.
-
-    Raises:
-        SlideError: it is no picture, or cannot be decoded.
-    """
+    """One tile, which the picture is resized to when it is read."""
     if spec.path.suffix.lower() not in PICTURE_SUFFIXES:
         raise SlideError(
             f"{spec.path}: --pictures resize takes {', '.join(sorted(PICTURE_SUFFIXES))} files; this is a slide "
