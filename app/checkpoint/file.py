@@ -18,7 +18,7 @@ import torch
 from app.checkpoint.checksum import ChecksumError, HashingWriter, check_bytes, has_checksum
 from app.settings.cli import RunError
 from parallel.profile.gpu import is_device_fault
-from pipelines.slides.printable import printable_values
+from pipelines.slides.slide import printable_values
 
 FORMAT = 2
 """Since 2 a checkpoint ends with its checksum. One without is refused, as one that was cut short."""

@@ -31,8 +31,9 @@ from parallel.profile.gpu import is_device_fault
 from parallel.strategy import Strategy
 from parallel.trace.stage_module import Boxes
 from pipelines.slides.slide import SlideError
-from pipelines.stream.device_pixels import PixelMaker, StainSteps
-from pipelines.stream.tile_boxes import BoxMaker
+from pipelines.stream.augment import StainSteps
+from pipelines.stream.device_batch import BoxMaker
+from pipelines.stream.device_pixels import PixelMaker
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.labels.conversion import outlines_of
 from pipelines.labels.geojson import closed_rings, signed_area
-from pipelines.labels.outlines import outlines_of
 
 Ring = NDArray[np.float64]
 """float64 (n, 2), corners (x, y), not closed."""

@@ -20,7 +20,7 @@ from app.settings.data_file import read_data, write_json, write_text
 from app.training.run_slides import opening
 from pipelines.catalog.catalog import PREDICTIONS_FILE, SlideSpec
 from pipelines.catalog.failures import FailedSlides
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import shown, write_rows
 
 SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"

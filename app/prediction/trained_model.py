@@ -32,10 +32,10 @@ from models.bag import put_bag_head
 from models.registry import build_model
 from parallel.offload.copies import read_later
 from parallel.profile.gpu import has_bf16, set_tf32
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlideState
 from pipelines.labels.class_names import patient_in, positive_class
-from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.device_pixels import IMAGENET, PixelMaker, StainSteps
+from pipelines.stream.augment import AugmentSettings, StainSteps
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker
 from pipelines.tiles.stain_fit import StainFit
 
 log = logging.getLogger(__name__)

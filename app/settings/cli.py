@@ -25,8 +25,7 @@ from app.settings.closed_pipe import ignore_broken_pipe
 from app.settings.data_file import read_data
 from app.settings.fields import arguments_for, flags_of, flat, settings_of, without_rare
 from parallel.profile.cache import own_torch_cache
-from pipelines.slides.printable import printable
-from pipelines.slides.slide import SlideError
+from pipelines.slides.slide import SlideError, printable
 
 Config = TypeVar("Config")
 

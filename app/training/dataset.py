@@ -29,7 +29,7 @@ from pipelines.labels.slide_labels import SlideLabels, find_labels
 from pipelines.labels.splits import Splits, split_folders
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
-from pipelines.stream.device_pixels import StainSteps
+from pipelines.stream.augment import StainSteps
 from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
 from pipelines.tiles.stain_fit import StainFit
 from pipelines.tiles.stain_fits import fit_slides

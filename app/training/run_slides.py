@@ -12,7 +12,7 @@ from typing import Any
 
 from app.settings.run import DataSettings
 from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlideState
 from pipelines.labels.slide_labels import read_mpp
 from pipelines.labels.splits import Splits
 from pipelines.slides.slide import SlideError

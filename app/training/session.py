@@ -44,11 +44,10 @@ from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
-from pipelines.stream.device_batch import Maker
+from pipelines.stream.device_batch import BoxMaker, Maker
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
-from pipelines.stream.tile_boxes import BoxMaker
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from benchmarks.results import markdown_table, parser_of, results, write_results
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
-from pipelines.stream.augment import AugmentSettings, apply_jitter, jitter
-from pipelines.stream.device_pixels import IMAGENET, PixelMaker, StainSteps
+from pipelines.stream.augment import AugmentSettings, StainSteps, apply_jitter, jitter
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker
 from pipelines.tiles.stain_fit import PUBLISHED, Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tissue import read_overview
 

@@ -35,9 +35,8 @@ from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import TileBox
 from pipelines.slides.slide import Pixels
 from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.batch import Labels, Masks
+from pipelines.stream.batch import Labels, Masks, TileParts
 from pipelines.stream.read import FaultLog, Read
-from pipelines.stream.tile_bytes import TileParts
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.tile_table import TileTable
 

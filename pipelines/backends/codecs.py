@@ -1,21 +1,190 @@
 """Decoders of the compressed tiles of a TIFF level, one for each compression that slides use.
 
-Takes a page's tags; gives a function that decodes one tile's bytes into the caller's pixels, or says why there is none.
-Follows TIFF 6.0 (LZW, deflate, horizontal differencing), libtiff's number for Zstandard and Aperio's for JPEG 2000.
+Gives a function that decodes one tile's bytes into the caller's pixels, or says why there is none. JPEG goes straight
+from libjpeg-turbo into the caller's buffer. Follows TIFF 6.0 (LZW, deflate, horizontal differencing), TIFF Technical
+Note 2 (JPEG), libtiff's number for Zstandard and Aperio's for JPEG 2000.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from dataclasses import dataclass
+from typing import Final, Self, TypeAlias
 
 import imagecodecs
 import numpy as np
+import simplejpeg
 
-from pipelines.backends.jpeg import JpegTiles
 from pipelines.backends.tiff_page import Page, Tag
 from pipelines.slides.slide import Pixels
+
+SOI: Final = b"\xff\xd8"
+EOI: Final = b"\xff\xd9"
+_APP0, _APP14, _SOF0, _DRI, _SOS = 0xE0, 0xEE, 0xC0, 0xDD, 0xDA
+_OTHER_FRAMES: Final = (*range(0xC1, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
+_COLOUR_MARKERS: Final = (b"\xff\xe0", b"\xff\xee")
+_ADOBE: Final = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
+"""An Adobe segment but for its last byte: 0 says that the components are RGB (or grey), 1 that they are YCbCr."""
+
+
+class OtherJpeg(ValueError):
+    """Whole JPEG data of a kind that is not read here; another reader may."""
+
+
+class JpegTiles:
+    """Decoder of the JPEG tiles of one level.
+
+    The TIFF's photometric tag rules over what markers in the tile say, as in OpenSlide: Aperio writes RGB components
+    with no marker at all, which a decoder left alone takes for YCbCr.
+
+    Args:
+        tables: the level's JPEGTables, merged into a header once; None when each tile brings its own.
+        ycbcr: the components are YCbCr, not RGB or grey.
+    """
+
+    def __init__(self, tables: bytes | None, *, ycbcr: bool) -> None:
+        merged = b"".join(segment for marker, segment in segments(tables or SOI) if marker not in (_APP0, _APP14))
+        self._header = SOI + merged + _ADOBE + bytes([ycbcr])
+
+    def __call__(self, data: bytes, out: Pixels) -> None:
+        """Decode one tile into ``out``: uint8 (tile height, tile width, 3), contiguous.
+
+        Raises:
+            ValueError: the data is damaged, or its size is another than ``out``'s.
+        """
+        if data[:2] != SOI:
+            raise ValueError(f"not JPEG data: it begins with {data[:4].hex(' ') or 'nothing'}")
+        start = 2
+        while data[start : start + 2] in _COLOUR_MARKERS:
+            start += 2 + int.from_bytes(data[start + 2 : start + 4], "big")
+        decode(self._header + data[start:], out)
+
+
+def colour_fault(
+    tables: bytes | None, data: bytes, *, samples: int, ycbcr: bool, factors: tuple[int, int]
+) -> str | None:
+    """Return what in a tile's own headers contradicts the colours that the TIFF's tags give it; None when nothing does.
+
+    Args:
+        tables: the level's JPEGTables.
+        data: one tile.
+        samples: components per px by the tags.
+        ycbcr: the tags say YCbCr, not RGB or grey.
+        factors: by how much the tags say that chroma is coarser, across and down.
+
+    Raises:
+        ValueError: the tile is not JPEG.
+    """
+    if data[:2] != SOI:
+        raise ValueError(f"not JPEG data: it begins with {data[:4].hex(' ') or 'nothing'}")
+    parts = segments(data)
+    frame = next((segment for marker, segment in parts if marker == _SOF0 or marker in _OTHER_FRAMES), None)
+    if frame is None or len(frame) < 10 or len(frame) < 10 + 3 * frame[9]:
+        raise ValueError("no frame in its header")
+    if frame[9] != samples:
+        return f"its JPEG data have {frame[9]} components, its tags {samples} samples"
+    if samples == 1:
+        return None
+    adobe = next((p[15] for m, p in segments(tables or SOI) + parts if m == _APP14 and p[4:9] == b"Adobe"), None)
+    marked = any(marker == _APP0 for marker, _ in parts)  # JFIF has no RGB
+    each = [(f >> 4, f & 15) for f in frame[11 : 10 + 3 * samples : 3]]
+    subsampled = each[0] != each[1]
+    if not ycbcr and (adobe == 1 or (adobe is None and marked) or subsampled):
+        return "its JPEG data are YCbCr, its tags say RGB"
+    if ycbcr and (adobe == 0 or not (subsampled or adobe == 1 or marked or factors == (1, 1))):
+        return "its JPEG data are RGB, its tags say YCbCr"
+    return None
+
+
+@dataclass(frozen=True)
+class StreamHeader:
+    """What stands before the scan data of a baseline JPEG stream.
+
+    Attributes:
+        stream: the bytes up to the scan data.
+        frame: where the frame header (SOF0) starts in them.
+        mcu_width, mcu_height: px of a minimum coded unit.
+        interval: MCUs per restart segment; 0 when the stream has none.
+    """
+
+    stream: bytes
+    frame: int
+    mcu_width: int
+    mcu_height: int
+    interval: int
+
+    @classmethod
+    def parse(cls, stream: bytes) -> Self:
+        """Read the header of ``stream``, which may go on behind it.
+
+        Raises:
+            OtherJpeg: not baseline.
+            ValueError: not a JPEG stream of 3 components, or its header is longer than ``stream``.
+        """
+        if stream[:2] != SOI:
+            raise ValueError(f"not JPEG data: it begins with {stream[:4].hex(' ') or 'nothing'}")
+        frame, interval, factors, at = -1, 0, b"", 2
+        parts = segments(stream)
+        for marker, segment in parts:
+            if marker in _OTHER_FRAMES:
+                raise OtherJpeg(f"frame of kind {marker:#04x} is not baseline")
+            if marker == _SOF0:
+                frame, factors = at, segment[11::3]
+            elif marker == _DRI:
+                interval = int.from_bytes(segment[4:6], "big")
+            at += len(segment)
+        if frame < 0 or len(factors) != 3 or not parts or parts[-1][0] != _SOS:
+            raise ValueError("no frame of 3 components, or no scan, in its header")
+        if not all(1 <= f >> 4 <= 4 and 1 <= f & 15 <= 4 for f in factors):
+            raise ValueError(f"sampling factors {factors.hex(' ')}; they are 1 to 4")
+        mcu_width, mcu_height = 8 * max(f >> 4 for f in factors), 8 * max(f & 15 for f in factors)
+        return cls(stream[:at], frame, mcu_width, mcu_height, interval)
+
+    @property
+    def scan_start(self) -> int:
+        """First byte of the scan data, counted from the start of the stream."""
+        return len(self.stream)
+
+    def resized(self, width: int, height: int) -> bytes:
+        """Return the header of an image of another size: JPEG keeps it in 16 bits per side."""
+        if max(width, height) > 0xFFFF:
+            raise ValueError(f"a JPEG image has at most 65535 px per side; got {width} x {height}")
+        at = self.frame + 5
+        return self.stream[:at] + height.to_bytes(2, "big") + width.to_bytes(2, "big") + self.stream[at + 4 :]
+
+
+def decode(stream: bytes, out: Pixels) -> None:
+    """Decode a whole JPEG stream into ``out``: uint8 (height, width, 3), contiguous.
+
+    Raises:
+        ValueError: the stream is damaged, warnings of the decoder included, or has another size than ``out``.
+    """
+    decoded = simplejpeg.decode_jpeg(stream, "RGB", buffer=out)
+    if decoded.shape != out.shape:
+        raise ValueError(f"{decoded.shape[1]} x {decoded.shape[0]} px instead of {out.shape[1]} x {out.shape[0]}")
+
+
+def segments(stream: bytes) -> list[tuple[int, bytes]]:
+    """Marker code and bytes (marker and length included) of each segment up to and including the first scan header.
+
+    Raises:
+        ValueError: the bytes are not JPEG segments.
+    """
+    marked: list[tuple[int, bytes]] = []
+    at = 2
+    while at + 4 <= len(stream) and stream[at] == 0xFF:
+        marker, end = stream[at + 1], at + 2 + int.from_bytes(stream[at + 2 : at + 4], "big")
+        if marker == EOI[1]:
+            break
+        if end > len(stream) or end < at + 4:
+            raise ValueError(f"JPEG segment {marker:#04x} of {end - at} bytes does not fit into {len(stream)} bytes")
+        marked.append((marker, stream[at:end]))
+        if marker == _SOS:
+            break
+        at = end
+    return marked
+
 
 TileDecoder: TypeAlias = Callable[[bytes, Pixels], None]
 """Decodes bytes into uint8 (tile height, tile width, 3), contiguous; ValueError when the data is damaged."""

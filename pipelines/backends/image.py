@@ -16,8 +16,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from pipelines.backends.codecs import decoder
-from pipelines.backends.jpeg import decode
+from pipelines.backends.codecs import decode, decoder
 from pipelines.backends.level_reader import MemoryReader, level0_mpp
 from pipelines.backends.tiff_levels import TiffImage, choose_image, recorded_mpp, refuse_samples
 from pipelines.backends.tiff_page import Page, Tag

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from pipelines.backends.jpeg import EOI, OtherJpeg, StreamHeader, decode
+from pipelines.backends.codecs import EOI, OtherJpeg, StreamHeader, decode
 from pipelines.backends.level_reader import level0_mpp
 from pipelines.backends.tiff_levels import resolution_mpp
 from pipelines.backends.tiff_page import Page, Tag, table_fault

@@ -15,8 +15,7 @@ from typing import Final, Protocol, cast
 from pipelines.backends.level_reader import level0_mpp
 from pipelines.backends.tiff_levels import other_tiff_images
 from pipelines.backends.tiff_tags import check_tiff
-from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError
-from pipelines.slides.slide_url import is_url_name
+from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError, is_url_name
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from zarr.core.sync import sync
 from zarr.storage import FsspecStore
 
 from pipelines.backends.zarr_store import JSON_BYTES, NO_FILE
-from pipelines.slides.slide import SlideError
-from pipelines.slides.slide_url import read_url
+from pipelines.slides.slide import SlideError, read_url
 
 ANSWER_S = 30.0
 """As long may one answer take, its bytes included."""

@@ -18,8 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.codecs import TileDecoder, decoder
-from pipelines.backends.jpeg import JpegTiles, colour_fault
+from pipelines.backends.codecs import JpegTiles, TileDecoder, colour_fault, decoder
 from pipelines.backends.level_reader import Inside, level0_mpp, pad
 from pipelines.backends.tiff_levels import YCBCR, find_levels, recorded_mpp
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag, table_fault

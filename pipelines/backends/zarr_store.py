@@ -22,8 +22,7 @@ import zarr
 import zarr.storage
 from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 
-from pipelines.slides.slide import NotThisFormat, SlideError
-from pipelines.slides.slide_url import is_url_name
+from pipelines.slides.slide import NotThisFormat, SlideError, is_url_name
 
 NO_FILE: Final = -1
 """In place of a size: something else than a file lies there."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import pipelines.backends
 import pipelines.slides
 from pipelines.backends.tile_shard import TILE_BYTES
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlideState
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide
 

@@ -16,12 +16,10 @@ from pathlib import Path
 
 from pipelines.backends.dicom_elements import series_uid, sop_class
 from pipelines.backends.dicom_head import SEGMENTATIONS
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import shown
 from pipelines.slides.geometry import mpp_fault
-from pipelines.slides.printable import printable
-from pipelines.slides.slide import Slide, SlideError
-from pipelines.slides.slide_url import URL_ENDING, is_url_name
+from pipelines.slides.slide import URL_ENDING, Slide, SlideError, is_url_name, printable
 
 FILE_SUFFIXES = frozenset(
     {".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}

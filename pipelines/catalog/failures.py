@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.catalog.table import read_rows, write_rows
-from pipelines.slides.printable import printable
+from pipelines.slides.slide import printable
 
 COLUMNS = ("slide", "step", "error")
 

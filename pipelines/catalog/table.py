@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipelines.slides.printable import printable
+from pipelines.slides.slide import printable
 
 DELIMITERS = ",;\t"
 

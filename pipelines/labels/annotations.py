@@ -24,9 +24,16 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import counted, listed
 from pipelines.labels.annotation_files import AnnotationCache, AnnotationFiles, classes_files, damaged_is_slide_error
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
-from pipelines.labels.drawing import BACKGROUND, UNNAMED_CLASS, Drawing, Origin, printable_name
+from pipelines.labels.drawing import (
+    BACKGROUND,
+    UNNAMED_CLASS,
+    Drawing,
+    Origin,
+    areas_within,
+    painted_over,
+    printable_name,
+)
 from pipelines.labels.rasterize import PixelGrid, mask_pixels, paint
-from pipelines.labels.visible_areas import areas_within, painted_over
 from pipelines.slides.geometry import Bounds, Region, TileBox
 from pipelines.slides.slide import Slide, SlideError
 

@@ -1,27 +1,187 @@
-"""Annotation files of any kind as GeoJSON or as masks.
+"""Annotation files of any kind as GeoJSON or as masks, and polygons along the edges of a mask's pixels.
 
-Names of classes go along: a mask's ids are in the ``classes.txt`` of its folder, which is made or extended.
+Painted again at the mask's size, outlines give the mask. Their corners are found band by band, so a mask is never in
+memory whole; pixels that touch at a corner only are not joined, so the polygons are valid. Names of classes go along: a
+mask's ids are in the ``classes.txt`` of its folder, which is made or extended.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.mask import Mask
+from pipelines.backends.mask import BAND_ROWS, Mask
 from pipelines.backends.tiff_writer import TILE, write_mask
 from pipelines.labels.annotation_files import CLASSES_FILE, AnnotationFiles, damaged_is_slide_error, read_annotation
 from pipelines.labels.annotations import mask_classes, named_ids
 from pipelines.labels.class_names import IGNORE, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, Drawing, Origin, make_drawing, printable_name
 from pipelines.labels.geojson import write_geojson
-from pipelines.labels.outlines import outlines
 from pipelines.labels.rasterize import PixelGrid, mask_box, paint
 from pipelines.slides.geometry import Size, l_from_l0
 from pipelines.slides.slide import Slide
+
+Rings = list[NDArray[np.float64]]
+Corners = tuple[NDArray[np.int64], NDArray[np.uint8]]
+"""Places, int64 (n, 2), (x, y) on the pixel lattice; and values of the four pixels around each, uint8 (n, 4), upper
+left, upper right, lower left, lower right."""
+
+
+def outlines(mask: Mask) -> dict[int, list[Rings]]:
+    """Return the polygons of every value but 0: rings are float64 (n, 2), not closed, the outer one first.
+
+    Raises:
+        SlideError: the file is damaged, or a value does not fit into a byte.
+    """
+    return _by_value(*_corners(mask))
+
+
+def outlines_of(pixels: NDArray[np.uint8]) -> dict[int, list[Rings]]:
+    """Return the same of a mask in memory, uint8 (h, w)."""
+    y, x, around = _differing(np.pad(pixels, 1))
+    return _by_value(np.column_stack([x, y]), around)
+
+
+def _by_value(places: NDArray[np.int64], around: NDArray[np.uint8]) -> dict[int, list[Rings]]:
+    values = sorted(set(np.unique(around).tolist()) - {0})
+    return {value: _polygons(places, around == value) for value in values}
+
+
+def _corners(mask: Mask) -> Corners:
+    """All places of the lattice where pixels around differ, and not just across a straight line."""
+    columns = np.arange(-1, mask.width + 1)
+    places: list[NDArray[np.int64]] = []
+    around: list[NDArray[np.uint8]] = []
+    for row in range(-1, mask.height, BAND_ROWS):
+        rows = np.arange(row, min(row + BAND_ROWS, mask.height) + 1)  # one more than lattice rows; 0 outside
+        pixels = np.empty((len(rows), len(columns)), np.uint8)
+        mask.sample(columns, rows, pixels)
+        y, x, values = _differing(pixels)
+        places.append(np.column_stack([x, y + row + 1]))
+        around.append(values)
+    return np.concatenate(places), np.concatenate(around)
+
+
+def _differing(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+    """Return y, x and the values around of such places between ``pixels``."""
+    a, b, c, d = pixels[:-1, :-1], pixels[:-1, 1:], pixels[1:, :-1], pixels[1:, 1:]
+    y, x = np.nonzero(~(((a == b) & (c == d)) | ((a == c) & (b == d))))
+    return y, x, np.column_stack([a[y, x], b[y, x], c[y, x], d[y, x]])
+
+
+def _polygons(places: NDArray[np.int64], inside: NDArray[np.bool_]) -> list[Rings]:
+    """The polygons of one value, given which pixels around each place have it, bool (n, 4)."""
+    x, y, right, down, leaves_sideways = _turns(places, inside)
+    # on a row, edges start at a turn to the right and end at one from the left: sorted, neighbours pair up
+    sideways = _partners(np.lexsort((right, x, y)))
+    upright = _partners(np.lexsort((down, y, x)))
+    following = np.where(leaves_sideways, sideways, upright)
+    rings = _loops(following.tolist(), (y * (int(x.max(initial=0)) + 1) + x).tolist())
+    ring_of = np.empty(len(x), np.int64)  # of the edge that leaves each turn
+    for k, members in enumerate(rings):
+        ring_of[members] = k
+    upper = np.flatnonzero(y < y[upright])
+    lower = upright[upper]
+    edge_ring = ring_of[np.where(following[upper] == lower, upper, lower)]
+    edges = sorted(zip(y[upper].tolist(), y[lower].tolist(), x[upper].tolist(), edge_ring.tolist(), strict=True))
+    points = np.column_stack([x, y]).astype(np.float64)
+    return _grouped([points[members] for members in rings], edges)
+
+
+def _loops(following: list[int], place: list[int]) -> list[list[int]]:
+    """Turns of every ring, in order; one that comes back to a place is two rings that touch there."""
+    loops: list[list[int]] = []
+    visited = bytearray(len(following))
+    for first in range(len(following)):
+        path: list[int] = []
+        at: dict[int, int] = {}  # index in the path by place
+        turn = first
+        while not visited[turn]:
+            visited[turn] = 1
+            if (begin := at.get(place[turn])) is not None:
+                loops.append(path[begin:])
+                for passed in path[begin:]:
+                    del at[place[passed]]
+                del path[begin:]
+            at[place[turn]] = len(path)
+            path.append(turn)
+            turn = following[turn]
+        if path:
+            loops.append(path)
+    return loops
+
+
+def _turns(places: NDArray[np.int64], inside: NDArray[np.bool_]) -> tuple[NDArray[np.int64], ...]:
+    """Turns of the outline, which keeps the inside on its right: x, y, whether the edge beside goes right, whether the
+    other goes down, and whether the outline leaves by the first. Two turns where two pixels touch at a corner."""
+    a, b, c, d = inside.T
+    corner = (a ^ b ^ c ^ d).astype(bool)
+    falling, rising = a & d & ~b & ~c, b & c & ~a & ~d
+    turns = [
+        (corner, b != d, c != d, np.where(b != d, d, a)),
+        (falling, False, False, True),  # around the upper left pixel, then around the lower right one
+        (falling, True, True, True),
+        (rising, True, False, False),
+        (rising, False, True, False),
+    ]
+    columns = [
+        np.column_stack([places[chosen], *(np.broadcast_to(flag, chosen.shape)[chosen] for flag in flags)])
+        for chosen, *flags in turns
+    ]
+    x, y, right, down, leaves_sideways = np.concatenate(columns).T
+    return x, y, right, down, leaves_sideways
+
+
+def _partners(order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Index of the other end of each turn's edge, given the order in which ends follow each other two by two."""
+    partner = np.empty_like(order)
+    partner[order[::2]], partner[order[1::2]] = order[1::2], order[::2]
+    return partner
+
+
+def _grouped(rings: Rings, edges: list[tuple[int, int, int, int]]) -> list[Rings]:
+    """Outer rings, each with its holes. From the uppermost left corner of a hole to the left, the first edge is of the
+    ring around it or of another hole in the same area (Suzuki and Abe 1985), which begins further up or left.
+
+    Args:
+        rings: all.
+        edges: first row, row after the last, x and ring of every upright edge, sorted.
+    """
+    is_hole = [_turns_left(ring) for ring in rings]
+    tops = sorted((*min(map(tuple, ring[:, ::-1].tolist())), k) for k, ring in enumerate(rings) if is_hole[k])
+    holder = list(range(len(rings)))
+    crossed: list[tuple[int, int]] = []  # (x, ring) of the edges that cross the row
+    ends: list[tuple[int, int, int]] = []  # (last row, x, ring) of the same
+    entered = 0
+    for top, left, hole in tops:
+        while entered < len(edges) and edges[entered][0] <= top:
+            _, end, edge_x, ring = edges[entered]
+            insort(crossed, (edge_x, ring))
+            heapq.heappush(ends, (end, edge_x, ring))
+            entered += 1
+        while ends and ends[0][0] <= top:
+            _, edge_x, ring = heapq.heappop(ends)
+            del crossed[bisect_left(crossed, (edge_x, ring))]
+        holder[hole] = holder[crossed[bisect_left(crossed, (int(left), -1)) - 1][1]]
+    holes: defaultdict[int, Rings] = defaultdict(list)
+    for k, outer in enumerate(holder):
+        if is_hole[k]:
+            holes[outer].append(rings[k])
+    return [[ring, *holes[k]] for k, ring in enumerate(rings) if not is_hole[k]]
+
+
+def _turns_left(ring: NDArray[np.float64]) -> bool:
+    """Whether a ring of horizontal and upright edges is the border of a hole: what is inside lies on its right."""
+    points: list[list[float]] = ring.tolist()
+    return sum((x1 - x0) * y0 for (x0, y0), (x1, _) in pairwise([*points, points[0]])) > 0
+
 
 IGNORED = "ignore"
 """Class of the areas of a mask that have the value 255."""

@@ -20,7 +20,7 @@ from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings, known_patients
 from pipelines.labels.splits import split_folders
 from pipelines.slides.geometry import mpp_fault
-from pipelines.slides.printable import printable
+from pipelines.slides.slide import printable
 
 logger = logging.getLogger(__name__)
 

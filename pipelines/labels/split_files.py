@@ -20,7 +20,7 @@ from typing import Any
 from pipelines.catalog.catalog import SlideNames
 from pipelines.catalog.table import listed, original, read_cells, read_table, read_text, shown
 from pipelines.labels.splits import NAMES, SPELLINGS, Splits, side_faults
-from pipelines.slides.printable import printable
+from pipelines.slides.slide import printable
 
 TRUTHS = {"true": True, "1": True, "false": False, "0": False, "": False}
 """How pandas and spreadsheet programs write a boolean."""

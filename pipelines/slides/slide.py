@@ -1,19 +1,51 @@
-"""The slide: what every reader offers, whatever the file format.
+"""The slide: regions at any mpp, whatever the file format; its errors, the URL of one on a server, and printable text.
 
-A backend gives pixels of one level at a time (``LevelReader``); ``pyramid.PyramidSlide`` makes of it a ``Slide`` that
-answers regions at any mpp. Rounding happens in ``geometry``, resampling in ``pyramid``, decoding in ``backends``.
+A backend gives pixels of one level at a time (``LevelReader``); ``pyramid.PyramidSlide`` makes of it a ``Slide``.
+Text that comes from a file (table cells, class names, paths, errors) passes through ``printable`` where it is read.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Final, Protocol, Self
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.slides.geometry import Bounds, Level, Region, TileBox
-from pipelines.slides.printable import printable
+
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters (the escape that starts terminal sequences among them), line separators, characters that reverse
+the direction of text, and bytes of a file name that are not UTF-8."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return ``text`` with each character escaped that a terminal would obey; those in ``keep`` stay.
+
+    >>> printable("a\tb" + chr(0xDCFF) + chr(0x202E) + chr(27) + "[31m")
+    'a\\x09b\\xff\\u202e\\x1b[31m'
+    """
+    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escaped(ord(found[0])), text)
+
+
+def _escaped(code: int) -> str:
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a file name that is not UTF-8
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def printable_values(value: Any) -> Any:
+    """Return a value of nested dictionaries, lists and tuples with every text in it, keys too, made printable."""
+    if isinstance(value, str):
+        return printable(value, keep="\n\t")
+    if isinstance(value, dict):
+        return {printable_values(key): printable_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(printable_values, value))
+    return value
+
 
 Pixels = NDArray[np.uint8]
 """uint8 (height, width, 3), RGB, C-contiguous rows."""
@@ -102,3 +134,47 @@ class LevelReader(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+URL_ENDING: Final = ".zarr.url"
+SCHEMES: Final = ("http", "https", "s3")
+
+_MOST_BYTES: Final = 4096
+
+
+def is_url_name(name: str) -> bool:
+    """Return whether a file of this name holds the URL of a slide.
+
+    >>> is_url_name("case-7.OME.zarr.url"), is_url_name("hospital.url")
+    (True, False)
+    """
+    return name.lower().endswith(URL_ENDING)
+
+
+def read_url(path: Path) -> str:
+    """Return the URL that a file holds, without a slash at its end.
+
+    Raises:
+        SlideError: the file holds anything else, or a password.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        head = file.read(_MOST_BYTES)
+    url = head.decode("utf-8", "replace").strip()
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in SCHEMES and bool(parts.hostname) and url.isprintable() and " " not in url
+    except ValueError:  # a bracket that is not closed, for example
+        usable = False
+    if not usable or len(head) == _MOST_BYTES:
+        raise SlideError(
+            f"{path}: a file *{URL_ENDING} holds one line, the URL of an OME-Zarr image that begins with "
+            f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}; this one holds other text"
+        )
+    if parts.username is not None or parts.password is not None:
+        raise SlideError(
+            f"{path}: the URL holds a user name or password; take it out: docs/slides.md says where it goes"
+        )
+    if parts.query or parts.fragment:
+        raise SlideError(f"{path}: the files of a slide are asked for below its URL, which so has no `?` and no `#`")
+    return url.rstrip("/")

@@ -16,16 +16,74 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.geometry import Region, TileBox
+from pipelines.slides.geometry import Region, TileBox, turns_that_fit
 from pipelines.slides.slide import Pixels
+from pipelines.stream.augment import AugmentSettings, draw
 from pipelines.stream.order import Rows
-from pipelines.stream.tile_bytes import TileParts
 
 Allocate = Callable[[tuple[int, ...], type[np.generic]], NDArray[Any]]
 """(shape, dtype) -> array; ``pipelines.stream.device.allocate_pinned`` is another one than numpy's."""
 
 SizeOf = Callable[[int], tuple[int, int]]
 """Row of the table -> width and height of its tile in px."""
+
+
+@dataclass(frozen=True)
+class TileParts:
+    """The boxes that one rank of several reads of every tile. A changed colour needs no neighbours.
+
+    Attributes:
+        images, targets: boxes of a tile and of its mask, in px of the tile as the model is given it.
+        height, width: of whole tiles.
+        augment: what is varied in them, by seed and sample.
+        seed: of the run.
+
+    Raises:
+        ValueError: a box is not inside the tile.
+    """
+
+    images: TileBox
+    targets: TileBox
+    height: int
+    width: int
+    augment: AugmentSettings
+    seed: int
+
+    def __post_init__(self) -> None:
+        whole = TileBox.whole(self.height, self.width)
+        for name, box in (("pixels", self.images), ("masks", self.targets)):
+            if not whole.holds(box):
+                raise ValueError(f"a part of {name} lies inside the tile, {whole}; got {box}")
+
+    @property
+    def varied_whole(self) -> bool:
+        """Whether tiles are varied by the reading threads, and cut after that."""
+        return self.augment.augment == "cpu"
+
+    def stored(self, box: TileBox, sample: int) -> TileBox:
+        """Return where ``box`` lies in the tile of ``sample`` as a batch holds it, before a device turns that."""
+        if self.augment.augment != "device" or not self.augment.flip:
+            return box
+        drawn = draw(self.augment, self.seed, np.array([sample]))
+        turns = turns_that_fit(int(drawn.quarter_turns[0]), self.height, self.width)
+        return box.before_turning(turns, bool(drawn.flip[0]), self.height, self.width)
+
+    def cut(self, image: NDArray[Any] | None, target: NDArray[Any] | None, fill: Callable[..., int]) -> int:
+        """Have whole tiles filled by ``fill``, (image, target) -> row used, and write their parts.
+
+        Args:
+            image: a line of the bytes of a part; None: none is wanted.
+            target: a line of the bytes of a part of a mask, or a class; None: none is wanted.
+        """
+        whole = None if image is None else np.empty((self.height, self.width, 3), np.uint8)
+        is_mask = target is not None and target.ndim == 1
+        mask = np.empty((self.height, self.width), np.uint8) if is_mask else target
+        used = fill(whole, mask)
+        if image is not None and whole is not None:
+            image.reshape(self.images.height, self.images.width, 3)[...] = self.images.crop(whole)
+        if is_mask and target is not None and mask is not None:
+            target.reshape(self.targets.height, self.targets.width)[...] = self.targets.crop(mask)
+        return used
 
 
 @dataclass(frozen=True, eq=False)

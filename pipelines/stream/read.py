@@ -22,9 +22,8 @@ from PIL import Image
 from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.slide import Pixels, SlideError, TileReadError
 from pipelines.stream.augment import CROP, CpuAugment, sample_rng
-from pipelines.stream.batch import Target, shaped
+from pipelines.stream.batch import Target, TileParts, shaped
 from pipelines.stream.order import Rows
-from pipelines.stream.tile_bytes import TileParts
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool

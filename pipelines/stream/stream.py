@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import AugmentSettings, CpuAugment
-from pipelines.stream.batch import Allocate, BufferPool, Labels, Masks, Target
+from pipelines.stream.batch import Allocate, BufferPool, Labels, Masks, Target, TileParts
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import (
     Bags,
@@ -36,7 +36,6 @@ from pipelines.stream.order import (
     Weighted,
 )
 from pipelines.stream.read import FaultLog, OnFault, PictureCrop, Read, SampleReader
-from pipelines.stream.tile_bytes import TileParts
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool

@@ -18,8 +18,8 @@ import cv2
 
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import each_in_process
-from pipelines.catalog.slide_state import SlideState
 from pipelines.catalog.table import counted
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.slide_index import default_threads, slide_limits

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.level_check import damaged_tiles
+from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import each_in_process
-from pipelines.catalog.slide_state import SlideState
 from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import read_thumbnail
-from pipelines.tiles.slide_index import default_threads, file_bytes, slide_limits
+from pipelines.tiles.slide_index import damaged_tiles, default_threads, file_bytes, slide_limits
 from pipelines.tiles.stain_fit import Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tile_table import SlideFault
 from pipelines.tiles.tiling import MOST_TILES, TileGrid, tissue_fractions

@@ -15,7 +15,7 @@ import pytest
 
 from app.training import dataset
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlideState
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.tile_table import TileTable
 

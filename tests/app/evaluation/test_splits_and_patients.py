@@ -13,7 +13,7 @@ from app.evaluation import intervals
 from app.evaluation.certain_tiles import SHOWN, extreme_tiles
 from app.evaluation.scored_split import choose_split
 from app.prediction.prediction_folder import PredictionFolder
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlideState
 from tests.helpers.in_process import call
 
 CLASSES = ("cancer", "normal")

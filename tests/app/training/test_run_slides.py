@@ -9,7 +9,7 @@ import pytest
 
 from app.settings.run import DataSettings
 from app.training.run_slides import predicted_slides
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlideState
 from pipelines.tiles.index_settings import IndexSettings
 
 

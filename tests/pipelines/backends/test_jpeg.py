@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from pipelines.backends.jpeg import JpegTiles, StreamHeader, decode, segments
+from pipelines.backends.codecs import JpegTiles, StreamHeader, decode, segments
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.slides.slide import Pixels

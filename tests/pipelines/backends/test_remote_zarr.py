@@ -21,8 +21,7 @@ import zarr
 from pipelines.backends import remote_zarr
 from pipelines.backends.registry import open_slide
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.catalog.handles import SlidePool
-from pipelines.catalog.slide_state import SlideState
+from pipelines.catalog.handles import SlidePool, SlideState
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide, SlideError, TileReadError
 from pipelines.tiles.index_settings import IndexSettings

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from app.checks.sample_slides import write_samples
-from pipelines.catalog.slide_state import SlideState, digest
+from pipelines.catalog.handles import SlideState, digest
 from tests.helpers.real import SVS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.catalog.table import ALIASES, listed, read_table
-from pipelines.slides.printable import printable
+from pipelines.slides.slide import printable
 
 
 def write(path: Path, text: str, encoding: str = "utf-8") -> Path:

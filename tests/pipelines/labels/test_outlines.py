@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-import pipelines.labels.outlines
+import pipelines.labels.conversion
 from pipelines.backends.mask import ArrayMask
+from pipelines.labels.conversion import outlines
 from pipelines.labels.drawing import Origin, make_drawing
-from pipelines.labels.outlines import outlines
 from pipelines.labels.rasterize import PixelGrid, paint
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -21,11 +21,11 @@ SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 @given(arrays(np.uint8, SHAPES, elements=st.integers(0, 2)), st.integers(1, 4))
 def test_painted_again_they_are_the_mask(pixels: np.ndarray, band_rows: int) -> None:
-    rows, pipelines.labels.outlines.BAND_ROWS = pipelines.labels.outlines.BAND_ROWS, band_rows
+    rows, pipelines.labels.conversion.BAND_ROWS = pipelines.labels.conversion.BAND_ROWS, band_rows
     try:
         polygons_by_value = outlines(ArrayMask(Path("mask.png"), pixels))
     finally:
-        pipelines.labels.outlines.BAND_ROWS = rows
+        pipelines.labels.conversion.BAND_ROWS = rows
     assert set(polygons_by_value) == set(np.unique(pixels).tolist()) - {0}
     painted = np.zeros_like(pixels)
     for value, polygons in polygons_by_value.items():

@@ -11,12 +11,11 @@ import pytest
 import shapely
 
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.labels import visible_areas
+from pipelines.labels import drawing as visible_areas
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import ClassMap
-from pipelines.labels.drawing import Drawing, Origin, make_drawing
+from pipelines.labels.drawing import Drawing, Origin, areas_within, make_drawing, painted_over
 from pipelines.labels.slide_labels import find_labels
-from pipelines.labels.visible_areas import areas_within, painted_over
 from pipelines.slides.geometry import Bounds
 from pipelines.slides.slide import SlideError
 from tests.helpers.drawings import area, box, write_geojson

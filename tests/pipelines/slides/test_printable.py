@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.catalog.failures import FailedSlides
-from pipelines.slides.printable import printable, printable_values
-from pipelines.slides.slide import SlideError
+from pipelines.slides.slide import SlideError, printable, printable_values
 
 EVIL = ["\x1b[2J", "\x9b31m", "\x07", "\r", "\u202e", "\u2066", "\u2028", "\x7f", "\x00", "\ud800"]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.stream.augment import AugmentSettings, draw
-from pipelines.stream.device_pixels import IMAGENET, PixelMaker, StainSteps
+from pipelines.stream.augment import AugmentSettings, StainSteps, draw
+from pipelines.stream.device_pixels import IMAGENET, PixelMaker
 from pipelines.tiles.stain_fit import LAB_FROM_LOG_LMS, LMS_FROM_RGB, PUBLISHED, StainFit, fit_pixels
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from parallel.offload.live_bytes import LiveBytes
-from pipelines.stream.augment import AugmentSettings, draw
+from pipelines.stream.augment import AugmentSettings, StainSteps, draw
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
-from pipelines.stream.device_pixels import PixelMaker, StainSteps
-from pipelines.stream.tile_boxes import BoxMaker, MaskBoxes, TileBoxes
+from pipelines.stream.device_batch import BoxMaker, MaskBoxes, TileBoxes
+from pipelines.stream.device_pixels import PixelMaker
 from pipelines.tiles.stain_fit import PUBLISHED, Method, StainFit
 
 CPU = torch.device("cpu")

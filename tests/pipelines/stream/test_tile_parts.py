@@ -21,14 +21,14 @@ from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
-from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.augment import AugmentSettings, StainSteps
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DeviceFeed
-from pipelines.stream.device_pixels import PixelMaker, StainSteps
+from pipelines.stream.device_batch import BoxMaker
+from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.iterator import TileIterator, rows_to_follow
 from pipelines.stream.read import MAX_FAULTS
 from pipelines.stream.stream import TileStream
-from pipelines.stream.tile_boxes import BoxMaker
 from pipelines.tiles.index import TileTable
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.stain_fit import PUBLISHED, StainFit
