@@ -78,18 +78,8 @@ def is_dicom(path: Path) -> bool:
         return file.read(PREAMBLE_BYTES)[128:] == b"DICM"
 
 
-def sop_class(file: BinaryIO) -> str:
-    """Return the UID of what a DICOM file holds, from its first bytes; empty where it is none."""
-    return _first(file, 0).text(SOP_CLASS)
-
-
-def series_uid(file: BinaryIO) -> str:
-    """Return the SeriesInstanceUID of a DICOM file, not that of a series it refers to; empty where there is none."""
-    return _first(file, SERIES).text(SERIES)
-
-
-def _first(file: BinaryIO, last: int) -> Item:
-    """Class, syntax and series of a DICOM file up to the tag ``last``, as far as it can be read."""
+def first_values(file: BinaryIO, last: int) -> Item:
+    """Return class, syntax and series of a DICOM file up to the tag ``last``, as far as it can be read."""
     item, wanted = Item(), Wanted({SOP_CLASS, SYNTAX, SERIES}, ())
     if file.read(PREAMBLE_BYTES)[128:] != b"DICM":
         return item

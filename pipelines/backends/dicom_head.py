@@ -20,11 +20,11 @@ from pipelines.backends.dicom_elements import (
     Item,
     Wanted,
     elements,
+    first_values,
     is_dicom,
     is_nested_too_deep,
     keep,
     read_meta,
-    sop_class,
 )
 from pipelines.slides.slide import SlideError
 
@@ -97,11 +97,20 @@ class Placement:
 
 def is_segmentation(path: Path) -> bool:
     """Return whether a file is a DICOM Segmentation; what cannot be read is none."""
+    return _first(path, 0).text(Tag.SOP_CLASS) in SEGMENTATIONS
+
+
+def series_uid(path: Path) -> str:
+    """Return the SeriesInstanceUID of a DICOM file, not that of a series it refers to; empty where there is none."""
+    return _first(path, Tag.SERIES).text(Tag.SERIES)
+
+
+def _first(path: Path, last: int) -> Item:
     try:
         with path.open("rb") as file:
-            return sop_class(file) in SEGMENTATIONS
+            return first_values(file, last)
     except OSError:
-        return False
+        return Item()
 
 
 def source_series(path: Path) -> frozenset[str]:
@@ -110,14 +119,6 @@ def source_series(path: Path) -> frozenset[str]:
         return frozenset(source.text(Tag.SERIES) for source in _head(path).sequences.get(Tag.SOURCE_SERIES, []))
     except (OSError, EOFError, ValueError):
         return frozenset()
-
-
-def series_of(path: Path) -> str:
-    """Return the UID of the series that a DICOM file is of; empty where there is none, or the file is damaged."""
-    try:
-        return _head(path).text(Tag.SERIES)
-    except (OSError, EOFError, ValueError):
-        return ""
 
 
 def placement_of(path: Path) -> Placement:

@@ -23,9 +23,9 @@ from pipelines.backends.dicom_elements import (
     Item,
     Wanted,
     elements,
+    first_values,
     items,
     keep,
-    sop_class,
 )
 from pipelines.backends.dicom_head import (
     SEGMENTATIONS,
@@ -100,7 +100,7 @@ def read_segmentation(path: Path) -> Segmentation:
     """
     try:
         with path.open("rb") as file:
-            if sop_class(file) not in SEGMENTATIONS:
+            if first_values(file, 0).text(Tag.SOP_CLASS) not in SEGMENTATIONS:
                 raise SlideError(f"mask {path} must be a DICOM Segmentation; it is another file. Give the SEG file")
             file.seek(PREAMBLE_BYTES)
             return _Reader(path, file, os.fstat(file.fileno()).st_size).read()

@@ -6,7 +6,6 @@ opened: a damaged file, or a text file named ``.svs``, stays a candidate and fai
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 from collections import Counter, defaultdict
@@ -14,8 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.backends.dicom_elements import series_uid, sop_class
-from pipelines.backends.dicom_head import SEGMENTATIONS
+from pipelines.backends.dicom_head import is_segmentation, series_uid
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import shown
 from pipelines.slides.geometry import mpp_fault
@@ -43,11 +41,8 @@ FOLDER_SUFFIX = ".zarr"
 SKIPPED_FOLDERS = frozenset({"annotations", "masks", "tissue"})
 """Folders that hold pictures of slides, not slides; ``tissue`` is what a run folder calls its overlays."""
 
-PREDICTIONS_FILE = "predict.json"
-"""In a folder that ``app.predict`` wrote."""
-
-PREDICTED_PICTURES = frozenset({"heat_maps", "overlays"})
-"""Its sub-folders with pictures, which are not slides; its ``masks`` are in ``SKIPPED_FOLDERS``."""
+PREDICTIONS_FILE, PREDICTED_PICTURES = "predict.json", frozenset({"heat_maps", "overlays"})
+"""File in a folder that ``app.predict`` wrote, and its sub-folders with pictures, which are not slides."""
 
 QUPATH_PROJECT = ".qpproj"
 """Suffix of the file of a QuPath project; ``data/1``, ``data/2``, ... beside it hold its thumbnails."""
@@ -58,7 +53,7 @@ HAMAMATSU_INDEXES = frozenset({".vms", ".vmu"})
 """Text files that name the JPEG files which are their slide's pixels."""
 
 HEAD_BYTES = 256 << 10
-"""As much of a file as is looked at: a whole VMS file; of a DICOM file what stands before the pixels."""
+"""As much of a VMS file as is looked at: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +172,11 @@ def find_slides(
 ) -> tuple[SlideSpec, ...]:
     """Return all slides under ``root``, sub-folders included, sorted by id.
 
-    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, pictures of predictions and of QuPath projects,
-    files that end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of
-    a VMS slide. The DICOM files of one folder and
-    one series are one slide: its file is the largest of them (the finest level; OpenSlide finds the others), its id the
-    folder's name, or that file's stem where the folder holds several series, or the path below ``root`` where another
-    slide has that name (a damaged file is a series of its own). A folder that cannot be listed stands for
+    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, pictures of predictions and of QuPath projects, files that
+    end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of a VMS slide.
+    The DICOM files of one folder and series are one slide: its file is the largest of them (the finest level), its id
+    the folder's name, or that file's stem where the folder holds several series, or the path below ``root`` where
+    another slide has that name. A damaged DICOM file is a series of its own. A folder that cannot be listed stands for
     the slides in it, under its name and a slash: it fails when it is opened.
 
     Args:
@@ -326,9 +320,9 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
     series: defaultdict[str, list[Path]] = defaultdict(list)
     for name in names:
         path = folder / name
-        if sop_class(io.BytesIO(_head(path))) in SEGMENTATIONS:
+        if _size(path) >= 0 and is_segmentation(path):
             continue
-        if uid := _series_uid(path):
+        if uid := series_uid(path) if _size(path) >= 0 else "":
             series[uid].append(path)
         else:
             yield slide_stem(name), path
@@ -338,18 +332,8 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
         yield (folder.resolve().name if named_after_folder else slide_stem(largest.name)), largest
 
 
-def _series_uid(path: Path) -> str:
-    """Return the SeriesInstanceUID of a DICOM file; empty of what is none or cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return series_uid(file) if _size(path) >= 0 else ""
-    except OSError:
-        return ""
-
-
 def _head(path: Path) -> bytes:
-    """The first ``HEAD_BYTES`` of a file; none of what cannot be read, or waits for a writer: that fails when it is
-    opened as a slide."""
+    """The first ``HEAD_BYTES`` of a file; none of what cannot be read: that fails when it is opened as a slide."""
     if _size(path) < 0:
         return b""
     try:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from pipelines.backends.dicom_head import is_segmentation, series_of, source_series
+from pipelines.backends.dicom_head import is_segmentation, series_uid, source_series
 from pipelines.backends.mask import Mask, open_mask
 from pipelines.catalog.catalog import MASK_ENDINGS, PREDICTIONS_FILE, SlideNames, SlideSpec, slide_stem
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_xml import read_xml
-from pipelines.labels.drawing import Drawing
+from pipelines.labels.class_names import IGNORE
+from pipelines.labels.drawing import UNNAMED_CLASS, Drawing, printable_name
 from pipelines.labels.geojson import read_geojson
 from pipelines.slides.slide import SlideError
 
@@ -35,6 +37,8 @@ RANK = {".geojson": 0} | dict.fromkeys(RASTER_SUFFIXES, 1) | {XML_SUFFIX: 2, ".j
 
 CLASSES_FILE = "classes.txt"
 """Names the class ids of the masks in its folder."""
+
+CLASS_LINE = re.compile(r"([0-9]{1,9})[\s:=,;]+(\S.*)")
 
 BESIDE_FOLDERS = ("annotations", "masks")
 
@@ -108,7 +112,7 @@ def slides_of(files: Iterable[Path], specs: Sequence[SlideSpec]) -> dict[Path, S
             slides[file] = by_id[slide]
         elif file.suffix.lower() == SEG_SUFFIX:
             if by_series is None:
-                by_series = {series_of(spec.path): spec for spec in specs if spec.path.suffix.lower() == SEG_SUFFIX}
+                by_series = {series_uid(spec.path): spec for spec in specs if spec.path.suffix.lower() == SEG_SUFFIX}
             sources = [by_series[series] for series in sorted(source_series(file)) if series in by_series]
             if len(sources) == 1:
                 slides[file] = sources[0]
@@ -271,3 +275,59 @@ class AnnotationCache:
 
     def __reduce__(self) -> tuple[type[AnnotationCache], tuple[int, int]]:
         return AnnotationCache, (self._files, self._total_bytes)
+
+
+def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
+    """Return the class name by mask value, given the values in the mask of each slide.
+
+    Raises:
+        ValueError: ids without a name.
+    """
+    if not values:
+        return {}
+    named = named_ids(classes_files(files))
+    present = set().union(*values.values()) - {0}
+    if not named and present in ({1}, {IGNORE}):
+        return {present.pop(): UNNAMED_CLASS}
+    classes = named or {value: f"class_{value}" for value in range(1, len(present - {IGNORE}) + 1)}
+    faults = [
+        f"{files.path[slide]} has {listed([str(v) for v in sorted(odd)])}"
+        for slide, of_slide in sorted(values.items())
+        if (odd := of_slide - {0, IGNORE} - set(classes))
+    ]
+    if faults:
+        where = min(files.path[slide].parent for slide in values)
+        raise ValueError(
+            f"{files.source}: mask values are class ids, {', '.join(f'{v} {n}' for v, n in classes.items())}, "
+            f"0 for background and {IGNORE} for ignore; " + "\n  ".join(faults[:8]) + "\n"
+            f"Name the ids in {where / 'classes.txt'}, a line `1 tumour` for each"
+        )
+    return classes
+
+
+def named_ids(paths: Sequence[Path]) -> dict[int, str]:
+    """Return class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name.
+
+    Raises:
+        ValueError: no UTF-8, a line that is no id and name, or an id of two names.
+    """
+    named: dict[int, str] = {}
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as fault:
+            raise ValueError(f"{path} must be a text file in UTF-8: {fault}. Save it as UTF-8") from fault
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            match = CLASS_LINE.fullmatch(line.strip())
+            if match is None or not 0 <= int(match[1]) <= IGNORE:
+                raise ValueError(
+                    f"{path} line {number}: expected an id of 0..{IGNORE} and a name, as `1 tumour`; got {line!r}"
+                )
+            value, name = int(match[1]), printable_name(match[2])
+            if value not in (0, IGNORE) and named.setdefault(value, name) != name:
+                raise ValueError(
+                    f"{path} line {number}: id {value} is {name!r} here and {named[value]!r} before; keep one"
+                )
+    return named

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,10 @@ from numpy.typing import NDArray
 from pipelines.backends.mask import Mask
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import counted, listed
-from pipelines.labels.annotation_files import AnnotationCache, AnnotationFiles, classes_files, damaged_is_slide_error
+from pipelines.labels.annotation_files import AnnotationCache, AnnotationFiles, damaged_is_slide_error, mask_classes
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
 from pipelines.labels.drawing import (
     BACKGROUND,
-    UNNAMED_CLASS,
     Drawing,
     Origin,
     areas_within,
@@ -38,9 +36,6 @@ from pipelines.slides.geometry import Bounds, Region, TileBox
 from pipelines.slides.slide import Slide, SlideError
 
 logger = logging.getLogger(__name__)
-
-CLASS_LINE = re.compile(r"([0-9]{1,9})[\s:=,;]+(\S.*)")
-
 
 MOST_OUTSIDE = 0.01
 """Share of the annotated area that may lie outside of the slide unremarked: outlines drawn over the edge."""
@@ -293,62 +288,6 @@ def _of_drawing(drawing: Drawing, class_map: ClassMap) -> _Content:
     hidden = Counter(names[k] for k in group[covered].tolist() if is_learned(names[k]))
     visible = {names[k] for k in np.unique(group[seen]).tolist()}
     return _Content(set(drawing.classes), visible, drawing.without_area, box=box, hidden=hidden)
-
-
-def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
-    """Return the class name by mask value, given the values in the mask of each slide.
-
-    Raises:
-        ValueError: ids without a name.
-    """
-    if not values:
-        return {}
-    named = named_ids(classes_files(files))
-    present = set().union(*values.values()) - {0}
-    if not named and present in ({1}, {IGNORE}):
-        return {present.pop(): UNNAMED_CLASS}
-    classes = named or {value: f"class_{value}" for value in range(1, len(present - {IGNORE}) + 1)}
-    faults = [
-        f"{files.path[slide]} has {listed([str(v) for v in sorted(odd)])}"
-        for slide, of_slide in sorted(values.items())
-        if (odd := of_slide - {0, IGNORE} - set(classes))
-    ]
-    if faults:
-        where = min(files.path[slide].parent for slide in values)
-        raise ValueError(
-            f"{files.source}: mask values are class ids, {', '.join(f'{v} {n}' for v, n in classes.items())}, "
-            f"0 for background and {IGNORE} for ignore; " + "\n  ".join(faults[:8]) + "\n"
-            f"Name the ids in {where / 'classes.txt'}, a line `1 tumour` for each"
-        )
-    return classes
-
-
-def named_ids(paths: Sequence[Path]) -> dict[int, str]:
-    """Return class names by id from ``classes.txt`` files; 0 and ``IGNORE`` need no name.
-
-    Raises:
-        ValueError: no UTF-8, a line that is no id and name, or an id of two names.
-    """
-    named: dict[int, str] = {}
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as fault:
-            raise ValueError(f"{path} must be a text file in UTF-8: {fault}. Save it as UTF-8") from fault
-        for number, line in enumerate(lines, start=1):
-            if not line.strip() or line.startswith("#"):
-                continue
-            match = CLASS_LINE.fullmatch(line.strip())
-            if match is None or not 0 <= int(match[1]) <= IGNORE:
-                raise ValueError(
-                    f"{path} line {number}: expected an id of 0..{IGNORE} and a name, as `1 tumour`; got {line!r}"
-                )
-            value, name = int(match[1]), printable_name(match[2])
-            if value not in (0, IGNORE) and named.setdefault(value, name) != name:
-                raise ValueError(
-                    f"{path} line {number}: id {value} is {name!r} here and {named[value]!r} before; keep one"
-                )
-    return named
 
 
 def _log_hidden(source: str, hidden: Mapping[str, Counter[str]], unseen: Sequence[str]) -> None:

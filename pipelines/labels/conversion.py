@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 
 from pipelines.backends.mask import BAND_ROWS, Mask
 from pipelines.backends.tiff_writer import TILE, write_mask
-from pipelines.labels.annotation_files import CLASSES_FILE, AnnotationFiles, damaged_is_slide_error, read_annotation
-from pipelines.labels.annotations import mask_classes, named_ids
+from pipelines.labels.annotation_files import (
+    CLASSES_FILE,
+    AnnotationFiles,
+    damaged_is_slide_error,
+    mask_classes,
+    named_ids,
+    read_annotation,
+)
 from pipelines.labels.class_names import IGNORE, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, Drawing, Origin, make_drawing, printable_name
 from pipelines.labels.geojson import write_geojson
