@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from app.settings.cli import run_command
+from app.settings.data_file import write_json
 from pipelines.labels.class_names import pattern_fault
 
 

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.settings.cli import RunError
-from app.settings.fields import out_of_blocks
+from app.settings.data_file import read_data
+from app.settings.fields import settings_of
 from pipelines.catalog.table import original, read_rows
 
 LOG_LINES = 12

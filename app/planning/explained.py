@@ -18,7 +18,7 @@ from parallel.plan.step_shares import COMPUTING, step_shares
 from parallel.plan.step_time import schedule_of
 from parallel.strategy import Strategy
 from parallel.units import bytes_text, seconds_text
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 
 NOTABLE = 0.02
 """Part of a step that is said to make a strategy slower."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from app.planning.regions import FAMILIES, SIDES, MemoryCurve, PlannerAt, branches, memory_curves, regions
 from parallel.plan.candidates import PLAIN
 from parallel.units import bytes_text
-from pipelines.catalog.counted import counted
+from pipelines.catalog.table import counted
 
 if TYPE_CHECKING:  # half a second, and only needed to draw
     from matplotlib.figure import Figure

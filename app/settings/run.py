@@ -15,7 +15,7 @@ from app.settings.checkpoint import CheckpointSettings
 from app.settings.optimization import OptimizerSettings
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
-from app.settings.strategy_faults import strategy_faults
+from app.settings.strategy_errors import strategy_errors
 from pipelines.labels.class_names import ClassMap, TileLabel, pattern_fault
 from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.rare import Rare

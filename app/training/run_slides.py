@@ -38,6 +38,7 @@ def find_run_slides(data: DataSettings, index: IndexSettings) -> tuple[SlideSpec
         whole_pictures=index.whole_pictures,
         backend=data.backend,
         scene=data.scene,
+        labels=data.labels,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final, Protocol, cast
 from pipelines.backends.level_reader import level0_mpp
 from pipelines.backends.tiff_levels import other_tiff_images
 from pipelines.backends.tiff_tags import check_tiff
-from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError, is_url_name
+from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError, url_of
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +48,7 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}; got {backend!r} for {path}")
     if mpp is not None:
         level0_mpp(path, None, None, mpp)
-    try:
-        status = path.stat()
-    except OSError as error:
-        what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise SlideError(f"{path}: {what}") from error
-    is_file = stat.S_ISREG(status.st_mode)
-    if not is_file and not stat.S_ISDIR(status.st_mode):
-        raise SlideError(f"{path}: neither a file nor a folder but a pipe, socket or device; a slide is a file")
-    if is_file and status.st_size == 0:
-        raise SlideError(f"{path}: the file is empty (0 bytes); copy it again")
+    is_file = url_of(path) is None and _is_file(path)
     if is_file:
         check_content(path)
     asked = BACKENDS if backend == "auto" else (backend,)
@@ -81,13 +72,28 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
     raise SlideError(_nothing_opens(path, backend, said))
 
 
+def _is_file(path: Path) -> bool:
+    """Whether a path is a file with content, not a folder; refuses anything else."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise SlideError(f"{path}: {what}") from error
+    is_file = stat.S_ISREG(status.st_mode)
+    if not is_file and not stat.S_ISDIR(status.st_mode):
+        raise SlideError(f"{path}: neither a file nor a folder but a pipe, socket or device; a slide is a file")
+    if is_file and status.st_size == 0:
+        raise SlideError(f"{path}: the file is empty (0 bytes); copy it again")
+    return is_file
+
+
 def other_images(path: Path, scene: int | None = None) -> list[str]:
     """Return name and size of the images of a file that opens as a slide and are not the slide.
 
     Raises:
         SlideError: as ``open_slide``.
     """
-    if path.is_dir() or is_url_name(path.name):
+    if path.is_dir() or url_of(path) is not None:
         from pipelines.backends.zarr import other_zarr_images  # here, so that no Zarr library is loaded for files
 
         return other_zarr_images(path, scene)
@@ -102,7 +108,7 @@ def _opener(name: str) -> Opener:
 def _nothing_opens(path: Path, backend: str, said: list[str]) -> str:
     """The one message: what the file seems to be, then each backend's reason."""
     reasons = "".join(f"\n  {line}" for line in said)
-    if path.is_dir():
+    if path.is_dir() or url_of(path) is not None:
         what = "this folder is no Zarr slide; give a folder with Zarr metadata (--backend zarr or auto), or a file"
     elif faults := check_tiff(path):
         what = f"this TIFF is damaged or cut short: {'; '.join(faults)}"

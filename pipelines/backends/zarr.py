@@ -150,7 +150,7 @@ def open_zarr(path: Path, *, mpp: float | None, scene: int | None = None) -> Pyr
     """Open a Zarr store as a slide.
 
     Raises:
-        NotThisFormat: not a folder with Zarr metadata at its root, nor a file with a URL.
+        NotThisFormat: not a folder with Zarr metadata at its root, nor a URL.
         SlideError: no image in the store, several of similar size without ``scene``, codecs that are not run, pixels
             that are not 8-bit RGB or grey, no usable mpp, or a server that has no such slide.
     """
@@ -179,7 +179,7 @@ def open_zarr(path: Path, *, mpp: float | None, scene: int | None = None) -> Pyr
 
 
 def remote_metadata(path: Path) -> bytes:
-    """Return what the server says of the slide whose URL is in ``path``: levels, chunks, axes, um/px.
+    """Return what the server says of the slide at a URL: levels, chunks, axes, um/px.
 
     Raises:
         SlideError: it says nothing that can be used.

@@ -22,7 +22,7 @@ import zarr
 import zarr.storage
 from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 
-from pipelines.slides.slide import NotThisFormat, SlideError, is_url_name
+from pipelines.slides.slide import NotThisFormat, SlideError, url_of
 
 NO_FILE: Final = -1
 """In place of a size: something else than a file lies there."""
@@ -92,16 +92,17 @@ def open_store(path: Path) -> ZarrStore:
     """Return the store of the slide at ``path``, which the caller closes.
 
     Raises:
-        NotThisFormat: neither a folder nor a file with a URL.
-        SlideError: no usable URL, or what reads it is not installed.
+        NotThisFormat: neither a folder nor a URL.
+        SlideError: what reads a URL is not installed.
     """
     if path.is_dir():
         return ZarrFolder(path)
-    if not is_url_name(path.name):
+    url = url_of(path)
+    if url is None:
         raise NotThisFormat(f"{path}: not a folder")
-    from pipelines.backends.remote_zarr import RemoteFolder  # fsspec is loaded for slides behind a URL alone
+    from pipelines.backends.remote_zarr import open_remote  # fsspec is loaded for slides behind a URL alone
 
-    return RemoteFolder(path)
+    return open_remote(url)
 
 
 def key_of(path: str, name: str) -> str:

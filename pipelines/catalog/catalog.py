@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pipelines.backends.dicom_head import is_segmentation, series_uid
 from pipelines.catalog.handles import SlideState
-from pipelines.catalog.table import shown
+from pipelines.catalog.table import LABELS_FILE, read_table, shown
 from pipelines.slides.geometry import mpp_fault
-from pipelines.slides.slide import URL_ENDING, Slide, SlideError, is_url_name, printable
+from pipelines.slides.slide import Slide, SlideError, printable, url_of, url_path
 
 FILE_SUFFIXES = frozenset(
     {".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}
@@ -61,9 +61,8 @@ class SlideSpec:
     """How to open one slide. Small and picklable: it travels to worker processes, an open slide does not.
 
     Attributes:
-        slide_id: file stem (``x`` for ``x.svs``, ``x.ome.tif``, ``x.ome.zarr`` and ``x.ome.zarr.url``); unique in a
-            catalog.
-        path: file, folder of a Zarr slide, or file with the URL of one.
+        slide_id: file stem (``x`` for ``x.svs``, ``x.ome.tif`` and ``x.ome.zarr``); unique in a catalog.
+        path: file, folder of a Zarr slide, or what ``url_path`` makes of the URL of one.
         mpp: um/px of level 0, in place of what the file says; None: what the file says.
         backend: auto, tiled, openslide, zarr or image.
         state: what the file was when it was indexed; None where nobody cares.
@@ -107,6 +106,8 @@ def _check_path(path: Path) -> None:
     name = printable(str(path))
     if name != str(path):
         raise SlideError(f"{name}: a slide's path must be UTF-8 without control characters; rename the file or folder")
+    if url_of(path) is not None:
+        return
     if path.suffix.lower() in UNREAD_PICTURES:
         raise SlideError(f"{path}: pictures of type {path.suffix} are not read; save it as PNG")
     try:
@@ -126,11 +127,9 @@ def _check_path(path: Path) -> None:
 def slide_stem(name: str) -> str:
     """Return the slide id that a file name stands for: the name without its slide suffix and without ``.ome``.
 
-    >>> slide_stem("case.7.ome.tif"), slide_stem("case.7.ome.zarr.url"), slide_stem("case.7")
+    >>> slide_stem("case.7.ome.tif"), slide_stem("case.7.ome.zarr"), slide_stem("case.7")
     ('case.7', 'case.7', 'case.7')
     """
-    if is_url_name(name):
-        name = name[: -len(".url")]
     stem, suffix = os.path.splitext(name)
     if suffix.lower() not in FILE_SUFFIXES and suffix.lower() != FOLDER_SUFFIX:
         return name
@@ -169,8 +168,9 @@ def find_slides(
     whole_pictures: bool = False,
     backend: str = "auto",
     scene: int | None = None,
+    labels: Path | None = None,
 ) -> tuple[SlideSpec, ...]:
-    """Return all slides under ``root``, sub-folders included, sorted by id.
+    """Return all slides under ``root``, sub-folders included, and those that a table names by URL, sorted by id.
 
     Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, pictures of predictions and of QuPath projects, files that
     end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of a VMS slide.
@@ -186,9 +186,11 @@ def find_slides(
         whole_pictures: a slide's id is its path below ``root``, without suffix, as class folders of pictures have the
             same names again and again; and nobody asks for um/px.
         backend, scene: handed to ``open_slide``.
+        labels: CSV file whose column slide may hold URLs of OME-Zarr images; ``labels.csv`` of ``root`` by default.
 
     Raises:
-        ValueError: ``root`` is no folder or holds no slide, two slides have one id, or an mpp is implausible.
+        ValueError: ``root`` is no folder or holds no slide, two slides have one id, an mpp is implausible, or a URL
+            cannot be asked for.
     """
     named = mpp_by_slide or {}
     if scene is not None and scene < 0:
@@ -199,7 +201,7 @@ def find_slides(
     check_folder(root)
     paths: dict[str, Path] = {}
     twice: list[str] = []
-    candidates = list(_candidates(root))
+    candidates = [*_candidates(root), *_behind_urls(labels or root / LABELS_FILE)]
     count = Counter(name for name, _ in candidates)
     for name, path in candidates:
         by_path = whole_pictures or (count[name] > 1 and _has_suffix(path.name, (".dcm",)))
@@ -218,7 +220,7 @@ def find_slides(
         skipped = ", ".join(sorted(SKIPPED_FOLDERS))
         raise ValueError(
             f"--slides {root} holds no slide: looked, sub-folders included, for {' '.join(sorted(FILE_SUFFIXES))} "
-            f"files, {FOLDER_SUFFIX} folders and *{URL_ENDING} files; folders named {skipped} and files ending in "
+            f"files, {FOLDER_SUFFIX} folders, and URLs in {LABELS_FILE}; folders named {skipped} and files ending in "
             "_mask are taken for annotations. Give the folder that holds the slides"
         )
     names = SlideNames(paths)
@@ -282,6 +284,21 @@ def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
     yield from ((f"{os.path.relpath(folder_name, root)}/", Path(folder_name)) for folder_name in sorted(unlisted))
 
 
+def _behind_urls(table: Path) -> Iterator[tuple[str, Path]]:
+    """(slide id, path) of every slide that a table names by its URL."""
+    urls: dict[str, int] = {}
+    names_urls = table.is_file() and b"://" in table.read_bytes()
+    for row in read_table(table, ("slide",)).rows if names_urls else ():
+        if "://" in row["slide"]:
+            urls.setdefault(row["slide"].rstrip("/"), row.line)
+    for url, line in urls.items():
+        try:
+            path = url_path(url)
+        except ValueError as fault:
+            raise ValueError(f"labels {table} line {line}: {fault}") from fault
+        yield slide_stem(path.name), path
+
+
 def _holds_qupath_project(folder: Path) -> bool:
     try:
         return any(name.lower().endswith(QUPATH_PROJECT) for name in os.listdir(folder))
@@ -294,7 +311,7 @@ def _has_suffix(name: str, suffixes: Collection[str]) -> bool:
 
 
 def _is_slide_name(name: str) -> bool:
-    is_slide = os.path.splitext(name)[1].lower() in FILE_SUFFIXES or is_url_name(name)
+    is_slide = os.path.splitext(name)[1].lower() in FILE_SUFFIXES
     return is_slide and not name.startswith(".") and not is_mask_name(slide_stem(name))
 
 

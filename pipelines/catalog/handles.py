@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from pipelines.slides.slide import Slide, SlideError, is_url_name
+from pipelines.slides.slide import Slide, SlideError, url_of
 
 CHECK_EVERY_S = 2.0
 """A slide is compared with the one that was indexed when it is opened, also after a read that failed. While it is open
@@ -242,7 +242,7 @@ class SlideState:
                 return False
             if thorough:
                 return digest(path) == self.digest
-            same_time = modified_ns == self.modified_ns and not is_url_name(path.name)
+            same_time = modified_ns == self.modified_ns and url_of(path) is None
             return same_time or _digest_then(path, file_bytes, modified_ns) == self.digest
         except OSError:
             return False
@@ -258,14 +258,14 @@ def digest(path: Path) -> str:
         SlideError: the server that has it cannot be asked.
     """
     hasher = hashlib.blake2b(digest_size=16)
-    files = list(islice(_files(path), MOST_FILES))
+    files = list(islice(_files(path), MOST_FILES)) if url_of(path) is None else []
     for file in files:
         hasher.update(f"{os.path.relpath(file, path)}:{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
     read = files if len(files) <= FILES_READ else [files[i * len(files) // FILES_READ] for i in range(FILES_READ)]
     for file in read:
         for block in _blocks(file):
             hasher.update(block)
-    if is_url_name(path.name):
+    if url_of(path) is not None:
         from pipelines.backends.zarr import remote_metadata  # here, so that no slide library is loaded for files
 
         hasher.update(remote_metadata(path))
@@ -279,6 +279,8 @@ def _digest_then(path: Path, file_bytes: int, modified_ns: int) -> str:
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
+    if url_of(path) is not None:
+        return 0, 0
     status = path.stat()
     if path.is_dir():
         with os.scandir(path) as entries:

@@ -16,6 +16,9 @@ from typing import Protocol
 
 from pipelines.slides.slide import printable
 
+LABELS_FILE = "labels.csv"
+"""A table of this name in the slides' folder is used without being asked for."""
+
 DELIMITERS = ",;\t"
 
 QUOTE = 'a double quote (") is not closed, or stands within a value; put quotes around the value, and "" for one in it'

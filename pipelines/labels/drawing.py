@@ -139,7 +139,9 @@ class _Runs:
             corners[:, 0, 1] = np.minimum.reduceat(np.minimum(drawing.start[:, 1], drawing.end[:, 1]), first)
             corners[:, 1, 1] = np.maximum.reduceat(np.maximum(drawing.start[:, 1], drawing.end[:, 1]), first)
         # the diagonal of a box has its envelope, and takes less memory
-        return cls(np.append(first, len(drawing.start)), polygon, shapely.STRtree(shapely.linestrings(corners)))
+        return cls(
+            np.append(first, len(drawing.start)), polygon, shapely.STRtree(np.asarray(shapely.linestrings(corners)))
+        )
 
 
 def ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
-from pipelines.catalog.table import MISSING, Table, counted, listed, read_table, shown
+from pipelines.catalog.table import LABELS_FILE, MISSING, Table, counted, listed, read_table, shown
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings, known_patients
@@ -23,9 +23,6 @@ from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.slide import printable
 
 logger = logging.getLogger(__name__)
-
-LABELS_FILE = "labels.csv"
-"""A table of this name in the slides' folder is used without being asked for."""
 
 LONGEST_NUMBER = 18
 """Digits of a class name that is sorted as a number."""
@@ -227,7 +224,7 @@ def _labels_from_folders(
     name_of: dict[str, str] = {}
     below_root = 1 if split_folders(root, specs) else 0
     for spec in specs:
-        parts = spec.path.relative_to(root).parts[below_root:]
+        parts = spec.path.relative_to(root).parts[below_root:] if spec.path.is_relative_to(root) else ()
         if len(parts) < 2 or parts[0] == spec.slide_id:
             return None
         name_of[spec.slide_id] = printable(parts[0])

@@ -155,7 +155,7 @@ def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
 
 
 def _first_folder(root: Path, spec: SlideSpec) -> str:
-    parts = spec.path.relative_to(root).parts
+    parts = spec.path.relative_to(root).parts if spec.path.is_relative_to(root) else ()
     return parts[0] if len(parts) > 1 else ""
 
 

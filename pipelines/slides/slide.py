@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -136,45 +136,34 @@ class LevelReader(Protocol):
     def close(self) -> None: ...
 
 
-URL_ENDING: Final = ".zarr.url"
-SCHEMES: Final = ("http", "https", "s3")
-
-_MOST_BYTES: Final = 4096
+URL = re.compile(r"(https?|s3):/+(.+)")
 
 
-def is_url_name(name: str) -> bool:
-    """Return whether a file of this name holds the URL of a slide.
+def url_of(path: Path) -> str | None:
+    """Return the URL that ``path`` stands for, None of a file or folder. A path has one slash where a URL has two.
 
-    >>> is_url_name("case-7.OME.zarr.url"), is_url_name("hospital.url")
-    (True, False)
+    >>> url_of(Path("https://host/a.zarr")), url_of(Path("slides/a.zarr"))
+    ('https://host/a.zarr', None)
     """
-    return name.lower().endswith(URL_ENDING)
+    match = URL.fullmatch(str(path))
+    return f"{match[1]}://{match[2]}" if match else None
 
 
-def read_url(path: Path) -> str:
-    """Return the URL that a file holds, without a slash at its end.
+def url_path(url: str) -> Path:
+    """Return the path that stands for the URL of an OME-Zarr image.
 
     Raises:
-        SlideError: the file holds anything else, or a password.
-        OSError: it cannot be read.
+        ValueError: it is none that can be asked for, or holds a password.
     """
-    with path.open("rb") as file:
-        head = file.read(_MOST_BYTES)
-    url = head.decode("utf-8", "replace").strip()
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in SCHEMES and bool(parts.hostname) and url.isprintable() and " " not in url
+        usable = URL.fullmatch(url) and parts.hostname and url.isprintable() and " " not in url
     except ValueError:  # a bracket that is not closed, for example
         usable = False
-    if not usable or len(head) == _MOST_BYTES:
-        raise SlideError(
-            f"{path}: a file *{URL_ENDING} holds one line, the URL of an OME-Zarr image that begins with "
-            f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}; this one holds other text"
-        )
+    if not usable:
+        raise ValueError(f"the URL of an OME-Zarr image begins with http://, https:// or s3://; got {url!r}")
     if parts.username is not None or parts.password is not None:
-        raise SlideError(
-            f"{path}: the URL holds a user name or password; take it out: docs/slides.md says where it goes"
-        )
+        raise ValueError("the URL holds a user name or password; take it out: docs/slides.md says where it goes")
     if parts.query or parts.fragment:
-        raise SlideError(f"{path}: the files of a slide are asked for below its URL, which so has no `?` and no `#`")
-    return url.rstrip("/")
+        raise ValueError(f"the files of a slide are asked for below its URL, which so has no `?` and no `#`; got {url}")
+    return Path(url)

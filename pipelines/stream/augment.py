@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.slides.rare import Rare
 from pipelines.slides.slide import PADDING, Pixels
 from pipelines.tiles.stain_fit import LAB_FROM_LOG_LMS, Method, StainFit
 

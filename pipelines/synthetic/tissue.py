@@ -220,14 +220,16 @@ def _stroma(seed: int) -> tuple[Field, Field]:
     haematoxylin = (np.clip(0.06 + 0.012 * smeared + 0.02 * _torus_noise(rng, n, 70), 0, 1) * slit).astype(np.float32)
     crowd = _torus_noise(rng, n, 90)
     for number in range(n * n // 950):
-        at = rng.uniform(0, n, 2)
-        here = int(at[1]), int(at[0])
+        x0, y0 = rng.uniform(0, n, 2).tolist()
+        here = int(y0), int(x0)
         if number % 3 == 0:  # spindles follow the fibres
             axes = rng.uniform(6, 11), rng.uniform(2.0, 3.4)
-            _add_nucleus(haematoxylin, rng, *at, axes, float(angle[here]) + rng.normal(0, 0.15), rng.uniform(0.6, 1.2))
+            _add_nucleus(
+                haematoxylin, rng, x0, y0, axes, float(angle[here]) + rng.normal(0, 0.15), rng.uniform(0.6, 1.2)
+            )
         elif rng.normal(1.3, 0.5) < crowd[here]:
             side = rng.uniform(4.2, 5.6)
-            _add_nucleus(haematoxylin, rng, *at, (side, 0.9 * side), rng.uniform(0, np.pi), rng.uniform(1.3, 1.8))
+            _add_nucleus(haematoxylin, rng, x0, y0, (side, 0.9 * side), rng.uniform(0, np.pi), rng.uniform(1.3, 1.8))
     return haematoxylin, eosin.astype(np.float32)
 
 

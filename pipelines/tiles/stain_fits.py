@@ -21,6 +21,7 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import each_in_process
 from pipelines.catalog.table import counted
+from pipelines.slides.rare import Rare
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.slide_index import default_threads, slide_limits
 from pipelines.tiles.stain_fit import PUBLISHED, Method, NoStainFit, StainFit, fit_slide

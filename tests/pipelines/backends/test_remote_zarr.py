@@ -22,8 +22,9 @@ from pipelines.backends import remote_zarr
 from pipelines.backends.registry import open_slide
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.handles import SlidePool, SlideState
+from pipelines.labels.slide_labels import SlideLabels, find_labels
 from pipelines.slides.geometry import Region
-from pipelines.slides.slide import Slide, SlideError, TileReadError
+from pipelines.slides.slide import Slide, SlideError, TileReadError, url_path
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import SlideTiles, index_slide
 from pipelines.tiles.tile_table import SlideFault
@@ -53,11 +54,9 @@ def _written(version: str) -> Path:
 
 
 def pointed(server: SlideServer, version: str = "0.4", name: str = "a") -> Path:
-    """A slide of the server, and the file with its URL."""
+    """A slide of the server, as a path that stands for its URL."""
     shutil.copytree(_written(version), server.folder / f"{name}.ome.zarr")
-    path = server.folder.parent / "slides" / f"{name}.ome.zarr.url"
-    path.write_text(f"{server.url}/{name}.ome.zarr/\n")
-    return path
+    return url_path(f"{server.url}/{name}.ome.zarr")
 
 
 def whole(slide: Slide) -> Region:
@@ -77,9 +76,7 @@ def test_the_pixels_are_those_of_the_folder(server: SlideServer, version: str) -
 def test_shards_are_read_in_ranges_or_not_at_all(server: SlideServer) -> None:
     pixels = pyramid()[0][:256, :256]
     zarr.create_array(server.folder / "a.zarr", data=pixels, chunks=(64, 64, 3), shards=(128, 128, 3))
-    path = server.folder.parent / "slides" / "a.zarr.url"
-    path.write_text(f"{server.url}/a.zarr")
-    with open_slide(path, mpp=0.5) as slide:
+    with open_slide(url_path(f"{server.url}/a.zarr"), mpp=0.5) as slide:
         np.testing.assert_array_equal(slide.read(Region(30, 30, 70, 200, 0.5)), pixels[30:230, 30:100])
         server.ranges = False
         with pytest.raises(SlideError, match="it ignores ranges"):
@@ -87,8 +84,7 @@ def test_shards_are_read_in_ranges_or_not_at_all(server: SlideServer) -> None:
 
 
 def test_s3(server: SlideServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = pointed(server)
-    path.write_text("s3://bucket/a.ome.zarr")
+    pointed(server)
     (server.folder / "bucket").mkdir()
     (server.folder / "a.ome.zarr").rename(server.folder / "bucket" / "a.ome.zarr")
     for name, value in {
@@ -98,14 +94,13 @@ def test_s3(server: SlideServer, monkeypatch: pytest.MonkeyPatch) -> None:
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    with open_slide(path) as slide:
+    with open_slide(url_path("s3://bucket/a.ome.zarr")) as slide:
         np.testing.assert_array_equal(slide.read(whole(slide)), pyramid()[0])
         (server.folder / "bucket" / "a.ome.zarr" / "0" / "0.1.1").unlink()
         with pytest.raises(TileReadError, match=r"chunk 0\.1\.1 is not in the store"):
             slide.read(whole(slide))
-    path.write_text("s3://bucket/b.ome.zarr")
     with pytest.raises(SlideError, match=r"none of zarr\.json.*check the URL"):
-        open_slide(path)
+        open_slide(url_path("s3://bucket/b.ome.zarr"))
 
 
 @pytest.mark.parametrize("file", ["0.zarray", ".zattrs", "0/0.0.0"])
@@ -149,12 +144,10 @@ def test_redirects_within_the_host_are_followed_and_have_an_end(server: SlideSer
 
 @pytest.mark.parametrize("status", [404, 403])
 def test_a_url_without_a_slide(server: SlideServer, status: int) -> None:
-    path = pointed(server)
-    path.write_text(f"{server.url}/b.ome.zarr")
     if status == 403:
         server.faults[""] = ("refuse", ALWAYS)
-    with pytest.raises(SlideError, match=r"a\.ome\.zarr\.url \(http.*/b\.ome\.zarr\): none of zarr\.json.*404 or 403"):
-        open_slide(path)
+    with pytest.raises(SlideError, match=r"http.*/b\.ome\.zarr: none of zarr\.json.*404 or 403"):
+        open_slide(url_path(f"{server.url}/b.ome.zarr"))
 
 
 def test_a_missing_chunk_is_damage_and_fails_alone(server: SlideServer) -> None:
@@ -201,26 +194,24 @@ def test_a_server_that_hangs_or_is_gone_at_opening(server: SlideServer, monkeypa
     with pytest.raises(SlideError, match=r"zarr\.json cannot be fetched, tried 2 times: no answer within"):
         open_slide(path)
     monkeypatch.setattr(remote_zarr, "ANSWER_S", 20.0)  # nobody waits for it: a refusal comes at once
-    path.write_text("http://127.0.0.1:9/a.ome.zarr")  # nobody listens there
     with pytest.raises(SlideError, match=r"cannot be fetched, tried 2 times: Client"):
-        open_slide(path)
+        open_slide(url_path("http://127.0.0.1:9/a.ome.zarr"))  # nobody listens there
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ftp://host/a.zarr", "holds one line, the URL"),
-        ("a slide", "holds one line, the URL"),
-        ("http://a.zarr/x\nhttp://a.zarr/y", "holds one line, the URL"),
+        ("ftp://host/a.zarr", "begins with http://"),
+        ("http://", "begins with http://"),
+        ("http://a.zarr/x y", "begins with http://"),
         ("https://reader:secret@host/a.zarr", "holds a user name or password"),
         ("https://host/a.zarr?token=1", "no `\\?`"),
     ],
 )
-def test_a_file_that_holds_no_url(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "a.zarr.url"
-    path.write_text(text)
-    with pytest.raises(SlideError, match=message) as fault:
-        open_slide(path)
+def test_a_table_that_holds_no_url(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "labels.csv").write_text(f"slide,label\na,1\n{text},2\n")
+    with pytest.raises(ValueError, match=f"line 3: .*{message}") as fault:
+        find_slides(tmp_path)
     assert "secret" not in str(fault.value)
 
 
@@ -231,16 +222,27 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
     for scheme in ("http", "https"):
         monkeypatch.delitem(registered, scheme, raising=False)
-    (tmp_path / "a.zarr.url").write_text("https://host/a.zarr")
     with pytest.raises(SlideError, match=r'not installed .*pip install "megatile\[remote\]"'):
-        open_slide(tmp_path / "a.zarr.url")
+        open_slide(url_path("https://host/a.zarr"))
+
+
+def _with_another_class(folder: Path) -> Path:
+    table = folder / "both.csv"
+    (folder / "b.svs").touch()
+    table.write_text((folder / "labels.csv").read_text() + "b,2\n")
+    return table
 
 
 def test_the_catalog_the_state_and_the_pool(server: SlideServer) -> None:
     path = pointed(server)
-    (path.parent / "shortcut.url").write_text("[InternetShortcut]")
-    (spec,) = find_slides(path.parent)
+    folder = server.folder.parent / "slides"
+    (folder / "labels.csv").write_text(f"slide,label\n{server.url}/a.ome.zarr/,1\n{server.url}/a.ome.zarr,1\n")
+    (spec,) = find_slides(folder)
     assert (spec.slide_id, spec.path) == ("a", path)
+    table = _with_another_class(folder)
+    labels = find_labels(folder, find_slides(folder), labels=table)
+    assert isinstance(labels, SlideLabels)
+    assert labels.label["a"] == labels.classes.index("1")
     spec = SlideSpec("a", path, state=SlideState.of(path))
     with contextlib.closing(SlidePool([spec], 1)) as pool, pool.lease("a") as slide:
         np.testing.assert_array_equal(slide.read(Region(0, 0, 90, 80, 0.25)), pyramid()[0][:80, :90])
