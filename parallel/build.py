@@ -18,11 +18,12 @@ from torch import nn
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
 from parallel.comm.local import LocalCommunicator
+from parallel.comm.sharded_reducer import Piece, ShardedReducer
 from parallel.cost.stage_cost import nominal_costs
 from parallel.engine.async_engine import AsyncEngine
 from parallel.engine.engine import Engine
 from parallel.engine.messages import Messenger
-from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep, ParamBroadcast
+from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep
 from parallel.engine.parameter_server import ParameterServer
 from parallel.engine.rank_program import RankProgram, StageGroups
 from parallel.engine.state_dict import FullStateDict
@@ -149,7 +150,7 @@ def put_to_work(
         refuse_schedule(traced, partition, schedule, mesh, policy, strategy.name)
         updated = traced.updated
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[team])
-    holders = StageGroups(communicator, mesh, pairs=strategy.shard_optimizer)
+    holders = StageGroups(communicator, mesh)
     communicator.connect(mesh.pairs(partition.links))
     numbers = sorted({stage for stage, _ in mesh.held_by(team)})
     link = plan_of = None
@@ -177,7 +178,7 @@ def put_to_work(
     else:
         reducers = _reducers(stages, holders, strategy, overlap=not splits and strategy.gradient_bytes != 0)
         offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
-        update = _update(make_optimizer, names, stages, reducers, holders, mesh, rank, offload, policy.parameters)
+        update = _update(make_optimizer, names, stages, reducers, offload, policy.parameters)
     messenger, routes = Messenger(communicator, device), _routes(partition)
     transfers = StageTransfers(routes, partition.links, mesh, messenger, rank, plan_of)
     return RankProgram(
@@ -228,9 +229,10 @@ def _reducers(
     stages: Mapping[int, Stage], holders: StageGroups, strategy: Strategy, *, overlap: bool
 ) -> dict[int, GradReducer]:
     """Return what sums gradients, of the stages that other ranks hold, too."""
+    make = ShardedReducer if strategy.zero else GradReducer
     with not_counted() if strategy.policy.parameters else contextlib.nullcontext():
         return {
-            number: GradReducer(
+            number: make(
                 stage.module.parameters(),
                 holders.of_stage[number],
                 overlap=overlap,
@@ -321,28 +323,27 @@ def _update(
     names: Sequence[str],
     stages: Mapping[int, Stage],
     reducers: Mapping[int, GradReducer],
-    holders: StageGroups,
-    mesh: Mesh,
-    rank: int,
     offload: Copies | None,
     resident: bool,
 ) -> OptimizerStep:
-    """The optimizer of this rank: over the stages it holds, without those that the other rank of a pair updates."""
+    """The optimizer of this rank: over the stages it holds, and over its pieces of those that are divided."""
     held = {name: parameter for stage in stages.values() for name, parameter in stage.parameters.items()}
-    copies: list[ParamBroadcast] = []
-    others: set[str] = set()
-    for number, pair in sorted(holders.pairs.items()):
-        owner, other = (mesh.rank_at(number, replica, mesh.group_of(rank)) for replica in (0, 1))
-        # The lower rank comes first in a pair.
-        copies.append(ParamBroadcast(tuple(stages[number].parameters.values()), pair, int(owner > other)))
-        if owner != rank:
-            others |= stages[number].parameters.keys()
+    owned, pieces = dict(held), dict[str, Piece]()
+    shards = {number: each for number, each in sorted(reducers.items()) if isinstance(each, ShardedReducer)}
+    for number, shard in shards.items():
+        own = {piece.parameter: piece for piece in shard.pieces}
+        for name, parameter in stages[number].parameters.items():
+            if parameter in own:
+                owned[name], pieces[name] = own[parameter].value, own[parameter]
+            elif parameter.requires_grad:
+                del owned[name]
     return OptimizerStep(
         make_optimizer,
-        owned={name: held[name] for name in names if name in held and name not in others},
+        owned={name: owned[name] for name in names if name in owned},
         unshared=[p for n, stage in stages.items() if n not in reducers for p in stage.parameters.values()],
         held=held.values(),
-        copies=copies,
+        pieces=pieces,
+        shards=list(shards.values()),
         offload=offload,
         resident=resident,
     )

@@ -21,7 +21,7 @@ from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
 from parallel.schedule.pushes import PushRule
-from parallel.schedule.registry import PIPEDREAM, SCHEDULES, SPATIAL, build_schedule, kind_of, mesh_for
+from parallel.schedule.registry import PIPEDREAM, SPATIAL, build_schedule, kind_of, mesh_for
 from parallel.schedule.shares import Changes, Shares, share_of
 from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import StageCost
@@ -52,7 +52,8 @@ class Strategy:
         chunks: stages a rank holds of each replica; interleaved has 2 or more.
         cuts: names of layers or modules that begin a stage; empty: stages of equal cost.
         policy: what is saved for backward, recomputed or offloaded.
-        shard_optimizer: each rank of a pair of inverted replicas keeps half of their optimizer state.
+        zero: what the ranks that hold a stage divide among themselves (Rajbhandari et al. 2020): 1: optimizer state, 2:
+            gradients, too, 0: nothing. Stage 3 is the strategy fsdp.
         schedule_csv: text of a schedule file, run in place of the named one's actions on the same mesh.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
         compile: run the stages through ``torch.compile``.
@@ -72,7 +73,7 @@ class Strategy:
     chunks: int = 1
     cuts: tuple[str, ...] = ()
     policy: ActivationPolicy = KEEP_ALL
-    shard_optimizer: bool = False
+    zero: int = 0
     schedule_csv: str | None = None
     statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     compile: bool = False
@@ -132,6 +133,11 @@ class Strategy:
         return self.groups * (1 + self.paired)
 
     @property
+    def holders(self) -> int:
+        """Ranks that hold each stage; half as many the middle one of two inverted replicas."""
+        return self.copies * self.members
+
+    @property
     def stages(self) -> int:
         """Stages of each replica."""
         return self.depth * self.chunks
@@ -148,7 +154,7 @@ class Strategy:
             {"none": "", "stage": "+recompute"}.get(recompute, f"+recompute {recompute}"),
             "+offload" * self.policy.moves,
             "" if self.policy.stream is None else f"+stream {self.policy.stream}",
-            "+shard-optimizer" * self.shard_optimizer,
+            f"+zero {self.zero}" * bool(self.zero),
         )
         return " ".join(word for word in words if word)
 
@@ -168,10 +174,7 @@ class Strategy:
         faults = []
         if self.depth < 1 or self.ranks % self.group_ranks:
             faults.append(f"{self.ranks} ranks cannot be grouped by {self.group_ranks} stages' ranks: choose a divisor")
-        faults += self.team_faults + self.stash_faults
-        known = self.name in (*SCHEDULES, SPATIAL.name, PIPEDREAM.name)
-        if self.shard_optimizer and known and kind_of(self.name).replicas < 2:
-            faults.append(f"{self.name} has no pairs of replicas to share an optimizer: use master or bidirectional")
+        faults += self.team_faults + self.stash_faults + self.zero_faults
         policy = self.policy
         if self.compile and (policy.segmented or policy.moves or policy.parameters):
             faults.append(
@@ -199,7 +202,6 @@ class Strategy:
             (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),
             (self.compile, "compiled stages cannot exchange parts of maps: leave compile out"),
             (self.statistics == "deferred", "deferred statistics are not of teams: keep them per-microbatch"),
-            (self.shard_optimizer, "pairs share an optimizer between ranks, not teams: leave shard-optimizer out"),
             (bool(self.policy.parameters), "parameters on the host are not of teams: use offload-state=optimizer"),
             (self.schedule_csv is not None, "a schedule file is of single ranks, not of teams: leave schedule out"),
         ):
@@ -226,6 +228,24 @@ class Strategy:
         )
         rule = "updates the weights after every microbatch, which was not tried with"
         return [f"{self.name} {rule} {what}" for is_set, what in given if is_set]
+
+    @property
+    def zero_faults(self) -> list[str]:
+        """Return what does not go with state that is divided among the holders of a stage, a line each."""
+        if not self.zero:
+            return []
+        given = (
+            (self.holders == 1, "leave it out: each stage is on one rank alone"),
+            (self.pushes is not None, "leave it out: a parameter server has the only optimizer"),
+            (self.policy.parameters, "use --offload-state=optimizer: parameters on the host are whole"),
+            (
+                self.zero == 2 and self.gradient_bytes == 0,
+                "use --zero 1: with --gradient-buckets=0 gradients stay whole until all is computed",
+            ),
+        )
+        return [
+            f"{self.name} on {self.ranks} ranks with --zero {self.zero}: {what}" for is_set, what in given if is_set
+        ]
 
     def partition(self, graph: LayerGraph) -> Partition:
         """Return the stages of the model.
@@ -275,6 +295,7 @@ class Strategy:
             offload=self.policy.moves,
             costs=costs,
             reduce_at_end=self.gradient_bytes == 0,
+            reduce_each=self.zero == 2,
         )
         check(lowered, mesh, links)
         return lowered

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TEXT = "plan.json"
 BOX = 512
 """px of boxes where no limit of memory asks for smaller ones, nor an accelerator for larger ones."""
-PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "shard_optimizer", "grid")
+PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "zero", "grid")
 """What a plan decides besides the policy for activations."""
 
 
@@ -170,7 +170,7 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
         asked.depth,
         asked.m,
         asked.chunks,
-        shard_optimizer=asked.shard_optimizer,
+        zero=asked.zero,
         grid=asked.grid,
     ).under(recompute="optimal", offload=asked.policy.offload)
     graph, _ = planner.stages.microbatch(planner.stages.tiles(candidate))
@@ -192,7 +192,7 @@ def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
         RunError: none fit, or the model cannot be computed box by box.
     """
     asked = strategy.to_strategy("cpu")
-    candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m, grid=asked.grid)
+    candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m, zero=asked.zero, grid=asked.grid)
     candidate = candidate.under(host_bytes=asked.policy.host_bytes)
     streamed, fault = planner.task.in_boxes()
     if streamed is None:

@@ -10,6 +10,8 @@ from app.settings.sizes import bytes_of
 from app.settings.strategy import Parallel
 from app.settings.strategy_errors import OPTIMAL_OFFLOAD
 from parallel.plan.candidates import RECOMPUTE, MemoryOptions
+from parallel.schedule.registry import SCHEDULES, SPATIAL
+from parallel.strategy import STALE, WHOLE
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class PlanCommand:
     offload: Literal["auto", "none", "overlap"] = "auto"
     """Move what forward passes keep to the host's memory until their backward passes, as for app.train; auto: where it
     makes a strategy fit, and is the fastest that does."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """Only with what this divides among ranks, as for app.train; default: whatever makes a strategy fit."""
     host_memory: str | None = None
     """Host memory that each rank may fill with --offload and --stream, such as 64GiB; default: its share of half of
     what this machine has free, at most what --memory leaves, or of 256 GiB a node with --device-spec."""
@@ -84,7 +88,17 @@ class PlanCommand:
     def savings(self) -> MemoryOptions:
         """Ways of needing less memory that are open."""
         recompute = RECOMPUTE if self.recompute == "auto" else (self.recompute,)
-        return MemoryOptions(recompute, {"auto": (False, True), "none": (False,), "overlap": (True,)}[self.offload])
+        offload = {"auto": (False, True), "none": (False,), "overlap": (True,)}[self.offload]
+        return MemoryOptions(recompute, offload, zero=MemoryOptions.zero if self.zero is None else (self.zero,))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Strategies to choose from; --zero 3 is fsdp."""
+        named = "fsdp" if self.parallel == "ddp" and self.zero == 3 else self.parallel
+        if named != "auto":
+            return (named,)
+        names = (name for name in (*WHOLE, SPATIAL.name, *SCHEDULES) if name not in STALE)
+        return tuple(name for name in names if self.zero is None or (name == "fsdp") == (self.zero == 3))
 
     def validate(self) -> list[str]:
         faults = [
@@ -105,6 +119,10 @@ class PlanCommand:
             ]
             if self.precision == "fp16":
                 faults.append("--precision fp16 is for --device-spec; this machine trains in fp32, tf32 or bf16")
+        if self.zero is not None and self.parallel != "auto" and (self.names == ("fsdp",)) != (self.zero == 3):
+            faults.append(
+                f"--zero 3 is --parallel fsdp, or ddp: got --zero {self.zero} with --parallel {self.parallel}"
+            )
         if self.parallel == "async":
             faults.append("--parallel async has no schedule that could be planned: plan ddp in its place")
         if self.recompute == "optimal" and self.offload == "overlap":

@@ -37,14 +37,10 @@ from parallel.plan.plan import PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.plan.stages import Task
 from parallel.plan.step_time import schedule_of
-from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.schedule.shares import FINE
 from parallel.schedule.text import to_csv
-from parallel.strategy import STALE, WHOLE
 from parallel.units import bytes_text
 from pipelines.catalog.table import counted
-
-NAMES = tuple(name for name in (*WHOLE, SPATIAL.name, *SCHEDULES) if name not in STALE)
 
 
 @contextlib.contextmanager
@@ -72,7 +68,7 @@ def report(command: PlanCommand) -> int:
     machine = machine_of(command)
     work = workload_of(command, machine)
     planner = planner_for(command, machine, work)
-    names = NAMES if command.parallel == "auto" else (command.parallel,)
+    names = command.names
     rows = list(
         planner.search(
             names,

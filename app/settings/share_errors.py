@@ -98,6 +98,8 @@ def mixed_errors(settings: StrategySettings) -> list[str]:
         f"--offload-state={settings.offload_state} is for ranks that are all on a GPU; got --device mixed": (
             settings.offload_state != "none"
         ),
+        f"--zero {settings.zero} is for ranks that are all on a GPU, or all on a CPU; got --device mixed": settings.zero
+        > 0,
         "--device mixed talks over torch.distributed, and these ranks were started by an MPI launcher: start them with "
         "torchrun or --ranks": launch is not None and launch.mpi,
     }

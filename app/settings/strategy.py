@@ -125,6 +125,9 @@ class StrategySettings:
     offload_state: Rare[Literal["none", "optimizer", "parameters"]] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What ranks that hold the same part of the model divide among themselves. 1: optimizer state; 2: gradients, too;
+    3: parameters, too, with ddp alone, which is fsdp then. 0 leaves it to the plan with --parallel auto."""
     stream: str = "none"
     """Side in px of boxes, such as 512, that a tile is computed in one after the other, in the forward pass and once
     more in the backward pass: the same numbers, and memory for a box in place of a tile. The tile stays bytes in the
@@ -132,8 +135,6 @@ class StrategySettings:
     others. Each stage of a model that is split has boxes of its own; not for --parallel fsdp and zero-bubble, nor for
     auto with several ranks. auto, with one rank, ddp and spatial: the largest boxes that fit the memory; on a CPU
     without --memory of 512 px. none leaves it to the plan with --parallel auto."""
-    shard_optimizer: Rare[Literal["none", "pair"]] = "none"
-    """pair: with two copies of the model, the ranks that hold the same stage keep half of its optimizer state each."""
     gradient_buckets: Rare[str | None] = None
     """Gradients that ranks sum at once, such as 4MiB, beside what their last backward passes compute; 0: all, once
     everything is computed. Default: 25MiB; plans count on that."""
@@ -203,7 +204,9 @@ class StrategySettings:
     @property
     def name(self) -> str:
         """The strategy; as long as none is chosen, the one for a model that fits everywhere."""
-        return ("ddp" if self.world > 1 else "single") if self.parallel == "auto" else self.parallel
+        if self.parallel == "auto":
+            return "ddp" if self.world > 1 else "single"
+        return "fsdp" if self.parallel == "ddp" and self.zero == 3 else self.parallel
 
     @property
     def is_mixed(self) -> bool:
@@ -317,7 +320,7 @@ class StrategySettings:
             chunks=(self.chunks or 2) if self.name == "interleaved" else 1,
             cuts=tuple(cut.strip() for cut in self.cuts.split(",") if cut.strip()),
             policy=policy,
-            shard_optimizer=self.shard_optimizer == "pair",
+            zero=0 if self.name == "fsdp" else self.zero,
             schedule_csv=self.schedule.read_text() if self.schedule else None,
             statistics=self.norm_statistics,
             compile=self.compile,

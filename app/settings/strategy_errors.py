@@ -10,7 +10,7 @@ from app.settings.share_errors import async_errors, broken, mixed_errors, share_
 from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from parallel.memory.policy import ActivationPolicy
-from parallel.schedule.registry import SCHEDULES, kind_of
+from parallel.schedule.registry import kind_of
 from parallel.space.team import Grid
 from parallel.strategy import STREAMED, Strategy
 
@@ -35,7 +35,8 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
         }
     )
     if not errors and not settings.undecided:
-        errors = [f"--parallel {error}" for error in settings.to_strategy("cpu").stash_faults]
+        strategy = settings.to_strategy("cpu")
+        errors = [f"--parallel {error}" for error in strategy.stash_faults + strategy.zero_faults]
     return errors
 
 
@@ -52,15 +53,18 @@ def _of_options(settings: StrategySettings) -> list[str]:
         "--compile": settings.compile,
     }
     flags = [] if settings.splits else broken(of_stages)
-    pairs = ", ".join(name for name, kind in SCHEDULES.items() if kind.replicas == 2)
-    has_pairs = settings.splits and kind_of(settings.name).replicas == 2
+    zero, is_fsdp = settings.zero, settings.name == "fsdp"
     return [f"{flag} is about a model split into stages; {rule}" for flag in flags] + broken(
         {
             f"--chunks is for --parallel interleaved; got --parallel {settings.parallel}": settings.chunks is not None
             and settings.name != "interleaved",
-            f"--shard-optimizer=pair needs two copies of the model ({pairs}); got --parallel {settings.parallel}": (
-                settings.shard_optimizer == "pair" and not has_pairs
-            ),
+            f"--parallel auto chooses --zero itself: leave --zero {zero} out, or name the strategy": zero
+            and settings.undecided,
+            f"--zero 3 divides a model that each rank computes whole: got --parallel {settings.name}, use ddp": zero
+            == 3
+            and not is_fsdp
+            and not settings.undecided,
+            f"--parallel fsdp is --zero 3; got --zero {zero}: use --parallel ddp with it": zero in (1, 2) and is_fsdp,
             f"--schedule {settings.schedule} is not a file": settings.schedule is not None
             and not settings.schedule.is_file(),
         }
@@ -171,7 +175,6 @@ def _of_teams(settings: StrategySettings) -> list[str]:
         depth=settings.depth,
         m=settings.m,
         policy=ActivationPolicy(parameters=settings.offload_state == "parameters", stream=settings.stream_px),
-        shard_optimizer=settings.shard_optimizer == "pair" and kind_of(name).replicas == 2,
         statistics=settings.norm_statistics,
         compile=settings.compile,
         grid=grid,

@@ -51,7 +51,7 @@ FREE_TO_CHANGE = frozenset(
         "offload_host",
         "offload_state",
         "stream",
-        "shard_optimizer",
+        "zero",
         "compile",
         "memory",
         "memory_excess",

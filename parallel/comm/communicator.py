@@ -122,6 +122,10 @@ class Communicator(Protocol):
         """Sum ``tensor`` over all ranks, in place on every rank."""
         self.iall_reduce(tensor).wait()
 
+    def ireduce_scatter(self, rows: Tensor) -> Work:
+        """Begin to sum ``rows`` (world, n) over all ranks: row r becomes the sum on rank r, the other rows anything."""
+        return self.iall_reduce(rows)
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the ``tensor`` of every rank in order, (world, *shape); all have one shape and dtype."""
 

@@ -6,20 +6,20 @@ parameters, about that in which backward completes them (Li et al. 2020, PyTorch
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, Work, sum_bytes
 from parallel.comm.objects import in_memory_order
+from parallel.memory.rank_bytes import BUCKET_BYTES
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
-
-BUCKET_BYTES = 25 << 20
-"""Default size of gradients that are summed in one operation."""
 
 
 class Bucket:
@@ -27,43 +27,60 @@ class Bucket:
     many ranks had a gradient for it. One that no rank had stays None, so that the optimizer passes it over as it would
     in a single process. ``with_grad``: numbers of those that this rank has a gradient for."""
 
+    flat: Tensor
+    views: list[Tensor]
+
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
-        first = parameters[0]
-        size = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
+        self.offsets = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
         self.with_grad: set[int] = set()
-        self._ranks = self.flat[size:]
-        self.views: list[Tensor] = []
-        offset = 0
-        for parameter in parameters:
-            # A dense parameter's own strides fit into as many elements, whatever the order of its dims.
-            self.views.append(torch.as_strided(self.flat, parameter.shape, parameter.stride(), offset))
-            offset += parameter.numel()
         self.pending = 0
+
+    @property
+    def length(self) -> int:
+        """Elements of the flat tensor."""
+        return self.offsets[-1] + len(self.parameters)
+
+    def open(self) -> Self:
+        """Make the flat tensor, of zeros."""
+        first = self.parameters[0]
+        self.flat = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        self.views = self.views_of(self.flat)
+        return self
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of ``flat`` that belongs to each parameter, in its shape and its order of dims."""
+        # A dense parameter's own strides fit into as many elements, whatever the order of its dims.
+        places = zip(self.parameters, self.offsets, strict=False)
+        return [torch.as_strided(flat, each.shape, each.stride(), offset) for each, offset in places]
 
     def clear(self) -> None:
         """Zero the gradients and put them where backward adds to them."""
         self.flat.zero_()
         self.with_grad.clear()
+        self.attach()
+
+    def attach(self) -> None:
+        """Let backward add gradients to the flat tensor."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
     def count(self) -> None:
         """Before the sum: put down which parameters this rank has a gradient for."""
-        self._ranks.fill_(1)
-        for number in self._without_grad():
-            self._ranks[number].zero_()
+        ranks = self.flat[self.offsets[-1] :].fill_(1)
+        for number in self.without_grad():
+            ranks[number].zero_()
 
     def drop_unused_grads(self) -> None:
         """After the sum: take the gradient from the parameters that no rank had one for."""
-        if without_grad := self._without_grad():  # else nothing is read from the device, which waits for the sum
-            ranks = self._ranks.tolist()
+        if without_grad := self.without_grad():  # else nothing is read from the device, which waits for the sum
+            ranks = self.flat[self.offsets[-1] :].tolist()
             for number in without_grad:
                 if not ranks[number]:
                     self.parameters[number].grad = None
 
-    def _without_grad(self) -> list[int]:
+    def without_grad(self) -> list[int]:
+        """Return the numbers of the parameters that this rank has no gradient for."""
         return [number for number in range(len(self.parameters)) if number not in self.with_grad]
 
 
@@ -87,13 +104,18 @@ class GradReducer:
     ) -> None:
         self._communicator = communicator
         needed = [p for p in parameters if p.requires_grad]
-        self.buckets = [Bucket(group) for group in bucketed(needed, bucket_bytes)]
-        self._works: list[Work] = []
+        self.buckets = [self._bucket(group) for group in bucketed(needed, bucket_bytes)]
+        self._works: deque[Work] = deque()
+        """Sums under way, of the last of those buckets whose sums have begun."""
+        self._begun = 0
         self._final = False
         self._overlap = overlap
         for place, bucket in enumerate(self.buckets):
             for number, parameter in enumerate(bucket.parameters):
                 on_gradient(parameter, self._added, place, number)
+
+    def _bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
+        return Bucket(parameters).open()
 
     @property
     def sent_bytes(self) -> int:
@@ -116,16 +138,18 @@ class GradReducer:
     def begin(self) -> None:
         """Begin to sum what has not been begun. Every rank that holds the stage comes here in the same order."""
         self._final = False
-        for bucket in self.buckets[len(self._works) :]:
-            self._sum(bucket)
+        while self._begun < len(self.buckets):
+            self._sum_next()
 
     def finish(self) -> None:
         """Wait for the sums."""
-        for work in self._works:
-            work.wait()
-        self._works = []
+        self._await_all()
         for bucket in self.buckets:
             bucket.drop_unused_grads()
+
+    def gathered_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients that are divided among ranks, whole, after a step: none here."""
+        return {}
 
     def _added(self, place: int, number: int) -> None:
         bucket = self.buckets[place]
@@ -134,12 +158,24 @@ class GradReducer:
             return
         bucket.pending -= 1
         # In the order of the buckets, which is the same on every rank.
-        while len(self._works) < len(self.buckets) and self.buckets[len(self._works)].pending == 0:
-            self._sum(self.buckets[len(self._works)])
+        while self._begun < len(self.buckets) and self.buckets[self._begun].pending == 0:
+            self._sum_next()
 
-    def _sum(self, bucket: Bucket) -> None:
+    def _sum_next(self) -> None:
+        self._works.append(self._begin_sum(self.buckets[self._begun]))
+        self._begun += 1
+
+    def _begin_sum(self, bucket: Bucket) -> Work:
         bucket.count()
-        self._works.append(self._communicator.iall_reduce(bucket.flat))
+        return self._communicator.iall_reduce(bucket.flat)
+
+    def _await_all(self) -> None:
+        while self._works:
+            self._await_oldest()
+        self._begun = 0
+
+    def _await_oldest(self) -> None:
+        self._works.popleft().wait()
 
 
 def bucketed(tensors: Sequence[AnyTensor], bucket_bytes: int | None = None) -> list[list[AnyTensor]]:

@@ -97,6 +97,23 @@ class MpiCommunicator(Communicator):
             summed=True,
         )
 
+    def ireduce_scatter(self, rows: Tensor) -> Work:
+        def call(place: Tensor) -> Any:
+            return self._comm.Ireduce_scatter_block(MPI.IN_PLACE, [_memory(place), SUMMED[place.dtype]])
+
+        flat = rows.detach().view(self.world, -1)
+        work = self._begin("reduce_scatter of {} {}", rows, call, summed=True)
+        arrived = work.arrive
+
+        def arrive() -> None:
+            if arrived:
+                arrived()
+            if self.rank:
+                flat[self.rank].copy_(flat[0])  # where MPI puts the sum
+
+        work.arrive = arrive
+        return work
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         table = tensor.detach().new_empty((self.world, *tensor.shape))
         table[self.rank] = tensor.detach()

@@ -124,6 +124,16 @@ class ThreadCommunicator(Communicator):
     def iall_reduce(self, tensor: Tensor) -> Work:
         return self._collective(tensor, "all_reduce of {} {}", _sum)
 
+    def ireduce_scatter(self, rows: Tensor) -> Work:
+        def scatter(tables: list[Tensor]) -> None:
+            for number in range(len(tables)):
+                total, *others = (table.view(len(tables), -1)[number] for table in tables)
+                for other in others:  # in order of rank, as ``_sum`` adds
+                    total.add_(other)
+                [total, *others][number].copy_(total)
+
+        return self._collective(rows, "reduce_scatter of {} {}", scatter)
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         table = tensor.detach().new_empty((self.world, *tensor.shape))
         table[self.rank] = tensor.detach()

@@ -153,6 +153,16 @@ class TorchCommunicator(Communicator):
         with _named(operation := self._operation("all_reduce of {} {}", tensor)):
             return TorchWork(dist.all_reduce(flat, group=self._group, async_op=True), [flat], operation)
 
+    def ireduce_scatter(self, rows: Tensor) -> Work:
+        # torch numbers the ranks of a group in ascending order, and has Gloo scatter no sums of GPUs.
+        if list(self._ranks) != sorted(self._ranks) or (rows.is_cuda and not self.nccl):
+            return self.iall_reduce(rows)
+        flat = rows.detach().view(-1)
+        real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        own = real.view(self.world, -1)[self.rank]
+        with _named(operation := self._operation("reduce_scatter of {} {}", rows)):
+            return TorchWork(dist.reduce_scatter_tensor(own, real, group=self._group, async_op=True), [real], operation)
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         own = tensor.detach().contiguous()
         table = own.new_empty((self.world, *own.shape))

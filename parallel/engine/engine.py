@@ -174,13 +174,18 @@ class Engine(TrainingEngine):
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, by name of the parameter, for the stages this rank
-        holds; after a step."""
-        return {
-            name: parameter.grad
+        holds; after a step. Every rank takes part."""
+        divided = {
+            parameter: gradient
+            for reducer in self._work.reducers.values()
+            for parameter, gradient in reducer.gathered_gradients().items()
+        }
+        found = {
+            name: divided.get(parameter, parameter.grad)
             for stage in self._work.stages.values()
             for name, parameter in stage.parameters.items()
-            if parameter.grad is not None
         }
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def on_device(self) -> Iterator[Tensor]:
         for stage in self._work.stages.values():

@@ -1,20 +1,19 @@
-"""The optimiser step of one rank: over the stages it holds, or over those it owns when pairs share the optimizer state.
+"""The optimiser step of one rank: over the stages it holds, or over its slices of those that several ranks hold.
 
-With inverted replicas ranks k and D-1-k hold the same two stages. Sharded, each keeps the optimizer state of one of
-them, updates it, and broadcasts the result (Rajbhandari et al. 2020, ZeRO stage 1, between two ranks).
+With ``--zero 1`` or ``2`` each of the ranks that hold a stage keeps the optimizer state of its slice, updates that, and
+gathers the rest (``comm.sharded_reducer``; Rajbhandari et al. 2020, ZeRO).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.comm.communicator import Communicator
-from parallel.comm.grad_reducer import broadcast_tensors
+from parallel.comm.sharded_reducer import Piece, ShardedReducer
 from parallel.engine.weight_average import swap_average
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
@@ -23,30 +22,24 @@ MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 """(name in the whole model, parameter), in the model's order -> an optimizer over them in that order."""
 
 
-@dataclass(frozen=True)
-class ParamBroadcast:
-    """Parameters that one rank of a pair updates for both.
-
-    Attributes:
-        pair: the two ranks.
-        source: number in ``pair`` of the rank that updates.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    pair: Communicator
-    source: int
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
+"""Optimizers whose update of a number depends on that number alone, and so may have pieces of parameters."""
 
 
 class OptimizerStep:
     """Zeroes gradients before a step and updates parameters after it.
 
     Args:
-        owned: parameters that this rank updates, by name.
+        owned: parameters that this rank updates, by name; pieces of those that are divided among ranks.
         unshared: parameters whose gradients stay on this rank; those of shared ones are zeroed by their reducer.
         held: all parameters this rank holds.
-        copies: made after the update, in the same order on both ranks of a pair.
+        pieces: of ``owned``, those that are pieces, by name.
+        shards: gather the parameters that are divided, in the same order on all ranks.
         offload: copies to and from the host, where the optimizer then is; None: it is where the parameters are.
         resident: with ``offload``, the parameters are on the host themselves.
+
+    Raises:
+        ValueError: the optimizer cannot update pieces of parameters.
     """
 
     def __init__(
@@ -56,7 +49,8 @@ class OptimizerStep:
         owned: Mapping[str, nn.Parameter],
         unshared: Iterable[nn.Parameter],
         held: Iterable[nn.Parameter],
-        copies: Sequence[ParamBroadcast] = (),
+        pieces: Mapping[str, Piece] = MappingProxyType({}),
+        shards: Sequence[ShardedReducer] = (),
         offload: Copies | None = None,
         resident: bool = False,
     ) -> None:
@@ -68,9 +62,15 @@ class OptimizerStep:
             self.owned, self.optimizer = self._host.owned, self._host.optimizer
         elif owned:
             self.optimizer = make_optimizer(list(owned.items()))
+        if pieces and type(self.optimizer) not in ELEMENTWISE:
+            able = ", ".join(each.__name__ for each in ELEMENTWISE)
+            raise ValueError(
+                f"--zero 1 and 2 divide parameters at any element, and {type(self.optimizer).__name__} may need whole "
+                f"ones: use one of {able}, or --zero 0"
+            )
         self._unshared = tuple(unshared)
         self._held = tuple(held)
-        self._copies = tuple(copies)
+        self.pieces, self._shards = pieces, tuple(shards)
         self._before_update = nothing
 
     def before_update(self, call: Callable[[], None]) -> None:
@@ -83,6 +83,7 @@ class OptimizerStep:
         """Parameters, gradients and optimizer state that are on the device between two steps."""
         for parameter in self._held if self._host is None or not self._host.resident else ():
             yield from (parameter,) if parameter.grad is None else (parameter, parameter.grad)
+        yield from self._piece_grads()
         for state in self.optimizer.state.values() if self.optimizer and self._host is None else ():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
@@ -129,7 +130,7 @@ class OptimizerStep:
         Args:
             scale: what the gradients are multiplied with; 1 in the usual step.
         """
-        gradients = [parameter.grad for parameter in self._held if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._held if parameter.grad is not None] + self._piece_grads()
         if scale != 1 and gradients:
             self.rollback()
             torch._foreach_mul_(gradients, scale)
@@ -139,7 +140,7 @@ class OptimizerStep:
         elif self.optimizer is not None:
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
-        self._broadcast_updated()
+        self._gather_updated()
 
     def swap_average(self) -> None:
         """Exchange the parameters' values for their averages where the optimizer keeps any, on all ranks alike."""
@@ -148,9 +149,14 @@ class OptimizerStep:
             self._host.exchange(swap_average)
         elif self.optimizer is not None:
             swap_average(self.optimizer)
-        self._broadcast_updated()
+        self._gather_updated()
 
-    def _broadcast_updated(self) -> None:
-        """Give and take what one rank of a pair has updated for both."""
-        for copy in self._copies:
-            broadcast_tensors(copy.pair, copy.parameters, copy.source)
+    def _gather_updated(self) -> None:
+        """Take what other ranks have updated of the parameters that are divided among them."""
+        for shard in self._shards:
+            shard.gather_parameters()
+        if self._shards and self._host is not None:
+            self._host.mark_copied(self.pieces)
+
+    def _piece_grads(self) -> list[Tensor]:
+        return [piece.value.grad for piece in self.pieces.values() if piece.value.grad is not None]

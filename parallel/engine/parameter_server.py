@@ -163,4 +163,4 @@ class ParameterServer:
 
 def flat_buckets(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
     """Return a flat tensor for each run of parameters of one dtype, with room for their values or gradients."""
-    return [Bucket(run) for run in bucketed(list(parameters), 0)]
+    return [Bucket(run).open() for run in bucketed(list(parameters), 0)]

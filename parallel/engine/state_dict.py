@@ -5,7 +5,8 @@ A checkpoint written under one strategy is loaded under any other.
 
 from __future__ import annotations
 
-from collections import ChainMap
+import itertools
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
+from parallel.comm.sharded_reducer import joined
 from parallel.engine.optimizer_step import OptimizerStep
 from parallel.offload.host_optimizer import LR_SCALE
 from parallel.schedule.mesh import Mesh
@@ -42,7 +44,8 @@ class FullStateDict:
         """``model`` and ``optimizer`` on rank 0, {} on the others; every rank takes part.
 
         Copies of a stage have the same parameters and optimizer state to the last bit: rank 0 is sent no other copy of
-        what it has. Buffers are those of replica 0, whatever a forward pass may do to them.
+        what it has. Of a stage that is divided every rank gives the state of its pieces. Buffers are those of replica
+        0, whatever a forward pass may do to them.
         """
         rank = self.communicator.rank
         givers = {number: self._giver(number) for number in self.stages}
@@ -53,15 +56,26 @@ class FullStateDict:
             if rank == (givers[number] if key in stage.parameters else self.mesh.rank_at(number))
         }
         names = {name for number, stage in self.stages.items() if givers[number] == rank for name in stage.parameters}
-        optimizer = self.update.optimizer
+        optimizer, pieces = self.update.optimizer, self.update.pieces
         states, options = (states_by_name(optimizer), options_by_name(optimizer)) if optimizer else ({}, {})
-        parts = gather_objects(self.communicator, (model, {n: s for n, s in states.items() if n in names}, options))
+        own = [
+            (name, pieces[name].begin if name in pieces else 0, state)
+            for name, state in states.items()
+            if name in pieces or name in names
+        ]
+        parts = gather_objects(self.communicator, (model, own, options))
         if parts is None:
             return {}
-        model, states, options = (dict(ChainMap(*each)) for each in zip(*parts, strict=True))
+        models, owned, options_of = zip(*parts, strict=True)
+        model, options = dict(ChainMap(*models)), dict(ChainMap(*options_of))
+        by_begin: dict[str, dict[int, Any]] = defaultdict(dict)
+        for name, begin, state in itertools.chain(*owned):
+            by_begin[name][begin] = state
         return {
             "model": {key: model[key] for key in self.keys},
-            "optimizer": whole_state(self.parameters, states, options),
+            "optimizer": whole_state(
+                self.parameters, {name: joined(model[name], states) for name, states in by_begin.items()}, options
+            ),
         }
 
     def scatter(self, state: dict[str, Any]) -> None:
@@ -82,13 +96,16 @@ class FullStateDict:
         optimizer = self.update.optimizer
         if optimizer is None:
             return
-        optimizer.load_state_dict(own_state(optimizer, state["optimizer"], self.parameters))
+        own = own_state(optimizer, state["optimizer"], self.parameters)
+        for group in own["param_groups"]:
+            for number, name in zip(group["params"], group["param_names"], strict=True):
+                if name in self.update.pieces and number in own["state"]:
+                    own["state"][number] = self.update.pieces[name].of_state(own["state"][number])
+        optimizer.load_state_dict(own)
 
     def _giver(self, number: int) -> int:
-        """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one that it updates
-        itself. Where pairs of ranks share the optimizer's state, as both of a pair know, that is replica 0's."""
-        updates_all = all(name in self.update.owned for stage in self.stages.values() for name in stage.parameters)
-        return 0 if updates_all and 0 in self.mesh.ranks_with(number) else self.mesh.rank_at(number)
+        """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one."""
+        return 0 if 0 in self.mesh.ranks_with(number) else self.mesh.rank_at(number)
 
 
 Options = dict[str, Any]

@@ -8,6 +8,8 @@ are not counted. No torch here.
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +22,10 @@ GATHERED = 2
 """Units of FSDP that are whole at a time: the one at work, and the one gathered ahead."""
 UNIT = 8
 """A unit holds at most this part of the parameters (``sharding_units.LARGEST``), where blocks allow that."""
+BUCKET_BYTES = 25 << 20
+"""Default size of gradients that are summed in one operation."""
+IN_FLIGHT = 1
+"""Buckets of slices whose sums are under way while the next one fills."""
 UPDATE_COPIES = (0, 1, 2, 2)
 """By values that the optimizer keeps for each parameter: copies of one parameter that torch's update on a CPU makes on
 its way (``torch/optim``). SGD's decayed gradient; AdamW's root of the second moment and, beside it, the quotient. A
@@ -81,35 +87,62 @@ def rank_bytes(
     schedule: Schedule,
     *,
     slots: int,
-    shard_optimizer: bool = False,
+    zero: int = 0,
+    copies: int = 1,
     weights: Sequence[float] | None = None,
     device: str = "cpu",
-    summed: bool = False,
 ) -> list[RankBytes]:
     """Return the bytes of every rank in ``schedule``.
+
+    Of a stage with P bytes of parameters, K values kept by the optimizer for each and N holders, between two steps
+    (Rajbhandari et al. 2020, ZeRO, section 5; stage 3 is ``sharded_bytes``):
+
+    ====  ==========  =========  =========
+    zero  parameters  gradients  optimizer
+    ====  ==========  =========  =========
+    0     P           P          K P
+    1     P           P / N      K P / N
+    2     P           P / N      K P / N
+    3     P / N       P / N      K P / N
+    ====  ==========  =========  =========
+
+    While backward passes add to them, gradients take P with stage 1 and with inverted replicas, whose sums wait for
+    each other; with stage 2 two buckets besides the slice.
 
     Args:
         stages: for the largest microbatch, at least those that the ranks of ``schedule`` hold.
         schedule: compute-only, with recomputation where it is done, or lowered.
         slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
-        shard_optimizer: of a pair of replicas' ranks, each keeps the optimizer state of the stage that it holds of the
-            first replica.
+        zero: as of ``Strategy``.
+        copies: ranks that hold a stage for each team of ``mesh`` that does: members, and groups it does not have.
         weights: of the microbatches by number, as parts of the largest; 1 each by default.
         device: kind of device, "cpu" or "cuda", which the optimizer's own memory depends on.
-        summed: gradients of every stage are summed over ranks, those that ``mesh`` does not tell of among them.
     """
+
+    holders = {stage: len(mesh.teams_with(stage)) * copies for stage in range(mesh.stages)}
+
+    def slice_of(stage: int) -> int:
+        return -(-stages[stage].parameters // (holders[stage] if zero else 1))
 
     def fullest(rank: int, actions: Sequence[Action]) -> RankBytes:
         of_rank = sorted({stage for stage, _ in mesh.held_by(rank)})
         updates = any(action.kind is Kind.UPDATE for action in actions)
         single = sum(stages[stage].parameters for stage in of_rank)
         parameters = single * versions(actions)[1]  # one stage a rank, where microbatches update it
-        owned = [s for s in of_rank if not shard_optimizer or mesh.team_at(s, 0, rank // mesh.depth) == rank]
-        optimizer = slots * sum(stages[stage].parameters for stage in owned)
-        largest = max((stages[stage].largest_parameter for stage in owned), default=0)
-        # Gradients that are summed over ranks lie in buckets from the beginning; others are made by the first backward.
-        gradients = {s: stages[s].parameters for s in of_rank if summed or len(mesh.teams_with(s)) > 1}
+        sliced = sum(map(slice_of, of_rank))
+        largest = max((min(stages[stage].largest_parameter, slice_of(stage)) for stage in of_rank), default=0)
+        update = _update(single, sliced, slots, largest, device)
+        divided = {stage for stage in of_rank if zero and holders[stage] > 1}
+        if divided:  # parameters are gathered bucket by bucket
+            gathered = max(min(stages[stage].parameters, _bucket(stages[stage])) for stage in divided)
+            update = dataclasses.replace(
+                update, transient=max(update.transient, gathered + sliced * gathered // single)
+            )
+        # Gradients that are summed whole lie in buckets from the beginning; others are made by the first backward.
+        gradients = {s: stages[s].parameters for s in of_rank if holders[s] > 1 and s not in divided}
         steps = list(held(actions))
+        backwards = Counter(action.stage for action, _, _ in steps if action.kind in BEGINS_BACKWARD)
+        by_bucket = {s for s in divided if mesh.replicas == 1 and (zero == 2 or backwards[s] == 1)}
         scales = [1.0 if weights is None else weights[action.i] for action, _, _ in steps]
         # By action: messages that it waits for, and that it has made.
         boundary = [(0.0, 0.0)] * len(steps)
@@ -125,20 +158,24 @@ def rank_bytes(
                 during = float(stage.parameters * first)
             elif action.kind in BEGINS_BACKWARD:
                 during = (stage.first_backward if first else stage.backward) * weight - sizes[fuller]
+                if action.stage in by_bucket or (first and action.stage in divided):
+                    buckets = (1 + IN_FLIGHT) * _bucket(stage) if action.stage in by_bucket else stage.parameters
+                    during = stage.backward * weight + min(stage.parameters, buckets) - sizes[fuller]
             else:
                 during = (stage.forward if after is Held.ACTIVATIONS else stage.forward_only) * weight - sizes[fuller]
             messages = sum(arriving for arriving, _ in boundary[n + 1 : n + 2])
             messages += sum(leaving for _, leaving in boundary[max(0, n - 1) : n])
-            model = parameters, sum(gradients.values()), optimizer
+            model = parameters, sum(gradients.values()), update.optimizer
             moments.append((*model, round(kept), round(during), round(messages)))
             if action.kind in (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT):
-                gradients[action.stage] = stage.parameters
+                gradients[action.stage] = slice_of(action.stage) if action.stage in by_bucket else stage.parameters
                 if updates:
-                    update = _update(single, optimizer, largest, slots, device)
-                    moments.append((parameters, single, optimizer, round(kept - sizes[fuller]), update.transient, 0))
+                    moments.append(
+                        (parameters, single, update.optimizer, round(kept - sizes[fuller]), update.transient, 0)
+                    )
                     del gradients[action.stage]
             kept += sizes[after] - sizes[fuller]
-        return _fuller(_update(single, optimizer, largest, slots, device), RankBytes(*max(moments, key=sum)))
+        return _fuller(update, RankBytes(*max(moments, key=sum)))
 
     return [fullest(rank, actions) for rank, actions in sorted(schedule.items())]
 
@@ -154,18 +191,22 @@ def sharded_bytes(stage: StageBytes, ranks: int, *, several: bool, slots: int, d
     gathered = min(stage.parameters, GATHERED * stage.parameters // UNIT)
     work = max(stage.forward, stage.backward) - kept + gathered
     passes = RankBytes(part, stage.parameters if several else part, slots * part, kept, work, 0)
-    return _fuller(passes, _update(part, slots * part, -(-stage.largest_parameter // ranks), slots, device))
+    return _fuller(passes, _update(part, part, slots, -(-stage.largest_parameter // ranks), device))
 
 
-def _update(parameters: int, optimizer: int, largest: int, slots: int, device: str) -> RankBytes:
-    """While the optimizer updates: on a GPU torch takes all parameters together, and a copy of them for what it works
-    out; on a CPU one after the other.
+def _update(parameters: int, sliced: int, slots: int, largest: int, device: str) -> RankBytes:
+    """While the optimizer updates ``sliced`` of the bytes of ``parameters``: on a GPU torch takes all of them together,
+    and a copy of them for what it works out; on a CPU one parameter after the other.
 
     Args:
-        largest: of one parameter among those that this rank updates.
+        largest: of one parameter, or piece, among those that this rank updates.
     """
-    work = parameters if device == "cuda" else UPDATE_COPIES[slots] * largest
-    return RankBytes(parameters, parameters, optimizer, 0, work, 0)
+    work = sliced if device == "cuda" else UPDATE_COPIES[slots] * largest
+    return RankBytes(parameters, sliced, slots * sliced, 0, work, 0)
+
+
+def _bucket(stage: StageBytes) -> int:
+    return max(BUCKET_BYTES, stage.largest_parameter)
 
 
 def _fuller(*moments: RankBytes) -> RankBytes:

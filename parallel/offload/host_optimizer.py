@@ -129,9 +129,13 @@ class HostOptimizer:
 
     def _copy_back(self, names: Iterable[str]) -> None:
         for name in names:
-            parameter = self._parameters[name]
-            parameter.copy_(self.owned[name], non_blocking=True)
-            self._versions[name] = parameter._version
+            self._parameters[name].copy_(self.owned[name], non_blocking=True)
+        self.mark_copied(names)
+
+    def mark_copied(self, names: Iterable[str]) -> None:
+        """Take these parameters to be the same on the host, whatever has been written to the memory around them."""
+        for name in names:
+            self._versions[name] = self._parameters[name]._version
 
     @torch.no_grad()
     def rollback(self) -> None:

@@ -37,7 +37,7 @@ class MemoryRule:
         in_flight: by rank, every combination of numbers of microbatches in flight that it comes to, one number for each
             stage it holds, in ascending order (``rank_bytes.in_flight``).
         per_parameter: bytes that a rank holds for each byte of the parameters of a stage: they themselves, gradients,
-            optimizer state; those of a pair's rank that keeps no optimizer state of the stage in ``per_other``.
+            optimizer state.
         recompute: what is kept of a microbatch is what entered the stage.
         stashes: a rank, of one stage, holds a version of its parameters for each microbatch in flight.
     """
@@ -45,7 +45,6 @@ class MemoryRule:
     limits: tuple[float, ...]
     in_flight: tuple[tuple[tuple[int, ...], ...], ...]
     per_parameter: float
-    per_other: float | None = None
     recompute: bool = False
     stashes: bool = False
 
@@ -207,12 +206,10 @@ class _Problem:
             if rule is None:
                 continue
             own, limit = rule.per_parameter, rule.limits[rank]
-            not_own = own if rule.per_other is None else rule.per_other
-            shares = (own, not_own) if rank == k else (not_own, own)
             for computing, numbers in itertools.product((0, 1), rule.in_flight[rank]):
                 if numbers[computing]:
-                    first.append(self._bytes(numbers[0], shares[0], computing=computing == 0) / limit)
-                    second.append(self._bytes(numbers[1], shares[1], computing=computing == 1) / limit)
+                    first.append(self._bytes(numbers[0], own, computing=computing == 0) / limit)
+                    second.append(self._bytes(numbers[1], own, computing=computing == 1) / limit)
         return Pair(np.stack(first), np.stack(second), speed)
 
 

@@ -31,7 +31,7 @@ def candidates(
     depth: int | None = None,
     m: int | None = None,
 ) -> Iterator[Strategy]:
-    """Yield all without recomputation and without a sharded optimizer, which are for those that do not fit.
+    """Yield all without recomputation and without divided state, which are for those that do not fit.
 
     Microbatches are of 1, 2, 4, ... tiles, up to a group's share of the batch.
 
@@ -130,6 +130,7 @@ class MemoryOptions:
     Attributes:
         recompute: of ``ActivationPolicy``, the values it may have; "none" where nothing has to be recomputed.
         offload: whether what is kept may be moved to the host.
+        zero: of ``Strategy``, the values it may have; fsdp goes without.
         stream: tiles may be computed box by box.
         beyond: known not to fit: of what it allows, nothing is tried.
     """
@@ -137,12 +138,13 @@ class MemoryOptions:
     recompute: tuple[str, ...] = RECOMPUTE
     offload: tuple[bool, ...] = (False, True)
     stream: bool = True
+    zero: tuple[int, ...] = (0, 1, 2)
     beyond: MemoryOptions | None = field(default=None, repr=False, compare=False)
 
     @property
     def boxes(self) -> bool:
         """Tiles may be computed box by box, which goes with nothing else."""
-        return self.stream and "none" in self.recompute and False in self.offload
+        return self.stream and "none" in self.recompute and False in self.offload and 0 in self.zero
 
     def escalation(self, candidate: Strategy) -> Iterator[list[Strategy]]:
         """Yield lists of variants of ``candidate``, each of which needs less memory and more time than the one before:
@@ -158,8 +160,11 @@ class MemoryOptions:
             variants = [variant for variant in tier if self._allow(variant)]
             if variants:
                 yield variants
-            if variants and candidate.paired:
-                yield [dataclasses.replace(variant, shard_optimizer=True) for variant in variants]
+            divided = [
+                dataclasses.replace(variant, zero=zero) for variant in tier for zero in self._divisions(candidate)
+            ]
+            if variants := [variant for variant in divided if self._allow(variant)]:
+                yield variants
 
     def with_optimal(self, candidate: Strategy) -> Strategy | None:
         """Return ``candidate`` with the best choice of what is recomputed; None where it recomputes nothing, or that is
@@ -173,9 +178,12 @@ class MemoryOptions:
         if any(self.escalation(candidate)):
             return "no choice of what is computed again was found that fits the memory"
         asked = f"recompute {' or '.join(self.recompute)}" * ("none" not in self.recompute)
-        asked = " and ".join(word for word in (asked, "offload" * (False not in self.offload)) if word)
+        divided = f"zero {' or '.join(map(str, self.zero))}" * (0 not in self.zero)
+        asked = " and ".join(word for word in (asked, "offload" * (False not in self.offload), divided) if word)
         reason = "cannot split the model's backward pass then"
-        if candidate.name == "fsdp":
+        if divided and candidate.holders == 1:
+            reason = "has each stage on one rank alone"
+        elif candidate.name == "fsdp":
             reason = "gathers parameters as it goes along, and keeps all activations on the device"
         elif candidate.stashes:
             reason = "keeps all activations on the device"
@@ -183,11 +191,19 @@ class MemoryOptions:
             reason = "has no stage that could be computed again later"
         return f"{asked} is asked for, and {candidate.name} {reason}"
 
+    def _divisions(self, candidate: Strategy) -> list[int]:
+        """Return the stages of ZeRO to try: of two that take as many bytes, the one that sends less."""
+        if candidate.holders == 1 or candidate.name == "fsdp":
+            return []
+        allowed = [zero for zero in self.zero if zero]
+        return allowed[:1] if candidate.paired or candidate.m == candidate.groups else allowed
+
     def _allow(self, variant: Strategy) -> bool:
         return self._include(variant) and not (self.beyond and self.beyond._include(variant))
 
     def _include(self, variant: Strategy) -> bool:
-        return variant.policy.recompute in self.recompute and variant.policy.moves in self.offload
+        allowed = variant.policy.recompute in self.recompute and variant.policy.moves in self.offload
+        return allowed and (variant.zero in self.zero or variant.name == "fsdp")
 
 
 ANY = MemoryOptions()

@@ -61,7 +61,7 @@ def steps_of(savings: MemoryOptions) -> list[MemoryOptions]:
     for open_to in (PLAIN, ON_DEVICE, MemoryOptions(stream=False)):
         recompute = tuple(how for how in savings.recompute if how in open_to.recompute or how not in RECOMPUTE)
         offload = tuple(moves for moves in savings.offload if moves in open_to.offload)
-        step = MemoryOptions(recompute, offload, stream=False, beyond=steps[-1] if steps else None)
+        step = MemoryOptions(recompute, offload, stream=False, zero=savings.zero, beyond=steps[-1] if steps else None)
         if recompute and offload and step not in steps:
             steps.append(step)
     return [*steps, dataclasses.replace(BOXES, beyond=steps[-1])] if savings.boxes else steps

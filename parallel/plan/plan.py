@@ -75,7 +75,7 @@ class PlanRow:
             "shares": [list(share) for share in strategy.shares],
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.moves,
-            "shard_optimizer": strategy.shard_optimizer,
+            "zero": strategy.zero,
             "stream_px": strategy.policy.stream,
             "host_bytes": self.host_bytes,
             "host_limit_bytes": strategy.policy.host_bytes,
@@ -100,10 +100,10 @@ class PlanRow:
         )
         ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
         grid = Grid.parse(row["grid"]) if row["grid"] else None
-        cuts, shared = tuple(row["cuts"]), row["shard_optimizer"]
+        cuts, zero = tuple(row["cuts"]), row.get("zero", 0)
         shares = tuple(map(tuple, row.get("shares", ())))
         return cls(
-            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, shared, grid=grid, shares=shares),
+            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, zero, grid=grid, shares=shares),
             row["images_per_second"],
             row["step_s"],
             row["bubble"],

@@ -244,10 +244,10 @@ class StageCache:
         """Return arguments of ``memory.rank_bytes``."""
         return {
             "slots": self.task.slots,
-            "shard_optimizer": candidate.shard_optimizer,
+            "zero": candidate.zero,
+            "copies": candidate.groups * candidate.members,
             "weights": weights_of(candidate, self.task.batch),
             "device": self.cluster.kind,
-            "summed": candidate.copies * candidate.members > 1,
         }
 
     def rank_bytes(self, candidate: Strategy, partition: Partition, rank: int) -> RankBytes:
@@ -325,8 +325,7 @@ class StageCache:
         return MemoryRule(
             (self._limit(candidate),) * candidate.depth,
             in_flight(schedule, placement),
-            2.0 + self.task.slots,
-            2.0 if candidate.shard_optimizer else None,
+            2.0 + self.task.slots / (candidate.holders if candidate.zero else 1),
             candidate.policy.stagewise,
             candidate.stashes,
         )
@@ -343,5 +342,5 @@ def communication_bytes(strategy: Strategy, cluster: Cluster) -> int:
     Stages are taken to send to their neighbours only; a skip over a stage adds two links.
     """
     members = strategy.members
-    groups = (strategy.copies * members > 1) + strategy.shard_optimizer + (members > 1)
+    groups = (strategy.holders > 1) + (members > 1)
     return 2 * min(strategy.depth - 1, 2) * cluster.link_bytes + groups * cluster.communicator_bytes

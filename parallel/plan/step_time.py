@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,10 +113,11 @@ def step_time(
         exchange_s = _whole_exchange_s(candidate, batch, costs[0], gradient_bytes[0], cluster)
     held = [{stage for stage, _ in mesh.held_by(rank)} for rank in range(mesh.teams)]
     most = max(sum(gradient_bytes[stage] for stage in stages) for stages in held)
-    sharing = candidate.ranks if candidate.name == "fsdp" else 1 + candidate.shard_optimizer
+    sharing = candidate.ranks if candidate.name == "fsdp" else candidate.holders if candidate.zero else 1
     update_s = 0.0 if candidate.stashes else _update_s(most / sharing, slots, cluster, candidate.ranks)
-    if candidate.shard_optimizer and (link := cluster.link(0, candidate.group_ranks - candidate.members)):
-        update_s += most / link.bandwidth  # each rank of a pair gives the other what it has updated
+    if candidate.zero:  # what each rank has updated is gathered, half of a ring sum
+        sums_s = [_sum_s(candidate, mesh, stage, size, cluster) for stage, size in enumerate(gradient_bytes)]
+        update_s += max(sum(sums_s[stage] for stage in stages) for stages in held) / 2
     work = sum(span.duration_s for rank in timeline.spans for span in timeline.compute(rank)) / mesh.teams
     slowness = statistics.mean(1 / speed for speed in _speeds(candidate, cluster, group))
     more = units * slowness * sum(cost.forward_s + cost.backward_s + cost.update_s for cost in added) / mesh.depth
@@ -244,18 +246,38 @@ def _summed_s(
             if span.action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 held = (rank, span.action.stage)
                 last[held] = max(last.get(held, 0.0), span.end_s)
-    free, members = dict.fromkeys(timeline.spans, 0.0), candidate.members
+    free = dict.fromkeys(timeline.spans, 0.0)
     stages = sorted(range(mesh.stages), key=lambda s: max(last[rank, s] for rank in mesh.teams_with(s)))
     for stage in stages:
         own = mesh.teams_with(stage)
-        teams = [group * candidate.depth + team for group in range(candidate.groups) for team in own]
-        everybody = [team * members + member for team in teams for member in range(members)]
         begin = max(*(last[rank, stage] for rank in own), *(free[rank] for rank in own))
-        at_once = min(max(1, cluster.per_node // members), candidate.depth)
-        end = begin + cluster.sum_s(gradient_bytes[stage], everybody, at_once=at_once)
+        end = begin + _sum_s(candidate, mesh, stage, gradient_bytes[stage], cluster) * _rounds(candidate, cluster)
         for rank in own:
             free[rank] = end
     return max(free.values())
+
+
+def _sum_s(candidate: Strategy, mesh: Mesh, stage: int, param_bytes: int, cluster: Cluster) -> float:
+    """Return the seconds of a ring sum of a stage's gradients over all ranks that hold it.
+
+    Args:
+        mesh: of the first group.
+    """
+    members = candidate.members
+    teams = [group * candidate.depth + team for group in range(candidate.groups) for team in mesh.teams_with(stage)]
+    everybody = [team * members + member for team in teams for member in range(members)]
+    at_once = min(max(1, cluster.per_node // members), candidate.depth)
+    return cluster.sum_s(param_bytes, everybody, at_once=at_once)
+
+
+def _rounds(candidate: Strategy, cluster: Cluster) -> float:
+    """Return how many ring sums of gradients a step takes, of which nothing hides the seconds: with ZeRO half of one,
+    with its stage 2 for every microbatch, which on a GPU are hidden but for the last."""
+    if not candidate.zero:
+        return 1.0
+    if candidate.zero == 1 or cluster.kind != "cpu":
+        return 0.5
+    return 0.5 * math.ceil(len(candidate.share_of(0)) / (1 + candidate.paired))
 
 
 def _whole_exchange_s(candidate: Strategy, batch: int, stage: StageCost, param_bytes: int, cluster: Cluster) -> float:
@@ -270,7 +292,7 @@ def _whole_exchange_s(candidate: Strategy, batch: int, stage: StageCost, param_b
         gather_s = sum_s / 2 * cluster.gathering
         twice = sum(max(0.0, gather_s - seconds * hides) for seconds in (stage.forward_s, stage.backward_s))
         return sum(weights_of(candidate, batch)) * twice + gather_s
-    sum_s *= cluster.beside_backward
+    sum_s *= cluster.beside_backward * _rounds(candidate, cluster)
     return max(sum_s - hides * stage.backward_s, sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes)))
 
 

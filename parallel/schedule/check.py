@@ -213,7 +213,8 @@ class _Channels:
                     break
 
     def _sums(self) -> Iterator[ScheduleFault]:
-        """A stage with copies on several ranks is summed once on each, after its last backward pass there."""
+        """A stage with copies on several ranks is summed as often on each, and after its last backward pass there."""
+        counts: dict[int, tuple[int, int]] = {}
         backward = (*BEGINS_BACKWARD, Kind.BACKWARD_WEIGHT)
         for rank, actions in self._schedule.items():
             # A rank with both replicas of a stage has one copy of its parameters.
@@ -225,11 +226,13 @@ class _Channels:
                 if not sums:
                     missing = Action(Kind.REDUCE, stage, None, replica)
                     yield ScheduleFault("is missing: other ranks hold copies of the stage", rank, None, missing)
-                for n, action in sums[:1]:
+                first, count = counts.setdefault(stage, (rank, len(sums)))
+                for n, action in sums[-1:]:
                     if n < last:
                         yield ScheduleFault(f"stands before the last backward pass, {actions[last]}", rank, n, action)
-                for n, action in sums[1:]:
-                    yield ScheduleFault("the stage's gradients are summed a second time", rank, n, action)
+                    elif len(sums) != count:
+                        text = f"rank {first} sums the stage's gradients {count}x, this rank {len(sums)}x"
+                        yield ScheduleFault(text, rank, n, action)
 
     def _order_of_sums(self) -> Iterator[ScheduleFault]:
         """Ranks that sum the same stages do it in the same order."""

@@ -12,6 +12,7 @@ other, each after the messages and sums that its rank has begun.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections import defaultdict
@@ -33,6 +34,7 @@ def lower(
     offload: bool = False,
     costs: Sequence[StageCost] | None = None,
     reduce_at_end: bool = False,
+    reduce_each: bool = False,
 ) -> Schedule:
     """Return everything that each rank does in a step.
 
@@ -42,12 +44,13 @@ def lower(
         offload: move them to the host meanwhile.
         costs: of the stages, for ``offload``.
         reduce_at_end: sum no gradients before everything is computed.
+        reduce_each: sum those of each microbatch, not of all.
     """
     if recompute:
         schedule = add_recompute(schedule)
     place = in_order(schedule, mesh, Dependencies(mesh, links))
     lowered = add_communication(schedule, mesh, links, place)
-    lowered = add_reduction(lowered, mesh, links, place, at_end=reduce_at_end)
+    lowered = add_reduction(lowered, mesh, links, place, at_end=reduce_at_end, each=reduce_each)
     return add_offload(lowered, costs) if offload else lowered
 
 
@@ -217,33 +220,45 @@ def add_communication(
 
 
 def add_reduction(
-    schedule: Schedule, mesh: Mesh, links: Links, place: Mapping[Action, int] | None = None, *, at_end: bool = False
+    schedule: Schedule,
+    mesh: Mesh,
+    links: Links,
+    place: Mapping[Action, int] | None = None,
+    *,
+    at_end: bool = False,
+    each: bool = False,
 ) -> Schedule:
     """A REDUCE of each stage that several ranks hold, on each of them, as early as the last B or W of all of them
     allows, or ``at_end`` of everything; ``place`` as for ``add_communication``.
 
     Sums are collective: all ranks begin them in one order, each after its actions that begin no later than the last one
     that adds to a copy. A rank with both replicas of a stage sums them once.
+
+    Args:
+        each: also one as early as the first B or W of all of them allows, the second, and so on.
     """
     computed = {rank: [action for action in actions if action.kind in COMPUTE] for rank, actions in schedule.items()}
     place = place or in_order(computed, mesh, Dependencies(mesh, links))
-    done: dict[int, int] = {}  # stage -> place of the last backward action of any rank
-    for action, n in place.items():
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            done[action.stage] = max(done.get(action.stage, 0), n)
-    summed = [stage for stage in sorted(done, key=done.__getitem__) if len(mesh.ranks_with(stage)) > 1]
+    sums: list[tuple[int, int]] = []  # place of the last action that adds to a copy, and stage
+    for stage in range(mesh.stages):
+        adding = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        of_ranks = [[place[a] for a in row if a.kind in adding and a.stage == stage] for row in computed.values()]
+        rounds = itertools.zip_longest(*of_ranks, fillvalue=0)
+        done = list(itertools.accumulate(map(max, rounds), max))
+        if done and len(mesh.ranks_with(stage)) > 1:
+            sums += [(last, stage) for last in (done if each and not at_end else done[-1:])]
     lowered: Schedule = {}
     for rank, actions in schedule.items():
         replicas: dict[int, int] = {}
         for stage, replica in mesh.held_by(rank):
             replicas.setdefault(stage, replica)
         after: dict[int, list[Action]] = defaultdict(list)
-        for stage in summed:
+        for done_at, stage in sorted(sums):
             if stage in replicas:  # a copy that no microbatch went through is summed all the same
-                before = [n for n, action in enumerate(actions) if place.get(action, math.inf) <= done[stage]]
+                before = [n for n, action in enumerate(actions) if place.get(action, math.inf) <= done_at]
                 last = len(actions) - 1 if at_end else _end_of_sends(actions, before[-1]) if before else -1
                 after[last].append(Action(Kind.REDUCE, stage, None, replicas[stage]))
-        lowered[rank] = after[-1] + [each for n, action in enumerate(actions) for each in (action, *after[n])]
+        lowered[rank] = after[-1] + [every for n, action in enumerate(actions) for every in (action, *after[n])]
     return lowered
 
 

@@ -65,6 +65,11 @@ def sums(communicator: Communicator) -> None:
         tensor = torch.full((3, 2), (communicator.rank + 1) * unit, dtype=dtype)
         communicator.all_reduce(tensor)
         assert tensor.tolist() == [[world * (world + 1) // 2 * unit] * 2] * 3, dtype
+        rows = torch.stack([torch.full((5,), (communicator.rank + row) * unit, dtype=dtype) for row in range(world)])
+        communicator.ireduce_scatter(rows).wait()
+        assert (
+            rows[communicator.rank].tolist() == [sum(rank + communicator.rank for rank in range(world)) * unit] * 5
+        ), dtype
     under_way = [torch.full((50_000 if n % 2 else 3,), float(communicator.rank + n)) for n in range(6)]
     works = [communicator.iall_reduce(tensor) for tensor in under_way]
     for n, (tensor, work) in enumerate(zip(under_way, works, strict=True)):

@@ -101,13 +101,13 @@ def test_a_schedule_file_takes_the_place_of_the_named_one() -> None:
         (Strategy("gpipe", 4, 3, 4), "4 ranks cannot be grouped by 3 stages' ranks"),
         (Strategy("gpipe", 2, 0, 4), "2 ranks cannot be grouped by 0"),
         (Strategy("gpip", 2, 2, 4), "no schedule 'gpip'; the schedules are mp-basic, gpipe"),
-        (Strategy("1f1b", 2, 2, 4, shard_optimizer=True), "1f1b has no pairs of replicas"),
+        (Strategy("1f1b", 2, 2, 4, zero=1), "1f1b on 2 ranks with --zero 1: leave it out: each stage is on one rank"),
         (Strategy("zero-bubble", 2, 2, 4, compile=True), "compiled stages cannot"),
         (Strategy("interleaved", 2, 2, 4), "interleaved needs 2 or more stages a rank, not 1"),
         (Strategy("master", 2, 1, 4), "takes at least 2 ranks a group, not 1"),
         (
-            Strategy("zero-bubble", 3, 2, 4, compile=True, shard_optimizer=True),
-            "3 ranks cannot .*; zero-bubble has no pairs .*; zero-bubble splits",
+            Strategy("zero-bubble", 3, 2, 4, compile=True, zero=1),
+            "3 ranks cannot .*; zero-bubble on 3 ranks .*; zero-bubble splits",
         ),
     ],
 )

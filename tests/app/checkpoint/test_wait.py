@@ -50,7 +50,7 @@ ENGINES: dict[str, tuple[int, Callable[[Communicator], TrainingEngine]]] = {
     "whole, parameters on the host": (1, whole(on_host=True, resident=True)),
     "stages": (2, split("gpipe")),
     "stages, optimizer on the host": (2, split("gpipe", policy=ActivationPolicy(optimizer=True))),
-    "replicas, optimizer shared": (2, split("master", m=4, shard_optimizer=True)),
+    "replicas, optimizer divided": (2, split("master", m=4, zero=1)),
 }
 
 

@@ -104,7 +104,7 @@ def test_a_missing_plan_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_everything_that_a_row_decides_is_followed() -> None:
-    row = PlanRow(Strategy("master", 4, 2, 8, cuts=("layer2",), shard_optimizer=True).under(recompute="stage"))
+    row = PlanRow(Strategy("master", 4, 2, 8, cuts=("layer2",), zero=1).under(recompute="stage"))
     assert follow(StrategySettings(ranks=4), row, "cpu") == row.strategy
     again = Strategy("ddp", 2, 1, 8).under(
         recompute="optimal", chosen=(("a", "b"), ("d", "d")), offload="overlap", ahead=3 << 20

@@ -42,14 +42,13 @@ def test_other_texts_are_no_grids(text: str) -> None:
         (SPATIAL | {"compile": True}, "--grid 2x1: compiled stages cannot exchange parts of maps: leave c"),
         (SPATIAL | {"norm_statistics": "deferred"}, "--grid 2x1: deferred statistics are not of teams"),
         (SPATIAL | {"offload_state": "parameters"}, "--grid 2x1: parameters on the host are not of teams: use"),
-        (SPATIAL | {"shard_optimizer": "pair"}, "shard-optimizer=pair needs two copies of the model"),
+        (
+            SPATIAL | {"zero": 3},
+            "--zero 3 divides a model that each rank computes whole: got --parallel spatial, use ddp",
+        ),
         (TEAMS | {"grid": "2x2"}, "--parallel 1f1b splits the model over 2 teams or more; got --grid 2x2 and 4 ranks"),
         (TEAMS | {"stages": 3}, "--grid 2x1 takes 6 ranks for 3 teams, or a multiple; got 4: give --ranks 6, or"),
         (TEAMS | {"parallel": "zero-bubble"}, "--grid 2x1: zero-bubble splits the backward pass, which exchanges"),
-        (
-            TEAMS | {"parallel": "master", "shard_optimizer": "pair"},
-            "--grid 2x1: pairs share an optimizer",
-        ),
         (TEAMS | {"stream": "auto"}, "--stream auto is planned for --parallel single, ddp and spatial; got"),
         (TEAMS | {"stream": "16", "recompute": "block"}, "--stream 16 computes a tile again box by box, and goes w"),
         (TEAMS | {"stream": "16", "offload": "overlap"}, "--stream 16 computes a tile again box by box, and goes w"),

@@ -67,6 +67,7 @@ def test_every_schedule_can_be_asked_for() -> None:
         ({}, ("single", 1, 1, 1)),
         ({"ranks": 3}, ("ddp", 1, 3, 3)),
         ({"parallel": "fsdp", "ranks": 3}, ("fsdp", 1, 3, 3)),
+        ({"parallel": "ddp", "ranks": 3, "zero": 3}, ("fsdp", 1, 3, 3)),
         ({"parallel": "mp-basic", "ranks": 2}, ("mp-basic", 2, 1, 1)),
         ({"parallel": "gpipe", "ranks": 2}, ("gpipe", 2, 1, 4)),
         ({"parallel": "gpipe", "ranks": 4, "stages": 2}, ("gpipe", 2, 2, 8)),
@@ -100,11 +101,30 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ),
         ({"parallel": "interleaved", "ranks": 2, "chunks": 1}, ["--chunks must be at least 2; got 1"]),
         (
-            {"parallel": "1f1b", "ranks": 2, "shard_optimizer": "pair", "schedule": Path("nowhere.csv")},
+            {"parallel": "1f1b", "ranks": 2, "zero": 3, "schedule": Path("nowhere.csv")},
             [
-                "pair needs two copies of the model (mast, master, bidirectional)",
+                "--zero 3 divides a model that each rank computes whole: got --parallel 1f1b, use ddp",
                 "nowhere.csv is not a file",
             ],
+        ),
+        (
+            {"parallel": "1f1b", "ranks": 2, "zero": 1},
+            ["--parallel 1f1b on 2 ranks with --zero 1: leave it out: each stage is on one rank alone"],
+        ),
+        (
+            {"parallel": "ddp", "ranks": 2, "zero": 2, "gradient_buckets": "0", "offload_state": "parameters"},
+            [
+                "--parallel ddp on 2 ranks with --zero 2: use --offload-state=optimizer: parameters on the",
+                "use --zero 1: with --gradient-buckets=0 gradients stay whole until all is computed",
+            ],
+        ),
+        (
+            {"parallel": "fsdp", "ranks": 2, "zero": 1},
+            ["--parallel fsdp is --zero 3; got --zero 1: use --parallel ddp"],
+        ),
+        (
+            {"parallel": "async", "ranks": 2, "zero": 1},
+            ["--parallel async on 2 ranks with --zero 1: leave it out: a parameter server has the only optimizer"],
         ),
         (
             {"parallel": "ddp", "ranks": 2, "stages": 2, "cuts": "fc"},
@@ -117,12 +137,12 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
         ({"batch": 4, "microbatches": 5}, ["--microbatches must be 1 to --batch 4; got 5"]),
         ({"memory": "16G"}, ["--memory takes a size such as 512MiB or 16GiB; got '16G'"]),
         (
-            {"ranks": 2, "stages": 2, "cuts": "fc", "recompute": "stage", "shard_optimizer": "pair", "compile": True},
+            {"ranks": 2, "stages": 2, "cuts": "fc", "recompute": "stage", "zero": 1, "compile": True},
             [
                 "--cuts is about a model split into stages; --parallel auto chooses this itself",
                 "--recompute stage is about",
                 "--compile is about",
-                "--shard-optimizer=pair needs two copies",
+                "--parallel auto chooses --zero itself: leave --zero 1 out, or name the strategy",
             ],
         ),
         ({"stream": "0"}, ["--stream takes none, auto or the side of boxes in px, such as 512; got '0'"]),

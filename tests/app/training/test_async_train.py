@@ -12,7 +12,6 @@ import torch
 
 from app.planning.auto import names_for
 from app.planning.command import PlanCommand
-from app.planning.report import NAMES
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from app.training.push_log import PushLog, staleness_in
@@ -91,7 +90,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(asked: dict[str, Any], faul
 
 
 def test_no_plan_takes_it() -> None:
-    assert not {"async", "pipedream"} & {*names_for(StrategySettings(ranks=2)), *NAMES}
+    assert not {"async", "pipedream"} & {*names_for(StrategySettings(ranks=2)), *PlanCommand().names}
     (fault,) = PlanCommand(parallel="async", ranks=2).validate()
     assert fault == "--parallel async has no schedule that could be planned: plan ddp in its place"
 

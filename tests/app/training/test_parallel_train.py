@@ -160,7 +160,7 @@ def assert_same(found: Ran, expected: Ran) -> None:
         {"parallel": "ddp", "ranks": 3},
         {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},
         {"parallel": "interleaved", "ranks": 2},
-        {"parallel": "master", "ranks": 2, "shard_optimizer": "pair"},
+        {"parallel": "master", "ranks": 2, "zero": 1},
         pytest.param({"parallel": "master", "ranks": 4, "stages": 2}, marks=pytest.mark.long),
         {"parallel": "gpipe", "ranks": 2, "cuts": "6"},
         pytest.param({"parallel": "spatial", "ranks": 2}, marks=pytest.mark.long),

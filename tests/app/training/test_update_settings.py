@@ -146,10 +146,10 @@ def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
             marks=pytest.mark.long,
         ),
         pytest.param(Strategy("zero-bubble", 2, 2, 3), marks=pytest.mark.long),
-        Strategy("bidirectional", 2, 2, 3, shard_optimizer=True),
+        Strategy("bidirectional", 2, 2, 3, zero=1),
         pytest.param(Strategy("master", 2, 2, 3), marks=pytest.mark.long),
     ],
-    ids=lambda s: f"{s.name}{'-host' * s.policy.optimizer}{'-pair' * s.shard_optimizer}",
+    ids=lambda s: f"{s.name}{'-host' * s.policy.optimizer}{'-zero' * s.zero}",
 )
 def test_updates_and_averages_are_those_of_one_process(strategy: Strategy) -> None:
     expected = plain()

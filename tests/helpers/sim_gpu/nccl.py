@@ -207,6 +207,19 @@ class Distributed:
         assert op is None, "only sums"
         return self._collective("all_reduce", tensor, group, async_op, _sum)
 
+    def reduce_scatter_tensor(
+        self, output: Tensor, tensor: Tensor, group: Group | None = None, async_op: bool = False
+    ) -> Any:
+        own = self._group(group)
+        assert output.data_ptr() == tensor.view(len(own.ranks), -1)[own.number].data_ptr(), "only in place"
+
+        def run(tables: list[Tensor]) -> None:
+            rows = [table.view(len(tables), -1) for table in tables]
+            for number, row in enumerate(rows):
+                row[number].copy_(sum(row[number] for row in rows[1:]) + rows[0][number])
+
+        return self._collective("reduce_scatter", tensor, group, async_op, run)
+
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None, async_op: bool = False) -> Any:
         root = self._group(group).ranks.index(src)
         run: Callable[[list[Tensor]], object] = lambda tensors: [each.copy_(tensors[root]) for each in tensors]  # noqa: E731

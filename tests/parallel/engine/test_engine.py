@@ -80,8 +80,8 @@ def test_recomputed_stages_count_once_and_draw_the_same_numbers(schedule: str) -
 
 
 @pytest.mark.parametrize(("schedule", "depth", "groups"), [("master", 2, 1), ("bidirectional", 3, 1), ("mast", 2, 2)])
-def test_sharing_the_optimizer_state_of_a_pair_changes_nothing(schedule: str, depth: int, groups: int) -> None:
-    strategy = strategy_for(schedule, depth, groups, shard_optimizer=True)
+def test_dividing_the_optimizer_state_changes_nothing(schedule: str, depth: int, groups: int) -> None:
+    strategy = strategy_for(schedule, depth, groups, zero=1)
     whole, sharded = [], []
 
     def held(communicator: Communicator, _: Any, shard: bool, sizes: list[int]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_sharing_the_optimizer_state_of_a_pair_changes_nothing(schedule: str, de
     ranks = run_on_threads(strategy.ranks, functools.partial(held, shard=True, sizes=sharded), timeout_s=60)
     run_on_threads(strategy.ranks, functools.partial(held, shard=False, sizes=whole), timeout_s=60)
     assert_equal(ranks, plain("skips", strategy.m), torch.float64)
-    assert sum(sharded) < 0.75 * sum(whole) if depth % 2 else 2 * sum(sharded) == sum(whole)
+    assert sum(sharded) < 0.75 * sum(whole) if depth % 2 else 2 * groups * sum(sharded) == sum(whole)
 
 
 def test_tile_shapes_and_sizes_may_change_from_step_to_step() -> None:
@@ -135,7 +135,7 @@ def test_states_go_from_any_strategy_to_any_other() -> None:
     state = run_on_threads(2, first, timeout_s=60)[0]
 
     def second(communicator: Communicator, _: Any) -> dict[str, Any]:
-        engine = build(communicator, "skips", strategy_for("master", 3, m=4, shard_optimizer=True), steps)
+        engine = build(communicator, "skips", strategy_for("master", 3, m=4, zero=2), steps)
         engine.load_state_dict(copy.deepcopy(state))
         train(engine, steps[2:], first=2)
         return engine.state_dict()
@@ -208,7 +208,7 @@ def test_images_of_another_shape_than_announced_are_a_fault() -> None:
     ("more", "message"),
     [
         ({"cuts": ("up2",)}, "1 cuts make 2 stages and 3 are needed"),
-        ({"shard_optimizer": True}, "no pairs of replicas"),
+        ({"zero": 1}, "each stage is on one rank alone"),
         ({"schedule_csv": "0F0\n1F0,1B0\n2F0,2B0\n"}, "0B0"),
     ],
 )

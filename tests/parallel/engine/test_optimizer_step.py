@@ -1,17 +1,17 @@
-"""One rank's optimizer step: over what it owns, scaled when asked, copied to the other rank of a pair."""
+"""One rank's optimizer step: over what it owns, scaled when asked."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from parallel.comm.communicator import Communicator
+from parallel.comm.sharded_reducer import ShardedReducer
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.optimizer_step import OptimizerStep, ParamBroadcast
+from parallel.engine.optimizer_step import OptimizerStep
 
 SGD = functools.partial(torch.optim.SGD, lr=99.0)
 """With a rate that every step replaces."""
@@ -50,37 +50,23 @@ def test_gradients_that_stay_on_this_rank_begin_at_nothing() -> None:
     assert shared.grad is view, "its exchange has put it there and zeroes it"
 
 
-def test_a_rank_that_owns_nothing_has_no_optimizer_and_takes_the_copies() -> None:
-    def rank(communicator: Communicator, source: int) -> tuple[bool, float, float]:
-        weight, fixed = parameter(1.0 + communicator.rank, 2.0), parameter(5.0)
-        owns = communicator.rank == source
-        copies = [ParamBroadcast([weight], communicator, source)]
-        update = OptimizerStep(SGD, owned={"weight": weight} if owns else {}, unshared=[], held=[weight], copies=copies)
-        update.apply(0.25, scale=1)
-        return update.optimizer is not None, weight.item(), fixed.item()
+def test_an_optimizer_that_may_need_whole_parameters_is_refused() -> None:
+    class Lars(torch.optim.SGD):
+        """Scales the gradient of each parameter by the norms of both."""
 
-    assert run_on_threads(2, rank, 0) == [(True, 0.5, 5.0), (False, 0.5, 5.0)]
-    assert run_on_threads(2, rank, 1) == [(False, 1.5, 5.0), (True, 1.5, 5.0)]
+    def rank(communicator: Communicator, _: None) -> None:
+        weight = nn.Parameter(torch.ones(4))
+        shard = ShardedReducer([weight], communicator, overlap=False)
+        (piece,) = shard.pieces
+        pieces = {"weight": piece}
+        OptimizerStep(
+            functools.partial(Lars, lr=0.1),
+            owned={name: piece.value for name, piece in pieces.items()},
+            unshared=[],
+            held=[weight],
+            pieces=pieces,
+            shards=[shard],
+        )
 
-
-def test_a_pair_that_each_updates_half_ends_as_two_that_update_all() -> None:
-    values, gradients = [1.0, -2.0, 3.0, 0.5], [0.1, 0.7, -0.3, 0.2]
-    adam = functools.partial(torch.optim.AdamW, lr=99.0, weight_decay=0.1)
-
-    def rank(communicator: Communicator, shard: bool) -> list[float]:
-        weights = {str(k): parameter(value) for k, value in enumerate(values)}
-        halves = [{k: weights[k] for k in keys} for keys in ("01", "23")]
-        copies = [ParamBroadcast(list(half.values()), communicator, source) for source, half in enumerate(halves)]
-        owned: dict[str, Any] = halves[communicator.rank] if shard else weights
-        update = OptimizerStep(adam, owned=owned, unshared=[], held=weights.values(), copies=copies if shard else [])
-        for step in range(3):
-            for weight, gradient in zip(weights.values(), gradients, strict=True):
-                weight.grad = torch.tensor([gradient * (step + 1)])
-            update.apply(0.1, scale=1)
-        assert update.optimizer is not None
-        assert len(update.optimizer.state) == (2 if shard else 4)
-        return [weight.item() for weight in weights.values()]
-
-    sharded, whole = (run_on_threads(2, rank, shard) for shard in (True, False))
-    assert sharded == whole
-    assert sharded[0] == sharded[1] != pytest.approx(values)
+    with pytest.raises(ValueError, match="Lars may need whole ones: use one of SGD, Adam, AdamW, RMSprop, or --zero 0"):
+        run_on_threads(2, rank, None)

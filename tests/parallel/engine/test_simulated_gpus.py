@@ -32,7 +32,7 @@ STRATEGIES = {
     "teams in 1f1b": Strategy("1f1b", 4, 2, 2, grid=STRIPS),
     "teams in 1f1b of four stages": Strategy("1f1b", 8, 4, 4, grid=STRIPS),
     "teams in master": Strategy("master", 4, 2, M, grid=STRIPS),
-    "halves of the optimizer state": strategy_for("master", 2, m=2, shard_optimizer=True),
+    "zero 1, replicas": strategy_for("master", 2, m=2, zero=1),
     "offload": strategy_for("1f1b", 2, m=M, policy=OFFLOAD),
     "offload, ahead": strategy_for("gpipe", 2, m=M, policy=ActivationPolicy("none", (), "overlap", 20_000, 512)),
     "recompute blocks": strategy_for("gpipe", 2, m=M, policy=ActivationPolicy("block")),
@@ -53,7 +53,7 @@ STRATEGIES = {
 QUICK = {
     "late": {
         *("1f1b", "zero-bubble", "master", "bidirectional", "hybrid", "ddp", "teams in 1f1b"),
-        *("halves of the optimizer state", "recompute stages, offload", "parameters on the host"),
+        *("zero 1, replicas", "recompute stages, offload", "parameters on the host"),
     },
     "at once": {"1f1b"},
     "in between": {"ddp"},

@@ -1,4 +1,4 @@
-"""Who sums gradients with whom: every copy of a stage once, every pair of inverse ranks, nobody else."""
+"""Who sums gradients with whom: every copy of a stage once, nobody else."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from parallel.engine.rank_program import StageGroups
 from parallel.schedule.mesh import Mesh
 
 
-def sums(mesh: Mesh, pairs: bool = True) -> list[dict[str, dict[int, float]]]:
-    """Of each rank: the sum of 2 ** rank over those it shares a stage with, in all and as a pair."""
+def sums(mesh: Mesh) -> list[dict[int, float]]:
+    """Of each rank: the sum of 2 ** rank over those it shares a stage with, by stage."""
 
-    def rank(communicator: Communicator, _: Any) -> dict[str, dict[int, float]]:
-        holders = StageGroups(communicator, mesh, pairs=pairs)
-        found: dict[str, dict[int, float]] = {"of_stage": {}, "pairs": {}}
-        for kind, communicators in (("of_stage", holders.of_stage), ("pairs", holders.pairs)):
-            for stage, ranks in sorted(communicators.items()):
-                number = torch.tensor([2.0**communicator.rank])
-                ranks.all_reduce(number)
-                found[kind][stage] = number.item()
+    def rank(communicator: Communicator, _: Any) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for stage, ranks in sorted(StageGroups(communicator, mesh).of_stage.items()):
+            number = torch.tensor([2.0**communicator.rank])
+            ranks.all_reduce(number)
+            found[stage] = number.item()
         return found
 
     return run_on_threads(mesh.teams, rank, timeout_s=20)
@@ -37,21 +35,7 @@ def sums(mesh: Mesh, pairs: bool = True) -> list[dict[str, dict[int, float]]]:
 def test_every_rank_meets_all_copies_of_its_stages(mesh: Mesh) -> None:
     for rank, found in enumerate(sums(mesh)):
         expected = {stage: sum(2.0**r for r in mesh.teams_with(stage)) for stage, _ in mesh.held_by(rank)}
-        assert found["of_stage"] == expected
-
-
-def test_pairs_are_the_two_inverse_ranks_of_a_group() -> None:
-    found = [each["pairs"] for each in sums(Mesh(2, (0, 1), 2))]
-    assert found == [{0: 3.0, 1: 3.0}] * 2 + [{0: 12.0, 1: 12.0}] * 2
-
-
-def test_the_middle_rank_of_an_odd_depth_is_no_pair() -> None:
-    found = [each["pairs"] for each in sums(Mesh(1, (0, 1, 2), 2))]
-    assert found == [{0: 5.0, 2: 5.0}, {}, {0: 5.0, 2: 5.0}]
-
-
-def test_no_pairs_unless_asked_for() -> None:
-    assert all(not each["pairs"] for each in sums(Mesh(1, (0, 1), 2), pairs=False))
+        assert found == expected
 
 
 def test_the_same_ranks_share_one_communicator() -> None:
@@ -67,7 +51,7 @@ def test_the_same_ranks_share_one_communicator() -> None:
 
     def rank(communicator: Communicator, _: Any) -> tuple[int, int]:
         counting: Any = Counting(communicator)
-        holders = StageGroups(counting, Mesh(1, (0, 1, 2, 3), 2), pairs=True)
-        return counting.made, len({id(each) for each in (*holders.of_stage.values(), *holders.pairs.values())})
+        holders = StageGroups(counting, Mesh(1, (0, 1, 2, 3), 2))
+        return counting.made, len({id(each) for each in holders.of_stage.values()})
 
     assert run_on_threads(4, rank, timeout_s=20) == [(2, 1)] * 4

@@ -31,8 +31,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 STRATEGIES = {
     "1f1b": Strategy("1f1b", 3, 3, 4),
     "interleaved": Strategy("interleaved", 2, 2, 4, chunks=2),
-    "pairs": Strategy("bidirectional", 3, 3, 4, shard_optimizer=True),
-    "groups of pairs": Strategy("master", 4, 2, 4, shard_optimizer=True),
+    "pairs": Strategy("bidirectional", 3, 3, 4, zero=1),
+    "groups of pairs": Strategy("master", 4, 2, 4, zero=1),
     "a team": Strategy("spatial", 2, 1, 4, grid=Grid(1, 2)),
     "teams": Strategy("1f1b", 4, 2, 4, grid=Grid(2, 1)),
 }
@@ -117,7 +117,7 @@ def test_what_is_gathered_is_what_the_plain_run_would_save(name: str, optimizer:
 COPIES = {
     "all": (Strategy("master", 2, 2, 4), 0),
     "the first and the last stage": (Strategy("bidirectional", 4, 4, 4), 2),
-    "none that it updates": (Strategy("master", 2, 2, 4, shard_optimizer=True), 1),
+    "all, but divided state": (Strategy("master", 2, 2, 4, zero=1), 1),
     "none": (Strategy("gpipe", 2, 2, 4), 1),
     "all, in two groups": (Strategy("master", 4, 2, 4), 0),
 }

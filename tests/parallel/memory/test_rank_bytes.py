@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.registry import build_model
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
-from parallel.memory.rank_bytes import RankBytes, in_flight, rank_bytes, sharded_bytes
+from parallel.memory.rank_bytes import BUCKET_BYTES, RankBytes, in_flight, rank_bytes, sharded_bytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
@@ -163,15 +163,16 @@ def test_versions_of_the_weights_are_counted() -> None:
         assert found.total >= least
 
 
-def test_pairs_that_share_an_optimizer_keep_half_of_it() -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_holders_of_a_stage_keep_equal_slices_of_the_optimizer(groups: int) -> None:
     graph = resnet50()
     mesh = mesh_for("master", groups=1, depth=2)
     partition, schedule = partition_equal(graph, 2), build_schedule("master", mesh, 2)
-    whole = rank_bytes(stage_bytes(partition), mesh, schedule, slots=2)
-    shared = rank_bytes(stage_bytes(partition), mesh, schedule, slots=2, shard_optimizer=True)
     stages = stage_bytes(partition)
+    whole, divided = (rank_bytes(stages, mesh, schedule, slots=2, zero=zero, copies=groups) for zero in (0, 1))
     assert [rank.optimizer for rank in whole] == [2 * (stages[0].parameters + stages[1].parameters)] * 2
-    assert [rank.optimizer for rank in shared] == [2 * stages[0].parameters, 2 * stages[1].parameters]
+    slices = [-(-stage.parameters // (2 * groups)) for stage in stages]
+    assert [rank.optimizer for rank in divided] == [2 * sum(slices)] * 2
 
 
 def test_whole_models() -> None:
@@ -218,12 +219,18 @@ def test_an_update_takes_copies_of_the_largest_parameter(
     assert told.total == pytest.approx(watch.peak_bytes, rel=0.02)
 
 
-def test_a_rank_works_out_the_update_of_what_it_updates() -> None:
+def test_a_rank_works_out_the_update_of_what_it_updates_or_gathers() -> None:
     graph, mesh = resnet50(), mesh_for("master", groups=1, depth=2)
     partition, schedule = partition_equal(graph, 2), build_schedule("master", mesh, 2)
     first, last = (stage.largest_parameter for stage in stage_bytes(partition))
     assert first < last == max(p.numel() for p in build_model("resnet50", classes=3).parameters()) * 4
     bare = [dataclasses.replace(stage, backward=0, first_backward=0, forward=0) for stage in stage_bytes(partition)]
-    for shared, works in ((True, [first, last]), (False, [last, last])):
-        ranks = rank_bytes(bare, mesh, schedule, slots=2, shard_optimizer=shared)
-        assert [rank.transient for rank in ranks] == [2 * work for work in works]
+    ranks = rank_bytes(bare, mesh, schedule, slots=2)
+    assert [rank.transient for rank in ranks] == [2 * last, 2 * last]
+    (whole,) = stage_bytes(partition_equal(graph, 1))
+    of_ddp = Strategy("ddp", 4, 1, 4).mesh
+    passes = dataclasses.replace(whole, backward=0, first_backward=0, forward=0)
+    rank = rank_bytes([passes], of_ddp, {0: build_schedule("ddp", of_ddp, 4)[0]}, slots=2, zero=2)[0]
+    own, bucket = -(-whole.parameters // 4), max(BUCKET_BYTES, last)
+    assert (rank.gradients, rank.optimizer) == (own, 2 * own)
+    assert rank.transient == bucket + own * bucket // whole.parameters  # a bucket of new parameters, and its slice

@@ -260,7 +260,7 @@ def test_shared_gradients_wait_for_their_sum() -> None:
 @BOTH
 @pytest.mark.parametrize(
     "strategy",
-    [Strategy("1f1b", 3, 3, 4), Strategy("bidirectional", 2, 2, 4, shard_optimizer=True)],
+    [Strategy("1f1b", 3, 3, 4), Strategy("bidirectional", 2, 2, 4, zero=1)],
     ids=["1f1b", "pairs"],
 )
 def test_checkpoints_of_all_ranks_are_those_without_the_host(

@@ -39,9 +39,7 @@ class Case:
             return (*(draw.randint(0, 2) for _ in range(stages - 1)), draw.randint(1, 3))
 
         counts = tuple(tuple(numbers(n) for _ in range(draw.randint(1, 2))) for n in held)
-        return MemoryRule(
-            tuple(map(float, limits)), counts, draw.choice([1.0, 3.0]), draw.choice([None, 2.0]), draw.random() < 0.3
-        )
+        return MemoryRule(tuple(map(float, limits)), counts, draw.choice([1.0, 2.0, 3.0]), draw.random() < 0.3)
 
     def solve(self) -> Partition:
         return partition_optimal(
@@ -75,12 +73,13 @@ class Case:
         rule = self.memory
         assert rule is not None
         held = sorted({rank, self.stages - 1 - rank}) if self.paired else [rank]
-        shares = [rule.per_parameter if stage == rank or rule.per_other is None else rule.per_other for stage in held]
         windows = Windows(self.graph, self.seconds, [0, *self.positions, len(self.graph.layers)])
         parameters, kept, peaks = [], [], []
-        for stage, share in zip(held, shares, strict=True):
+        for stage in held:
             place = tuple(windows.positions.index(bound) for bound in bounds[stage])
-            parameters.append(share * sum(layer.param_bytes for layer in self.graph.layers[slice(*bounds[stage])]))
+            parameters.append(
+                rule.per_parameter * sum(layer.param_bytes for layer in self.graph.layers[slice(*bounds[stage])])
+            )
             kept.append(windows.entered_bytes[place] if rule.recompute else kept_bytes(self.graph, *bounds[stage]))
             peaks.append(windows.peak_bytes[place])
         return max(

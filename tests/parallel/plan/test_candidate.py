@@ -63,8 +63,8 @@ def test_texts() -> None:
         str(Strategy("single", 1, 1, 2).under(recompute="block", offload="overlap"))
         == "single, m=2 +recompute block +offload"
     )
-    master = Strategy("master", 8, 4, 16, shard_optimizer=True).under(recompute="stage")
-    assert str(master) == "master 2 x 4, m=16 +recompute +shard-optimizer"
+    master = Strategy("master", 8, 4, 16, zero=1).under(recompute="stage")
+    assert str(master) == "master 2 x 4, m=16 +recompute +zero 1"
 
 
 def test_what_is_kept() -> None:

@@ -16,7 +16,7 @@ RUNS = (("conv1", "pool"),)
 PLAN = Plan(
     {"model": "resnet18", "tile_px": 512},
     PlanRow(
-        Strategy("master", 4, 2, 8, 1, ("layer2", "layer4"), ActivationPolicy("optimal", RUNS, "overlap", 7), True),
+        Strategy("master", 4, 2, 8, 1, ("layer2", "layer4"), ActivationPolicy("optimal", RUNS, "overlap", 7), 2),
         1.5,
         5.3,
         0.1,
@@ -39,7 +39,7 @@ def test_the_names_that_others_read() -> None:
     assert written["peak_memory_bytes"] == [10, 20]
     assert (written["ranks"], written["depth"], written["m"], written["chunks"]) == (4, 2, 8, 1)
     assert (written["recompute"], written["recomputed"]) == ("optimal", [["conv1", "pool"]])
-    assert (written["offload"], written["ahead_bytes"], written["shard_optimizer"]) == (True, 7, True)
+    assert (written["offload"], written["ahead_bytes"], written["zero"]) == (True, 7, 2)
     assert written["cuts"] == ["layer2", "layer4"]
 
 

@@ -133,9 +133,24 @@ def test_both_savings_where_the_host_is_too_small_for_all() -> None:
     assert max(*moved.peak_bytes, *both.peak_bytes) < memory
     # 12 layers keep 24 MiB each; of 11 that are computed again, one at a time, 8 MiB are there meanwhile.
     assert str(planner(memory, graph=wide(), host=12 * 24 * MIB).evaluate(candidate).strategy) == "ddp 2, m=8 +offload"
-    less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).evaluate(candidate)
+    whole = MemoryOptions(zero=(0,))
+    less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).evaluate(candidate, whole)
     assert str(less.strategy) == "ddp 2, m=8 +recompute block +offload"
-    assert planner(memory, graph=wide(), host=9 * 8 * MIB).evaluate(candidate).over_bytes > 0
+    assert planner(memory, graph=wide(), host=9 * 8 * MIB).evaluate(candidate, whole).over_bytes > 0
+
+
+def test_state_is_divided_before_anything_is_recomputed() -> None:
+    """Of ddp with several microbatches the stage that sends less, as long as it is enough."""
+    candidate = Strategy("ddp", 2, 1, 8)
+    free = planner(graph=wide())
+    one, two = (free.forecast(dataclasses.replace(candidate, zero=zero)) for zero in (1, 2))
+    assert one is not None
+    assert two is not None
+    for row, kept in ((one, "zero 1"), (two, "zero 2")):
+        found = planner(max(row.peak_bytes), graph=wide()).evaluate(candidate)
+        assert str(found.strategy) == f"ddp 2, m=8 +{kept}"
+    refused = planner(graph=wide()).evaluate(Strategy("1f1b", 2, 2, 8), MemoryOptions(zero=(1,))).refused
+    assert refused == "zero 1 is asked for, and 1f1b has each stage on one rank alone"
 
 
 @pytest.mark.parametrize(("candidate", "less"), [(Strategy("ddp", 2, 1, 8), 20), (Strategy("1f1b", 2, 2, 8), 120)])
@@ -277,7 +292,7 @@ TWO = Grid(2, 1)
         (Strategy("1f1b", 4, 4, 8), 4),
         (Strategy("1f1b", 8, 4, 8), 1004),
         (Strategy("bidirectional", 4, 4, 8), 1004),
-        (Strategy("bidirectional", 4, 4, 8, shard_optimizer=True), 2004),
+        (Strategy("bidirectional", 4, 4, 8, zero=1), 1004),
         (Strategy("spatial", 2, 1, 8, grid=TWO), 2000),
         (Strategy("1f1b", 4, 2, 8, grid=TWO), 2002),
         (Strategy("1f1b", 6, 3, 8, grid=TWO), 2004),

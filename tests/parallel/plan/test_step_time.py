@@ -74,7 +74,7 @@ def test_update() -> None:
     assert split("gpipe", 2, 2, 1, second) == pytest.approx(plain + 1)
     pairs = split("bidirectional", 2, 2, 2, cluster())
     assert split("bidirectional", 2, 2, 2, second) == pytest.approx(pairs + 2)
-    assert split("bidirectional", 2, 2, 2, second, shard_optimizer=True) == pytest.approx(pairs + 1)
+    assert split("bidirectional", 2, 2, 2, second, zero=1) == pytest.approx(pairs + 1)
 
 
 def test_microbatches_after_the_first_add_their_gradients() -> None:
@@ -86,10 +86,12 @@ def test_microbatches_after_the_first_add_their_gradients() -> None:
     assert added == pytest.approx(3 + update)
 
 
-def test_what_a_pair_updates_in_halves_is_copied() -> None:
-    slow = cluster(link=LinkSpec("100 bytes/s", 100.0, 0.0))
-    both, halves = (split("bidirectional", 2, 2, 4, slow, shard_optimizer=shard) for shard in (False, True))
-    assert halves == pytest.approx(both + 2)  # two stages of 100 bytes
+def test_slices_take_as_many_messages_as_sums_of_whole_gradients() -> None:
+    """Half of a ring sum scatters, the other half gathers; with stage 2 every microbatch scatters."""
+    slow = dataclasses.replace(cluster(link=LinkSpec("100 bytes/s", 100.0, 0.0)), kind="cpu")
+    whole, one, two = (split("bidirectional", 2, 2, 4, slow, zero=zero) for zero in (0, 1, 2))
+    assert one == pytest.approx(whole + 0.5)  # a backward pass hides the sum of one stage of two, and no gather
+    assert two == pytest.approx(whole + 1.0)  # with 2 microbatches on each rank that holds a stage
 
 
 def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:

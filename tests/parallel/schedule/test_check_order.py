@@ -111,7 +111,7 @@ def test_sum_missing_early_or_repeated() -> None:
         "0F1 0B1": ", 0REDUCE: is missing: other ranks hold copies of the stage",
         "0F1 0REDUCE 0B1": ", position 1, 0REDUCE: stands before the last backward pass, 0B1",
         "0F1 0I1 0REDUCE 0W1": ", position 2, 0REDUCE: stands before the last backward pass, 0W1",
-        "0F1 0B1 0REDUCE 0REDUCE": ", position 3, 0REDUCE: the stage's gradients are summed a second time",
+        "0F1 0B1 0REDUCE 0REDUCE": ", position 3, 0REDUCE: rank 0 sums the stage's gradients 1x, this rank 2x",
     }.items():
         assert faults(right, second, mesh=two_groups, links={}) == [f"rank 1{fault}"]
 

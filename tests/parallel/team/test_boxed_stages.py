@@ -185,7 +185,7 @@ def plain_steps() -> Result:
         (staged("1f1b", 2, cuts=("squeeze.1",)), "squeeze_0"),
         pytest.param(staged("1f1b", 2, cuts=("mul",)), "squeeze_2", marks=pytest.mark.long),
         pytest.param(staged("gpipe", 4, cuts=("middle",)), "", marks=pytest.mark.long),
-        pytest.param(staged("master", 2, shard_optimizer=True), "", marks=pytest.mark.long),
+        pytest.param(staged("master", 2, zero=1), "", marks=pytest.mark.long),
         (staged("bidirectional", 2), ""),
         pytest.param(staged("interleaved", 2), "", marks=pytest.mark.long),
         (staged("1f1b", 2, STRIPS, cuts=("squeeze.1",)), "squeeze_0"),
