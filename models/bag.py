@@ -20,11 +20,7 @@ HIDDEN = 128
 
 
 class GatedClassifier(nn.Module):
-    """Logits and attention score of each tile: features (n, F) -> (n, C + 1).
-
-    Args:
-        classifier: features (n, F) -> logits (n, C).
-    """
+    """Logits and attention score of each tile: features (n, F) -> (n, C + 1)."""
 
     def __init__(self, classifier: nn.Linear) -> None:
         super().__init__()

@@ -114,9 +114,6 @@ def is_on_hub(name: str) -> bool:
 def check_timm(model: str, name: str) -> None:
     """Refuse a name that timm does not know.
 
-    Args:
-        model: as the user wrote it.
-
     Raises:
         ValueError: there is no such model, or no such tag of it.
     """
@@ -254,9 +251,6 @@ def build_from_factory(path: str, *, classes: int) -> nn.Module:
 
 def replace_norm(model: nn.Module, name: str, norm: Norm) -> None:
     """Put another norm in the place of every BatchNorm2d of ``model``; its scale and shift parameters stay.
-
-    Args:
-        norm: ``group`` or ``layer``.
 
     Raises:
         ValueError: there is no BatchNorm2d, or a variant of it (timm joins some with the activation) that would remain.

@@ -35,9 +35,6 @@ class AttentionPool(nn.Module):
 
     A score is w . (tanh(V x) * sigmoid(U x)), so its size is at most b = sum |w|. Weights are exp(score - b) over their
     sum, in float64. Where b is above 350 they could lose digits: the result is then not a number, and so is the loss.
-
-    Args:
-        channels: c.
     """
 
     def __init__(self, channels: int) -> None:
@@ -90,7 +87,7 @@ class PoolHead(nn.Module):
         return pooled.permute(0, 2, 3, 1) if self.channels_last else pooled
 
 
-def put_head(model: nn.Module, name: str, head: Head, in_channels: int = 3) -> None:
+def replace_pool(model: nn.Module, name: str, head: Head, in_channels: int = 3) -> None:
     """Put ``head`` in the place of the global average pooling of ``model``, in place.
 
     Raises:

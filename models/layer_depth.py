@@ -42,7 +42,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+def layer_decay_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Return what the learning rate of each parameter is multiplied with: 1 in the last layer, ``decay`` times as much
     in each before (Bao et al. 2022, BEiT, section 3.1).
 

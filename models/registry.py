@@ -26,7 +26,7 @@ from models.external import (
     freeze_norms,
     replace_norm,
 )
-from models.heads import Head, put_head
+from models.heads import Head, replace_pool
 from models.resnet import BLOCKS_BY_DEPTH, ResNet
 from models.unet import UNet, build_encoder_unet
 
@@ -82,7 +82,7 @@ def build_model(
     model = _ours(name, classes=classes, norm=norm, in_channels=in_channels)
     if model is None:
         model = _foreign(name, classes, norm, in_channels, side)
-    put_head(model, name, head, in_channels)
+    replace_pool(model, name, head, in_channels)
     return model
 
 

@@ -18,7 +18,7 @@ from app.settings.console import Finding
 from pipelines.backends.registry import BACKENDS, open_slide, other_images
 from pipelines.backends.tiff_tags import check_tiff
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.processes import ProcessDied, each_in_process
+from pipelines.catalog.processes import WorkerCrashed, map_isolated
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.slide_index import slide_limits
@@ -55,8 +55,8 @@ class SlideCheck:
 
 def check_slides(specs: Sequence[SlideSpec], workers: int) -> Iterator[SlideCheck]:
     """Yield the check of every slide, at most ``workers`` at once; in the order of completion."""
-    for spec, check in each_in_process(check_slide, specs, workers, slide_limits(1)):
-        if isinstance(check, ProcessDied):
+    for spec, check in map_isolated(check_slide, specs, workers, slide_limits(1)):
+        if isinstance(check, WorkerCrashed):
             check = SlideCheck(spec.slide_id, faults=(f"{check}; the file is damaged, or memory ran out",))
         yield check
 
@@ -128,7 +128,7 @@ def check_backends() -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="megatile-doctor-") as folder:
         slides = write_samples(Path(folder))
         samples = [(name, slides[name]) for name in BACKENDS]
-        faults = {name: fault for (name, _), fault in each_in_process(_sample_fault, samples, 1)}
+        faults = {name: fault for (name, _), fault in map_isolated(_sample_fault, samples, 1)}
     return [
         Finding("FAULT", name, str(faults[name])) if faults[name] else Finding("ok", name, f"reads {path.name}")
         for name, path in samples

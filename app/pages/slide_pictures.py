@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from app.pages.overlays import as_jpeg, decoded, shrunk
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.processes import ProcessDied, each_in_process
+from pipelines.catalog.processes import WorkerCrashed, map_isolated
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
@@ -89,9 +89,9 @@ def small_pictures(
         if spec.slide_id in pictures and spec.slide_id in truth.paths
     ]
     outline = functools.partial(outlines, truth=truth)
-    for task, lines in each_in_process(outline, tasks, workers, slide_limits(1)) if tasks else ():
+    for task, lines in map_isolated(outline, tasks, workers, slide_limits(1)) if tasks else ():
         slide = task.spec.slide_id
-        if isinstance(lines, str | ProcessDied):
+        if isinstance(lines, str | WorkerCrashed):
             pictures[slide] = SmallPicture(pictures[slide].path, task.width, task.height, fault=str(lines))
         else:
             pictures[slide] = _annotated(tissue / ANNOTATED / f"{slide}.jpg", pictures[slide], lines)

@@ -20,7 +20,7 @@ from app.prediction.score_tables import TileRow, class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.training.run_slides import opening
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.processes import each_in_process
+from pipelines.catalog.processes import map_isolated
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index_settings import IndexSettings
@@ -97,7 +97,7 @@ def _stain(spec: SlideSpec, method: Method, settings: IndexSettings) -> StainFit
     """Return the stain of the slide, or why it cannot be measured."""
     threads = default_threads(1)
     task = functools.partial(stain_of, method=method, tissue_mpp=settings.tissue_mpp, threads=threads)
-    ((_, result),) = each_in_process(task, [spec], 1, slide_limits(threads))
+    ((_, result),) = map_isolated(task, [spec], 1, slide_limits(threads))
     return result if isinstance(result, StainFit) else str(result)
 
 
@@ -105,7 +105,7 @@ def _rectangle(spec: SlideSpec, settings: IndexSettings) -> tuple[SlideTiles, by
     """The tile of a slide, and the picture of it."""
     threads = default_threads(1)
     task = functools.partial(index_slide, settings=settings, threads=threads)
-    ((_, result),) = each_in_process(task, [spec], 1, slide_limits(threads))
+    ((_, result),) = map_isolated(task, [spec], 1, slide_limits(threads))
     if not isinstance(result, SlideResult):
         raise SlideError(f"{spec.path}: {result}")
     if not isinstance(result.found, SlideTiles):

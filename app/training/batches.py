@@ -20,7 +20,7 @@ from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, NeededInputs
 from pipelines.slides.geometry import TileBox
 from pipelines.stream.batch import Batch
-from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_batch import Part
 from pipelines.stream.iterator import TileIterator, rows_to_follow
 from pipelines.stream.stream import TileStream
@@ -81,7 +81,7 @@ class RankReading:
         stream = stream.batch(self.batch).shard(rows, images, targets)
         return stream if self.part is None else stream.part(*self.part)
 
-    def unsettled(self, feed: DeviceFeed) -> bool:
+    def needs_sync(self, feed: DevicePrefetcher) -> bool:
         """Return whether the ranks have to ``settle`` the next batch: a tile of it is replaced, or may yet be."""
         return self.apart and not feed.next_as_wanted()
 
@@ -121,7 +121,7 @@ class RankReading:
         return found
 
 
-def microbatches_of(feed: DeviceFeed, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:
+def microbatches_of(feed: DevicePrefetcher, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:
     """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here."""
 
     def made(size: int, first: int, part: Part) -> Microbatch:

@@ -188,7 +188,7 @@ class TrainingLoop:
         """Count the step on all ranks; True when any of them was asked to stop. The first says whether to save."""
         outcome = self.outcome
         due = self._is_first and self._checkpoints.due(outcome.step + 1)
-        own = [int(self._interrupt.requested), result.tiles, int(due), replaced, int(self._tiles.unsettled)]
+        own = [int(self._interrupt.requested), result.tiles, int(due), replaced, int(self._tiles.needs_sync)]
         votes = torch.zeros(len(own) + self._communicator.world, dtype=torch.int64)
         votes[: len(own)] = torch.tensor(own)
         votes[len(own) + self._communicator.rank] = IdleTime.to_microseconds(result.waited_s)
@@ -201,7 +201,7 @@ class TrainingLoop:
         outcome.loss = result.loss
         outcome.throughput.add(step_s, wait_s)
         self._checkpoint_asked = bool(votes[2])
-        self._tiles.settle_next(bool(votes[4]))
+        self._tiles.sync_next(bool(votes[4]))
         self._reshares = self._resharing.after(outcome.step, result)
         if self._reshares:
             outcome.shares = self._resharing.shares

@@ -23,7 +23,7 @@ from app.training.memory_layout import LEFT_OUT, takes_channels_last
 from app.training.random_draws import refuse_draws
 from app.training.share import share
 from models.bag import BagLoss, has_bag_head, put_bag_head
-from models.layer_depth import freeze, layer_scales, layers_of
+from models.layer_depth import freeze, layer_decay_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
 from models.pretrained import PRETRAINED, names_weights, pretrained_weights
 from models.registry import build_model
@@ -93,7 +93,7 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         random = "" if loaded else "; without --weights the rest stays as the model is built"
         notes.append(f"--freeze {' '.join(settings.freeze)}: {trained:,} of {parameters:,} numbers are trained{random}")
-    scales = {} if settings.layer_decay == 1 else layer_scales(module, settings.layer_decay)
+    scales = {} if settings.layer_decay == 1 else layer_decay_scales(module, settings.layer_decay)
     if scales:
         depth, least = len(layers_of(module)), min(scales.values())
         notes.append(f"--layer-decay {settings.layer_decay:g}: {depth} layers, the first at {least:.2g} of the rate")

@@ -37,13 +37,13 @@ from parallel.offload.host_memory import HostMemory
 from parallel.schedule.shares import FINE, coarseness, split_batch
 from parallel.strategy import DELAYED, Strategy
 from pipelines.cache.tile_cache import TileCache
-from pipelines.cache.tile_kind import TileKind
+from pipelines.cache.tile_kind import CacheSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
-from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_batch import BoxMaker, Maker
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD
@@ -162,9 +162,9 @@ class Session:
         source: Iterator[Batch],
         ready: Callable[[], bool],
         beside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> DeviceFeed:
-        """Return training batches of ``source`` as the model takes them; the arguments are those of ``DeviceFeed``."""
-        return DeviceFeed(source, ready, self.pixels, prefetch=self.config.stream.device_prefetch, beside=beside)
+    ) -> DevicePrefetcher:
+        """Return training batches of ``source`` as the model takes them, with the arguments of ``DevicePrefetcher``."""
+        return DevicePrefetcher(source, ready, self.pixels, prefetch=self.config.stream.device_prefetch, beside=beside)
 
     @contextlib.contextmanager
     def validation(self, rows: NDArray[np.int64] | None = None) -> Iterator[Iterator[Outputs]]:
@@ -177,11 +177,11 @@ class Session:
         stream = read_ahead(self.config, stream, self.placement, self.host, VALIDATION_SHARE)
         with (
             iter(stream) as tiles,
-            DeviceFeed(tiles, tiles.ready, self.validation_pixels(rows), prefetch=prefetch) as feed,
+            DevicePrefetcher(tiles, tiles.ready, self.validation_pixels(rows), prefetch=prefetch) as feed,
         ):
             yield self._outputs(feed)
 
-    def _outputs(self, feed: DeviceFeed) -> Iterator[Outputs]:
+    def _outputs(self, feed: DevicePrefetcher) -> Iterator[Outputs]:
         for batch in feed:
             sizes = sizes_of_part(batch, max(self.validation_reading.sizes))
             start = 0
@@ -348,4 +348,4 @@ def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
     asked = config.stream
     if asked.cache is None:
         return None
-    return TileCache(asked.cache, asked.cache_bound, TileKind(*dataset.tiles.largest, config.index.mpp))
+    return TileCache(asked.cache, asked.cache_bound, CacheSpec(*dataset.tiles.largest, config.index.mpp))

@@ -25,7 +25,7 @@ class StepTiles:
 
     Args:
         session: the run's parts.
-        beside: entered by the thread that makes microbatches ahead, as for ``DeviceFeed``.
+        beside: entered by the thread that makes microbatches ahead, as for ``DevicePrefetcher``.
         state: of the stream where the run goes on, as ``state`` gave it; None: from its beginning.
     """
 
@@ -48,7 +48,7 @@ class StepTiles:
         """Return this rank's part of the next global batch, the same tiles on all ranks that have parts of them."""
         batch = next(self._feed)
         if self._unsettled and self._reading.settle(self._tiles, batch):
-            self._feed.renew(batch)
+            self._feed.invalidate(batch)
         return batch
 
     def microbatches(self, batch: Batch) -> Iterable[Microbatch]:
@@ -60,11 +60,11 @@ class StepTiles:
         return batch.replaced * self._session.engine.counted
 
     @property
-    def unsettled(self) -> bool:
-        """Return whether this rank asks that the next batch be settled; after all answers, call ``settle_next``."""
-        return self._reading.unsettled(self._feed)
+    def needs_sync(self) -> bool:
+        """Return whether this rank asks that the next batch be settled; after all answers, call ``sync_next``."""
+        return self._reading.needs_sync(self._feed)
 
-    def settle_next(self, asked: bool) -> None:
+    def sync_next(self, asked: bool) -> None:
         """Record whether any rank has asked for it."""
         self._unsettled = asked
 

@@ -25,7 +25,7 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotation_files import AnnotationFiles, read_annotation
 from pipelines.labels.annotations import read_annotations
 from pipelines.labels.conversion import write_areas
-from pipelines.labels.drawing import Drawing, Origin, make_drawing
+from pipelines.labels.drawing import Origin, PolygonSet, make_polygon_set
 from pipelines.slides.geometry import Region
 
 SIDE = 100_000
@@ -72,7 +72,7 @@ def tile_times(read: Callable[[int, int, NDArray[np.uint8]], None], tile: int, t
     return taken
 
 
-def tree_reader(drawing: Drawing) -> Callable[[int, int, NDArray[np.uint8]], None]:
+def tree_reader(drawing: PolygonSet) -> Callable[[int, int, NDArray[np.uint8]], None]:
     """Masks by shapely's STRtree and OpenCV's fillPoly, whose coordinates are whole px."""
     rings = [np.rint(drawing.rings(k)[0]).astype(np.int32) for k in range(len(drawing.box))]
     tree = shapely.STRtree(shapely.box(*drawing.box.T))
@@ -89,7 +89,7 @@ def measured(folder: Path, name: str, polygons: list[list[NDArray[np.float64]]],
     """Rows of the table for one drawing: one for each file, and one for the usual way."""
     slide = memory_slide([np.broadcast_to(np.full((1, 1, 3), 255, np.uint8), (SIDE, SIDE, 3))], 0.5)
     specs = (SlideSpec("slide", folder / "slide.svs"),)
-    drawing = make_drawing(polygons, ["nucleus"] * len(polygons), {}, Origin.LEVEL0)
+    drawing = make_polygon_set(polygons, ["nucleus"] * len(polygons), {}, Origin.LEVEL0)
     rows = []
     for title, suffix in FILES:
         path = folder / f"slide{suffix}"
@@ -100,7 +100,7 @@ def measured(folder: Path, name: str, polygons: list[list[NDArray[np.float64]]],
         begun = time.perf_counter()
         read = read_annotation(path)
         load_s = time.perf_counter() - begun
-        assert isinstance(read, Drawing)
+        assert isinstance(read, PolygonSet)
         truth = read_annotations(AnnotationFiles({"slide": path}, (), path.name), specs, {"slide": "slide"})
 
         def mask(l0_x: int, l0_y: int, out: NDArray[np.uint8], truth=truth) -> None:

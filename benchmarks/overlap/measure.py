@@ -40,7 +40,7 @@ from parallel.comm.local import LocalCommunicator
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.slide import Slide
-from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.stream import TileStream
 from pipelines.tiles.index_settings import IndexSettings
 
@@ -149,7 +149,7 @@ class Ranks(contextlib.ExitStack):
         self._persists_s, sums = [], 0
         with (
             iter(stream) as tiles,
-            DeviceFeed(tiles, tiles.ready, session.pixels, prefetch=setting.prefetch) as feed,
+            DevicePrefetcher(tiles, tiles.ready, session.pixels, prefetch=setting.prefetch) as feed,
             self._slow_writes() if slow else contextlib.nullcontext(),
         ):
             for step in range(-WARM_UP, window.steps):

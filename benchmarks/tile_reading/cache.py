@@ -27,7 +27,7 @@ from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.backends.registry import open_slide
 from pipelines.cache.tile_cache import CachedSlide, TileCache
-from pipelines.cache.tile_kind import TileKind
+from pipelines.cache.tile_kind import CacheSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide
 
@@ -156,7 +156,7 @@ def measured(case: Case, tile: int, side: int, count: int) -> tuple[str, ...]:
     """A row of the table."""
     tiles = regions(side, tile, case, count)
     with tempfile.TemporaryDirectory(dir=OUT) as name, open_slide(case.path, backend=case.backend) as slide:
-        folder, kind = Path(name), TileKind(tile, tile, case.mpp)
+        folder, kind = Path(name), CacheSpec(tile, tile, case.mpp)
         read = case.slides.delayed(slide.read)
         slow = _Slow(slide, read)
         forget_slide = forgetting(case.path) if case.slides.forgets else _nothing

@@ -165,12 +165,6 @@ def memory_slide(
 ) -> PyramidSlide:
     """Return a slide over ``levels``.
 
-    Args:
-        levels: uint8 (h, w, 3) each, RGB, finest first.
-        mpp: um/px of the first.
-        path: what the slide calls itself in messages.
-        bounds: as of ``Slide``.
-
     Raises:
         ValueError: no level, a level of another type or shape, levels not sorted, or an implausible mpp.
     """

@@ -223,12 +223,6 @@ def halved(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def write_mask(path: Path, size: Size, mpp: float, bands: Iterable[NDArray[np.uint8]]) -> None:
     """Write a mask of one byte per px, as PNG or TIFF by the suffix of ``path``.
 
-    Args:
-        path: the file to make.
-        size: of the mask in px.
-        mpp: um/px, which a TIFF states.
-        bands: uint8 (any number, size.width) from top to bottom.
-
     Raises:
         ValueError: a PNG above ``PNG_BYTES``, which could not be read back.
         OSError: the disk is full or the folder not writable.

@@ -83,12 +83,7 @@ def _crc(data: bytes) -> int:
 
 
 def shard_bytes(tiles: list[bytes], slots: int) -> list[bytes]:
-    """Return the parts of a shard file, to be written one after the other.
-
-    Args:
-        tiles: of ``encode_tile``, ``slots`` at most.
-        slots: tiles that a shard has room for.
-    """
+    """Return the parts of a shard file, to be written one after the other."""
     sizes = np.array([len(tile) for tile in tiles], np.uint64)
     index = np.full((slots, 2), NO_CHUNK, "<u8")
     index[: len(tiles), 0] = np.cumsum(sizes) - sizes

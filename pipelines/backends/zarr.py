@@ -32,13 +32,7 @@ _BLURRED_PX: Final = 1
 
 
 class ZarrReader:
-    """A ``LevelReader`` over one Zarr array per level.
-
-    Args:
-        store: the files, closed with the reader.
-        image: what it holds.
-        arrays: one per level, uint8.
-    """
+    """A ``LevelReader`` over one Zarr array per level."""
 
     name = "zarr"
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.tile_shard import checked, places_metadata, tiles_metadata, with_checksum
-from pipelines.cache.tile_kind import PLACE_NUMBERS, Place, TileKind
+from pipelines.cache.tile_kind import PLACE_NUMBERS, CacheSpec, Place
 
 MOST_SHARDS = 1 << 20
 """As many the arrays have room for."""
@@ -37,15 +37,11 @@ ABANDONED_S = 3600.0
 class ShardFolder:
     """The shards of one kind of tiles.
 
-    Args:
-        cache: the folder of the cache, which may hold other kinds.
-        kind: of the tiles.
-
     Raises:
         OSError: the folder cannot be made or written.
     """
 
-    def __init__(self, cache: Path, kind: TileKind) -> None:
+    def __init__(self, cache: Path, kind: CacheSpec) -> None:
         self.cache, self.kind = cache, kind
         self.path = cache / kind.name
         self._tiles, self._places = self.path / "tiles", self.path / "places"
@@ -81,10 +77,6 @@ class ShardFolder:
 
     def publish(self, parts: Sequence[bytes], places: Sequence[Place], most_bytes: int) -> int | None:
         """Write a shard, and return its number; None if the cache would become larger than ``most_bytes``.
-
-        Args:
-            parts: of the file, one after the other.
-            places: of its tiles.
 
         Raises:
             OSError: the disk is full, or the folder is gone.

@@ -28,7 +28,7 @@ from pipelines.backends.tile_shard import (
     shard_bytes,
 )
 from pipelines.cache.shard_folder import ShardFolder
-from pipelines.cache.tile_kind import Place, PlaceIndex, TileKind, slide_number
+from pipelines.cache.tile_kind import CacheSpec, Place, PlaceIndex, slide_number
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Bounds, Level, Region, TileBox
 from pipelines.slides.slide import Pixels, Slide, SlideError
@@ -83,7 +83,7 @@ class TileCache:
         ValueError: the folder cannot be made or written.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, kind: TileKind) -> None:
+    def __init__(self, folder: Path, most_bytes: int, kind: CacheSpec) -> None:
         try:
             self._shards = ShardFolder(folder, kind)
         except OSError as fault:
@@ -249,13 +249,13 @@ class CachedSpec:
     def slide_id(self) -> str:
         return self.spec.slide_id
 
-    def check_unchanged(self) -> None:
+    def verify_unchanged(self) -> None:
         """Refuse a slide that was replaced since it was indexed.
 
         Raises:
             SlideError: it is not the same.
         """
-        self.spec.check_unchanged()
+        self.spec.verify_unchanged()
 
     def open(self) -> Slide:
         """Open the slide, which the caller closes.

@@ -42,7 +42,7 @@ PLACE_NUMBERS = 4
 
 
 @dataclass(frozen=True)
-class TileKind:
+class CacheSpec:
     """Tiles of one size and resolution.
 
     Raises:

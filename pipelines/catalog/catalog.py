@@ -25,35 +25,23 @@ FILE_SUFFIXES = frozenset(
 )
 """A file with one of these, in any case, is taken for a slide."""
 
-PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
-"""Files with these record no um/px, only how large they are to be printed."""
-
-PICTURE_MPP = 0.5
-"""um/px of pictures that are resized as a whole, whose um/px changes nothing."""
+PICTURE_SUFFIXES, PICTURE_MPP = frozenset({".png", ".jpg", ".jpeg"}), 0.5
+"""Files that record no um/px, and that of pictures resized as a whole, where it changes nothing."""
 
 UNREAD_PICTURES = frozenset({".gif", ".bmp", ".webp", ".heic", ".avif", ".jp2", ".jfif"})
-"""Pictures that are not read. Among pictures that are, one is a slide that fails when it is opened, under its whole
-name, so that it is not left out in silence."""
+"""Pictures that are not read: among pictures that are, slides that fail when they are opened."""
 
-FOLDER_SUFFIX = ".zarr"
-"""A folder that ends like this is one slide."""
-
-SKIPPED_FOLDERS = frozenset({"annotations", "masks", "tissue"})
-"""Folders that hold pictures of slides, not slides; ``tissue`` is what a run folder calls its overlays."""
+FOLDER_SUFFIX, SKIPPED_FOLDERS = ".zarr", frozenset({"annotations", "masks", "tissue"})
+"""A folder that ends so is one slide; folders of pictures of slides: ``tissue`` holds the overlays of a run."""
 
 PREDICTIONS_FILE, PREDICTED_PICTURES = "predict.json", frozenset({"heat_maps", "overlays"})
 """File in a folder that ``app.predict`` wrote, and its sub-folders with pictures, which are not slides."""
 
-QUPATH_PROJECT = ".qpproj"
-"""Suffix of the file of a QuPath project; ``data/1``, ``data/2``, ... beside it hold its thumbnails."""
+QUPATH_PROJECT, MASK_ENDINGS = ".qpproj", ("_mask", "-mask")
+"""Suffix of a QuPath project, whose thumbnails are in ``data/1``, ``data/2``, ... beside it; ends of stems of masks."""
 
-MASK_ENDINGS = ("_mask", "-mask")
-
-HAMAMATSU_INDEXES = frozenset({".vms", ".vmu"})
-"""Text files that name the JPEG files which are their slide's pixels."""
-
-HEAD_BYTES = 256 << 10
-"""As much of a VMS file as is looked at: all of it."""
+HAMAMATSU_INDEXES, HEAD_BYTES = frozenset({".vms", ".vmu"}), 256 << 10
+"""Text files that name the JPEG files which are their slide's pixels, and as much of one as is read: all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +64,7 @@ class SlideSpec:
     state: SlideState | None = None
     scene: int | None = None
 
-    def check_unchanged(self) -> None:
+    def verify_unchanged(self) -> None:
         """Refuse a slide that was replaced since it was indexed: its tiles may lie elsewhere, or be none.
 
         Raises:
@@ -146,10 +134,9 @@ class SlideNames:
             self._folded[slide_id.casefold()].add(slide_id)
 
     def match(self, name: str) -> str | None:
-        """Return the slide id that ``name`` means, or None.
+        """Return the slide id that ``name`` means, a path or file extension in it tolerated, or None.
 
-        A path or a file extension in the name is tolerated. Upper and lower case count first; a name that fits a
-        single id without them is that one.
+        Upper and lower case count first; a name that fits a single id without them is that one.
         """
         base = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
         for exact in (name, slide_stem(name), base, slide_stem(base)):
@@ -236,11 +223,7 @@ def find_slides(
 
 
 def check_folder(root: Path) -> None:
-    """Refuse what is no folder of slides.
-
-    Raises:
-        ValueError: ``root`` does not exist, is a file, or is one slide.
-    """
+    """Raise ValueError where ``root`` does not exist, is a file, or is one slide."""
     if not root.exists():
         raise ValueError(f"--slides must be a folder of slides; {root} does not exist. Check the path")
     if not root.is_dir():
@@ -320,7 +303,7 @@ def _is_zarr(name: str) -> bool:
 
 
 def is_mask_name(stem: str) -> bool:
-    """True when a file stem says that the file is a mask of another one."""
+    """Return whether a file stem says that the file is a mask of another one."""
     return stem.lower().removesuffix(".ome").endswith(MASK_ENDINGS)
 
 

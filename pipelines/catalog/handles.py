@@ -34,7 +34,7 @@ class OpensSlide(Protocol):
 
     @property
     def slide_id(self) -> str: ...
-    def check_unchanged(self) -> None:
+    def verify_unchanged(self) -> None:
         """Raise ``SlideError`` when the file is another than it was."""
         ...
 
@@ -105,7 +105,7 @@ class SlidePool:
             with handle.lock:
                 now_s = time.monotonic()
                 if handle.slide is None or now_s - handle.checked_s >= CHECK_EVERY_S:
-                    spec.check_unchanged()
+                    spec.verify_unchanged()
                     handle.checked_s = now_s
                 if handle.slide is None:
                     handle.slide = spec.open()

@@ -1,7 +1,7 @@
 """Work in processes that may die: a slide library that aborts, or the kernel that runs out of memory, costs one item.
 
-Takes a picklable function and items; gives each item with its result or with ``ProcessDied``. The processes are started
-as ``python -m pipelines.catalog.processes`` and not by multiprocessing's spawn, which would import the caller's
+Takes a picklable function and items; gives each item with its result or ``WorkerCrashed``. The processes are started as
+``python -m pipelines.catalog.processes`` and not by multiprocessing's spawn, which would import the caller's
 ``__main__`` (torch and all, in a training run) into every one of them and fails where there is no such file.
 """
 
@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class ProcessDied:
+class WorkerCrashed:
     """What ended a process while it worked on an item: the signal's name or the exit code."""
 
     cause: str
@@ -59,7 +59,7 @@ class ProcessDied:
         return f"the process working on it died ({self.cause}{hint}){allowed}"
 
 
-class TookTooLong(ProcessDied):
+class WorkerTimeout(WorkerCrashed):
     """The process was ended because its time was over."""
 
     def __str__(self) -> str:
@@ -96,21 +96,21 @@ class _Worker(Generic[Item, Result]):
         with contextlib.suppress(OSError):  # it is dead already: `finish` will find its end of the connection closed
             self.connection.send(value)
 
-    def finish(self) -> Result | ProcessDied:
+    def finish(self) -> Result | WorkerCrashed:
         """Return the result; blocks until it is there or the process is gone."""
         try:
             result: Result = self.connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return ProcessDied("out of memory" if code == NO_MEMORY else cause, self._limits)
+            return WorkerCrashed("out of memory" if code == NO_MEMORY else cause, self._limits)
         return result
 
-    def give_up(self) -> TookTooLong:
+    def give_up(self) -> WorkerTimeout:
         """End the process, whose time is over."""
         assert self._limits, "without limits there is no deadline"
         self.stop()
-        return TookTooLong(f"{self._limits.seconds:g} s", self._limits)
+        return WorkerTimeout(f"{self._limits.seconds:g} s", self._limits)
 
     def stop(self) -> None:
         self.connection.close()
@@ -118,9 +118,9 @@ class _Worker(Generic[Item, Result]):
         self._process.wait()
 
 
-def each_in_process(
+def map_isolated(
     task: Callable[[Item], Result], items: Sequence[Item], workers: int, limits: Limits | None = None
-) -> Iterator[tuple[Item, Result | ProcessDied]]:
+) -> Iterator[tuple[Item, Result | WorkerCrashed]]:
     """``task`` of every item, in the order of completion; at most ``workers`` at once.
 
     Args:
@@ -146,10 +146,10 @@ def each_in_process(
                 worker = busy.pop(connection)
                 item, result = worker.item, worker.finish() if connection in ready else worker.give_up()
                 following = _take(waiting, 1)
-                if isinstance(result, ProcessDied) or not following:
+                if isinstance(result, WorkerCrashed) or not following:
                     worker.stop()
                 if following:
-                    worker = _Worker(task, limits) if isinstance(result, ProcessDied) else worker
+                    worker = _Worker(task, limits) if isinstance(result, WorkerCrashed) else worker
                     busy[worker.connection] = worker
                     worker.start(following[0])
                 yield item, result

@@ -68,10 +68,6 @@ class Table:
 def read_table(path: Path, required: tuple[str, ...]) -> Table:
     """Read ``path``; empty lines are skipped.
 
-    Args:
-        path: CSV file.
-        required: roles (keys of ``ALIASES``) that must have a column.
-
     Raises:
         ValueError: no such file, not text, no rows, a required column is missing (names the columns found and the
             accepted names), a quote that is not closed, or lines with more values than columns.

@@ -22,7 +22,7 @@ from pipelines.catalog.catalog import MASK_ENDINGS, PREDICTIONS_FILE, SlideNames
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_xml import read_xml
 from pipelines.labels.class_names import IGNORE
-from pipelines.labels.drawing import UNNAMED_CLASS, Drawing, printable_name
+from pipelines.labels.drawing import UNNAMED_CLASS, PolygonSet, printable_name
 from pipelines.labels.geojson import read_geojson
 from pipelines.slides.slide import SlideError
 
@@ -45,13 +45,7 @@ BESIDE_FOLDERS = ("annotations", "masks")
 
 @dataclass(frozen=True, slots=True)
 class AnnotationFiles:
-    """Annotation files and the slides they belong to.
-
-    Attributes:
-        path: annotation file by slide id, only slides that have one.
-        unknown: files of annotations without a slide.
-        source: where they were found, for the log.
-    """
+    """Annotation files and the slides they belong to."""
 
     path: Mapping[str, Path]
     unknown: tuple[Path, ...]
@@ -213,7 +207,7 @@ def damaged_is_slide_error(path: Path) -> Iterator[None]:
         raise SlideError(f"annotation {path} is damaged ({text}). Export it again") from fault
 
 
-def read_annotation(path: Path) -> Drawing | Mask:
+def read_annotation(path: Path) -> PolygonSet | Mask:
     """Return what a file of annotations holds, by its suffix. Raises SlideError where it cannot be read."""
     suffix = path.suffix.lower()
     if suffix in RASTER_SUFFIXES:
@@ -239,10 +233,10 @@ class AnnotationCache:
     def __init__(self, files: int = FILES, total_bytes: int = TOTAL_BYTES) -> None:
         self._files, self._total_bytes = files, total_bytes
         self._lock = Lock()
-        self._kept: OrderedDict[Path, Drawing | Mask] = OrderedDict()
+        self._kept: OrderedDict[Path, PolygonSet | Mask] = OrderedDict()
         self._reading: dict[Path, _Reading] = {}
 
-    def get(self, path: Path) -> Drawing | Mask:
+    def get(self, path: Path) -> PolygonSet | Mask:
         """Return the annotation in ``path``. Raises SlideError where it is damaged, however that shows."""
         with self._lock:
             if path in self._kept:

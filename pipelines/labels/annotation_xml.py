@@ -19,13 +19,13 @@ from pipelines.labels.drawing import (
     BACKGROUND,
     FILE_BYTES,
     UNNAMED_CLASS,
-    Drawing,
     Origin,
     Point,
-    make_drawing,
+    PolygonSet,
+    make_polygon_set,
     printable_name,
+    split_self_intersections,
     valid_area,
-    wound_areas,
 )
 from pipelines.slides.slide import SlideError
 
@@ -80,7 +80,7 @@ class AsapReader:
         else:
             self._areas.append((self._group, [point for _, point in self._points]))
 
-    def drawing(self) -> Drawing:
+    def drawing(self) -> PolygonSet:
         """Return the areas: in file order, exclusions of Camelyon last."""
         meaning = CAMELYON16 | (CAMELYON17 if "metastases" in self._groups else {})
         classes = [
@@ -88,11 +88,11 @@ class AsapReader:
             for group, _ in self._areas
         ]
         last = [meaning.get(group) == BACKGROUND for group, _ in self._areas]
-        areas = wound_areas([ring for _, ring in self._areas])
+        areas = split_self_intersections([ring for _, ring in self._areas])
         if flat := sum(not polygons for polygons in areas):
             self._left_out["area that encloses nothing"] += flat
         painted = [(k, rings) for k in sorted(range(len(classes)), key=last.__getitem__) for rings in areas[k]]
-        return make_drawing(
+        return make_polygon_set(
             [rings for _, rings in painted], [classes[k] for k, _ in painted], self._left_out, Origin.LEVEL0
         )
 
@@ -141,9 +141,9 @@ class ImageScopeReader:
             self._polygons += polygons
             self._names += [self._layer_name()] * len(polygons)
 
-    def drawing(self) -> Drawing:
+    def drawing(self) -> PolygonSet:
         """Return the areas, layer by layer in file order."""
-        return make_drawing(self._polygons, self._names, self._left_out, Origin.LEVEL0)
+        return make_polygon_set(self._polygons, self._names, self._left_out, Origin.LEVEL0)
 
     def _layer_name(self) -> str:
         attribute = self._attribute or {}
@@ -210,7 +210,7 @@ class ElementReader(Protocol):
 
     def start(self, element: str, attributes: Mapping[str, str]) -> None: ...
     def end(self, element: str) -> None: ...
-    def drawing(self) -> Drawing: ...
+    def drawing(self) -> PolygonSet: ...
 
 
 READERS: Mapping[str, Callable[[], ElementReader]] = {
@@ -220,7 +220,7 @@ READERS: Mapping[str, Callable[[], ElementReader]] = {
 """By root element."""
 
 
-def read_xml(path: Path) -> Drawing:
+def read_xml(path: Path) -> PolygonSet:
     """Return the areas of an ASAP or Aperio ImageScope file, told apart by the root element.
 
     Raises:

@@ -25,8 +25,8 @@ from pipelines.labels.annotation_files import AnnotationCache, AnnotationFiles, 
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
 from pipelines.labels.drawing import (
     BACKGROUND,
-    Drawing,
     Origin,
+    PolygonSet,
     areas_within,
     painted_over,
     printable_name,
@@ -99,7 +99,7 @@ class SlideAnnotations:
         path, grid = self.paths[slide_id], PixelGrid.of(slide, region, box)
         with damaged_is_slide_error(path):
             annotation = self._cache.get(path)
-            if isinstance(annotation, Drawing):
+            if isinstance(annotation, PolygonSet):
                 out[...] = 0
                 learned = map(self.class_map.learned, annotation.classes)
                 ids = np.array([class_id(name, self.classes) for name in learned], np.uint8)
@@ -132,7 +132,7 @@ class SlideAnnotations:
             if box[0] >= 0 and box[1] >= 0 and box[2] <= width and box[3] <= height and bounds is None:
                 return ""
             drawing = self._cache.get(path)
-            assert isinstance(drawing, Drawing)
+            assert isinstance(drawing, PolygonSet)
             x, y = (bounds.l0_x, bounds.l0_y) if bounds and drawing.origin is Origin.BOUNDS else (0, 0)
             whole = areas_within(drawing, *box)
             within = areas_within(drawing, -x, -y, width - x, height - y)
@@ -236,16 +236,7 @@ def read_annotations(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a file holds.
-
-    Attributes:
-        names: of the classes, as drawn.
-        visible: names, as learned, of which something is not painted over.
-        without_area: number of objects that are not used.
-        values: of a mask that does not name them.
-        box: of a drawing.
-        hidden: number of areas completely painted over, by name as learned.
-    """
+    """What a file holds."""
 
     names: set[str]
     visible: set[str]
@@ -260,7 +251,7 @@ def _contents(cache: AnnotationCache, path: Path, class_map: ClassMap) -> _Conte
     try:
         with damaged_is_slide_error(path):
             annotation = cache.get(path)
-            if isinstance(annotation, Drawing):
+            if isinstance(annotation, PolygonSet):
                 if len(annotation.classes) >= IGNORE:
                     raise SlideError(f"annotation {path} draws {len(annotation.classes)} classes, above {IGNORE - 2}")
                 return _of_drawing(annotation, class_map)
@@ -275,7 +266,7 @@ def _contents(cache: AnnotationCache, path: Path, class_map: ClassMap) -> _Conte
         return fault
 
 
-def _of_drawing(drawing: Drawing, class_map: ClassMap) -> _Content:
+def _of_drawing(drawing: PolygonSet, class_map: ClassMap) -> _Content:
     learned = list(map(class_map.learned, drawing.classes))
     number = {name: k for k, name in enumerate(dict.fromkeys(learned))}
     group = np.array([number[name] for name in learned], np.int32)[drawing.polygon_class]

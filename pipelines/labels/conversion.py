@@ -28,7 +28,7 @@ from pipelines.labels.annotation_files import (
     read_annotation,
 )
 from pipelines.labels.class_names import IGNORE, class_id, is_learned
-from pipelines.labels.drawing import BACKGROUND, Drawing, Origin, make_drawing, printable_name
+from pipelines.labels.drawing import BACKGROUND, Origin, PolygonSet, make_polygon_set, printable_name
 from pipelines.labels.geojson import write_geojson
 from pipelines.labels.rasterize import PixelGrid, mask_box, paint
 from pipelines.slides.geometry import Size, l_from_l0
@@ -193,12 +193,8 @@ IGNORED = "ignore"
 """Class of the areas of a mask that have the value 255."""
 
 
-def read_areas(path: Path, slide: Slide | None) -> Drawing:
+def read_areas(path: Path, slide: Slide | None) -> PolygonSet:
     """Return the areas of any annotation file; those of a mask lie along its pixels' edges.
-
-    Args:
-        path: the file; its suffix says what it is.
-        slide: what a mask's pixels are placed on.
 
     Raises:
         SlideError: the file cannot be read, or a mask has not the slide's proportions.
@@ -206,13 +202,13 @@ def read_areas(path: Path, slide: Slide | None) -> Drawing:
     """
     with damaged_is_slide_error(path):
         annotation = read_annotation(path)
-    if isinstance(annotation, Drawing):
+    if isinstance(annotation, PolygonSet):
         return annotation
     assert slide is not None, "the command asks for one"
     return _mask_areas(annotation, slide)
 
 
-def _mask_areas(mask: Mask, slide: Slide) -> Drawing:
+def _mask_areas(mask: Mask, slide: Slide) -> PolygonSet:
     box = mask_box(mask, slide)
     with damaged_is_slide_error(mask.path):
         polygons_by_value = outlines(mask)
@@ -223,12 +219,12 @@ def _mask_areas(mask: Mask, slide: Slide) -> Drawing:
     scale = np.array([box.width / mask.width, box.height / mask.height])
     corner = np.array([box.l0_x, box.l0_y])
     polygons = [[ring * scale + corner for ring in rings] for p in polygons_by_value.values() for rings in p]
-    return make_drawing(
+    return make_polygon_set(
         polygons, [names[value] for value, p in polygons_by_value.items() for _ in p], {}, Origin.LEVEL0
     )
 
 
-def write_areas(drawing: Drawing, path: Path, slide: Slide | None) -> None:
+def write_areas(drawing: PolygonSet, path: Path, slide: Slide | None) -> None:
     """Write ``drawing`` as GeoJSON; the file appears under its name when it is whole.
 
     Args:
@@ -244,14 +240,14 @@ def write_areas(drawing: Drawing, path: Path, slide: Slide | None) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _counted_from(origin: Origin, drawing: Drawing, slide: Slide | None) -> Drawing:
+def _counted_from(origin: Origin, drawing: PolygonSet, slide: Slide | None) -> PolygonSet:
     if drawing.origin is origin or slide is None:
         return drawing.moved(0, 0, origin)
     sign = 1 if drawing.origin is Origin.BOUNDS else -1
     return drawing.moved(sign * slide.bounds.l0_x, sign * slide.bounds.l0_y, origin)
 
 
-def write_area_mask(drawing: Drawing, path: Path, slide: Slide, mpp: float) -> Size:
+def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float) -> Size:
     """Return the size in px of the mask that is written of ``drawing``: of the whole of level 0 at ``mpp``.
 
     The ids of its classes go into the ``classes.txt`` of the folder.
@@ -280,7 +276,7 @@ def write_area_mask(drawing: Drawing, path: Path, slide: Slide, mpp: float) -> S
     return size
 
 
-def _class_ids(drawing: Drawing, path: Path) -> list[str]:
+def _class_ids(drawing: PolygonSet, path: Path) -> list[str]:
     """Names by id: those that ``classes.txt`` has, then the new ones on the lowest free ids; "" where an id is free."""
     named = named_ids([path]) if path.is_file() else {}
     classes = [BACKGROUND, *(named.get(index, "") for index in range(1, IGNORE))]

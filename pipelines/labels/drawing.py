@@ -1,8 +1,8 @@
 """Areas drawn on a slide, whatever the file format; areas of rings that cross themselves, or that are painted over.
 
-A ``Drawing`` has the edges of all polygons in flat arrays, in painting order, and a tree that finds those near a tile.
-By non-zero winding, the rule of ASAP's masks, a ring holds all that it goes around; by even-odd, the rule of a drawing,
-what it goes around twice is a hole. Of simple rings both say the same.
+A ``PolygonSet`` has the edges of all polygons in flat arrays, in painting order, and a tree that finds those near a
+tile. By non-zero winding, the rule of ASAP's masks, a ring holds all that it goes around; by even-odd, the rule of a
+``PolygonSet``, what it goes around twice is a hole. Of simple rings both say the same.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True)
-class Drawing:
+class PolygonSet:
     """Polygons in the order they are painted.
 
     A polygon's edges are those of its outer ring and of its holes; a point is inside where a ray from it crosses an odd
@@ -110,7 +110,7 @@ class Drawing:
         rings = [self.start[self.ring_start[r] : self.ring_start[r + 1]] for r in range(first, last)]
         return [ring[:-1] if len(ring) > 3 and (ring[0] == ring[-1]).all() else ring for ring in rings]
 
-    def moved(self, l0_x: float, l0_y: float, origin: Origin) -> Drawing:
+    def moved(self, l0_x: float, l0_y: float, origin: Origin) -> PolygonSet:
         """Return the same areas with (l0_x, l0_y) added to every coordinate, counted from ``origin``."""
         shift = np.array([l0_x, l0_y])
         start, end, box = self.start + shift, self.end + shift, self.box + np.tile(shift, 2)
@@ -129,7 +129,7 @@ class _Runs:
     tree: shapely.STRtree
 
     @classmethod
-    def of(cls, drawing: Drawing) -> _Runs:
+    def of(cls, drawing: PolygonSet) -> _Runs:
         counts = -(-np.diff(drawing.first_edge) // RUN_EDGES)
         polygon = np.repeat(np.arange(len(counts)), counts)
         first = drawing.first_edge[polygon] + RUN_EDGES * ranges(np.zeros_like(counts), counts)
@@ -152,16 +152,16 @@ def ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int
     return every
 
 
-def make_drawing(
+def make_polygon_set(
     polygons: Sequence[Sequence[Sequence[Any]]], names: Sequence[str], left_out: Mapping[str, int], origin: Origin
-) -> Drawing:
+) -> PolygonSet:
     """Return the drawing of ``polygons``, painted in this order.
 
     Args:
         polygons: rings of each, the outer one first; a ring is at least three positions, closed or not, of which the
             first two numbers are x and y in level-0 px.
         names: class of each polygon.
-        left_out: as in ``Drawing``.
+        left_out: as in ``PolygonSet``.
         origin: what the coordinates count from.
 
     Raises:
@@ -180,7 +180,7 @@ def make_drawing(
     corners = [np.minimum.reduceat(start, first_edge[:-1]), np.maximum.reduceat(start, first_edge[:-1])]
     classes = {name: index for index, name in enumerate(dict.fromkeys(names))}
     end, box = start[following], np.concatenate(corners, axis=1)
-    return Drawing(
+    return PolygonSet(
         start,
         end,
         first_edge,
@@ -204,7 +204,7 @@ def printable_name(text: str) -> str:
     return printable(" ".join(text.split())) or UNNAMED_CLASS
 
 
-def wound_areas(rings: Sequence[Sequence[Point]]) -> list[list[Any]]:
+def split_self_intersections(rings: Sequence[Sequence[Point]]) -> list[list[Any]]:
     """Return the polygons of each ring by non-zero winding, as lists of rings, the outer one first.
 
     A simple ring stays as it is, and so do coordinates that no slide has; a ring that encloses nothing has no polygon.
@@ -261,7 +261,7 @@ MOST_PAIRS = 1 << 22
 POLYGONS_AT_ONCE = 256
 
 
-def areas_within(drawing: Drawing, left: float, top: float, right: float, bottom: float) -> NDArray[np.float64]:
+def areas_within(drawing: PolygonSet, left: float, top: float, right: float, bottom: float) -> NDArray[np.float64]:
     """Return the area of each polygon, holes left out, within a rectangle in the drawing's coordinates."""
     (x0, y0), (x1, y1) = drawing.start.T, drawing.end.T
     # By Green's theorem: the integral of x over dy along the ring, with x and y kept within the rectangle.
@@ -293,7 +293,7 @@ def _below(x: NDArray[np.float64], left: float, right: float) -> NDArray[np.floa
     return integral
 
 
-def painted_over(drawing: Drawing, group: NDArray[np.int32]) -> NDArray[np.bool_]:
+def painted_over(drawing: PolygonSet, group: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Return which polygons are completely covered by later polygons of other groups.
 
     Args:
@@ -336,7 +336,7 @@ def painted_over(drawing: Drawing, group: NDArray[np.int32]) -> NDArray[np.bool_
     return hidden
 
 
-def _fill(polygons: NDArray[np.object_], drawing: Drawing, numbers: NDArray[np.int64]) -> None:
+def _fill(polygons: NDArray[np.object_], drawing: PolygonSet, numbers: NDArray[np.int64]) -> None:
     """Make those of ``polygons`` that are asked for and None; one that crosses itself too often is empty: it covers
     nothing, and nothing covers it."""
     for number in np.unique(numbers).tolist():

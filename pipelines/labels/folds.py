@@ -103,7 +103,7 @@ def _dealt_splits(
         raise ValueError(
             f"{len(asked)} parts need at least {len(asked)} {what}; got {len(row_of)}: {listed([*row_of])}"
         )
-    dealt = deal(sizes, np.array([shares[k] for k in asked]))
+    dealt = assign_groups(sizes, np.array([shares[k] for k in asked]))
     part_of = {who: asked[dealt[row_of[group]]] for who, group in group_of.items()}
     for part in sorted({names.index("val")} & set(asked)):
         _tell_lacking(part, {c: Counter(part_of[who] for who in members) for c, members in strata}, bool(label))
@@ -115,7 +115,7 @@ def _dealt_splits(
     )
 
 
-def deal(sizes: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.int64]:
+def assign_groups(sizes: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the part of each group, (n,): large groups first, each where it brings the parts nearest to their shares.
 
     What is kept small is the sum of squares of what parts have above or below their share of each class, as in

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.labels.drawing import FILE_BYTES, UNNAMED_CLASS, Drawing, Origin, make_drawing, printable_name
+from pipelines.labels.drawing import FILE_BYTES, UNNAMED_CLASS, Origin, PolygonSet, make_polygon_set, printable_name
 from pipelines.slides.slide import SlideError
 
 AREAS = frozenset({"Polygon", "MultiPolygon"})
@@ -27,7 +27,7 @@ MISSING_CORE = "missing TMA core"
 TOO_FEW_POINTS = "polygon of fewer than 3 points"
 
 
-def read_geojson(path: Path) -> Drawing:
+def read_geojson(path: Path) -> PolygonSet:
     """Return the areas of a GeoJSON file.
 
     Raises:
@@ -60,7 +60,7 @@ def read_geojson(path: Path) -> Drawing:
                 names.append(class_name(properties))
             where = f"feature {number + 1}: "
         where = ""
-        return make_drawing(polygons, names, left_out, Origin.BOUNDS)
+        return make_polygon_set(polygons, names, left_out, Origin.BOUNDS)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError) as fault:
         raise SlideError(
             f"annotation {path} is damaged or no GeoJSON: {where}{type(fault).__name__}: {fault}. "
@@ -68,7 +68,7 @@ def read_geojson(path: Path) -> Drawing:
         ) from fault
 
 
-def write_geojson(drawing: Drawing, path: Path) -> None:
+def write_geojson(drawing: PolygonSet, path: Path) -> None:
     """Write ``drawing``, counted from the bounds, as a FeatureCollection: a Polygon for each, in painting order."""
     assert drawing.origin is Origin.BOUNDS
     features = []

@@ -19,7 +19,7 @@ from pipelines.backends.dicom_elements import is_dicom
 from pipelines.backends.dicom_head import Placement, placement_of
 from pipelines.backends.mask import Mask
 from pipelines.backends.mask_seg import SegMask
-from pipelines.labels.drawing import Drawing, ranges
+from pipelines.labels.drawing import PolygonSet, ranges
 from pipelines.slides.geometry import NATIVE_TOLERANCE, Bounds, Region, TileBox, plan_read
 from pipelines.slides.slide import Slide, SlideError
 
@@ -90,7 +90,7 @@ class PixelGrid:
 
 
 def paint(
-    drawing: Drawing, ids: NDArray[np.uint8], grid: PixelGrid, l0_shift: tuple[int, int], out: NDArray[np.uint8]
+    drawing: PolygonSet, ids: NDArray[np.uint8], grid: PixelGrid, l0_shift: tuple[int, int], out: NDArray[np.uint8]
 ) -> None:
     """Paint the polygons that meet the grid into ``out``, later ones over earlier ones; other pixels stay.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pipelines.catalog.catalog import SlideNames
 from pipelines.catalog.table import listed, original, read_cells, read_table, read_text, shown
-from pipelines.labels.splits import NAMES, SPELLINGS, Splits, side_faults
+from pipelines.labels.splits import NAMES, SPELLINGS, Splits, leakage_errors
 from pipelines.slides.slide import printable
 
 TRUTHS = {"true": True, "1": True, "false": False, "0": False, "": False}
@@ -58,7 +58,7 @@ def read_split_file(
         faults.append(f"names of slides that are not there: {listed([*unknown])}; take them out, or add the slides")
     if missing:
         faults.append(f"slides that it does not name: {listed(missing)}; put each into a split")
-    faults += side_faults(split, patient)
+    faults += leakage_errors(split, patient)
     if not faults and "train" not in split.values():
         faults.append("no slide is in train")
     if faults:

@@ -53,7 +53,7 @@ class Splits:
 
     def patient_overlap(self) -> int:
         """Number of patients with slides in more than one split. 0, or scores are worth nothing."""
-        return len(in_two(self.split, self.patient))
+        return len(split_twice(self.split, self.patient))
 
     @property
     def known_patient(self) -> dict[str, str]:
@@ -62,7 +62,7 @@ class Splits:
 
     def site_overlap(self) -> int:
         """Number of sites with slides in more than one split: scores are then also of how well sites are told apart."""
-        return len(in_two({slide: self.split[slide] for slide in self.site}, self.site))
+        return len(split_twice({slide: self.split[slide] for slide in self.site}, self.site))
 
     def save(self, path: Path) -> None:
         """Write columns slide, patient (empty where unknown), label, split, and site where sites are known."""
@@ -122,7 +122,7 @@ class Splits:
             faults.append(
                 f"slides without a line: {listed(missing)}; add a line for each, or delete the file to split anew"
             )
-        faults += side_faults(split, patients)
+        faults += leakage_errors(split, patients)
         if not faults and "train" not in split.values():
             faults.append("no slide is in train")
         if faults:
@@ -169,7 +169,7 @@ def fixed_splits(
         ValueError: a patient is on two sides, or no slide is in train.
     """
     split = dict(split)
-    both = in_two(split, patient)
+    both = split_twice(split, patient)
     if both:
         raise ValueError(
             f"folders of splits: patients with slides in two of them: {listed(both)}; put all of a patient in one"
@@ -266,7 +266,7 @@ def _keep_classes_in_train(name_of: dict[str, str], classes: Mapping[str, set[in
             in_train |= classes[who]
 
 
-def in_two(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
+def split_twice(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
     """Return the patients (or sites) of the slides of ``split`` that are on two sides, sorted."""
     sides: defaultdict[str, set[str]] = defaultdict(set)
     for slide, name in split.items():
@@ -274,9 +274,9 @@ def in_two(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
     return sorted(who for who, names in sides.items() if len(names) > 1)
 
 
-def side_faults(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
+def leakage_errors(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
     """Return a line for each patient with slides in two splits."""
-    faults, both = [], in_two(split, patient)
+    faults, both = [], split_twice(split, patient)
     slides_of: dict[str, list[str]] = {who: [] for who in both}
     for slide in sorted(split):
         if patient[slide] in slides_of:

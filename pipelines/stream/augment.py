@@ -155,12 +155,7 @@ _threads = threading.local()
 
 @dataclass(frozen=True)
 class CpuAugment:
-    """Changes samples in place.
-
-    Attributes:
-        settings: with augment "cpu".
-        seed: of the run.
-    """
+    """Changes samples in place."""
 
     settings: AugmentSettings
     seed: int

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.stream.batch import Batch
-from pipelines.stream.device_batch import DeviceBatch, DeviceLane, Maker, Part
+from pipelines.stream.device_batch import CopyStreams, DeviceBatch, Maker, Part
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
@@ -28,7 +28,7 @@ def allocate_pinned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[
     return array
 
 
-class DeviceFeed:
+class DevicePrefetcher:
     """Batches of a source, and their microbatches on a device. One consumer; a context manager.
 
     While the microbatches of a batch are asked for, the next batch is sent to the device as soon as it is read.
@@ -55,7 +55,7 @@ class DeviceFeed:
     ) -> None:
         self._source = source
         self._ready = ready
-        self._lane = DeviceLane(pixels, prefetch > 0, beside)
+        self._lane = CopyStreams(pixels, prefetch > 0, beside)
         self._prefetch = prefetch
         self._sizes: tuple[int, ...] = ()
         self._given: DeviceBatch | None = None  # its microbatches were not asked for yet
@@ -75,7 +75,7 @@ class DeviceFeed:
         self._look()
         return self._next is not None and self._next.batch.as_wanted
 
-    def renew(self, batch: Batch) -> None:
+    def invalidate(self, batch: Batch) -> None:
         """Forget what was made of ``batch`` before its targets changed."""
         if self._given is not None and self._given.batch is batch:
             self._forget_given()
@@ -117,13 +117,13 @@ class DeviceFeed:
                 if self._prefetch and self._next is not None:
                     self._next.begin(missing)
                 if number == len(sizes) - 1:
-                    sent.leave_host()  # the host buffer is free from here on
+                    sent.wait_h2d()  # the host buffer is free from here on
                     copied = True
                 yield sent.take()
         finally:
             sent.cancel()  # of a step that was given up, or that other ranks computed the rest of
             if not copied:
-                sent.leave_host()
+                sent.wait_h2d()
 
     def close(self) -> None:
         """Wait for what is under way, and drop it."""
@@ -146,7 +146,7 @@ class DeviceFeed:
     def _forget_given(self) -> None:
         if self._given is not None:
             self._given.cancel()
-            self._given.leave_host()
+            self._given.wait_h2d()
             self._given = None
 
     def _look(self) -> None:

@@ -24,11 +24,7 @@ from pipelines.stream.tile_bytes import Extent, MadePart, Orientation, TileBytes
 
 
 class BoxMaker:
-    """Makes microbatches of which nothing but labels is on the device.
-
-    Args:
-        pixels: says what is done to a tile, and where.
-    """
+    """Makes microbatches of which nothing but labels is on the device."""
 
     def __init__(self, pixels: PixelMaker) -> None:
         self.device = pixels.device
@@ -69,13 +65,7 @@ class BoxMaker:
 
 
 class TileBoxes:
-    """Images float32 (m, 3, h, w), by boxes.
-
-    Args:
-        pixels: makes them of bytes.
-        stored: of uint8 (h, w, 3) each, on the host.
-        drawn: what is done to each; None: nothing.
-    """
+    """Images float32 (m, 3, h, w), by boxes."""
 
     def __init__(self, pixels: PixelMaker, stored: TileBytes, drawn: Draw | None) -> None:
         self.shape: tuple[int, ...] = (len(stored.tiles), 3, stored.height, stored.width)
@@ -130,7 +120,7 @@ Part = tuple[torch.Tensor | TileBoxes | MadePart | None, torch.Tensor | MaskBoxe
 """Images and targets of a microbatch; None for what is stored of none of its tiles."""
 
 
-class DeviceLane:
+class CopyStreams:
     """What copies batches to a device, and what makes microbatches there.
 
     Args:
@@ -188,14 +178,9 @@ class DeviceLane:
 
 
 class DeviceBatch:
-    """One batch on the device, uint8 still, or on the host for boxes of it, and its microbatches.
+    """One batch on the device, uint8 still, or on the host for boxes of it, and its microbatches."""
 
-    Args:
-        lane: brings it there.
-        sizes: tiles of each microbatch.
-    """
-
-    def __init__(self, lane: DeviceLane, batch: Batch, sizes: Sequence[int]) -> None:
+    def __init__(self, lane: CopyStreams, batch: Batch, sizes: Sequence[int]) -> None:
         self.batch = batch
         self._lane = lane
         self._copied: torch.cuda.Event | None = None
@@ -243,7 +228,7 @@ class DeviceBatch:
         wait([future for future, _ in self._begun if not future.cancel()])
         self._begun.clear()
 
-    def leave_host(self) -> None:
+    def wait_h2d(self) -> None:
         """Return once the batch in host memory is copied."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -21,24 +21,16 @@ from numpy.typing import NDArray
 
 from pipelines.slides.slide import Pixels, SlideError
 from pipelines.stream.batch import Batch, Buffer, BufferPool
-from pipelines.stream.order import BatchRequest, Rows, SampleSource
+from pipelines.stream.order import BatchRequest, BatchSampler, Rows
 from pipelines.stream.read import MAX_FAULTS, SampleReader
 
 
 class TileIterator:
-    """Batches of a stream. One consumer; a context manager; ``close`` it, or let it go, and its threads end.
-
-    Args:
-        source: says what is in each batch.
-        reader: reads one sample.
-        buffers: where batches are read to.
-        threads: that read.
-        fingerprint: all that decides what sample i is.
-    """
+    """Batches of a stream. One consumer; a context manager; ``close`` it, or let it go, and its threads end."""
 
     def __init__(
         self,
-        source: SampleSource,
+        source: BatchSampler,
         reader: SampleReader,
         buffers: BufferPool,
         threads: int,

@@ -252,7 +252,7 @@ class BatchRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class SampleSource:
+class BatchSampler:
     """The sequence of epochs cut into global batches, and of each what one rank reads: a function of its number alone.
 
     Attributes:

@@ -28,10 +28,10 @@ from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import (
     Bags,
     Balance,
+    BatchSampler,
     IndexOrder,
     Order,
     Rows,
-    SampleSource,
     SlideShuffle,
     Weighted,
 )
@@ -150,7 +150,7 @@ class TileStream:
         return replace(self, target=Masks(annotations))
 
     def augment(self, settings: AugmentSettings) -> Self:
-        """Vary the tiles. Mode "cpu" is done here; "device" by ``DeviceFeed``, which needs the same settings."""
+        """Vary the tiles. Mode "cpu" is done here; "device" by ``DevicePrefetcher``, which needs the same settings."""
         if faults := settings.validate():
             raise ValueError("; ".join(faults))
         return replace(self, augmentation=settings)
@@ -189,8 +189,8 @@ class TileStream:
 
         Reads of slides, masks and drawings what goes into the box. Read whole and cut then are: tiles that go through
         a cache, ``augment`` "cpu", whole pictures, and levels that OpenSlide draws between stored px. Batches hold
-        bytes of the box alone, and microbatches of a ``DeviceFeed`` answer ``box`` for boxes inside it. Ranks that
-        share tiles settle with ``TileIterator.follow`` which they read.
+        bytes of the box alone, and microbatches of a ``DevicePrefetcher`` answer ``box`` for boxes inside it. Ranks
+        that share tiles agree on replacements with ``TileIterator.follow``.
 
         Args:
             images: in px of the tile as the model is given it, turned and flipped: of a rank's part, and of what its
@@ -280,9 +280,9 @@ class TileStream:
         return TileParts(*self.boxes, height, width, self.augmentation, self.seed)
 
     @cached_property
-    def source(self) -> SampleSource:
+    def source(self) -> BatchSampler:
         """What is in each batch, and which of it this rank reads."""
-        return SampleSource(self.order, self.epochs, self.global_batch, (self.rows, self.image_rows, self.target_rows))
+        return BatchSampler(self.order, self.epochs, self.global_batch, (self.rows, self.image_rows, self.target_rows))
 
     @cached_property
     def fingerprint(self) -> dict[str, str | int]:

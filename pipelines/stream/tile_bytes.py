@@ -64,9 +64,6 @@ class TileBytes:
         """Return rows and columns of the tiles as they lie once turned counter-clockwise and then flipped; of oblong
         tiles, which would not fit turned by quarters, as many half turns. uint8 (m, rows, columns, ...).
 
-        Args:
-            pinned: into page-locked memory.
-
         Raises:
             ValueError: they are not all inside ``part``.
         """

@@ -20,7 +20,7 @@ import numpy as np
 
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
-from pipelines.catalog.processes import ProcessDied, each_in_process
+from pipelines.catalog.processes import WorkerCrashed, map_isolated
 from pipelines.catalog.table import counted
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart, merge, take_over
@@ -180,8 +180,8 @@ def _index_slides(
     tried: dict[str, SlideTiles | SlideFault] = {}
     save_at_s = time.monotonic() + SAVE_EVERY_S
     try:
-        for done, (spec, result) in enumerate(each_in_process(task, specs, workers, slide_limits(threads)), 1):
-            if isinstance(result, ProcessDied):
+        for done, (spec, result) in enumerate(map_isolated(task, specs, workers, slide_limits(threads)), 1):
+            if isinstance(result, WorkerCrashed):
                 result = SlideResult(
                     SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "process", str(result), spec.scene), None
                 )

@@ -52,16 +52,7 @@ def draw_overlay(
     l0_size: tuple[int, int],
     caption: str,
 ) -> bytes:
-    """Return a PNG of the slide with its tissue and tiles.
-
-    Args:
-        thumbnail: the slide, as ``read_thumbnail`` gives it.
-        tissue: outlined.
-        l0_x, l0_y: int64 (n,), top left of the tiles in level-0 px.
-        fractions: float32 (n,), the part of each tile that is tissue.
-        l0_size: width and height of a tile in level-0 px.
-        caption: one line below the picture.
-    """
+    """Return a PNG of the slide with its tissue and tiles."""
     picture, downsample = thumbnail.pixels.copy(), thumbnail.downsample
     height, width = picture.shape[:2]
     left, top, right, bottom = (

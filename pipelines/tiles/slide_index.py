@@ -42,7 +42,7 @@ MOST_DAMAGED = 0.5
 """A slide of which more tiles are damaged is not worth training on; as ``tissue.MOST_UNREADABLE``."""
 
 
-def damaged_tiles(
+def find_unreadable_tiles(
     slide: Slide,
     l0_x: NDArray[np.int64],
     l0_y: NDArray[np.int64],
@@ -195,13 +195,7 @@ def slide_limits(threads: int) -> Limits:
 
 
 def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int) -> SlideResult:
-    """Find the tiles of one slide. Returns every fault of the slide instead of raising it.
-
-    Args:
-        spec: the slide.
-        settings: which tiles to cut.
-        threads: that read the overview.
-    """
+    """Find the tiles of one slide. Returns every fault of the slide instead of raising it."""
     size = file_bytes(spec.path)
     progress = _Progress()
     try:
@@ -259,7 +253,7 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
         progress.step = "tiles"
         if not len(kept):
             raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
-        bad, fault = damaged_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size, spec.scene)
+        bad, fault = find_unreadable_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size, spec.scene)
         l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
         source = replace(_source(spec, slide, state), tissue_share=tissue.share)
     seconds = time.perf_counter() - started_s

@@ -19,7 +19,7 @@ import cv2
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlideState
-from pipelines.catalog.processes import each_in_process
+from pipelines.catalog.processes import map_isolated
 from pipelines.catalog.table import counted
 from pipelines.slides.rare import Rare
 from pipelines.slides.slide import SlideError
@@ -138,12 +138,6 @@ def fit_slides(
 ) -> StainFits:
     """Return how ``specs`` are stained: as ``out`` has it in its file, and for other slides as it is found now.
 
-    Args:
-        tissue_mpp: resolution at which tissue is looked for.
-        out: folder, for ``stains.json`` and ``failed_slides.csv``.
-        workers: processes; 0: one per core.
-        progress: told what is done.
-
     Raises:
         ValueError: the file in ``out`` is something else.
     """
@@ -161,7 +155,7 @@ def fit_slides(
     task = functools.partial(stain_of, method=method, tissue_mpp=tissue_mpp, threads=threads)
     fits, faults = dict(known.fits), dict(known.faults)
     failed = FailedSlides(out / "failed_slides.csv")
-    for spec, result in each_in_process(task, todo, workers, slide_limits(threads)):
+    for spec, result in map_isolated(task, todo, workers, slide_limits(threads)):
         faults.pop(spec.slide_id, None)
         fits[spec.slide_id] = result if isinstance(result, StainFit) else None
         if not isinstance(result, StainFit):

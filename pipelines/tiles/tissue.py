@@ -168,7 +168,7 @@ def find_tissue(overview: Overview) -> TissueMask:
     return TissueMask(mask, overview.l0_x, overview.l0_y, overview.downsample, overview.mpp, found)
 
 
-def tissue_of(pixels: Pixels, mpp: float) -> Mask:
+def segment_tissue(pixels: Pixels, mpp: float) -> Mask:
     """Tissue per px, bool (h, w), of a picture uint8 (h, w, 3) at ``mpp`` um/px."""
     return _search(pixels, mpp)[0]
 

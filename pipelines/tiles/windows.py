@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlideState
-from pipelines.catalog.processes import each_in_process
+from pipelines.catalog.processes import map_isolated
 from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import read_thumbnail
-from pipelines.tiles.slide_index import damaged_tiles, default_threads, file_bytes, slide_limits
+from pipelines.tiles.slide_index import default_threads, file_bytes, find_unreadable_tiles, slide_limits
 from pipelines.tiles.stain_fit import Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tile_table import SlideFault
 from pipelines.tiles.tiling import MOST_TILES, TileGrid, tissue_fractions
@@ -108,7 +108,7 @@ def windows_of(spec: SlideSpec, settings: WindowSettings) -> SlideWindows:
     Raises:
         SlideError: the slide cannot be used, has no tissue, or ended the process.
     """
-    ((_, found),) = each_in_process(_Finder(settings, default_threads(1)), [spec], 1, slide_limits(default_threads(1)))
+    ((_, found),) = map_isolated(_Finder(settings, default_threads(1)), [spec], 1, slide_limits(default_threads(1)))
     if isinstance(found, SlideWindows):
         return found
     raise SlideError(f"{found.step}: {found.error}" if isinstance(found, SlideFault) else f"{spec.path}: {found}")
@@ -168,7 +168,7 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
                 "that made the checkpoint decides which windows count"
             )
         tiles = (grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
-        bad, fault = damaged_tiles(slide, *tiles, spec.scene)
+        bad, fault = find_unreadable_tiles(slide, *tiles, spec.scene)
         row, column = row[~bad], column[~bad]
         thumbnail = read_thumbnail(slide, overview, threads)
         return SlideWindows(

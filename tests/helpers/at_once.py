@@ -22,11 +22,11 @@ MODULES = (
     "pipelines.tiles.stain_fits",
     "pipelines.tiles.windows",
 )
-"""Those that call ``each_in_process``."""
+"""Those that call ``map_isolated``."""
 
 
 def each_at_once(task: Any, items: Sequence[Any], workers: int, limits: object = None) -> Iterator[tuple[Any, Any]]:
-    """Yield what ``each_in_process`` yields. Task and items are pickled, as for another process."""
+    """Yield what ``map_isolated`` yields. Task and items are pickled, as for another process."""
     for item in items:
         copied_task, copied_item = pickle.loads(pickle.dumps((task, item)))
         yield item, copied_task(copied_item)
@@ -34,15 +34,15 @@ def each_at_once(task: Any, items: Sequence[Any], workers: int, limits: object =
 
 @pytest.fixture(scope="module", autouse=True)
 def at_once() -> Iterator[None]:
-    """Replace ``each_in_process`` before other fixtures of a module, which index, too."""
+    """Replace ``map_isolated`` before other fixtures of a module, which index, too."""
     with pytest.MonkeyPatch.context() as patch:
         for module in MODULES:
-            patch.setattr(f"{module}.each_in_process", each_at_once)
+            patch.setattr(f"{module}.map_isolated", each_at_once)
         yield
 
 
 @pytest.fixture
 def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the modules their ``each_in_process`` back."""
+    """Give the modules their ``map_isolated`` back."""
     for module in MODULES:
-        monkeypatch.setattr(f"{module}.each_in_process", processes.each_in_process)
+        monkeypatch.setattr(f"{module}.map_isolated", processes.map_isolated)

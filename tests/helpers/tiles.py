@@ -63,7 +63,7 @@ class MemorySpec:
     opens: bool = True
     opened: list[str] = field(default_factory=list, compare=False)
 
-    def check_unchanged(self) -> None:
+    def verify_unchanged(self) -> None:
         """It is in memory."""
 
     def open(self) -> Slide:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.layer_depth import freeze, layer_scales, layers_of
+from models.layer_depth import freeze, layer_decay_scales, layers_of
 from models.registry import build_model
 
 
@@ -29,12 +29,12 @@ def test_blocks_are_layers_in_the_order_of_the_model(
 
 def test_the_rate_falls_from_layer_to_layer() -> None:
     model = build_model("resnet18", classes=2)
-    scales = layer_scales(model, 0.5)
+    scales = layer_decay_scales(model, 0.5)
     assert scales.keys() == dict(model.named_parameters()).keys()
     assert [scales[name] for name in ("fc.bias", "layer4.1.bn2.bias", "layer4.0.conv1.weight")] == [1.0, 0.5, 0.25]
     assert scales["conv1.weight"] == scales["bn1.bias"] == 0.5**9
     with pytest.raises(ValueError, match=r"--layer-decay 0\.5 .* this model has 1"):
-        layer_scales(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), 0.5)
+        layer_decay_scales(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), 0.5)
 
 
 def test_a_parameter_of_two_modules_is_in_the_first_layer() -> None:

@@ -199,7 +199,7 @@ def test_a_slide_with_bounds_is_aligned_as_qupath_has_it(slides, checkpoint, tmp
 
 def test_windows_that_cannot_be_read_are_left_out_and_counted(slides, checkpoint, tmp_path, monkeypatch):
     # a sample of the windows is tried before: here none of those that are damaged
-    monkeypatch.setattr(windows, "damaged_tiles", lambda slide, x, *_: (np.zeros(len(x), bool), ""))
+    monkeypatch.setattr(windows, "find_unreadable_tiles", lambda slide, x, *_: (np.zeros(len(x), bool), ""))
     monkeypatch.setattr(whole_slide, "windows_of", lambda spec, settings: find_windows(spec, settings, 1))
     model = load_model(checkpoint, SEGMENTER, torch.device("cpu"))
     folder = PredictionFolder(tmp_path)

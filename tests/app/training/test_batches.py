@@ -21,7 +21,7 @@ from parallel.schedule.shares import split_batch
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import AugmentSettings
-from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.stream import TileStream
@@ -52,8 +52,8 @@ def stream_of(*, damaged: bool = False) -> TileStream:
     return TileStream.over(TABLE, epochs=1).read(SlidePool(specs, 2)).label(np.arange(11))
 
 
-def feed_of(tiles: TileIterator) -> DeviceFeed:
-    return DeviceFeed(tiles, tiles.ready, PixelMaker(torch.device("cpu"), AugmentSettings(), 0))
+def feed_of(tiles: TileIterator) -> DevicePrefetcher:
+    return DevicePrefetcher(tiles, tiles.ready, PixelMaker(torch.device("cpu"), AugmentSettings(), 0))
 
 
 def test_a_rank_reads_the_microbatches_it_wants() -> None:
@@ -115,17 +115,17 @@ def test_ranks_settle_a_batch_only_if_a_tile_of_it_is_replaced_or_it_was_not_rea
     monkeypatch.setattr(SlidePool, "lease", lambda pool, slide_id: gate.wait(20) and lease(pool, slide_id))
     reading = RankReading.of(recorded([1]), 4, split_batch(4, 2), [IMAGES] * 2)
     with iter(reading.sharded(stream_of(damaged=damaged))) as tiles, feed_of(tiles) as feed:
-        assert reading.unsettled(feed)
+        assert reading.needs_sync(feed)
         gate.set()
         while not tiles.ready():
             time.sleep(0.001)
-        assert reading.unsettled(feed) == damaged
+        assert reading.needs_sync(feed) == damaged
 
 
 def test_where_pixels_and_targets_are_read_together_nothing_is_settled() -> None:
     reading = RankReading.of(recorded(), 4, split_batch(4, 2), [BOTH] * 2)
     with iter(reading.sharded(stream_of(damaged=True))) as tiles, feed_of(tiles) as feed:
-        assert not reading.unsettled(feed)
+        assert not reading.needs_sync(feed)
         assert not reading.settle(tiles, next(feed))
 
 

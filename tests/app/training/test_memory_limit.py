@@ -20,7 +20,7 @@ from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
-from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_pixels import PixelMaker
 from tests.app.conftest import QUICK, Train, summary_of
 
@@ -110,7 +110,7 @@ def test_microbatches_made_ahead_on_another_thread_count() -> None:
         memory, found = MemoryLimit(None, CPU), []
         pixels = PixelMaker(CPU, AugmentSettings(augment="none"), 0)
         repeated = itertools.repeat(batch)
-        feed = DeviceFeed(repeated, lambda: True, pixels, prefetch=prefetch, beside=memory.beside)
+        feed = DevicePrefetcher(repeated, lambda: True, pixels, prefetch=prefetch, beside=memory.beside)
         for _step in range(CHECKED):
             next(feed)
             with memory.watching(feed.held()):

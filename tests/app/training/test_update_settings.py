@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
-from models.layer_depth import freeze, layer_scales
+from models.layer_depth import freeze, layer_decay_scales
 from models.losses import PixelClassLoss
 from models.registry import build_model
 from models.unet import UNet
@@ -60,7 +60,7 @@ def rate(step: int) -> float:
 def plain() -> dict[str, Any]:
     """The steps written out: groups by hand, torch's own average."""
     net = copy.deepcopy(model()).train()
-    scales = layer_scales(net, DECAY)
+    scales = layer_decay_scales(net, DECAY)
     groups = [
         {"params": [p], "scale": scales[name], "weight_decay": WEIGHT_DECAY * (p.ndim > 1)}
         for name, p in net.named_parameters()
@@ -93,7 +93,7 @@ def plain() -> dict[str, Any]:
 def rank(communicator: Communicator, strategy: Strategy) -> dict[str, Any]:
     """What a rank has after the steps; two of them by one engine, the last by another from the checkpoint."""
     net = copy.deepcopy(model())
-    make = functools.partial(build_optimizer, SETTINGS, scales=layer_scales(net, DECAY))
+    make = functools.partial(build_optimizer, SETTINGS, scales=layer_decay_scales(net, DECAY))
     losses: list[float] = []
     state: dict[str, Any] = {}
     for steps in (range(STEPS - 1), range(STEPS - 1, STEPS)):

@@ -21,13 +21,13 @@ from pipelines.backends.registry import open_slide
 from pipelines.cache import tile_cache
 from pipelines.cache.shard_folder import ABANDONED_S, LEDGER, ShardFolder
 from pipelines.cache.tile_cache import CacheCounts, CachedSlide, CachedSpec, TileCache
-from pipelines.cache.tile_kind import Place, TileKind
+from pipelines.cache.tile_kind import CacheSpec, Place
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels, SlideError
 from tests.helpers.real import SVS
 
-KIND = TileKind(40, 30, 0.5)
+KIND = CacheSpec(40, 30, 0.5)
 BOUND = 1 << 30
 
 
@@ -43,7 +43,7 @@ def place(number: int) -> Place:
     return 7, -8, number, 5
 
 
-def pixels(number: int, kind: TileKind = KIND) -> Pixels:
+def pixels(number: int, kind: CacheSpec = KIND) -> Pixels:
     """Pixels that no other number has; half of them compress."""
     tile = np.random.default_rng(number).integers(0, 256, (kind.height, kind.width, 3)).astype(np.uint8)
     tile[kind.height // 2 :] = number % 251
@@ -73,7 +73,7 @@ def filled(folder: Path, count: int) -> ShardFolder:
 
 @pytest.mark.parametrize("mpp", [0.499, 1.3])
 def test_tiles_are_those_of_the_reader_and_of_any_zarr_library(mpp: float, tmp_path: Path) -> None:
-    kind = TileKind(60, 50, mpp)
+    kind = CacheSpec(60, 50, mpp)
     regions = [Region(x, y, 60, 50, mpp) for x in (-20, 333, 2200) for y in (11, 1500, 2960)]
     with open_slide(SVS) as slide, TileCache(tmp_path, BOUND, kind) as cache:
         truth = [slide.read(region) for region in regions]
@@ -103,7 +103,7 @@ def test_tiles_are_those_of_the_reader_and_of_any_zarr_library(mpp: float, tmp_p
 
 def test_a_slide_that_is_another_now_is_read_and_one_that_was_moved_is_not(tmp_path: Path) -> None:
     path = Path(shutil.copy2(SVS, tmp_path / "slide.svs"))
-    cache = TileCache(tmp_path / "cache", BOUND, TileKind(60, 50, 0.499))
+    cache = TileCache(tmp_path / "cache", BOUND, CacheSpec(60, 50, 0.499))
 
     def hits(path: Path, mpp: float | None = None, backend: str = "auto") -> int:
         before = cache.counts.hits
@@ -247,7 +247,7 @@ def test_a_full_cache_serves_on_and_takes_no_more(tmp_path: Path) -> None:
         assert cache.full == f"it has its {2 * shard} bytes"
         assert cache.counts.stored == 16
         assert [number for number in range(50) if holds(cache, number)] == list(range(16))
-    other = TileKind(40, 30, 1.0)  # counts what there is of other kinds
+    other = CacheSpec(40, 30, 1.0)  # counts what there is of other kinds
     with TileCache(tmp_path / "cache", 2 * shard, other) as cache:
         for number in range(8):
             cache.add(place(number), pixels(number))
@@ -360,4 +360,4 @@ def test_counts_of_ranks_add_up() -> None:
 
 def test_a_tile_too_large_to_compress_in_one_piece_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tiles of up to 2147418112 bytes; 32768 x 32768 px are 3221225472"):
-        TileKind(32768, 32768, 0.5)
+        CacheSpec(32768, 32768, 0.5)

@@ -59,7 +59,7 @@ class Spec:
     changed: bool = False
     checks: int = 0
 
-    def check_unchanged(self) -> None:
+    def verify_unchanged(self) -> None:
         self.checks += 1
         if self.changed:
             raise SlideError(f"{self.slide_id}: this is not the slide that was indexed")

@@ -12,7 +12,7 @@ import shapely
 from pipelines.backends.mask import open_mask
 from pipelines.labels.annotation_files import read_annotation
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
-from pipelines.labels.drawing import Drawing, Origin
+from pipelines.labels.drawing import Origin, PolygonSet
 from pipelines.labels.geojson import read_geojson
 from pipelines.labels.rasterize import PixelGrid, paint
 from pipelines.slides.geometry import Bounds
@@ -25,7 +25,7 @@ WITH_AREAS = sorted(
 )
 
 
-def class_masks(drawing: Drawing, l0_box: np.ndarray, side: int = 400) -> dict[str, np.ndarray]:
+def class_masks(drawing: PolygonSet, l0_box: np.ndarray, side: int = 400) -> dict[str, np.ndarray]:
     """bool (side, side) by class name: the painted drawing over a box of level 0."""
     left, top, right, bottom = l0_box
     grid = PixelGrid(left, top, (right - left) / side, (bottom - top) / side, side, side)
@@ -34,7 +34,7 @@ def class_masks(drawing: Drawing, l0_box: np.ndarray, side: int = 400) -> dict[s
     return {name: out == index for index, name in enumerate(drawing.classes, start=1)}
 
 
-def least_iou(drawing: Drawing, other: Drawing) -> float:
+def least_iou(drawing: PolygonSet, other: PolygonSet) -> float:
     """Of all classes."""
     assert drawing.classes == other.classes
     l0_box = np.concatenate([drawing.box[:, :2].min(axis=0) - 1, drawing.box[:, 2:].max(axis=0) + 1])
@@ -43,7 +43,7 @@ def least_iou(drawing: Drawing, other: Drawing) -> float:
     return min((ours[name] & theirs[name]).sum() / (ours[name] | theirs[name]).sum() for name in ours)
 
 
-def shapes(drawing: Drawing) -> shapely.Geometry:
+def shapes(drawing: PolygonSet) -> shapely.Geometry:
     """The union of all areas, as shapely has it."""
     polygons = [drawing.rings(k) for k in range(len(drawing.box))]
     return shapely.union_all([shapely.make_valid(shapely.Polygon(outer, holes)) for outer, *holes in polygons])
@@ -52,7 +52,7 @@ def shapes(drawing: Drawing) -> shapely.Geometry:
 @pytest.mark.parametrize("path", WITH_AREAS, ids=lambda path: path.name)
 def test_real_files_as_geojson(tmp_path: Path, path: Path) -> None:
     before = read_annotation(path)
-    assert isinstance(before, Drawing)
+    assert isinstance(before, PolygonSet)
     write_areas(read_areas(path, None), tmp_path / "a.geojson", None)
     after = read_areas(tmp_path / "a.geojson", None)
     assert least_iou(before, after) == 1.0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.model_selection import StratifiedGroupKFold
 
-from pipelines.labels.folds import deal, fold_splits, site_splits
+from pipelines.labels.folds import assign_groups, fold_splits, site_splits
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,5 +119,5 @@ def test_a_class_that_a_fold_cannot_learn_is_told(caplog: pytest.LogCaptureFixtu
 
 
 def test_no_part_is_left_empty() -> None:
-    dealt = deal(np.full((3, 1), 10), np.array([0.7, 0.2, 0.1]))
+    dealt = assign_groups(np.full((3, 1), 10), np.array([0.7, 0.2, 0.1]))
     assert sorted(dealt.tolist()) == [0, 1, 2]

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 import pipelines.labels.conversion
 from pipelines.backends.mask import ArrayMask
 from pipelines.labels.conversion import outlines
-from pipelines.labels.drawing import Origin, make_drawing
+from pipelines.labels.drawing import Origin, make_polygon_set
 from pipelines.labels.rasterize import PixelGrid, paint
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -32,7 +32,7 @@ def test_painted_again_they_are_the_mask(pixels: np.ndarray, band_rows: int) -> 
         shapes = [shapely.Polygon(outer, holes) for outer, *holes in polygons]
         assert all(shape.is_valid for shape in shapes)
         assert sum(shape.area for shape in shapes) == (pixels == value).sum()
-        drawing = make_drawing(polygons, [str(value)] * len(polygons), {}, Origin.LEVEL0)
+        drawing = make_polygon_set(polygons, [str(value)] * len(polygons), {}, Origin.LEVEL0)
         grid = PixelGrid(0, 0, 1, 1, pixels.shape[1], pixels.shape[0])
         paint(drawing, np.array([value], np.uint8), grid, (0, 0), painted)
     np.testing.assert_array_equal(painted, pixels)

@@ -16,7 +16,7 @@ from shapely.geometry import shape
 from pipelines.backends.level_reader import memory_slide
 from pipelines.labels import drawing as drawing_module
 from pipelines.labels import rasterize
-from pipelines.labels.drawing import Drawing
+from pipelines.labels.drawing import PolygonSet
 from pipelines.labels.geojson import read_geojson
 from pipelines.labels.rasterize import PixelGrid, paint
 from pipelines.slides.geometry import Region
@@ -29,13 +29,13 @@ ring = st.lists(st.tuples(coordinate, coordinate), min_size=3, max_size=9)
 polygon = st.lists(ring, min_size=1, max_size=3)  # rings anywhere: they may cross themselves and each other
 
 
-def painted(drawing: Drawing, grid: PixelGrid, ids: list[int] | None = None) -> np.ndarray:
+def painted(drawing: PolygonSet, grid: PixelGrid, ids: list[int] | None = None) -> np.ndarray:
     out = np.zeros((grid.height, grid.width), np.uint8)
     paint(drawing, np.array(ids or range(1, len(drawing.classes) + 1), np.uint8), grid, (0, 0), out)
     return out
 
 
-def drawing_of(tmp: Path, *polygons: list[Ring]) -> Drawing:
+def drawing_of(tmp: Path, *polygons: list[Ring]) -> PolygonSet:
     return read_geojson(write_geojson(tmp / "d.geojson", *(area(rings, f"c{i}") for i, rings in enumerate(polygons))))
 
 

@@ -14,17 +14,17 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels import drawing as visible_areas
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import ClassMap
-from pipelines.labels.drawing import Drawing, Origin, areas_within, make_drawing, painted_over
+from pipelines.labels.drawing import Origin, PolygonSet, areas_within, make_polygon_set, painted_over
 from pipelines.labels.slide_labels import find_labels
 from pipelines.slides.geometry import Bounds
 from pipelines.slides.slide import SlideError
 from tests.helpers.drawings import area, box, write_geojson
 
 
-def drawn(*features: dict[str, object]) -> Drawing:
+def drawn(*features: dict[str, object]) -> PolygonSet:
     parsed = json.loads(json.dumps(features))
     names = [feature["properties"]["classification"]["name"] for feature in parsed]
-    return make_drawing([feature["geometry"]["coordinates"] for feature in parsed], names, {}, Origin.BOUNDS)
+    return make_polygon_set([feature["geometry"]["coordinates"] for feature in parsed], names, {}, Origin.BOUNDS)
 
 
 def hidden(*features: dict[str, object]) -> list[bool]:
@@ -46,7 +46,7 @@ def test_areas_within_are_those_of_shapely() -> None:
         angles = (np.arange(9) + rng.uniform(0, 0.9, 9)) * 2 * np.pi / 9
         ring = np.column_stack([np.cos(angles), np.sin(angles)]) * rng.uniform(20, 60, (9, 1)) + rng.uniform(0, 100, 2)
         shapes.append([ring.tolist(), (0.3 * (ring - ring.mean(0)) + ring.mean(0))[:: rng.choice([-1, 1])].tolist()])
-    drawing = make_drawing(shapes, ["a"] * len(shapes), {}, Origin.LEVEL0)
+    drawing = make_polygon_set(shapes, ["a"] * len(shapes), {}, Origin.LEVEL0)
     for rectangle in [(0, 0, 100, 100), (-1e3, -1e3, 1e3, 1e3), (40, 20, 60, 90), (300, 300, 400, 400)]:
         expected = [
             shapely.intersection(shapely.Polygon(outer), shapely.box(*rectangle)).area

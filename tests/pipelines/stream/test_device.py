@@ -17,8 +17,8 @@ import torch
 
 from pipelines.stream.augment import AugmentSettings, apply_jitter, draw
 from pipelines.stream.batch import Batch
-from pipelines.stream.device import DeviceFeed, allocate_pinned
-from pipelines.stream.device_batch import DeviceBatch, DeviceLane, feed_stream
+from pipelines.stream.device import DevicePrefetcher, allocate_pinned
+from pipelines.stream.device_batch import CopyStreams, DeviceBatch, feed_stream
 from pipelines.stream.device_pixels import IMAGENET, PixelMaker
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import pool_of, tile_table
@@ -37,15 +37,17 @@ def batch_of(n: int, size: int = 16, first: int = 100, *, masks: bool = False) -
 
 def feed_of(
     settings: AugmentSettings, seed: int, left: list[Batch] | None = None, *, prefetch: int = 0, beside: Any = None
-) -> DeviceFeed:
+) -> DevicePrefetcher:
     """On the CPU, of batches that are there at once; ``left`` loses those that were taken."""
     left = [] if left is None else left
     source = iter(lambda: left.pop(0), None)
     pixels = PixelMaker(CPU, settings, seed)
-    return DeviceFeed(source, lambda: bool(left), pixels, prefetch=prefetch, beside=beside or contextlib.nullcontext)
+    return DevicePrefetcher(
+        source, lambda: bool(left), pixels, prefetch=prefetch, beside=beside or contextlib.nullcontext
+    )
 
 
-def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def made(feed: DevicePrefetcher, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     images: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     for image, target in feed.microbatches(batch, sizes):
@@ -62,7 +64,7 @@ def made(feed: DeviceFeed, batch: Batch, sizes: list[int]) -> tuple[torch.Tensor
 def test_pixels_are_normalised(normalisation: tuple[tuple[float, ...], tuple[float, ...]], channels_last: bool) -> None:
     batch = batch_of(3)
     pixels = PixelMaker(CPU, NONE, 0, normalisation, channels_last)
-    feed = DeviceFeed(iter(()), lambda: False, pixels)
+    feed = DevicePrefetcher(iter(()), lambda: False, pixels)
     images, targets = next(feed.microbatches(batch, [3]))
     assert images is not None
     assert targets is not None
@@ -166,7 +168,7 @@ def test_the_feed_gives_the_batches_of_its_source_and_takes_the_next_one_early()
     given, early = [], False
     with (
         iter(stream) as tiles,
-        DeviceFeed(tiles, tiles.ready, PixelMaker(CPU, AugmentSettings(), 0)) as feed,
+        DevicePrefetcher(tiles, tiles.ready, PixelMaker(CPU, AugmentSettings(), 0)) as feed,
     ):
         for batch in feed:
             given.append(batch.rows.tolist())
@@ -263,7 +265,7 @@ def test_one_batch_can_be_the_next_one_for_ever() -> None:
     makers, batch = Makers(), batch_of(2)
     expected = made(feed_of(AugmentSettings(), 4), batch, [1, 1])[0]
     pixels = PixelMaker(CPU, AugmentSettings(), 4)
-    with DeviceFeed(itertools.repeat(batch), lambda: True, pixels, prefetch=1, beside=makers) as feed:
+    with DevicePrefetcher(itertools.repeat(batch), lambda: True, pixels, prefetch=1, beside=makers) as feed:
         for times in range(1, 4):
             assert torch.equal(made(feed, next(feed), [1, 1])[0], expected)
             assert len(makers.settled(2 * times + 1)) == 2 * times + 1  # the first of the next time
@@ -276,7 +278,7 @@ def test_what_was_made_early_is_made_anew_when_targets_or_sizes_change() -> None
     assert len(list(feed.held())) == 4
     assert next(feed) is second
     second.targets[...] = 9  # as ``follow`` does
-    feed.renew(second)
+    feed.invalidate(second)
     assert made(feed, second, [2, 2])[1].tolist() == [9] * 4
     assert made(feed, next(feed), [3, 1])[1].tolist() == [0, 1, 2, 3]
 
@@ -289,7 +291,7 @@ def test_what_is_under_way_is_waited_for_and_the_rest_never_made() -> None:
         begun.append(gate.wait(20))
         yield
 
-    lane = DeviceLane(PixelMaker(CPU, NONE, 0), True, waits)
+    lane = CopyStreams(PixelMaker(CPU, NONE, 0), True, waits)
     sent = DeviceBatch(lane, batch_of(3), [1, 1, 1])
     assert sent.begin(2) == 0
     threading.Timer(0.05, gate.set).start()
@@ -375,7 +377,7 @@ def test_all_feeds_of_a_device_share_its_streams(monkeypatch: pytest.MonkeyPatch
     pixels.device = cuda
     feed_stream.cache_clear()
     try:
-        lanes = [DeviceLane(pixels, True, contextlib.nullcontext) for _ in range(20)]
+        lanes = [CopyStreams(pixels, True, contextlib.nullcontext) for _ in range(20)]
     finally:
         feed_stream.cache_clear()
     assert next(made_streams) == 2
@@ -392,7 +394,7 @@ def test_a_cuda_device_is_fed_what_the_cpu_is_fed(prefetch: int) -> None:
     plain = [made(on_cpu, batch, [3, 5])[0] for batch in iter(stream)]
     with (
         iter(stream.prefetch(allocate=allocate_pinned)) as tiles,
-        DeviceFeed(tiles, tiles.ready, on_cuda, prefetch=prefetch) as feed,
+        DevicePrefetcher(tiles, tiles.ready, on_cuda, prefetch=prefetch) as feed,
     ):
         for batch, expected in zip(feed, plain, strict=True):
             images = made(feed, batch, [3, 5])[0]

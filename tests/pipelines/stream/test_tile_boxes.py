@@ -9,7 +9,7 @@ import torch
 from parallel.offload.live_bytes import LiveBytes
 from pipelines.stream.augment import AugmentSettings, StainSteps, draw
 from pipelines.stream.batch import Batch
-from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_batch import BoxMaker, MaskBoxes, TileBoxes
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.tiles.stain_fit import PUBLISHED, Method, StainFit
@@ -84,7 +84,7 @@ def test_a_feed_of_boxes_makes_nothing_and_copies_nothing() -> None:
     every, samples = np.ones(3, bool), np.arange(3)
     batch = Batch(images, np.arange(3), samples, samples, 0, lambda: None, every, every, samples)
     pixels = PixelMaker(CPU, AugmentSettings(), 0)
-    with LiveBytes() as live, DeviceFeed(iter([batch]), lambda: False, BoxMaker(pixels), prefetch=2) as feed:
+    with LiveBytes() as live, DevicePrefetcher(iter([batch]), lambda: False, BoxMaker(pixels), prefetch=2) as feed:
         parts = list(feed.microbatches(next(feed), [2, 1]))
         assert not [*feed.held()]
     assert live.peak_bytes == 3 * 8, "labels alone are on the device"

@@ -14,7 +14,7 @@ from PIL import Image
 
 from pipelines.backends.level_reader import MemoryReader, memory_slide
 from pipelines.cache.tile_cache import CachedSpec, TileCache
-from pipelines.cache.tile_kind import TileKind
+from pipelines.cache.tile_kind import CacheSpec
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
@@ -23,7 +23,7 @@ from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
 from pipelines.stream.augment import AugmentSettings, StainSteps
 from pipelines.stream.batch import Batch
-from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_batch import BoxMaker
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.iterator import TileIterator, rows_to_follow
@@ -49,7 +49,7 @@ class NoisySpec:
     read_px: list[int] = field(default_factory=list, compare=False)
     damaged_rows: range = range(0)
 
-    def check_unchanged(self) -> None:
+    def verify_unchanged(self) -> None:
         """It is in memory."""
 
     def open(self) -> Slide:
@@ -93,7 +93,7 @@ def made_of(
     pixels = PixelMaker(torch.device("cpu"), AugmentSettings(augment=augment), SEED, stains=stains)  # type: ignore[arg-type]
     made: list[tuple[object, object, list[int]]] = []
     maker = BoxMaker(pixels) if boxed else pixels
-    with iter(stream) as tiles, DeviceFeed(tiles, tiles.ready, maker, prefetch=1) as feed:
+    with iter(stream) as tiles, DevicePrefetcher(tiles, tiles.ready, maker, prefetch=1) as feed:
         for batch in islice(feed, batches):
             made += [(*part, batch.rows.tolist()) for part in feed.microbatches(batch, [2, 2])]
     return made
@@ -186,7 +186,7 @@ def test_tiles_of_a_cache_are_kept_whole_and_cut(tmp_path: Path) -> None:
     spec = SlideSpec("slide", PYRAMID_TIFF)
     with spec.open() as slide:
         table = table_of(slide.mpp)
-    with TileCache(tmp_path, 1 << 30, TileKind(61, 61, table.settings.mpp)) as cache:
+    with TileCache(tmp_path, 1 << 30, CacheSpec(61, 61, table.settings.mpp)) as cache:
         plain = stream_of(SlidePool([spec], 1), table, "device", None)
         cached = stream_of(SlidePool([CachedSpec(spec, cache)], 1), table, "device", None).prefetch(threads=1)
         whole, part = made_of(plain, "device"), made_of(cached.part(UNEVEN[1]), "device")

@@ -14,7 +14,7 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.slides.slide import PADDING
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch, shaped
-from pipelines.stream.device import DeviceFeed
+from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
@@ -113,7 +113,7 @@ def test_microbatches_are_single_slides_turned_by_halves() -> None:
     for augment, into in (("none", plain), ("device", made)):
         settings = AugmentSettings(augment=augment, stain_jitter=0, brightness=0)  # type: ignore[arg-type]
         maker = PixelMaker(torch.device("cpu"), settings, 5, channels_last=False)
-        with iter(stream()) as batches, DeviceFeed(batches, batches.ready, maker) as feed:
+        with iter(stream()) as batches, DevicePrefetcher(batches, batches.ready, maker) as feed:
             for batch in feed:
                 for k, (images, targets) in enumerate(feed.microbatches(batch, [1] * len(batch))):
                     assert images is not None

@@ -14,7 +14,7 @@ from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.catalog.failures import FailedSlides
-from pipelines.catalog.processes import Limits, ProcessDied
+from pipelines.catalog.processes import Limits, WorkerCrashed
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import TileTable, build_index, pinned
 from pipelines.tiles.index_parts import IndexPart
@@ -82,9 +82,9 @@ def test_a_slide_that_kills_its_process_is_named(tmp_path, monkeypatch):
 
     def each(task, specs, workers, limits):
         for spec in specs:
-            yield spec, ProcessDied("SIGABRT") if spec.slide_id == "killer" else task(spec)
+            yield spec, WorkerCrashed("SIGABRT") if spec.slide_id == "killer" else task(spec)
 
-    monkeypatch.setattr(module, "each_in_process", each)
+    monkeypatch.setattr(module, "map_isolated", each)
     table = build_index(specs_of(killer=NDPI, svs=SVS), SETTINGS, tmp_path)
     assert table.slides == ("svs",)
     assert FailedSlides(tmp_path / "failed_slides.csv").rows() == [
@@ -235,9 +235,9 @@ def test_a_slide_replaced_by_one_of_the_same_size_is_indexed_anew_or_refused(tmp
     specs = specs_of(s=path)
     table = build_index(specs, SETTINGS, tmp_path / "out", workers=1)
     (spec,) = pinned(specs, table)
-    spec.check_unchanged()
+    spec.verify_unchanged()
     os.utime(path)
-    spec.check_unchanged()  # touched, not replaced
+    spec.verify_unchanged()  # touched, not replaced
     lines = []
     build_index(
         specs, SETTINGS, tmp_path / "out", workers=1, progress=lambda told: lines.append(str(told)), resumed=True
@@ -247,7 +247,7 @@ def test_a_slide_replaced_by_one_of_the_same_size_is_indexed_anew_or_refused(tmp
         build_index(specs, SETTINGS, tmp_path / "out", workers=1, resumed=True)
     os.utime(path, ns=(0, 0))
     with pytest.raises(SlideError, match="not the slide that was indexed"):
-        spec.check_unchanged()
+        spec.verify_unchanged()
     build_index(specs, SETTINGS, tmp_path / "out", workers=1, progress=lambda told: lines.append(str(told)))
     assert [line.split(":")[0] for line in lines] == [
         f"in {tmp_path / 'out/tiles.parquet'} already",
@@ -365,8 +365,8 @@ def test_parts_are_taken_over_by_the_whole(tmp_path, monkeypatch):
     assert {path.name for path in out.glob("*.parquet")} == {"tiles.part-1-of-2.parquet", "tiles.part-2-of-2.parquet"}
     from pipelines.tiles import index as module
 
-    each = module.each_in_process
-    monkeypatch.setattr(module, "each_in_process", None)  # nothing is left to be found
+    each = module.map_isolated
+    monkeypatch.setattr(module, "map_isolated", None)  # nothing is left to be found
     lines = []
     whole = build_index(specs, settings, out, workers=1, progress=lambda told: lines.append(str(told)))
     assert contents(whole) == expected
@@ -382,7 +382,7 @@ def test_parts_are_taken_over_by_the_whole(tmp_path, monkeypatch):
     # A slide that failed is tried again by a user, one whose file has changed by everybody.
     tried = []
     monkeypatch.setattr(
-        module, "each_in_process", lambda t, s, w, limits: (tried.extend(i.slide_id for i in s), each(t, s, w))[1]
+        module, "map_isolated", lambda t, s, w, limits: (tried.extend(i.slide_id for i in s), each(t, s, w))[1]
     )
     cv2.imwrite(str(tmp_path / "b.png"), np.full((1700, 1700, 3), 200, np.uint8))
     build_index(specs, settings, out, workers=1, retry_failed=True)

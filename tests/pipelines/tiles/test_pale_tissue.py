@@ -9,7 +9,7 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import build_index
 from pipelines.tiles.index_settings import IndexSettings
-from pipelines.tiles.tissue import Overview, find_tissue, read_overview, tissue_of
+from pipelines.tiles.tissue import Overview, find_tissue, read_overview, segment_tissue
 from tests.helpers.real import SVS
 from tests.pipelines.tiles.test_tissue import MPP, disc, glass, overlap, stained
 
@@ -39,7 +39,7 @@ def found_in(picture, mpp=MPP):
 def test_pale_tissue_is_found(stain, tint, radius):
     ground, nucleus = (np.array(rgb) * np.array(tint) / 245 for rgb in stain)
     picture = nuclei_on(disc(radius=radius), glass(tint), ground, nucleus)
-    assert overlap(tissue_of(picture, MPP), disc(radius=radius)) > 0.9
+    assert overlap(segment_tissue(picture, MPP), disc(radius=radius)) > 0.9
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,16 @@ def real() -> Overview:
 def test_a_real_slide_is_found_however_pale_its_stain(real, strength):
     tint = np.array((245, 243, 243))
     paler = (tint * (real.pixels / tint) ** strength).round().astype(np.uint8)
-    expected = tissue_of(real.pixels, real.mpp)
+    expected = segment_tissue(real.pixels, real.mpp)
     assert expected.mean() == pytest.approx(0.373, abs=0.002)  # as before thresholds were chosen for each slide
-    assert overlap(tissue_of(paler, real.mpp), expected) > 0.85
+    assert overlap(segment_tissue(paler, real.mpp), expected) > 0.85
 
 
 def test_a_strongly_stained_control_does_not_hide_pale_tissue():
     picture = nuclei_on(disc(), glass(), *IHC_NEGATIVE)
     control = disc(270, 60, 25)
     picture = stained(control, picture, (120, 70, 60))
-    assert overlap(tissue_of(picture, MPP), disc() | control) > 0.9
+    assert overlap(segment_tissue(picture, MPP), disc() | control) > 0.9
 
 
 @pytest.mark.parametrize("ink", [(30, 60, 190), (20, 140, 70)], ids=["blue", "green"])
@@ -69,7 +69,7 @@ def test_a_strongly_stained_control_does_not_hide_pale_tissue():
 def test_pen_beside_pale_tissue_is_not_tissue(ink, stain):
     picture = nuclei_on(disc(), glass(), *stain)
     cv2.line(picture, (250, 20), (290, 220), ink, 12, cv2.LINE_AA)
-    found = tissue_of(picture, MPP)
+    found = segment_tissue(picture, MPP)
     assert not found[:, 215:].any()
     assert overlap(found[:, :215], disc()[:, :215]) > 0.9
 
@@ -109,7 +109,7 @@ def test_glass_has_no_tissue_whatever_lies_on_it(drawn, tint):
         drawn(picture)
     elif tint == (243, 243, 243):
         coverslip(picture)
-    assert not tissue_of(picture, MPP).any()
+    assert not segment_tissue(picture, MPP).any()
 
 
 @pytest.mark.parametrize(("radius", "is_kept"), [(3, False), (6, True), (20, True)])

@@ -5,7 +5,7 @@ import pytest
 from pipelines.backends.level_reader import memory_slide
 from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import Pixels, Slide, TileReadError
-from pipelines.tiles.tissue import find_tissue, is_fluorescence, read_overview, tissue_of
+from pipelines.tiles.tissue import find_tissue, is_fluorescence, read_overview, segment_tissue
 
 MPP = 8.0
 H, W = 240, 320
@@ -33,42 +33,42 @@ def overlap(a, b):
 
 @pytest.mark.parametrize("rgb", [(190, 120, 180), (235, 190, 215), (110, 60, 140), (150, 100, 60)])
 def test_stained_tissue_on_glass_is_found(rgb):
-    assert overlap(tissue_of(stained(disc(), glass(), rgb), MPP), disc()) > 0.93
+    assert overlap(segment_tissue(stained(disc(), glass(), rgb), MPP), disc()) > 0.93
 
 
 @pytest.mark.parametrize("tint", [(243, 243, 243), (240, 238, 222), (225, 232, 240), (255, 255, 255)])
 def test_glass_has_no_tissue_whatever_its_tint(tint):
-    assert not tissue_of(glass(tint), MPP).any()
+    assert not segment_tissue(glass(tint), MPP).any()
 
 
 def test_tissue_is_found_on_tinted_glass():
-    assert overlap(tissue_of(stained(disc(), glass((240, 238, 222))), MPP), disc()) > 0.93
+    assert overlap(segment_tissue(stained(disc(), glass((240, 238, 222))), MPP), disc()) > 0.93
 
 
 def test_a_slide_full_of_tissue_is_not_split_into_pale_and_dark():
     picture = stained(np.ones((H, W), bool), glass(), (230, 180, 210))
     picture = stained(disc(), picture, (120, 60, 150))
-    assert tissue_of(picture, MPP).mean() > 0.99
+    assert segment_tissue(picture, MPP).mean() > 0.99
 
 
 @pytest.mark.parametrize("ink", [(30, 60, 190), (20, 140, 70), (35, 33, 36)], ids=["blue", "green", "black"])
 def test_pen_is_not_tissue(ink):
     picture = stained(disc(), glass())
     cv2.line(picture, (250, 20), (290, 220), ink, 12, cv2.LINE_AA)
-    found = tissue_of(picture, MPP)
+    found = segment_tissue(picture, MPP)
     assert not found[:, 215:].any()
     assert overlap(found[:, :215], disc()[:, :215]) > 0.93
 
 
 def test_a_green_and_blue_stain_is_not_taken_for_pen():
     picture = stained(disc(), glass(), (90, 150, 190))
-    assert overlap(tissue_of(picture, MPP), disc()) > 0.93
+    assert overlap(segment_tissue(picture, MPP), disc()) > 0.93
 
 
 def test_black_border_is_not_tissue():
     picture = stained(disc(), glass())
     picture[:, 260:] = np.random.default_rng(2).integers(0, 25, (H, W - 260, 3))
-    found = tissue_of(picture, MPP)
+    found = segment_tissue(picture, MPP)
     assert not found[:, 230:].any()
     assert overlap(found[:, :230], disc()[:, :230]) > 0.93
 
@@ -79,14 +79,14 @@ def test_a_scan_that_is_mostly_black_border_is_not_taken_for_fluorescence():
     expected = np.zeros((H, W), bool)
     expected[60:180, 40:180] = disc(70, 60, 40, 120, 140)
     assert not is_fluorescence(picture)
-    assert overlap(tissue_of(picture, MPP), expected) > 0.9
+    assert overlap(segment_tissue(picture, MPP), expected) > 0.9
 
 
 @pytest.mark.parametrize("rgb", [(0, 0, 220), (40, 0, 0), (0, 180, 60)])
 def test_fluorescence_on_black_is_found(rgb):
     picture = np.random.default_rng(4).integers(0, 4, (H, W, 3)).astype(np.uint8)
     picture[disc()] += np.array(rgb, np.uint8)
-    assert overlap(tissue_of(picture, MPP), disc()) > 0.9
+    assert overlap(segment_tissue(picture, MPP), disc()) > 0.9
 
 
 def test_faint_tissue_between_bright_nuclei_counts():
@@ -95,17 +95,17 @@ def test_faint_tissue_between_bright_nuclei_counts():
     picture[disc(), 2] += 12
     nuclei = disc() & (rng.random((H, W)) < 0.05)
     picture[nuclei, 2] = 220
-    assert overlap(tissue_of(picture, MPP), disc()) > 0.85
+    assert overlap(segment_tissue(picture, MPP), disc()) > 0.85
 
 
 def test_black_has_no_tissue():
-    assert not tissue_of(np.zeros((H, W, 3), np.uint8), MPP).any()
-    assert not tissue_of(np.random.default_rng(6).integers(0, 4, (H, W, 3)).astype(np.uint8), MPP).any()
+    assert not segment_tissue(np.zeros((H, W, 3), np.uint8), MPP).any()
+    assert not segment_tissue(np.random.default_rng(6).integers(0, 4, (H, W, 3)).astype(np.uint8), MPP).any()
 
 
 def test_specks_go_and_small_holes_are_filled():
     speck, hole, lumen = disc(250, 60, 5), disc(110, 120, 8), disc(110, 170, 24)
-    found = tissue_of(stained((disc() & ~hole & ~lumen) | speck, glass()), MPP)
+    found = segment_tissue(stained((disc() & ~hole & ~lumen) | speck, glass()), MPP)
     assert not (found & speck).any()
     assert found[hole].all()
     assert not found[disc(110, 170, 18)].any()
@@ -113,7 +113,7 @@ def test_specks_go_and_small_holes_are_filled():
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 40), (50, 2)])
 def test_tiny_pictures_have_a_mask(shape):
-    assert tissue_of(np.full((*shape, 3), 255, np.uint8), 29.0).shape == shape
+    assert segment_tissue(np.full((*shape, 3), 255, np.uint8), 29.0).shape == shape
 
 
 def blocks(height, width):
