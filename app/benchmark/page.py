@@ -48,21 +48,23 @@ def render(bench: Mapping[str, Any], name: str) -> str:
         name: of its folder.
     """
     rows = bench["rows"]
-    headers = ("model", "tile px", "ranks", "tiles a step", *HEADERS)
-    table = [
-        (row["model"], *(str(row[key]) for key in ("tile_px", "ranks", "global_batch")), *cells(row)) for row in rows
-    ]
+    headers = ("model", "tile px", "ranks", "tiles a step", HEADERS[0], HEADERS[-1], *HEADERS[1:-1])
+    table = []
+    for row in rows:
+        name, *figures, claim = cells(row)
+        table.append((row["model"], *(str(row[key]) for key in WORK), name, claim, *figures))
     return rendered(
         "bench.html.j2",
         what=[bench["created"][:16].replace("T", " "), *dict.fromkeys(row["model"] for row in rows)],
         charts=[*charts(rows, "tile_px", "ranks"), *charts(rows, "ranks", "tile_px")],
-        table=Table(headers, table, range(1, len(headers) - 1)),
+        table=Table(headers, table, (1, 2, 3, *range(6, len(headers)))),
         commands=[bench["command"], "# this page alone, from bench.json", f"python -m app.report {shlex.quote(name)}"],
         settings=flattened(bench["settings"]),
         environment=flattened(bench["environment"]),
     )
 
 
+WORK = ("tile_px", "ranks", "global_batch")
 LABELS = {"tile_px": "tile side, px", "ranks": "ranks"}
 
 

@@ -39,7 +39,7 @@ SETTINGS: Any = {
     "axes.grid.axis": "y",
     "grid.alpha": 0.4,
     "legend.frameon": False,
-    "font.size": 10.0,
+    "font.size": 11.0,
 }
 
 Values = NDArray[np.float64]
@@ -127,8 +127,9 @@ def line_chart(
             known = np.pad(line.finite, 1)
             alone = line.finite & ~known[:-2] & ~known[2:]  # a value between gaps has no line
             marked = line.finite if line.kind == "dots" and len(line.x) <= MOST_MARKS else alone
-            marker, every = MARKERS[line.colour % len(MARKERS)], np.flatnonzero(marked).tolist()
-            axes.plot(line.x, line.y, marker=marker, markevery=every, **look)
+            if marked.any():
+                look |= {"marker": MARKERS[line.colour % len(MARKERS)], "markevery": np.flatnonzero(marked).tolist()}
+            axes.plot(line.x, line.y, **look)
         if mark is not None:
             end_of = shown[-1]
             at = int((np.nanargmin if mark == "min" else np.nanargmax)(np.where(end_of.finite, end_of.y, np.nan)))
