@@ -77,9 +77,9 @@ def _causes(planner: Planner, row: PlanRow, best: PlanRow, spent: Mapping[str, f
     more = {what: share - relative * spent.get(what, 0.0) for what, share in shares.items()}
     smaller = planner.stages.tiles(row.strategy) < planner.stages.tiles(best.strategy)
     names = {COMPUTING: "smaller microbatches" if smaller else "uneven shares"}
-    lost = sorted(((share, names.get(what, what)) for what, share in more.items() if share >= NOTABLE), reverse=True)
-    words = [f"{100 * share:.0f} % {what}" for share, what in lost[:CAUSES]]
-    return f": {', '.join(words)}" if words else ""
+    lost = sorted(((share, names.get(what, what)) for what, share in more.items()), reverse=True)[:CAUSES]
+    words = [f"{100 * share:.0f} % {what}" for share, what in lost if share >= NOTABLE or share == lost[0][0]]
+    return f": {', '.join(words)}"
 
 
 def print_stages(planner: Planner, rows: Sequence[PlanRow], best: PlanRow) -> None:
@@ -110,7 +110,7 @@ def print_stages(planner: Planner, rows: Sequence[PlanRow], best: PlanRow) -> No
                 seconds_text(cost.backward_s / speed),
                 bytes_text(sum(graph.owned_bytes[start : start + len(layers)])),
                 bytes_text(across[start + len(layers)]) if stage + 1 < partition.depth else "",
-                "<- slowest" if stage in slowest else "",
+                ("<- slowest rank" if len(slowest) > 1 else "<- slowest") if stage in slowest else "",
             )
         )
     which = "" if row is best else ", the fastest split"

@@ -1,6 +1,6 @@
 """A plan as people read it: a row for each strategy, fastest first, and the largest tile of each.
 
-Takes rows; prints tables. What does not fit says how many bytes it misses, what cannot run says why.
+Takes rows; prints tables. What does not fit says how many bytes it misses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def print_rows(rows: Sequence[PlanRow], best: PlanRow | None) -> None:
     in_order = sorted(best_of_each(rows), key=lambda row: row is not best)
     print_table(
         "strategies, best candidate of each",
-        ("strategy", "ranks", "m", "fits", "images/s", "waiting", "peak bytes a rank", ""),
+        ("strategy", "ranks", "m", "fits", "images/s", "peak bytes a rank", ""),
         [_line(row, "<- plan" if row is best else "") for row in in_order],
     )
 
@@ -61,14 +61,13 @@ def best_of_each(rows: Sequence[PlanRow]) -> list[PlanRow]:
 def _line(row: PlanRow, mark: str) -> Sequence[str]:
     candidate = row.strategy
     if row.refused:
-        return (candidate.name, "", "", "no", "", "", "", row.refused)
+        return (candidate.name, "", "", "no", "", "", "")
     return (
         f"{candidate.name} {candidate.savings}".rstrip(),
         _mesh(candidate),
         str(candidate.m),
         "yes" if row.fits else f"{bytes_text(row.over_bytes)} over",
         "" if row.images_per_second is None else f"{row.images_per_second:.3g}",
-        "" if row.bubble is None else f"{100 * row.bubble:.0f} %",
         " ".join(_runs([bytes_text(size) for size in row.peak_bytes])),
         mark,
     )

@@ -19,6 +19,10 @@ from rich.text import Text
 COLOURS = {"ok": "green", "warning": "yellow", "FAULT": "bold red"}
 
 
+NARROW = 14
+"""Most characters of a column that is not broken on a terminal."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing looked at. FAULT: training would fail; warning: it may, or will be slow; note: good to know."""
@@ -36,10 +40,13 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
     """Print ``rows`` under ``headers`` (all empty: none) and ``title``; cells that name a state are coloured."""
     if sys.stdout.isatty():
         table = Table(title=Text(title), title_justify="left", show_header=any(headers), title_style="bold")
-        for header in headers:
-            table.add_column(header, overflow="fold")
+        table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
+        for number, header in enumerate(headers):
+            widest = max(cell_len(row[number]) for row in (headers, *rows))
+            table.add_column(header, overflow="fold", no_wrap=widest <= NARROW)  # the wide ones share what is left
         for row in rows:
             table.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
+        print()
         Console().print(table)
         return
     print(f"\n{title}")

@@ -59,6 +59,6 @@ def step_shares(evaluator: Evaluator, row: PlanRow) -> dict[str, float]:
 def _saving(policy: ActivationPolicy) -> str:
     """Return what saves memory and takes time."""
     if policy.stream is not None:
-        return "recomputation and copies of boxes"
+        return "recomputation, copies of boxes"
     again, moves = policy.recompute != "none", "copies to the host"
-    return f"recomputation and {moves}" if again and policy.moves else moves if policy.moves else "recomputation"
+    return "recomputation, copies" if again and policy.moves else moves if policy.moves else "recomputation"
