@@ -102,6 +102,9 @@ def test_command(line: str, with_slides: Path) -> None:
     assert (program, minus_m) == ("python", "-m"), line
     done = run_here(module, *arguments, *SHORTER.get(module, ()))
     assert done.returncode == 0, done.stdout + done.stderr
+    if module == "app.train" and "--ranks" in arguments and "--parallel" not in arguments:
+        assert re.search(r"plan: an epoch takes .* tiles", done.stdout)
+        assert re.search(r"completed: .* images/s; planned [\d.]+ \([+-]\d+%\)", done.stdout)
 
 
 def test_there_are_commands() -> None:

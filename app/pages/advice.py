@@ -34,7 +34,6 @@ def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:
         ("images/s, reading included", speed, summary.get("images_per_second"), format_value),
         ("images/s, fed from memory", speed, summary.get("images_per_second_no_data"), format_value),
         ("tensors on the fullest rank", taken, _largest(summary.get("device_bytes")), bytes_text),
-        ("waiting for other stages", plan.get("bubble"), summary.get("bubble"), "{:.1%}".format),
     ]
     pairs = zip(plan.get("stage_seconds") or (), summary.get("stage_seconds") or (), strict=False)
     slowest_first = sorted(enumerate(pairs), key=lambda numbered: -numbered[1][0])
@@ -44,6 +43,10 @@ def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:
         for name, planned, measured, form in compared
         if planned and measured
     ]
+    if len(plan.get("stage_seconds") or ()) > 1 and (waited := summary.get("bubble")) is not None:
+        expected = plan.get("bubble") or 0.0
+        points = f"{100 * (waited - expected):+.0f} points".replace("-", "−")
+        rows.append(("waiting for other stages", f"{100 * expected:.0f} %", f"{100 * waited:.0f} %", points))
     if not rows:
         return Table((), ()), []
     notes = []

@@ -150,10 +150,10 @@ def _equal_layers(planner: Planner, row: PlanRow) -> str:
 def hours_text(tiles: int, batch: int, step_s: float) -> str:
     """Return how long ``tiles`` tiles take in steps of ``batch``: hours, or minutes of less than a tenth of one.
 
-    >>> hours_text(1_000_000, 8, 0.474), hours_text(100, 8, 1.0)
-    ('16.5 h for 1,000,000 tiles, 125,000 steps of 474 ms', '0.217 min for 100 tiles, 13 steps of 1 s')
+    >>> hours_text(1_000_000, 8, 0.474), hours_text(1000, 8, 1.0)
+    ('16.5 h for 1,000,000 tiles, 125,000 steps of 474 ms', '2.1 min for 1,000 tiles, 125 steps of 1 s')
     """
     steps = -(-tiles // batch)
     hours = steps * step_s / 3600
-    duration = f"{60 * hours:.3g} min" if hours < 0.1 else f"{hours:.3g} h" if hours < 1000 else f"{hours:,.0f} h"
+    duration = f"{60 * hours:.1f} min" if hours < 0.1 else f"{hours:.3g} h" if hours < 1000 else f"{hours:,.0f} h"
     return f"{duration} for {tiles:,} tiles, {steps:,} steps of {seconds_text(step_s)}"

@@ -292,6 +292,13 @@ def test_the_forecast_stands_beside_the_measurement(run):
     assert "images/s, fed from memory 20 16.02 −20 %" in told
     assert "tensors on the fullest rank 3 GiB 2 GiB −33 %" in told
     assert "Times of the plan: calibration; a layer's time is expected to be within 10 %." in told
+    assert "stage" not in told.partition("Forecast and measurement")[2].partition("Curves")[0]
+    write_plan(run, stage_seconds=[0.25, 0.5], bubble=0.2)
+    write_summary(run, device_bytes=[2 << 30, 3 << 29], stage_seconds=[0.3, 0.5], bubble=0.25)
+    told = text(run)
+    assert "stage 0, a microbatch 250 ms 300 ms +20 %" in told
+    assert "stage 1, a microbatch 500 ms 500 ms +0 %" in told
+    assert "waiting for other stages 20 % 25 % +5 points" in told
     write_plan(run, strategy="gpipe")  # the run was resumed with another strategy
     assert "Forecast" not in text(run)
 

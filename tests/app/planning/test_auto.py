@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.planning.auto import decided, follow, plan_run, plan_text, savings_of
+from app.planning.auto import decided, follow, plan_run, plan_text, planned_speed, savings_of
 from app.planning.machine import Machine
 from app.settings.cli import RunError
 from app.settings.run import DataSettings, ModelSettings, RunConfig
@@ -171,8 +171,14 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("app.planning.machine.this_machine", lambda ranks, **more: named_machine("v100-16gb", ranks))
     config = replace(CONFIG, strategy=StrategySettings(ranks=2, batch=4))
-    (said,) = run(config, tmp_path)
-    assert str(chosen(config, tmp_path)) in said
+    said: list[str] = []
+    plan_run(config, 2, False, tmp_path, said.append, epoch_tiles=4000)
+    assert str(chosen(config, tmp_path)) in said[0]
+    assert "plan: an epoch takes" in said[1]
+    assert "4,000 tiles, 1,000 steps" in said[1]
+    name = chosen(config, tmp_path).name
+    assert (planned_speed(tmp_path, name) or 0) > 0
+    assert planned_speed(tmp_path, "gpipe") is None
     assert torch.get_num_threads() >= 1
 
 

@@ -24,6 +24,7 @@ PLAN = Plan(
     ),
     "calibrated",
     0.07,
+    (0.5, 0.25),
 )
 
 
