@@ -76,8 +76,8 @@ class PlanCommand:
     graph: Literal["op", "layer", "block", "module"] = "block"
     """How finely the model is drawn in --out."""
     out: Path | None = None
-    """Folder for plan.json, candidates.json, schedule.svg and .csv, graph.svg, .dot, .json and .txt, memory.svg (by side
-    of the tiles) and map.svg (model size by branches)."""
+    """Folder for plan.json, candidates.json, schedule.svg and .csv, graph.svg, .dot, .json and .txt, memory.svg (by
+    side of the tiles) and map.svg (model size by branches)."""
 
     @property
     def step_tiles(self) -> int:
