@@ -124,12 +124,12 @@ def pool_path(model: nn.Module) -> str | None:
 
 
 def _averages(part: Any) -> bool:
-    """Whether it is timm's global pool, set to the average; told without loading timm."""
+    """Return whether it is timm's global pool, set to the average, without loading timm."""
     return type(part).__name__ == "SelectAdaptivePool2d" and part.pool_type in ("avg", "fast", "fastavg")
 
 
 def _form(pool: Any) -> tuple[bool, bool]:
-    """Whether a pool takes channels last, and whether it flattens."""
+    """Return whether a pool takes channels last, and whether it flattens."""
     if isinstance(pool, nn.AdaptiveAvgPool2d):
         return False, False
     flatten = isinstance(pool.flatten, nn.Flatten) or bool(getattr(pool.pool, "flatten", False))
@@ -137,7 +137,7 @@ def _form(pool: Any) -> tuple[bool, bool]:
 
 
 def _channels(model: nn.Module, name: str, head: Head, path: str, in_channels: int, channels_last: bool) -> int:
-    """Of the map that is pooled: a copy without data says it."""
+    """Return the channels of the pooled map, from a copy without data."""
     shapes: list[torch.Size] = []
     without_data = copy.deepcopy(model).to("meta").eval()
     without_data.get_submodule(path).register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))

@@ -121,7 +121,7 @@ def freeze(model: nn.Module, paths: Iterable[str]) -> list[str]:
 
 
 def _is_frozen(model: nn.Module, path: str) -> bool:
-    """Whether no parameter of the module at ``path``, or of the nearest around it that has any, is trained."""
+    """Return whether no parameter of the module at ``path``, or of the nearest around it that has any, is trained."""
     while True:
         trained = [parameter.requires_grad for parameter in model.get_submodule(path).parameters()]
         if trained or not path:

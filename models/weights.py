@@ -173,7 +173,7 @@ def read_weights(path: Path) -> Weights:
 
 
 def _leading_words(keys: Iterable[str]) -> list[str]:
-    """What consists of ``WORDS`` at the beginning of ``keys``, with a dot behind it, and "", shorter ones first."""
+    """Prefixes of ``WORDS`` at the beginning of ``keys``, with a dot behind it, and "", shorter ones first."""
     found = {""}
     for key in keys:
         words = list(itertools.takewhile(WORDS.__contains__, key.split(".")[:-1]))
@@ -209,7 +209,7 @@ KINDS = ("loaded", "fresh", "other shape", "unused")
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What of a file is in a model.
+    """Part of a file that is in a model.
 
     Attributes:
         prefix: stood before the names in the file that were taken, with a dot behind it.

@@ -1,1 +1,1 @@
-"""From slide file to batches. No model and no communication library is imported here."""
+"""Slides as files, and batches of their tiles. No model and no communication library is imported here."""

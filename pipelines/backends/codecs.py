@@ -99,7 +99,7 @@ def colour_fault(
 
 @dataclass(frozen=True)
 class StreamHeader:
-    """What stands before the scan data of a baseline JPEG stream.
+    """Header before the scan data of a baseline JPEG stream.
 
     Attributes:
         stream: the bytes up to the scan data.

@@ -52,7 +52,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What was asked for of a data set: values as stored, and the items of sequences, by tag."""
+    """Requested part of a data set: values as stored, and the items of sequences, by tag."""
 
     values: dict[int, bytes] = field(default_factory=dict)
     sequences: dict[int, list[Item]] = field(default_factory=dict)

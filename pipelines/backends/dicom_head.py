@@ -82,7 +82,7 @@ WANTED: Final = Wanted(frozenset(map(int, Tag)) - _SEQUENCES, _SEQUENCES)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a matrix of pixels lies in the coordinates of the glass; None where the file does not say.
+    """Place of a matrix of pixels in the coordinates of the glass; None where the file does not say.
 
     Attributes:
         frame_of_reference: UID of the coordinates.
@@ -134,7 +134,7 @@ def placement_of(path: Path) -> Placement:
 
 
 def _head(path: Path) -> Item:
-    """What is said before the frames."""
+    """Elements before the frames."""
     with path.open("rb") as file:
         file.seek(PREAMBLE_BYTES)
         head, wanted = begin(file)
@@ -212,7 +212,7 @@ def refuse_series(path: Path) -> None:
 
 
 def _fault(header: Item) -> str:
-    """What is wrong with one file of a series, and what to do; empty when it is one image of RGB."""
+    """Error in one file of a series, and the remedy; empty when it is one image of RGB."""
     if (syntax := header.text(Tag.SYNTAX)) not in _SYNTAXES:
         kinds = ", ".join(dict.fromkeys(_SYNTAXES.values()))
         return f"has pixels of transfer syntax {syntax}; read are {kinds}; convert it to one of them"

@@ -73,7 +73,7 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a path is a file with content, not a folder; refuses anything else."""
+    """Return whether a path is a file with content, not a folder; refuses anything else."""
     try:
         status = path.stat()
     except OSError as error:

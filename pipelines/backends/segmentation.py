@@ -1,4 +1,4 @@
-"""What a DICOM Segmentation says of itself: its segments, the frames and where they lie on the slide.
+"""Header of a DICOM Segmentation: segments, frames and their places on the slide.
 
 Takes a file of Segmentation Storage or Label Map Segmentation Storage (DICOM PS3.3 sections A.51, C.8.20), gives a
 ``Segmentation``; what would be misread is refused by name. Read without a library: pydicom takes nine times as long for

@@ -152,7 +152,7 @@ def _area(page: Page) -> int:
 
 
 def _is_copy(large: Pictured, small: Pictured) -> bool:
-    """Whether ``small`` has the sides of ``large`` divided by a whole number above 1: a level without its mark."""
+    """Return whether the sides of ``small`` are those of ``large`` divided by a whole number: an unmarked level."""
     factor = round(large.width / max(1, small.width))
     sides = ((large.width, small.width), (large.height, small.height))
     return factor > 1 and all(abs(side - of / factor) <= 1 for of, side in sides)

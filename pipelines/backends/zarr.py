@@ -206,7 +206,7 @@ def _chosen(store: ZarrStore, images: list[ZarrImage], scene: int | None) -> Zar
 
 
 def _images(path: Path, store: ZarrStore) -> list[ZarrImage]:
-    """What the store holds; of a URL there is no other backend to ask."""
+    """Images of the store; no other backend reads a URL."""
     try:
         return read_images(store)
     except NotThisFormat as fault:

@@ -52,7 +52,7 @@ class ZarrStore(Protocol):
         ...
 
     def members(self) -> str:
-        """What lies in the root, for a message."""
+        """Names of what lies in the root, for a message."""
         ...
 
     def close(self) -> None: ...
@@ -85,7 +85,7 @@ class ZarrFolder:
         return ", ".join(sorted(child.name for child in self._root.iterdir() if child.is_dir())[:_MEMBERS_NAMED])
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is held open."""
 
 
 def open_store(path: Path) -> ZarrStore:

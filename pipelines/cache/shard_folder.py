@@ -166,7 +166,7 @@ class ShardFolder:
 
 
 def _read_held(ledger: int) -> int | None:
-    """What the ledger says; None if it was damaged."""
+    """Bytes by the ledger; None if it was damaged."""
     text = os.pread(ledger, 32, 0)
     return int(text) if text.isdigit() else None
 

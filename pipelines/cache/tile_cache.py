@@ -42,7 +42,7 @@ of the time."""
 
 @dataclass
 class CacheCounts:
-    """What became of the tiles that were asked of a cache.
+    """Counts of the tiles that were requested from a cache.
 
     Attributes:
         hits, misses: tiles that were there, and that were read from their slide.
@@ -240,7 +240,7 @@ class TileCache:
 
 @dataclass(frozen=True, eq=False)
 class CachedSpec:
-    """How to open one slide, so that its tiles go through ``cache``."""
+    """Recipe to open one slide so that its tiles go through ``cache``."""
 
     spec: SlideSpec
     cache: TileCache

@@ -80,7 +80,7 @@ class CacheSpec:
 
     @property
     def name(self) -> str:
-        """Of the folder: other tiles, or those of another reader, are in another."""
+        """Name of the folder; other tiles, or those of another reader, have another."""
         digest = hashlib.blake2b(json.dumps(self.about, sort_keys=True).encode(), digest_size=6).hexdigest()
         return f"tiles-{self.width}x{self.height}-{self.mpp:g}mpp-{digest}"
 

@@ -23,7 +23,7 @@ FILE_SUFFIXES = frozenset(
     {".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}
     | {".svslide", ".dcm", ".png", ".jpg", ".jpeg"}
 )
-"""A file with one of these, in any case, is taken for a slide."""
+"""Of slides, in any case."""
 
 PICTURE_SUFFIXES, PICTURE_MPP = frozenset({".png", ".jpg", ".jpeg"}), 0.5
 """Files that record no um/px, and that of pictures resized as a whole, where it changes nothing."""
@@ -46,14 +46,14 @@ HAMAMATSU_INDEXES, HEAD_BYTES = frozenset({".vms", ".vmu"}), 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class SlideSpec:
-    """How to open one slide. Small and picklable: it travels to worker processes, an open slide does not.
+    """Recipe to open one slide. Small and picklable: it travels to worker processes, an open slide does not.
 
     Attributes:
         slide_id: file stem (``x`` for ``x.svs``, ``x.ome.tif`` and ``x.ome.zarr``); unique in a catalog.
         path: file, folder of a Zarr slide, or what ``url_path`` makes of the URL of one.
         mpp: um/px of level 0, in place of what the file says; None: what the file says.
         backend: auto, tiled, openslide, zarr or image.
-        state: what the file was when it was indexed; None where nobody cares.
+        state: of the file when it was indexed; None: not compared.
         scene: which image to read if the file holds several of similar size, counted from 0.
     """
 
@@ -125,7 +125,7 @@ def slide_stem(name: str) -> str:
 
 
 class SlideNames:
-    """What the names in a table mean; a name costs the same whatever the number of slides."""
+    """Slides by the names in a table; a name costs the same whatever the number of slides."""
 
     def __init__(self, ids: Iterable[str]) -> None:
         self._known = frozenset(ids)
@@ -170,8 +170,7 @@ def find_slides(
         root: folder.
         mpp: um/px of level 0 for every slide, in place of what the files say.
         mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
-        whole_pictures: a slide's id is its path below ``root``, without suffix, as class folders of pictures have the
-            same names again and again; and nobody asks for um/px.
+        whole_pictures: a slide's id is its path below ``root``, without suffix, and um/px are not needed.
         backend, scene: handed to ``open_slide``.
         labels: CSV file whose column slide may hold URLs of OME-Zarr images; ``labels.csv`` of ``root`` by default.
 
@@ -269,8 +268,7 @@ def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
 
 def _behind_urls(table: Path) -> Iterator[tuple[str, Path]]:
     """(slide id, path) of every slide that a table names by its URL."""
-    urls: dict[str, int] = {}
-    names_urls = table.is_file() and b"://" in table.read_bytes()
+    urls, names_urls = dict[str, int](), table.is_file() and b"://" in table.read_bytes()
     for row in read_table(table, ("slide",)).rows if names_urls else ():
         if "://" in row["slide"]:
             urls.setdefault(row["slide"].rstrip("/"), row.line)
@@ -333,7 +331,7 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _head(path: Path) -> bytes:
-    """The first ``HEAD_BYTES`` of a file; none of what cannot be read: that fails when it is opened as a slide."""
+    """The first ``HEAD_BYTES`` of a file; none of what cannot be read, which fails as a slide."""
     if _size(path) < 0:
         return b""
     try:

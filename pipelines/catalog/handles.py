@@ -30,7 +30,7 @@ late."""
 
 
 class OpensSlide(Protocol):
-    """What the pool needs of a slide spec."""
+    """Part of a slide spec that the pool needs."""
 
     @property
     def slide_id(self) -> str: ...
@@ -176,7 +176,7 @@ class SlidePool:
         self.__init__(state["specs"], state["capacity"])  # type: ignore[misc]  # an empty pool, as when it was made
 
     def _after_fork(self) -> None:
-        """In the child: start empty. The parent's handles are kept unused, since closing them takes locks that the
+        """Start empty in the child. The parent's handles are kept unused, since closing them takes locks that the
         parent's threads may have held at the moment of the fork."""
         self._inherited += self._handles.values()
         self._start_empty()
@@ -205,7 +205,7 @@ MOST_ENTRIES = 16
 
 @dataclass(frozen=True, slots=True)
 class SlideState:
-    """What a slide was: bytes of its file (0 of a folder), time of its last change, digest."""
+    """State of a slide: bytes of its file (0 of a folder), time of its last change, digest."""
 
     file_bytes: int
     modified_ns: int

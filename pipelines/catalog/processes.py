@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one item may take.
+    """Most that one item may take.
 
     Attributes:
         seconds: from its start to its result.
@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class WorkerCrashed:
-    """What ended a process while it worked on an item: the signal's name or the exit code."""
+    """End of a process while it worked on an item: the signal's name or the exit code."""
 
     cause: str
     limits: Limits | None = None

@@ -178,7 +178,7 @@ MARKED = re.compile(r"'+[=+\-@\t\r\n]")
 
 
 class TextFile(Protocol):
-    """What rows are written to."""
+    """File that rows are written to."""
 
     def write(self, text: str, /) -> object: ...
 

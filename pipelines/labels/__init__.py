@@ -1,1 +1,1 @@
-"""What is known of slides: labels, splits, annotations and their masks."""
+"""Knowledge of slides: labels, splits, annotations and their masks."""

@@ -147,7 +147,7 @@ def _slide_of(file: Path, slides: SlideNames) -> str | None:
 
 
 def _names(file: Path) -> Iterator[str]:
-    """What the file may call its slide, the closest first: ``x.svs_mask.tif`` gives x.svs_mask, then x.svs."""
+    """Names that the file may give its slide, the closest first: ``x.svs_mask.tif`` gives x.svs_mask, then x.svs."""
     stem = slide_stem(file.name) if file.suffix.lower() in RASTER_SUFFIXES else file.stem
     yield stem
     for ending in MASK_ENDINGS:

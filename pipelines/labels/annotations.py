@@ -236,7 +236,7 @@ def read_annotations(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a file holds."""
+    """Content of a file."""
 
     names: set[str]
     visible: set[str]

@@ -165,7 +165,7 @@ class TileLabel:
 
     @property
     def counts_any(self) -> bool:
-        """Whether the smallest area counts."""
+        """Return whether the smallest area counts."""
         return self.least == 0
 
     def classes(self, areas: NDArray[np.int64]) -> NDArray[np.int64]:

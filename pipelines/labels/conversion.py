@@ -184,7 +184,7 @@ def _grouped(rings: Rings, edges: list[tuple[int, int, int, int]]) -> list[Rings
 
 
 def _turns_left(ring: NDArray[np.float64]) -> bool:
-    """Whether a ring of horizontal and upright edges is the border of a hole: what is inside lies on its right."""
+    """Return whether a ring of horizontal and upright edges borders a hole: its inside lies on the right."""
     points: list[list[float]] = ring.tolist()
     return sum((x1 - x0) * y0 for (x0, y0), (x1, _) in pairwise([*points, points[0]])) > 0
 

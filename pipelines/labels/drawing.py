@@ -45,7 +45,7 @@ hand have a few for each edge; area and time grow with the crossings, which may 
 
 
 class Origin(Enum):
-    """Where on level 0 a file's coordinates count from."""
+    """Corner of level 0 that a file's coordinates count from."""
 
     BOUNDS = "bounds"
     """Corner of what was scanned (OpenSlide's ``openslide.bounds-*``), as in QuPath."""

@@ -38,7 +38,7 @@ SPANS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PixelGrid:
-    """Where the pixels that ``slide.read(region)`` gives lie on level 0.
+    """Place on level 0 of the pixels of ``slide.read(region)``.
 
     Attributes:
         l0_x, l0_y: top left corner of the first pixel. Not the region's own origin where the level's px are coarser.
@@ -236,7 +236,7 @@ def _as_large(mask: Mask, mpp: tuple[float, float], box: Bounds, slide_mpp: floa
 
 
 def _elsewhere(mask: SegMask, slide: Path) -> str:
-    """In what the places on the glass differ; empty where they do not, or one of the files does not say."""
+    """Difference of the places on the glass; empty where they do not, or one of the files does not say."""
     if not slide.is_file():
         return ""
     theirs, ours = _of_slide(slide, slide.stat().st_mtime_ns), mask.header.placement

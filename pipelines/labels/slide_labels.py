@@ -1,4 +1,4 @@
-"""What the slides are labelled with: one class per slide, or a drawing per slide.
+"""Labels of the slides: one class per slide, or a drawing per slide.
 
 Takes the slides and what the user said (``--labels``, ``--annotations``, or nothing); gives ``SlideLabels`` for
 classification or ``SlideAnnotations`` for segmentation. The four ways are tried in the order of ``find_labels``.
@@ -285,7 +285,7 @@ def _patients_and_sites(
 
 
 def _named(table: Table, ids: set[str], role: str) -> tuple[dict[str, str], list[str]]:
-    """What a column says of the slides of ``ids``, where it says something, and the contradictions found."""
+    """Values of a column for the slides of ``ids``, without blanks, and contradictions."""
     named: defaultdict[str, set[str]] = defaultdict(set)
     names = SlideNames(ids)
     for row in table.rows:

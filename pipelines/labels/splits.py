@@ -244,7 +244,7 @@ def strata_of(classes: Mapping[str, set[int]]) -> dict[int, list[str]]:
 
 
 def _counts(patients: int, validation: float, test: float) -> tuple[int, int]:
-    """How many of ``patients`` validate and test; at least one is left to train."""
+    """Numbers of ``patients`` that validate and that test; at least one is left to train."""
     val, tests = (max(1, math.floor(patients * f + 0.5)) if f else 0 for f in (validation, test))
     while val + tests > patients - 1:
         if tests >= val:

@@ -1,1 +1,1 @@
-"""What a slide is: regions, levels, coordinates, pixels at any resolution."""
+"""Slides: regions, levels, coordinates, pixels at any resolution."""

@@ -57,7 +57,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What to cut from a slide: origin in level-0 px (top left), size in px **at** ``mpp``, mpp in um/px."""
+    """Region of a slide: origin in level-0 px (top left), size in px **at** ``mpp``, mpp in um/px."""
 
     l0_x: int
     l0_y: int
@@ -76,7 +76,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """How a region is read: a box of one level, then a whole-number reduction, then a fractional one.
+    """Plan to read a region: a box of one level, then a whole-number reduction, then a fractional one.
 
     Attributes:
         level: the coarsest level that is not coarser than asked.

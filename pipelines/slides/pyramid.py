@@ -180,7 +180,7 @@ def _finer(start: int, stop: int, finer: int, count: int) -> tuple[int, int]:
 
 
 def _band_tops(height: int, rows: int, bands: int) -> list[int]:
-    """Where to cut ``height`` rows made of ``rows`` finer ones: near even parts, where both kinds of row begin.
+    """Cuts of ``height`` rows made of ``rows`` finer ones: near even parts, where both kinds of row begin.
 
     Gives ``bands + 1`` rows from 0 to ``height``. Each cut is moved by up to an eighth of a band, to where its place
     among the finer rows is nearest to a whole number.

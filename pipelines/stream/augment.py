@@ -70,7 +70,7 @@ DRAW, ALBUMENTATIONS, CROP = 3, 4, 5
 
 @dataclass(frozen=True)
 class AugmentSettings:
-    """How tiles are varied in training. Strengths are the largest change; 0 switches one off."""
+    """Variation of tiles in training. Strengths are the largest change; 0 switches one off."""
 
     augment: Literal["none", "device", "cpu"] = "device"
     """device: flips, quarter turns, stain, brightness, where the model runs; cpu: also affine changes and blur, in
@@ -105,7 +105,7 @@ class AugmentSettings:
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """What is done to each of n samples: turn, then flip, then colour: normalised, then jittered.
+    """Changes of each of n samples: turn, then flip, then colour: normalised, then jittered.
 
     Attributes:
         quarter_turns: int64 (n,), 0 to 3, counter-clockwise.
@@ -223,7 +223,7 @@ LOG_LMS_FROM_LAB = np.linalg.inv(LAB_FROM_LOG_LMS)
 
 @dataclass(frozen=True, eq=False)
 class StainSteps:
-    """What is done to the px of each slide.
+    """Normalisation of the pixels of each slide.
 
     Attributes:
         method: macenko: density' = density @ matrix, of R, G, B; reinhard: density' = density @ matrix + shift, of

@@ -57,7 +57,7 @@ class TileParts:
 
     @property
     def varied_whole(self) -> bool:
-        """Whether tiles are varied by the reading threads, and cut after that."""
+        """Return whether tiles are varied by the reading threads, and cut after that."""
         return self.augment.augment == "cpu"
 
     def stored(self, box: TileBox, sample: int) -> TileBox:
@@ -69,7 +69,7 @@ class TileParts:
         return box.before_turning(turns, bool(drawn.flip[0]), self.height, self.width)
 
     def cut(self, image: NDArray[Any] | None, target: NDArray[Any] | None, fill: Callable[..., int]) -> int:
-        """Have whole tiles filled by ``fill``, (image, target) -> row used, and write their parts.
+        """Call ``fill``, (image, target) -> row used, on whole tiles, and write their parts.
 
         Args:
             image: a line of the bytes of a part; None: none is wanted.
@@ -126,7 +126,7 @@ class Batch:
 
     @property
     def as_wanted(self) -> bool:
-        """Whether all that was to be read here was: no tile is replaced or left out."""
+        """Return whether no tile of this rank was replaced or left out."""
         return bool((self.rows == self.wanted).all())
 
     @property

@@ -1,4 +1,4 @@
-"""From uint8 batches to float tensors on the device that trains: the last link of the chain that feeds it.
+"""Float tensors on the device that trains from uint8 batches: the last link of the chain that feeds it.
 
 Takes batches from a ``TileIterator``; gives them, and the microbatches of each, float32 (m, 3, h, w), augmented and
 normalised on the device, when they are asked for, or so many ahead while others are computed: on CUDA on a stream of

@@ -121,7 +121,7 @@ Part = tuple[torch.Tensor | TileBoxes | MadePart | None, torch.Tensor | MaskBoxe
 
 
 class CopyStreams:
-    """What copies batches to a device, and what makes microbatches there.
+    """Streams that copy batches to a device and make microbatches there.
 
     Args:
         pixels: makes microbatches, on its device; one that makes boxes takes them from the host, and nothing ahead.
@@ -157,7 +157,7 @@ class CopyStreams:
         return made
 
     def await_computed(self) -> None:
-        """Where a stream makes microbatches, wait until the GPU has computed all but the last given: a host ahead of it
+        """Wait, if a stream makes microbatches, until the GPU has computed all but the last given: a host ahead of it
         would have more made, and each takes memory until it is computed."""
         if self.making is None:
             return
@@ -194,13 +194,13 @@ class DeviceBatch:
         self._sizes, self._next = tuple(sizes), 0
 
     def cut(self, sizes: Sequence[int]) -> None:
-        """Have microbatches of ``sizes`` tiles; those that were begun of others are given up."""
+        """Make microbatches of ``sizes`` tiles; drop those that were begun with other sizes."""
         if tuple(sizes) != self._sizes:
             self.cancel()
             self._sizes, self._next = tuple(sizes), 0
 
     def begin(self, count: int) -> int:
-        """Have ``count`` microbatches under way, of fewer that are left all; return how many are missing."""
+        """Begin microbatches until ``count`` are under way or none is left; return how many are missing."""
         while len(self._begun) < count and self._next < len(self._sizes):
             start = sum(self._sizes[: self._next])
             self._begun.append(self._begin(slice(start, start + self._sizes[self._next])))
@@ -262,7 +262,7 @@ class DeviceBatch:
             return self._lane.submit(make), making.record_event()
 
     def _parts(self, parts: TileParts, tiles: slice) -> tuple[TileBytes | None, TileBytes | torch.Tensor | None]:
-        """What is stored of the tiles of a microbatch, where that is a part of each."""
+        """Stored parts of the tiles of a microbatch."""
 
         def stored(lines: torch.Tensor, box: TileBox, channels: tuple[int, ...]) -> TileBytes:
             boxes = [parts.stored(box, int(sample)) for sample in self.batch.samples[tiles]]
@@ -278,7 +278,7 @@ class DeviceBatch:
         )
 
     def _of_own_size(self, tiles: slice, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What is stored of the one tile of a microbatch, where tiles differ in size, on ``device``."""
+        """Stored bytes of the one tile of a microbatch on ``device``, where tiles differ in size."""
         batch, k = self.batch, tiles.start
         assert tiles.stop == k + 1, "tiles of different sizes are computed one at a time"
         images = targets = None
@@ -318,7 +318,7 @@ def _made(microbatch: Part) -> Iterator[torch.Tensor]:
 
 
 def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], tiles: slice) -> torch.Tensor | None:
-    """What is stored of the tiles ``part`` of a batch: all or, None, nothing."""
+    """Stored tiles ``part`` of a batch: all of them, or None."""
     count = int(np.count_nonzero(has[tiles]))
     assert count in (0, tiles.stop - tiles.start), "a microbatch is wanted as a whole"
     start = int(np.count_nonzero(has[: tiles.start]))

@@ -1,4 +1,4 @@
-"""From uint8 tiles on a device to the model's input: turned, stains normalised and jittered, scaled.
+"""Input of the model from uint8 tiles on a device: turned, stains normalised and jittered, scaled.
 
 Gives float32 (m, 3, h, w) and targets, turned alike. What is done to a sample follows from the seed and its number, so
 it is the same on any rank, thread or stream. Macenko's normalisation is a matrix on optical densities, Reinhard's a

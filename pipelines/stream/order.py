@@ -99,7 +99,7 @@ def _mixed(rng: np.random.Generator, slides: Sequence[Rows], open_slides: int) -
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """As many draws per epoch as there are rows, each row in proportion to its weight; slides mixed as in
+    """Order with a draw for each row, each row in proportion to its weight; slides mixed as in
     ``SlideShuffle``.
 
     Rows lie on a line, each as long as its weight, those of a slide beside each other; an epoch draws at points of
@@ -236,7 +236,7 @@ def _stretch(order: Order, first: int, count: int) -> Rows:
 
 @dataclass(frozen=True, eq=False)
 class BatchRequest:
-    """What a rank reads of one global batch of n tiles at most.
+    """Part of a global batch that a rank reads, of n tiles at most.
 
     Attributes:
         samples, rows: int64 (n,), global sample numbers, and the rows of the table that they are drawn from.

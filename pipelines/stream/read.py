@@ -127,7 +127,7 @@ class Read:
         raise self._given_up(row, faults)
 
     def _boxes(self, sample: int) -> tuple[TileBox | None, TileBox | None]:
-        """What is read of the tile of ``sample`` and of its mask; None: all."""
+        """Parts that are read of the tile of ``sample`` and of its mask; None: all."""
         parts = self.parts
         if parts is None:
             return None, None

@@ -1,4 +1,4 @@
-"""From a table of tiles to batches: an immutable description, and the iterator that alone holds state.
+"""Batches from a table of tiles: an immutable description, and the iterator that alone holds state.
 
     stream = (TileStream.over(tiles, seed=0).shuffle(open_slides=16).balance(class_of_tile).read(pool)
               .label(class_of_tile).augment(AugmentSettings()).batch(64).shard(range(0, 32)).prefetch(threads=4))
@@ -47,7 +47,7 @@ NO_AUGMENTATION = AugmentSettings(augment="none")
 
 @dataclass(frozen=True, eq=False)
 class TileStream:
-    """What is read, in which order, in what batches. Every method gives a new stream; only ``read`` is required.
+    """Tiles to read, their order, their batches: every method gives a new stream; only ``read`` is required.
 
     Start with ``TileStream.over``. Iterating opens nothing before the first batch is asked for.
     """
@@ -281,7 +281,7 @@ class TileStream:
 
     @cached_property
     def source(self) -> BatchSampler:
-        """What is in each batch, and which of it this rank reads."""
+        """Content of each batch, and the part that this rank reads."""
         return BatchSampler(self.order, self.epochs, self.global_batch, (self.rows, self.image_rows, self.target_rows))
 
     @cached_property

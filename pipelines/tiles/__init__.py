@@ -1,1 +1,1 @@
-"""Where the tissue is, and the tiles on it: the index."""
+"""Index of tiles: tissue of slides and the tiles on it."""

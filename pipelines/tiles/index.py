@@ -257,7 +257,7 @@ def _told(result: SlideTiles | SlideFault, settings: IndexSettings) -> str:
 
 
 def _first_line(error: str) -> str:
-    """What is wrong; the lines after it, say of each backend that was tried, are in ``failed_slides.csv``."""
+    """First line of an error; the others are in ``failed_slides.csv``."""
     return error.partition("\n")[0]
 
 

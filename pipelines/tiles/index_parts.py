@@ -28,7 +28,7 @@ class IndexPart:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From ``2/8``.
+        """Return the part that ``2/8`` names.
 
         Raises:
             ValueError: text of another form, or a number that is not one of the parts.
@@ -43,7 +43,7 @@ class IndexPart:
         return f"tiles.part-{self.number}-of-{self.count}.parquet"
 
     def specs(self, specs: Sequence[SlideSpec]) -> tuple[SlideSpec, ...]:
-        """Its slides, of all; neighbours, which are often alike in size, go to different parts."""
+        """Return the slides of this part; neighbours, which are often alike in size, go to different parts."""
         return tuple(specs[self.number - 1 :: self.count])
 
 

@@ -37,12 +37,12 @@ class IndexSettings:
 
     @property
     def one_tile_each(self) -> bool:
-        """Whether a slide is one tile."""
+        """Return whether a slide is one tile."""
         return self.tile == "slide" or self.whole_pictures
 
     @property
     def whole_pictures(self) -> bool:
-        """Whether each slide is a picture that is resized to a tile."""
+        """Return whether each slide is a picture that is resized to a tile."""
         return self.pictures == "resize"
 
     @property
@@ -75,7 +75,7 @@ class IndexSettings:
         return faults
 
     def _picture_faults(self) -> list[str]:
-        """Of whole pictures, for which the tile alone says something."""
+        """Errors of settings for whole pictures, which need the tile alone."""
         faults = []
         if self.tile == "slide" or self.tile < 1:
             faults.append(f"--pictures resize needs a --tile of at least 1 px; got {self.tile}")

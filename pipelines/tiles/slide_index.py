@@ -167,7 +167,7 @@ class SlideTiles:
 
 @dataclass(frozen=True, eq=False)
 class SlideResult:
-    """What became of a slide, and its overlay picture (PNG) if it came that far."""
+    """Outcome of a slide, and its overlay picture (PNG) if it came that far."""
 
     found: SlideTiles | SlideFault
     overlay_png: bytes | None
@@ -183,7 +183,7 @@ def file_bytes(path: Path) -> int:
 
 @dataclass
 class _Progress:
-    """How far a slide has come: the step under way, and its overlay picture."""
+    """Progress of a slide: the step under way, and its overlay picture."""
 
     step: str = "open"
     overlay_png: bytes | None = None

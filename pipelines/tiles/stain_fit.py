@@ -1,4 +1,4 @@
-"""How one slide is stained, measured on its tissue: what stain normalisation takes it from, or to.
+"""Stain of one slide, measured on its tissue: what stain normalisation takes it from, or to.
 
 Takes an open slide and its tissue; gives a ``StainFit``: the colours and strengths of two stains (Macenko et al. 2009,
 "A method for normalizing histology slides for quantitative analysis"), or the mean and the spread of the tissue's
@@ -64,7 +64,7 @@ class NoStainFit(Exception):
 
 @dataclass(frozen=True)
 class StainFit:
-    """How a slide is stained.
+    """Stain of a slide.
 
     Attributes:
         method: says what the numbers are.
@@ -89,7 +89,7 @@ class StainFit:
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """Of l, alpha, beta."""
+        """Values of l, alpha, beta."""
         assert self.method == "reinhard"
         return np.array(self.numbers[:3])
 

@@ -1,4 +1,4 @@
-"""How the slides of a run are stained: each measured once, and kept in the run's folder.
+"""Stains of the slides of a run: each measured once, and kept in the run's folder.
 
 Takes slides and a method; gives ``StainFits`` and leaves them as JSON, which every rank and a resumed run read. Slides
 are opened in processes of their own; one whose stains cannot be measured is left as it is, named in
@@ -35,7 +35,7 @@ STEP = "stain"
 
 @dataclass(frozen=True)
 class StainSettings:
-    """Whether slides are made to look alike before they are learned from or predicted."""
+    """Stain normalisation of slides, in training and prediction."""
 
     stain: Literal["none", "macenko", "reinhard"] = "none"
     """Stain normalisation, fitted once for each slide and applied where the model runs, before any jitter. macenko:
@@ -58,7 +58,7 @@ class StainSettings:
 
 @dataclass(frozen=True)
 class StainFits:
-    """What is known of the stains of slides.
+    """Stains of slides.
 
     Attributes:
         method: of the fits.
@@ -170,7 +170,7 @@ def fit_slides(
 
 
 def _digest(spec: SlideSpec) -> str:
-    """What tells a slide from another; nothing where a server cannot be asked: its fit is tried, and says why."""
+    """Digest of a slide; empty where a server cannot be asked: its fit is tried, and says why."""
     try:
         return spec.state.digest if spec.state else SlideState.of(spec.path).digest
     except SlideError:

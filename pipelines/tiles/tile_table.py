@@ -35,7 +35,7 @@ Row = TypeVar("Row", "IndexedSlide", "SlideFault")
 
 @dataclass(frozen=True)
 class IndexedSlide:
-    """What the index remembers of a slide, to tell later whether it still speaks of the same one, and to show it.
+    """Facts about a slide in the index: to recognise the slide later, and to show it.
 
     Attributes:
         tissue_share: the part of it that is tissue, 0 to 1.
@@ -56,7 +56,7 @@ class IndexedSlide:
 
     @property
     def state(self) -> SlideState | None:
-        """What its file was; None in an index that was made before this was kept."""
+        """State of its file; None in an index that was made before this was kept."""
         return SlideState(self.file_bytes, self.modified_ns, self.digest) if self.digest else None
 
 

@@ -1,4 +1,4 @@
-"""Where on a slide the tissue is: a mask at about 8 um/px.
+"""Tissue of a slide: a mask at about 8 um/px.
 
 Takes an open slide, reads it once, coarsely and in blocks, and gives a ``TissueMask``. Stained tissue on glass is what
 is more saturated than the glass (Otsu, IEEE Trans. SMC 9, 1979, on saturation, as HistoQC and CLAM do); fluorescence on

@@ -190,7 +190,7 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
 
 
 def _stain(slide: Slide, overview: Overview, method: Method) -> StainFit | str:
-    """How the slide is stained, or why that cannot be measured."""
+    """Stain of the slide, or why it cannot be measured."""
     try:
         return fit_slide(slide, overview, method)
     except NoStainFit as fault:
