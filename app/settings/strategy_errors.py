@@ -191,9 +191,9 @@ def _of_memory_policy(settings: StrategySettings) -> list[str]:
     """Return errors of recomputation, offload and boxes."""
     recompute, offload, runs = settings.recompute, settings.offload, settings.recompute_runs
     policies = {
-        f"--recompute {recompute}": recompute != "none",
+        f"--recompute {recompute}": recompute == "optimal",
         f"--offload {offload}": offload != "none",
-        f"--offload-state={settings.offload_state}": settings.offload_state != "none",
+        "--offload-state=parameters": settings.offload_state == "parameters",
     }
     is_fsdp = settings.name == "fsdp" and not settings.undecided
     errors = [

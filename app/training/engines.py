@@ -20,6 +20,7 @@ from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
 from parallel.engine.optimizer_step import MakeOptimizer
 from parallel.engine.weight_average import keep_average
+from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_optimizer import LR_SCALE
 from parallel.stage.stage import Loss
@@ -77,6 +78,8 @@ def build_engine(
             seed=seed,
             autocast=autocast,
             statistics=strategy.statistics,
+            recompute=strategy.policy.recompute == "block",
+            offload=Copies.for_device(device) if strategy.policy.optimizer else None,
         )
     return assemble(
         model,

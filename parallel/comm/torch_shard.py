@@ -5,7 +5,9 @@ After Zhao et al. 2023, PyTorch FSDP, and Rajbhandari et al. 2020, ZeRO, stage 3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.torch_comm import TorchCommunicator
@@ -63,6 +66,44 @@ def run_sharded(module: nn.Module, inputs: Tensor) -> Any:
             "--parallel fsdp gathers the parameters of a module when it is called; this model uses those of one "
             f"that it does not call ({str(fault).split(':')[0]}): have it call the module, or use --parallel ddp"
         ) from fault
+
+
+def recompute_in_backward(module: nn.Module, recomputing: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+    """Let ``module`` save what enters it alone, and run its forward pass again before its backward pass.
+
+    Call it before ``shard_module``: torch then gathers the parameters for the backward pass, which has both.
+
+    Args:
+        recomputing: gives the context of the second pass of the module, besides random numbers and autocast.
+    """
+    forward = module.forward
+    contexts = lambda: (contextlib.nullcontext(), recomputing(module))  # noqa: E731
+
+    def recomputed(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+
+    module.forward = recomputed
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a parameter or gradient, in the same memory."""
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
+    return part.detach()
+
+
+def divided_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return ``part``, this rank's part of a state of ``parameter``, as ``whole_tensor`` takes it."""
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        part.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

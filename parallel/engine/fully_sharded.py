@@ -15,9 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator, part_bytes
-from parallel.comm.torch_shard import part_like, run_sharded, shard_module, whole_tensor
+from parallel.comm.torch_shard import (
+    divided_like,
+    own_part,
+    part_like,
+    recompute_in_backward,
+    run_sharded,
+    shard_module,
+    whole_tensor,
+)
 from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep
-from parallel.engine.sharding_units import sharding_units
+from parallel.engine.sharding_units import innermost, sharding_units
 from parallel.engine.state_dict import options_by_name, own_state, states_by_name, whole_state
 from parallel.engine.step import (
     Microbatch,
@@ -29,6 +37,7 @@ from parallel.engine.step import (
     microbatch_seed,
     read_losses,
 )
+from parallel.offload.copies import Copies
 from parallel.offload.rng import drawing
 from parallel.schedule.shares import share_of
 from parallel.stage.batchnorm import running_statistics
@@ -43,13 +52,12 @@ class FullyShardedEngine(TrainingEngine):
 
     A forward or backward pass gathers what the other ranks hold, so all ranks make the same number of passes, of the
     same submodules in the same order. A rank with fewer microbatches than others computes one twice, and counts it
-    once. With several microbatches a rank, gradients add up whole until the last one; under autocast, the copies of
-    weights in the smaller type are kept from the forward to the backward pass.
+    once. Gradients are summed with every pass, so that a rank holds its part of them alone; under autocast, the copies
+    of weights in the smaller type are kept from the forward to the backward pass.
 
     Args:
         module: the whole model on the CPU, the same on every rank; changed in place.
-        make_optimizer: over this rank's parts of the parameters. One whose update of a number depends on that number
-            alone, as SGD and Adam do, updates as if they were whole.
+        make_optimizer: over this rank's parts of the parameters, as of ``OptimizerStep``.
         communicator: 2 ranks or more that can divide a module.
         loss: mean over the tiles of a microbatch.
         batch: tiles of a step over all ranks.
@@ -58,10 +66,12 @@ class FullyShardedEngine(TrainingEngine):
         seed: of dropout and every other random number the model draws.
         autocast: type for mixed precision; None computes in the model's own.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
+        recompute: units save what enters them alone, and are recomputed in the backward pass.
+        offload: copies to and from the host, where the optimizer then is; None: it is on the device.
 
     Raises:
-        ValueError: ``batch``, ``m`` and the number of ranks do not fit together; the communicator cannot, or the model
-            has a parameter that cannot be divided.
+        ValueError: ``batch``, ``m`` and the number of ranks do not fit together; the communicator cannot, the model has
+            a parameter that cannot be divided, or no unit that could be recomputed.
     """
 
     def __init__(
@@ -77,15 +87,29 @@ class FullyShardedEngine(TrainingEngine):
         seed: int = 0,
         autocast: torch.dtype | None = None,
         statistics: Literal["per-microbatch", "deferred"] = "per-microbatch",
+        recompute: bool = False,
+        offload: Copies | None = None,
     ) -> None:
         patch_kernels()
         for parameter in module.parameters():
             # FSDP2 refuses other layouts; convolutions take images in any of them all the same.
             parameter.data = parameter.data.contiguous()
             communicator.broadcast(parameter.data)  # parts of different models would make a model of none
-        self.module, self.counted = shard_module(module, sharding_units(module), communicator, device), True
-        held = dict(module.named_parameters())
-        self._update = OptimizerStep(make_optimizer, owned=held, unshared=held.values(), held=held.values())
+        units = sharding_units(module)
+        for unit in innermost(units) if recompute else ():
+            recompute_in_backward(unit, lambda unit: self._statistics.frozen(set(unit.modules())))
+        self.module, self.counted = shard_module(module, units, communicator, device), True
+        self._held = dict(module.named_parameters())
+        self._parts = {
+            name: nn.Parameter(own_part(each), requires_grad=each.requires_grad) for name, each in self._held.items()
+        }
+        self._update = OptimizerStep(
+            make_optimizer,
+            owned=self._parts,
+            unshared=[*self._held.values(), *self._parts.values()],
+            held=self._parts.values(),
+            offload=offload,
+        )
         assert self._update.optimizer is not None, "a model has parameters"
         self.optimizer = self._update.optimizer
         self.share: Sequence[int] = share_of(communicator.rank, communicator.world, m)
@@ -111,17 +135,17 @@ class FullyShardedEngine(TrainingEngine):
         tiles = int(losses[1].sum())
         mean = mean_loss(self._communicator, losses)
         self._statistics.end_step()
+        for name, part in self._parts.items():
+            gradient = self._held[name].grad
+            part.grad = None if gradient is None else own_part(gradient)
         self._update.apply(learning_rate, scale=self._batch / int(losses[1].sum()))
         return StepResult(mean, tiles)
 
     def _accumulate(self, i: int, microbatch: Microbatch, step: int) -> tuple[Tensor, int]:
         """Run forward and backward of microbatch ``i``; return its own mean loss and its tiles."""
-        last = i == self.share[-1]
-        self.module.set_requires_gradient_sync(False)
-        if last and self._idle:
+        if i == self.share[-1] and self._idle:
             # Weighs nothing; the running statistics it leaves are those of the pass that follows, which replace them.
             (self._forward(i, microbatch, step) * 0).backward()  # type: ignore[no-untyped-call]
-        self.module.set_requires_gradient_sync(last)
         loss = self._forward(i, microbatch, step)
         (loss * (microbatch.shape[0] / self._batch)).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), microbatch.shape[0]
@@ -170,7 +194,7 @@ class FullyShardedEngine(TrainingEngine):
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, whole, by name of the parameter; after a step. Every
         rank takes part."""
-        return {n: whole_tensor(p.grad) for n, p in self.module.named_parameters() if p.grad is not None}
+        return {name: whole_tensor(each.grad) for name, each in self._held.items() if each.grad is not None}
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -195,17 +219,23 @@ class FullyShardedEngine(TrainingEngine):
 
     @property
     def sent_in_step(self) -> int:
-        """Parameters are gathered by every forward and every backward pass, gradients summed once."""
+        """Parameters are gathered by every forward and every backward pass, gradients summed by the latter."""
         world = self._communicator.world
         passes = len(share_of(0, world, self._m))
         model = sum(p.nbytes for p in self.module.parameters())
-        return (2 * passes + 1) * part_bytes(model, world)
+        return 3 * passes * part_bytes(model, world)
 
     def state_dict(self) -> dict[str, Any]:
         model = self._kept(self.module.state_dict())
-        states = {name: self._kept(state) for name, state in states_by_name(self.optimizer).items()}
+        states = {name: self._kept(self._divided(name, s)) for name, s in states_by_name(self.optimizer).items()}
         optimizer = whole_state(self._names, states, options_by_name(self.optimizer))
         return {} if self._communicator.rank > 0 else {"model": model, "optimizer": optimizer}
+
+    def _divided(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a part as that of a divided parameter: what has its shape is divided as it is."""
+        parameter, shape = self._held[name], self._parts[name].shape
+        alike = {key for key, value in state.items() if getattr(value, "shape", None) == shape}
+        return {key: divided_like(value, parameter) if key in alike else value for key, value in state.items()}
 
     def _kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values`` whole, on the CPU of rank 0: a device may not have the room that all ranks have."""
@@ -217,10 +247,11 @@ class FullyShardedEngine(TrainingEngine):
         own = self.module.state_dict()
         model = {key: part_like(value, own[key]) if key in own else value for key, value in state["model"].items()}
         self.module.load_state_dict(model)
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        names = [name for group in self.optimizer.param_groups for name in group["param_names"]]
         saved = own_state(self.optimizer, state["optimizer"], self._names)
         for number, values in saved["state"].items():
-            parameter = parameters[number]  # what has its shape is divided as it is, counters are not
+            parameter = self._held[names[number]]  # what has its shape is divided as it is, counters are not
             alike = (key for key, value in values.items() if getattr(value, "shape", None) == parameter.shape)
-            saved["state"][number] = {**values, **{key: part_like(values[key], parameter) for key in alike}}
+            parts = {key: own_part(part_like(values[key], parameter)) for key in alike}
+            saved["state"][number] = {**values, **parts}
         self.optimizer.load_state_dict(saved)

@@ -6,7 +6,7 @@ bound the bytes that are whole at a time, and too many of them are messages too 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -43,6 +43,19 @@ def sharding_units(module: nn.Module) -> list[list[nn.Module]]:
                 "torch.Tensor of shape (1,), or use --parallel ddp"
             )
     return _Search(module).units
+
+
+def innermost(units: Sequence[Sequence[nn.Module]]) -> list[nn.Module]:
+    """Return the modules of units without another unit inside.
+
+    Raises:
+        ValueError: there is none.
+    """
+    members = {module for unit in units for module in unit}
+    inner = [each for unit in units for each in unit if members.isdisjoint({*each.modules()} - {each})]
+    if not inner:
+        raise ValueError("--recompute block finds no block in this model: use --recompute none")
+    return inner
 
 
 class _Search:

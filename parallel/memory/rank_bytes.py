@@ -180,17 +180,16 @@ def rank_bytes(
     return [fullest(rank, actions) for rank, actions in sorted(schedule.items())]
 
 
-def sharded_bytes(stage: StageBytes, ranks: int, *, several: bool, slots: int, device: str = "cpu") -> RankBytes:
+def sharded_bytes(stage: StageBytes, ranks: int, *, slots: int, device: str = "cpu") -> RankBytes:
     """Return the bytes of each rank of fsdp, which gathers unit after unit of the parameters.
 
     Args:
         stage: the whole model and its loss, for the largest microbatch.
-        several: a rank computes more than one, and holds whole gradients until the last.
     """
     part, kept = -(-stage.parameters // ranks), stage.activations
     gathered = min(stage.parameters, GATHERED * stage.parameters // UNIT)
     work = max(stage.forward, stage.backward) - kept + gathered
-    passes = RankBytes(part, stage.parameters if several else part, slots * part, kept, work, 0)
+    passes = RankBytes(part, part, slots * part, kept, work, 0)
     return _fuller(passes, _update(part, part, slots, -(-stage.largest_parameter // ranks), device))
 
 

@@ -284,14 +284,15 @@ def _whole_exchange_s(candidate: Strategy, batch: int, stage: StageCost, param_b
     """Return the seconds that exchanges add where each rank computes the whole model.
 
     A GPU's backward pass hides the sums of ddp but for the last bucket. With fsdp every microbatch gathers parameters
-    for forward and for backward, half of a ring sum each, and gradients are scattered once.
+    for forward and for backward and scatters gradients, half of a ring sum each.
     """
     sum_s, hides = cluster.sum_s(param_bytes, range(candidate.ranks)), cluster.slowdown(candidate.ranks)
     hides *= cluster.kind != "cpu"
     if candidate.name == "fsdp":
         gather_s = sum_s / 2 * cluster.gathering
         twice = sum(max(0.0, gather_s - seconds * hides) for seconds in (stage.forward_s, stage.backward_s))
-        return sum(weights_of(candidate, batch)) * twice + gather_s
+        passes = sum(weights_of(candidate, batch))
+        return passes * twice + gather_s * (passes if cluster.kind == "cpu" else 1)
     sum_s *= cluster.beside_backward * _rounds(candidate, cluster)
     return max(sum_s - hides * stage.backward_s, sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes)))
 

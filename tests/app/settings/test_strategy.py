@@ -91,6 +91,10 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
             {"parallel": "fsdp", "ranks": 2, "cuts": "fc"},
             ["--cuts is about a model split into stages; --parallel fsdp"],
         ),
+        (
+            {"parallel": "fsdp", "ranks": 2, "recompute": "optimal", "memory": "1GiB"},
+            ["--recompute optimal is not for --parallel fsdp, whose parameters come and go: use ddp"],
+        ),
         ({"parallel": "gpipe", "ranks": 3, "stages": 2}, ["3 ranks cannot be divided into groups of --stages 2"]),
         ({"parallel": "gpipe", "ranks": 2, "stages": 3}, ["--stages must be 2 to the number of ranks, 2; got 3"]),
         ({"parallel": "gpipe", "ranks": 4, "stages": 2, "microbatches": 1}, ["each of 2 groups of 2 ranks needs a"]),
@@ -225,7 +229,6 @@ def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tup
                 "offload_state": "parameters",
             },
             [
-                "--recompute block is not for --parallel fsdp, whose parameters come and go: use ddp",
                 "--offload overlap is not for --parallel fsdp",
                 "--offload-state=parameters is not for --parallel fsdp",
             ],

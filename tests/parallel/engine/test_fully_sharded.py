@@ -93,7 +93,9 @@ def batches(case: Case) -> list[Batch]:
     return [batch_of(case.sizes, PX + 4 * (step % 2), step, case.dtype) for step in range(STEPS)]
 
 
-def engine_of(case: Case, communicator: Communicator, *, module: nn.Module | None = None) -> FullyShardedEngine:
+def engine_of(
+    case: Case, communicator: Communicator, *, module: nn.Module | None = None, **more: Any
+) -> FullyShardedEngine:
     return FullyShardedEngine(
         module or fresh(case),
         case.loss,
@@ -103,6 +105,7 @@ def engine_of(case: Case, communicator: Communicator, *, module: nn.Module | Non
         m=len(case.sizes),
         device=DEVICE,
         seed=SEED,
+        **more,
     )
 
 
@@ -126,6 +129,7 @@ def checks(communicator: Communicator, plain: dict[str, Any]) -> dict[str, Any]:
         "deferred": deferred(communicator, CASES["uneven"]),
         "gathered": most_gathered(communicator),
         "bypassed": bypassed(communicator),
+        "recomputed": recomputed(communicator),
     }
 
 
@@ -247,6 +251,21 @@ def most_gathered(communicator: Communicator) -> float:
     return max(seen)
 
 
+def recomputed(communicator: Communicator) -> dict[bool, float]:
+    """Forward passes of each layer in a step of one microbatch a rank, without and with recomputation."""
+    calls = {}
+    for recompute in (False, True):
+        module = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()) for _ in range(BLOCKS)))
+        counts = [0]
+        for layer in module.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.register_forward_hook(lambda *_, counts=counts: counts.append(counts.pop() + 1))
+        case = Case(functools.partial(lambda made: made, module), pixel_loss, [2, 2], SGD)
+        train(engine_of(case, communicator, recompute=recompute), batches(case)[:1])
+        calls[recompute] = counts[0] / BLOCKS
+    return calls
+
+
 class Bypassed(nn.Module):
     """Uses a layer's weight without calling the layer."""
 
@@ -315,6 +334,11 @@ def test_each_rank_holds_its_share(ranks: list[dict[str, Any]], kind: str) -> No
 def test_a_model_is_gathered_block_by_block(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["gathered"] <= 2.01 / BLOCKS  # the next is on its way while one computes gradients
+
+
+def test_blocks_are_computed_twice_with_recomputation(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["recomputed"] == {False: 1, True: 2}
 
 
 def test_a_module_that_is_not_called_is_named_as_the_reason(ranks: list[dict[str, Any]]) -> None:

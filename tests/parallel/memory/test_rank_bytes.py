@@ -182,7 +182,7 @@ def test_whole_models() -> None:
     def taken(name: str, ranks: int, m: int, slots: int = 0) -> RankBytes:
         strategy, stage = Strategy(name, ranks, 1, m), StageMemory(graph).of_layers((0, len(graph.layers)))
         if name == "fsdp":
-            return sharded_bytes(stage, ranks, several=m > ranks, slots=slots)
+            return sharded_bytes(stage, ranks, slots=slots)
         return rank_bytes([stage], strategy.mesh, strategy.schedule({}), slots=slots)[0]
 
     assert taken("single", 1, 2).total >= taken("single", 1, 1).total

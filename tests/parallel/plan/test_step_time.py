@@ -117,8 +117,8 @@ def test_sums_on_a_cpu_hide_behind_nothing() -> None:
     link = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
     busy = dataclasses.replace(cluster(), kind="cpu", sums=link, beside_backward=1.5, gathering=4.0)
     assert whole("ddp", 2, 4, busy) == pytest.approx(6 + 1.5)
-    # Two microbatches gather twice, and gradients are scattered once.
-    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + (2 * 2 * 0.5 + 0.5) * 4)
+    # Two microbatches gather twice each, and scatter their gradients.
+    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + 2 * (2 * 0.5 + 0.5) * 4)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "master", "bidirectional", "zero-bubble", "mp-basic"])
