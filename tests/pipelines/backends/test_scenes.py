@@ -1,7 +1,8 @@
-"""Slide files that hold several images: the largest that is not a label, macro or thumbnail is the slide."""
+"""Slide files with several images, padding outside a level, and um/px of level 0."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,15 @@ import numpy as np
 import pytest
 import tifffile
 import zarr
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pipelines.backends.level_reader import pad
 from pipelines.backends.registry import open_slide, other_images
 from pipelines.slides.geometry import Region
-from pipelines.slides.slide import SlideError
+from pipelines.slides.slide import PADDING, SlideError
+from tests.helpers.format_files import write_ome_zarr
+from tests.helpers.real import SVS
 
 RANDOM = np.random.default_rng(0)
 LARGE = RANDOM.integers(0, 256, (400, 512, 3), np.uint8)
@@ -161,3 +167,83 @@ def test_zarr_collections(tmp_path: Path) -> None:
     with pytest.raises(SlideError, match=r"0: 'left' 400 x 384 px, 1: 'right'.*--scene"):
         open_slide(tmp_path / "two.zarr")
     np.testing.assert_array_equal(read_level0(tmp_path / "two.zarr", scene=1)[0], LARGE)
+
+
+edges = st.integers(-12, 25)
+sizes = st.integers(1, 12)
+
+
+@given(edges, edges, sizes, sizes, sizes, sizes)
+def test_inside_is_left_alone_and_outside_is_white(
+    l_x: int, l_y: int, width: int, height: int, l_width: int, l_height: int
+) -> None:
+    out = np.zeros((height, width, 3), np.uint8)
+    inside = pad(out, l_x, l_y, l_width, l_height)
+    within = np.array(
+        [[0 <= l_x + x < l_width and 0 <= l_y + y < l_height for x in range(width)] for y in range(height)]
+    )
+    assert ((out == PADDING).all(axis=2) == ~within).all()
+    if not within.any():
+        assert inside is None
+        return
+    assert inside is not None
+    assert inside.out.base is out
+    inside.out[...] = 1
+    assert ((out == 1).all(axis=2) == within).all()
+    y, x = np.argwhere(within)[0]
+    assert (inside.l_x, inside.l_y) == (l_x + x, l_y + y)
+
+
+PIXELS = np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8)
+
+
+def tiff(path: Path, **written: Any) -> Path:
+    tifffile.imwrite(path, PIXELS, tile=(128, 128), photometric="rgb", **{"metadata": None} | written)
+    return path
+
+
+def ome(path: Path, unit: str) -> Path:
+    about = {"axes": "YXS", "PhysicalSizeX": 0.25, "PhysicalSizeXUnit": unit, "PhysicalSizeY": 0.25}
+    return tiff(path, metadata=about | {"PhysicalSizeYUnit": unit}, ome=True)
+
+
+def zarr_slide(path: Path, unit: str | None) -> Path:
+    write_ome_zarr(path, [PIXELS], "0.4")
+    attributes = json.loads((path / ".zattrs").read_text())
+    for axis in attributes["multiscales"][0]["axes"][1:]:
+        axis.pop("unit") if unit is None else axis.update(unit=unit)
+    (path / ".zattrs").write_text(json.dumps(attributes))
+    return path
+
+
+def svs(path: Path, mpp: bytes) -> Path:
+    path.write_bytes(SVS.read_bytes().replace(b"|MPP = 0.4990", mpp, 1))
+    return path
+
+
+NONE, PRINTER, UNIT = "does not record its um/px", "screen or a printer", "a unit that is not read"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda f: tiff(f / "a.tif"), NONE),
+        (lambda f: tiff(f / "a.tif", resolution=(1, 1), resolutionunit="NONE"), NONE),
+        (lambda f: tiff(f / "a.tif", resolution=(96, 96), resolutionunit="INCH"), f"records 264.58 um/px.*{PRINTER}"),
+        (lambda f: tiff(f / "a.tif", resolution=(300, 300), resolutionunit="INCH"), f"records 84.67 um/px.*{PRINTER}"),
+        (lambda f: tiff(f / "a.tif", resolution=(20_000, 20_000), resolutionunit="NONE"), "20000 px in a unit that"),
+        (lambda f: ome(f / "a.ome.tif", "pixel"), f"0.25 in 'pixel', {UNIT}"),
+        (lambda f: ome(f / "a.ome.tif", "mm"), "records 250 um/px; a slide has"),
+        (lambda f: zarr_slide(f / "a.zarr", None), NONE),
+        (lambda f: zarr_slide(f / "a.zarr", "parsec"), f"'parsec', {UNIT}"),
+        (lambda f: svs(f / "a.svs", b"|XXX = 0.4990"), NONE),
+        (lambda f: svs(f / "a.svs", b"|MPP = fourty"), "'fourty' um/px, which is no number"),
+        (lambda f: svs(f / "a.svs", b"|MPP = 264.58"), "records 264.58 um/px; a slide has"),
+    ],
+)
+def test_the_message_says_what_the_file_records(tmp_path: Path, made: Any, said: str) -> None:
+    path = made(tmp_path)
+    with pytest.raises(SlideError, match=rf"{said}.*--slide-mpp.*`mpp` of --mpp-table"):
+        open_slide(path)
+    with open_slide(path, mpp=0.25) as slide:
+        assert slide.mpp == 0.25
