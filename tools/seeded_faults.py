@@ -152,8 +152,8 @@ FAULTS = (
     Fault(
         "plans forget what the optimizer keeps",
         "parallel/memory/rank_bytes.py",
-        "optimizer = slots * sum(",
-        "optimizer = 0 * sum(",
+        "slots * sliced, 0, work, 0)",
+        "0 * sliced, 0, work, 0)",
         ("tests/parallel/memory/test_rank_bytes.py",),
     ),
 )

@@ -318,7 +318,7 @@ def _made(microbatch: Part) -> Iterator[torch.Tensor]:
 
 
 def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], tiles: slice) -> torch.Tensor | None:
-    """Stored tiles ``part`` of a batch: all of them, or None."""
+    """Stored bytes of ``tiles`` of a batch: of all of them, or None."""
     count = int(np.count_nonzero(has[tiles]))
     assert count in (0, tiles.stop - tiles.start), "a microbatch is wanted as a whole"
     start = int(np.count_nonzero(has[: tiles.start]))
