@@ -45,7 +45,7 @@ from parallel.schedule.passes import add_communication
 from parallel.schedule.pushes import PushRule
 from parallel.schedule.shares import Shares
 from parallel.schedule.timeline import StageCost
-from parallel.stage.batchnorm import running_statistics
+from parallel.stage.joint_statistics import statistics_of_stage
 from parallel.stage.split_backward import DeferredWeights
 from parallel.stage.stage import Compute, Loss, Stage
 from parallel.stage.weight_versions import WeightVersions
@@ -150,7 +150,7 @@ def put_to_work(
         refuse_schedule(traced, partition, schedule, mesh, policy, strategy.name)
         updated = traced.updated
     splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[team])
-    holders = StageGroups(communicator, mesh)
+    holders = StageGroups(communicator, mesh, peers=strategy.ways > 1)
     communicator.connect(mesh.pairs(partition.links))
     numbers = sorted({stage for stage, _ in mesh.held_by(team)})
     link = plan_of = None
@@ -230,17 +230,16 @@ def _reducers(
 ) -> dict[int, GradReducer]:
     """Return what sums gradients, of the stages that other ranks hold, too."""
     make = ShardedReducer if strategy.zero else GradReducer
+    reducers: dict[int, GradReducer] = {}
     with not_counted() if strategy.policy.parameters else contextlib.nullcontext():
-        return {
-            number: make(
-                stage.module.parameters(),
-                holders.of_stage[number],
-                overlap=overlap,
-                bucket_bytes=strategy.gradient_bytes,
-            )
-            for number, stage in stages.items()
-            if holders.of_stage[number].world > 1
-        }
+        for number, stage in stages.items():
+            ranks, named = holders.of_stage[number], stage.parameters.items()
+            if ranks.world > 1:
+                shared, size = stage.module.held(named, own=False), strategy.gradient_bytes
+                reducers[number] = make(shared, ranks, overlap=overlap, bucket_bytes=size)
+                if holders.peers.world > 1:
+                    reducers[number].add(stage.module.held(named, own=True), holders.peers)
+    return reducers
 
 
 def _served(
@@ -292,8 +291,8 @@ def _stage(
     ranks = holders.of_stage[number]
     if not strategy.policy.parameters:
         cut.to(compute.device)
-    if ranks.world > 1:
-        broadcast_tensors(ranks, [*cut.parameters(), *cut.buffers()], 0)
+    for holding, own in ((ranks, False), (holders.peers, True)):
+        broadcast_tensors(holding, cut.held((*cut.named_parameters(), *cut.named_buffers()), own=own), 0)
     if strategy.policy.parameters:
         saved_tensors.streams(HostParameters(cut.root, compute.device, saved_tensors.copies))
     if meter is not None:
@@ -301,7 +300,7 @@ def _stage(
     return Stage(
         cut,
         compute,
-        statistics=running_statistics(cut, ranks, strategy.statistics, cut.counts),
+        statistics=statistics_of_stage(cut, ranks, holders.peers, strategy.statistics),
         loss=loss if number == partition.depth - 1 else None,
         no_grad_outputs=[
             edge.value
@@ -337,10 +336,11 @@ def _update(
                 owned[name], pieces[name] = own[parameter].value, own[parameter]
             elif parameter.requires_grad:
                 del owned[name]
+    summed = {number for reducer in reducers.values() for number in reducer.summed}
     return OptimizerStep(
         make_optimizer,
         owned={name: owned[name] for name in names if name in owned},
-        unshared=[p for n, stage in stages.items() if n not in reducers for p in stage.parameters.values()],
+        unshared=[parameter for parameter in held.values() if id(parameter) not in summed],
         held=held.values(),
         pieces=pieces,
         shards=list(shards.values()),

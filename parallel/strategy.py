@@ -21,7 +21,7 @@ from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
 from parallel.schedule.pushes import PushRule
-from parallel.schedule.registry import PIPEDREAM, SPATIAL, build_schedule, kind_of, mesh_for
+from parallel.schedule.registry import PIPEDREAM, SPATIAL, SUBGRAPH, build_schedule, kind_of, mesh_for
 from parallel.schedule.shares import Changes, Shares, share_of
 from parallel.schedule.text import from_csv
 from parallel.schedule.timeline import StageCost
@@ -64,6 +64,7 @@ class Strategy:
         changes: steps from which other shares are in force.
         rebalanced: shares follow the speed of groups.
         pushes: how the parameter server of async treats gradients; None: under other strategies.
+        ways: ranks of a team that share the branches of the model's blocks, with subgraph; 1: none do.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Strategy:
     changes: Changes = ()
     rebalanced: bool = False
     pushes: PushRule | None = None
+    ways: int = 1
 
     @property
     def group_ranks(self) -> int:
@@ -91,8 +93,8 @@ class Strategy:
 
     @property
     def members(self) -> int:
-        """Ranks of a team; 1 without a grid."""
-        return self.grid.members if self.grid else 1
+        """Ranks of a team; 1 without a grid and without shared branches."""
+        return self.grid.members if self.grid else self.ways
 
     @property
     def groups(self) -> int:
@@ -162,6 +164,8 @@ class Strategy:
         mesh = f" {self.groups} x {self.depth}" if self.splits else f" {self.ranks}" if self.ranks > 1 else ""
         if self.grid:
             mesh += f" of {self.grid}"
+        elif self.ways > 1:
+            mesh = f" {self.groups} x {self.ways}"
         return f"{self.name}{mesh}, m={self.m} {self.savings}".rstrip()
 
     @property
@@ -205,11 +209,28 @@ class Strategy:
             (bool(self.policy.parameters), "parameters on the host are not of teams: use offload-state=optimizer"),
             (self.schedule_csv is not None, "a schedule file is of single ranks, not of teams: leave schedule out"),
         ):
-            if self.grid and set_:
+            if self.members > 1 and set_:
                 faults.append(word)
+        if self.name == SUBGRAPH.name:
+            faults += self._branch_faults
         if self.name == "spatial" and not self.grid:
             faults.append("spatial divides each tile among the ranks of a team: say how, as --grid 2x1")
         return faults
+
+    @property
+    def _branch_faults(self) -> list[str]:
+        """Return what ranks that share branches cannot do, a line each."""
+        given = (
+            (self.ways < 2, "shares the branches of a model among 2 ranks or more: give --stages 2"),
+            (self.grid is not None, "divides no tiles: leave --grid out"),
+            (
+                self.policy.stream is not None,
+                f"does not compute boxes of a tile: leave --stream {self.policy.stream} out",
+            ),
+            (bool(self.zero), f"keeps a branch on one rank of a team already: leave --zero {self.zero} out"),
+            (self.policy.recompute == "optimal", "recomputes whole blocks alone: use --recompute block"),
+        )
+        return [f"{SUBGRAPH.name} {what}" for is_set, what in given if is_set]
 
     @property
     def stash_faults(self) -> list[str]:

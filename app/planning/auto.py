@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TEXT = "plan.json"
 BOX = 512
 """px of boxes where no limit of memory asks for smaller ones, nor an accelerator for larger ones."""
-PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "zero", "grid")
+PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "zero", "grid", "ways")
 """What a plan decides besides the policy for activations."""
 
 

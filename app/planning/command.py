@@ -10,7 +10,7 @@ from app.settings.sizes import bytes_of
 from app.settings.strategy import Parallel
 from app.settings.strategy_errors import OPTIMAL_OFFLOAD
 from parallel.plan.candidates import RECOMPUTE, MemoryOptions
-from parallel.schedule.registry import SCHEDULES, SPATIAL
+from parallel.schedule.registry import SCHEDULES, SPATIAL, SUBGRAPH
 from parallel.strategy import STALE, WHOLE
 
 
@@ -97,7 +97,7 @@ class PlanCommand:
         named = "fsdp" if self.parallel == "ddp" and self.zero == 3 else self.parallel
         if named != "auto":
             return (named,)
-        names = (name for name in (*WHOLE, SPATIAL.name, *SCHEDULES) if name not in STALE)
+        names = (name for name in (*WHOLE, SPATIAL.name, SUBGRAPH.name, *SCHEDULES) if name not in STALE)
         return tuple(name for name in names if self.zero is None or (name == "fsdp") == (self.zero == 3))
 
     def validate(self) -> list[str]:

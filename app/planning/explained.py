@@ -56,6 +56,8 @@ def reason(planner: Planner, row: PlanRow, best: PlanRow | None, spent: Mapping[
     if row is best:
         return f"fastest that fits{_where_time_goes(spent)}"
     slower = best.images_per_second / row.images_per_second
+    if slower < 1 and row.strategy.ways > 1:
+        return f"{1 / slower:.2f}x as fast: the plan if it is named"
     if slower < 1 / (1 + SIMPLER):
         return f"{1 / slower:.2f}x as fast: boxes are the plan if they gain {100 * (BOXES + SIMPLER):.0f} %"
     if slower < 1 + SIMPLER:

@@ -82,7 +82,7 @@ def _mesh(candidate: Strategy) -> str:
     if not candidate.splits:
         return str(candidate.ranks)
     teams = f" of {candidate.grid}" if candidate.grid else ""
-    return f"{candidate.groups} x {candidate.depth}{teams}"
+    return f"{candidate.groups} x {candidate.group_ranks if candidate.ways > 1 else candidate.depth}{teams}"
 
 
 def _runs(texts: Sequence[str]) -> list[str]:

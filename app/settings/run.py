@@ -353,6 +353,7 @@ class RunConfig:
             "--tile slide": self.index.tile == "slide",
             "--pictures resize": self.index.whole_pictures,
             "--parallel fsdp": self.strategy.name == "fsdp",
+            "--parallel subgraph": self.strategy.name == "subgraph",
             "--parallel pipedream": self.strategy.name == "pipedream",
             "--parallel async": self.strategy.is_async,
             "--device mixed": self.strategy.is_mixed,

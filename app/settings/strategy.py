@@ -28,6 +28,7 @@ Parallel = Literal[
     "ddp",
     "fsdp",
     "spatial",
+    "subgraph",
     "mp-basic",
     "gpipe",
     "1f1b",
@@ -60,12 +61,12 @@ class StrategySettings:
     parallel: Parallel = "auto"
     """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch; fsdp: the
     same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block; spatial: each
-    tile is divided among the ranks of a team (--grid), which compute it side by side. The others split the model into
-    stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble with one copy of the model; mast, master,
-    bidirectional with two, the second in inverse order; pipedream: as 1f1b, but every microbatch updates the weights,
-    with delayed gradients, which is not the plain step. async: as ddp, but a parameter server updates the weights with
-    the gradients of each microbatch as they arrive; delayed gradients, too. auto: the fastest that fits the memory, as
-    app.plan finds it; among what --stages and --microbatches leave open."""
+    tile is divided among the ranks of a team (--grid); subgraph: --stages ranks divide the branches of each block, as
+    of Inception. The others split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble
+    with one copy of the model; mast, master, bidirectional with two, the second in inverse order; pipedream: as 1f1b,
+    but every microbatch updates the weights, with delayed gradients, which is not the plain step. async: as ddp, but a
+    parameter server updates the weights with the gradients of each microbatch as they arrive; delayed gradients, too.
+    auto: the fastest that fits the memory, as app.plan finds it; among what --stages and --microbatches leave open."""
     memory: str | None = None
     """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
     and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
@@ -220,7 +221,7 @@ class StrategySettings:
 
     @property
     def over_torch(self) -> bool:
-        """The strategy is torch's own, and its ranks are processes that talk over torch.distributed."""
+        """The strategy is torch's own, and its ranks talk over torch.distributed."""
         return self.name == "fsdp"
 
     @property
@@ -236,7 +237,7 @@ class StrategySettings:
     @property
     def depth(self) -> int:
         """Stages that a copy of the model is split into, each of one rank or of a team, D."""
-        if self.name == "spatial" or not self.splits:
+        if self.name in ("spatial", "subgraph") or not self.splits:
             return 1
         return self.stages or max(1, self.world // (self.team.members if self.team else 1))
 
@@ -249,9 +250,14 @@ class StrategySettings:
         return Grid(self.world, 1) if self.name == "spatial" else None
 
     @property
+    def ways(self) -> int:
+        """Ranks that share the branches of the model's blocks."""
+        return (self.stages or self.world) if self.name == "subgraph" else 1
+
+    @property
     def group_ranks(self) -> int:
-        """Ranks of a group, over all its stages."""
-        return self.depth * (self.team.members if self.team else 1)
+        """Ranks of a group."""
+        return self.depth * (self.team.members if self.team else self.ways)
 
     @property
     def groups(self) -> int:
@@ -330,6 +336,7 @@ class StrategySettings:
             changes=self.asked_shares[1:],
             rebalanced=self.shares == AUTO,
             pushes=self.push_rule() if self.is_async else None,
+            ways=self.ways,
         )
 
     def push_rule(self) -> PushRule:

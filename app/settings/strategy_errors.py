@@ -37,6 +37,8 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
     if not errors and not settings.undecided:
         strategy = settings.to_strategy("cpu")
         errors = [f"--parallel {error}" for error in strategy.stash_faults + strategy.zero_faults]
+        if settings.name == "subgraph":
+            errors += [f"--parallel subgraph: {error}" for error in strategy.team_faults]
     return errors
 
 
@@ -88,10 +90,12 @@ def _of_planner(settings: StrategySettings) -> list[str]:
 
 
 def _of_mesh(settings: StrategySettings) -> list[str]:
-    name, world, depth = settings.name, settings.world, settings.depth
+    name, world, depth = settings.name, settings.world, settings.group_ranks
     errors = broken(
         {
             f"--parallel single uses one process; got {world} ranks": name == "single" and world > 1,
+            f"--cuts={settings.cuts} begins stages, and --parallel subgraph has one: leave it out": name == "subgraph"
+            and settings.cuts,
             f"--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks {world}": name == "fsdp"
             and world < 2,
         }
@@ -260,7 +264,7 @@ def _of_buckets(settings: StrategySettings) -> list[str]:
         return [f"--gradient-buckets takes a size such as 4MiB, or 0; got {settings.gradient_buckets!r}"]
     sums = settings.name == "ddp" and settings.world > 1
     if settings.splits:
-        sums = settings.groups > 1 or bool(settings.team) or kind_of(settings.name).replicas == 2
+        sums = settings.groups > 1 or settings.group_ranks > settings.depth or kind_of(settings.name).replicas == 2
     if settings.undecided or sums:
         return []
     ranks = f"{settings.world} rank{'s' * (settings.world > 1)}"

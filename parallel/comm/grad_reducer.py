@@ -103,16 +103,28 @@ class GradReducer:
         bucket_bytes: int | None = None,
     ) -> None:
         self._communicator = communicator
-        needed = [p for p in parameters if p.requires_grad]
-        self.buckets = [self._bucket(group) for group in bucketed(needed, bucket_bytes)]
+        self._bucket_bytes = bucket_bytes
+        self.buckets: list[Bucket] = []
+        self._communicators: list[Communicator] = []
         self._works: deque[Work] = deque()
         """Sums under way, of the last of those buckets whose sums have begun."""
         self._begun = 0
         self._final = False
         self._overlap = overlap
-        for place, bucket in enumerate(self.buckets):
+        self.add(parameters, communicator)
+
+    def add(self, parameters: Iterable[nn.Parameter], communicator: Communicator) -> None:
+        """Sum the gradients of further parameters, after those before, over the ranks that hold a copy of these."""
+        for group in bucketed([p for p in parameters if p.requires_grad], self._bucket_bytes):
+            self.buckets.append(bucket := self._bucket(group))
+            self._communicators.append(communicator)
             for number, parameter in enumerate(bucket.parameters):
-                on_gradient(parameter, self._added, place, number)
+                on_gradient(parameter, self._added, len(self.buckets) - 1, number)
+
+    @property
+    def summed(self) -> frozenset[int]:
+        """Return the ids of the parameters whose gradients are summed."""
+        return frozenset(id(parameter) for bucket in self.buckets for parameter in bucket.parameters)
 
     def _bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
         return Bucket(parameters).open()
@@ -120,7 +132,8 @@ class GradReducer:
     @property
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sends in a step."""
-        return sum(sum_bytes(bucket.flat.nbytes, self._communicator.world) for bucket in self.buckets)
+        pairs = zip(self.buckets, self._communicators, strict=True)
+        return sum(sum_bytes(bucket.flat.nbytes, ranks.world) for bucket, ranks in pairs)
 
     def begin_step(self) -> None:
         """Zero the gradients."""
@@ -167,7 +180,7 @@ class GradReducer:
 
     def _begin_sum(self, bucket: Bucket) -> Work:
         bucket.count()
-        return self._communicator.iall_reduce(bucket.flat)
+        return self._communicators[self._begun].iall_reduce(bucket.flat)
 
     def _await_all(self) -> None:
         while self._works:
@@ -203,7 +216,7 @@ def bucketed(tensors: Sequence[AnyTensor], bucket_bytes: int | None = None) -> l
 @torch.no_grad()
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], source: int) -> None:
     """Give every rank the dense ``tensors`` of rank ``source``, in place, in messages of about ``BUCKET_BYTES``."""
-    for run in bucketed(tensors):
+    for run in bucketed(tensors) if communicator.world > 1 else ():
         parts = [in_memory_order(tensor) for tensor in run]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         communicator.broadcast(flat, source)

@@ -90,16 +90,21 @@ def last_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
 class StageGroups:
     """Communicators of the ranks that hold copies of this rank's stages. Every rank makes one at the same time.
 
+    Args:
+        peers: also make those of the members of one number in all teams, of a mesh of one stage.
+
     Attributes:
         of_stage: communicator of all ranks that hold a stage, by stage.
         team: of the ranks of this rank's team.
+        peers: of the ranks with this rank's number in their teams: what members hold alone, they have a copy of.
     """
 
-    def __init__(self, communicator: Communicator, mesh: Mesh) -> None:
+    def __init__(self, communicator: Communicator, mesh: Mesh, *, peers: bool = False) -> None:
         self._communicator = communicator
         self._made: dict[tuple[int, ...], Communicator | None] = {}
         self.of_stage: dict[int, Communicator] = {}
         self.team: Communicator = LocalCommunicator()
+        self.peers: Communicator = LocalCommunicator()
         self._alone = mesh.depth == 1 and mesh.members == 1  # no message meets a sum
         for stage in range(mesh.stages):
             ranks = self._among(mesh.ranks_with(stage))
@@ -110,6 +115,10 @@ class StageGroups:
             ranks = communicator.subgroup(tuple(mesh.ranks_of(team)))
             if ranks is not None:
                 self.team = ranks
+        for member in range(mesh.members if peers else 0):
+            ranks = self._among([mesh.ranks_of(team)[member] for team in range(mesh.teams)])
+            if ranks is not None:
+                self.peers = ranks
 
     def _among(self, ranks: Sequence[int]) -> Communicator | None:
         """Return the communicator of ``ranks``; made once, by all ranks of the run, also by those outside it."""

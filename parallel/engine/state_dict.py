@@ -47,15 +47,19 @@ class FullStateDict:
         what it has. Of a stage that is divided every rank gives the state of its pieces. Buffers are those of replica
         0, whatever a forward pass may do to them.
         """
-        rank = self.communicator.rank
         givers = {number: self._giver(number) for number in self.stages}
         model = {
             key: value
             for number, stage in self.stages.items()
             for key, value in stage.module.state_dict().items()
-            if rank == (givers[number] if key in stage.parameters else self.mesh.rank_at(number))
+            if self._gives(key, stage, givers[number] if key in stage.parameters else self.mesh.rank_at(number))
         }
-        names = {name for number, stage in self.stages.items() if givers[number] == rank for name in stage.parameters}
+        names = {
+            name
+            for number, stage in self.stages.items()
+            for name in stage.parameters
+            if self._gives(name, stage, givers[number])
+        }
         optimizer, pieces = self.update.optimizer, self.update.pieces
         states, options = (states_by_name(optimizer), options_by_name(optimizer)) if optimizer else ({}, {})
         own = [
@@ -102,6 +106,11 @@ class FullStateDict:
                 if name in self.update.pieces and number in own["state"]:
                     own["state"][number] = self.update.pieces[name].of_state(own["state"][number])
         optimizer.load_state_dict(own)
+
+    def _gives(self, key: str, stage: Stage, giver: int) -> bool:
+        """Return whether this rank gives ``key``: ``giver`` does, or who alone in the first team holds it."""
+        rank = self.communicator.rank
+        return self.mesh.team_of(rank) == 0 if key in stage.module.own else rank == giver
 
     def _giver(self, number: int) -> int:
         """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one."""

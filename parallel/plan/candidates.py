@@ -41,7 +41,7 @@ def candidates(
         depth, m: given by the user; None leaves them free.
     """
     for name in names:
-        if name == "spatial":  # of teams alone
+        if name in ("spatial", "subgraph"):  # of teams alone
             continue
         if name in WHOLE:
             if depth is None and (ranks == 1) == (name == "single"):
@@ -82,9 +82,24 @@ def in_teams(
             if "spatial" in names and depth in (None, 1):
                 for n in _microbatches("spatial", teams, batch, m):
                     yield Strategy("spatial", ranks, 1, n, grid=grid)
-            split = [name for name in names if name not in (*WHOLE, "spatial", "zero-bubble", PIPEDREAM.name)]
+            split = [n for n in names if n not in (*WHOLE, "spatial", "subgraph", "zero-bubble", PIPEDREAM.name)]
             for each in candidates(teams, batch, names=split, most_stages=most_stages, depth=depth, m=m):
                 yield dataclasses.replace(each, ranks=ranks, grid=grid)
+
+
+def in_branches(
+    ranks: int, batch: int, *, most_members: int, depth: int | None = None, m: int | None = None
+) -> Iterator[Strategy]:
+    """Yield the candidates of subgraph.
+
+    Args:
+        most_members: of a team.
+        depth: members, given by the user.
+    """
+    for members in range(2, min(ranks, most_members, MAX_TEAM) + 1):
+        if ranks % members == 0 and depth in (None, members):
+            for n in _microbatches("subgraph", ranks // members, batch, m):
+                yield Strategy("subgraph", ranks, 1, n, ways=members)
 
 
 def grids_of(members: int) -> list[Grid]:
@@ -193,7 +208,7 @@ class MemoryOptions:
 
     def _divisions(self, candidate: Strategy) -> list[int]:
         """Return the stages of ZeRO to try: of two that take as many bytes, the one that sends less."""
-        if candidate.holders == 1 or candidate.name == "fsdp":
+        if candidate.holders == 1 or candidate.name == "fsdp" or candidate.ways > 1:
             return []
         allowed = [zero for zero in self.zero if zero]
         return allowed[:1] if candidate.paired or candidate.m == candidate.groups else allowed
@@ -215,6 +230,8 @@ BOXES = MemoryOptions(("none",), (False,))
 
 
 def _can_recompute(candidate: Strategy, how: str) -> bool:
+    if candidate.ways > 1:  # regions with branches are in blocks
+        return how == "block"
     if how == "stage":
         return candidate.splits and candidate.m > 1
     return candidate.name not in ("fsdp", "zero-bubble")

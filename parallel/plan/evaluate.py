@@ -266,4 +266,5 @@ class Evaluator:
         links = links_between(candidate, partition, self.cluster)
         if not messages:
             links = {ends: LinkCost(0.0, None if link.backward_s is None else 0.0) for ends, link in links.items()}
-        return step_time(candidate, self.task.batch, stages, links, params, self.task.slots, self.cluster)
+        own = self.stages.branched.own_bytes(candidate.ways) if candidate.ways > 1 else 0
+        return step_time(candidate, self.task.batch, stages, links, params, self.task.slots, self.cluster, own)

@@ -72,6 +72,7 @@ class PlanRow:
             "m": strategy.m,
             "chunks": strategy.chunks,
             "grid": str(strategy.grid) if strategy.grid else None,
+            "ways": strategy.ways,
             "shares": [list(share) for share in strategy.shares],
             "recompute": strategy.policy.recompute,
             "offload": strategy.policy.moves,
@@ -100,10 +101,10 @@ class PlanRow:
         )
         ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
         grid = Grid.parse(row["grid"]) if row["grid"] else None
-        cuts, zero = tuple(row["cuts"]), row.get("zero", 0)
+        cuts, zero, ways = tuple(row["cuts"]), row.get("zero", 0), row.get("ways", 1)
         shares = tuple(map(tuple, row.get("shares", ())))
         return cls(
-            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, zero, grid=grid, shares=shares),
+            Strategy(row["strategy"], ranks, depth, m, chunks, cuts, policy, zero, grid=grid, shares=shares, ways=ways),
             row["images_per_second"],
             row["step_s"],
             row["bubble"],

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from parallel.cost.stage_cost import stage_costs
-from parallel.plan.candidates import ANY, BOXES, MemoryOptions, candidates, fewest_bytes, in_teams
+from parallel.plan.candidates import ANY, BOXES, MemoryOptions, candidates, fewest_bytes, in_branches, in_teams
 from parallel.plan.evaluate import Evaluator
 from parallel.plan.plan import SIMPLER, PlanRow, best_of
 from parallel.plan.step_time import by_speed, links_between, weights_of
@@ -50,7 +50,9 @@ class Planner(Evaluator):
         for row in self._of_ranks(free, ranks, depth, m, savings):
             rows.append(row)
             yield row
-        yield from self._of_teams(free, ranks, depth, m, savings, best_of(rows))
+        if "subgraph" in free:
+            yield from self._of_branches(ranks, depth, m, savings, alone=len(free) == 1)
+        yield from self._of_teams([n for n in free if n != "subgraph"], ranks, depth, m, savings, best_of(rows))
 
     def _of_ranks(
         self, free: Sequence[str], ranks: int, depth: int | None, m: int | None, savings: MemoryOptions
@@ -82,6 +84,27 @@ class Planner(Evaluator):
         shared = dataclasses.replace(candidate, shares=by_speed(row.strategy, costs, links, self.cluster))
         if [len(share) for share in shared.shares] != [len(candidate.share_of(g)) for g in range(candidate.groups)]:
             yield self.evaluate(shared, savings)
+
+    def _of_branches(
+        self, ranks: int, depth: int | None, m: int | None, savings: MemoryOptions, alone: bool
+    ) -> Iterator[PlanRow]:
+        """Yield the rows of candidates whose ranks share the branches of the model; why there is none if ``alone``."""
+        tried, reason = self._branched(ranks, depth, m)
+        if tried:
+            yield from self._promising(tried, savings)
+        elif alone:
+            yield PlanRow(Strategy("subgraph", ranks, 1, 1), refused=reason)
+
+    def _branched(self, ranks: int, depth: int | None = None, m: int | None = None) -> tuple[list[Strategy], str]:
+        """Return the candidates of subgraph, or why there is none."""
+        if self.task.one_copy or self.cluster.speeds:
+            return [], self.task.one_copy or "members share branches evenly, and the devices differ in speed"
+        try:
+            self.stages.branched.branches(2)
+        except ValueError as fault:
+            return [], str(fault)
+        found = in_branches(ranks, self.task.batch, most_members=self.cluster.per_node, depth=depth, m=m)
+        return list(found), "no team of a node's ranks can share branches, or the batch among its groups"
 
     def _of_teams(
         self,
@@ -158,7 +181,7 @@ class Planner(Evaluator):
         _, costs = self.stages.of(candidate)
         microbatches = sum(weights_of(candidate, self.task.batch))
         slowest = sum(costs.seconds) / candidate.depth
-        if not candidate.grid:
+        if candidate.members == 1:
             partition = self.stages.partition(candidate, within=False)
             assert partition is not None
             loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
@@ -193,6 +216,8 @@ class Planner(Evaluator):
             of_teams = self._teams([name], ranks, rows_alone=True)
             most = max((each.members for each in of_teams), default=0)
             given = [each for each in of_teams if each.members == most]
+        elif name == "subgraph":
+            given, _ = self._branched(ranks)
         else:
             given = list(candidates(ranks, self.task.batch, names=[name], most_stages=self.stages.most_stages))
         tried = fewest_bytes(each for each in given if each.copies == 1 or not self.task.one_copy)

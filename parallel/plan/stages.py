@@ -26,6 +26,7 @@ from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
 from parallel.plan.balance import MemoryRule, partition_optimal
+from parallel.plan.branched import BranchedParts
 from parallel.plan.part_costs import Divisible, TeamParts
 from parallel.plan.plan import Limit
 from parallel.plan.policy_cost import policy_costs
@@ -44,8 +45,8 @@ OWN_MAPS = 0.95
 LEAST_S = 1e-12
 """Of a layer's forward pass."""
 
-_Size = tuple[int, Grid | None]
-"""Tiles of a microbatch, and the grid of the teams that divide each of them."""
+_Size = tuple[int, Grid | int | None]
+"""Tiles of a microbatch, and the grid of the teams that divide each of them, or the members that share branches."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class StageCache:
         self._memories: dict[_Size, StageMemory] = {}
         self._runs: dict[object, Runs | None] = {}
         self._moved_s: dict[_Size, float] = {}
+        self.branched = BranchedParts(task.graph, task.estimate, cluster)
 
     @functools.cached_property
     def _streamed(self) -> StreamedStages | None:
@@ -110,14 +112,14 @@ class StageCache:
     def goes_in_boxes(self, candidate: Strategy) -> bool:
         """Return whether a candidate's tiles, or members' parts of them, can be computed box by box."""
         streamed = self._streamed if candidate.name in STREAMED else None
-        return streamed is not None and streamed.divides(self._size(candidate)[1])
+        return streamed is not None and streamed.divides(candidate.grid)
 
     def box_sides(self, candidate: Strategy) -> list[int]:
         """Return the sides of boxes that a candidate's tiles, or members' parts of them, may be computed in, in px;
         none where they cannot be."""
         if not self.goes_in_boxes(candidate) or self._streamed is None:
             return []
-        return self._streamed.sides(self._size(candidate)[1])
+        return self._streamed.sides(candidate.grid)
 
     def within_host(self, candidate: Strategy) -> Strategy:
         """Return ``candidate``, computed box by box, with fewer maps stored where the host has not memory for those
@@ -148,15 +150,17 @@ class StageCache:
         """Return the tiles of the largest microbatch."""
         return -(-self.task.batch // candidate.m)
 
-    def microbatch(self, tiles: int, grid: Grid | None = None) -> tuple[LayerGraph, Costs]:
+    def microbatch(self, tiles: int, grid: Grid | int | None = None) -> tuple[LayerGraph, Costs]:
         """Return the graph for microbatches of ``tiles`` tiles, and what its layers cost.
 
         Args:
-            grid: of the teams that divide each tile: graph and costs are of the largest member's part.
+            grid: of the teams that divide each tile, or members that share branches: of the largest member's part.
         """
         if (tiles, grid) not in self._microbatches:
             if grid is None:
                 made = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
+            elif isinstance(grid, int):
+                made = self.branched.microbatch(grid, tiles)
             else:
                 assert self.teams is not None, self.task.in_teams()[1]
                 made = self.teams.microbatch(grid, tiles)
@@ -168,8 +172,8 @@ class StageCache:
         return self.microbatch(*self._size(candidate))
 
     def _size(self, candidate: Strategy) -> _Size:
-        """Return the tiles of the largest microbatch, and the grid of the teams that compute them."""
-        return self.tiles(candidate), candidate.grid
+        """Return the tiles of the largest microbatch, and the teams that compute them."""
+        return self.tiles(candidate), candidate.grid or (candidate.ways if candidate.ways > 1 else None)
 
     def partition(self, candidate: Strategy, *, within: bool) -> Partition | None:
         """Return the best stages for a candidate.

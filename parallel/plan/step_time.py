@@ -94,12 +94,14 @@ def step_time(
     gradient_bytes: Sequence[int],
     slots: int,
     cluster: Cluster,
+    own_bytes: int = 0,
 ) -> StepTime:
     """Return the time of a step; bubble and timeline are of the group that is last to be done.
 
     Args:
         costs: of the stages, for the largest microbatch.
         gradient_bytes: by stage, as many as of its parameters.
+        own_bytes: of them, those of branches that no other member of a team has.
         slots: values that the optimizer keeps for each parameter.
     """
     added = _adding(candidate, costs, gradient_bytes, slots, cluster)
@@ -107,10 +109,10 @@ def step_time(
     group = max(steps, key=lambda each: steps[each][0].makespan_s + steps[each][3])
     timeline, mesh, units, left_out_s = steps[group]
     computed = max(spans[-1].end_s for rank in timeline.spans if (spans := timeline.compute(rank)))
-    if candidate.splits:
+    if candidate.splits and candidate.ways == 1:
         exchange_s = max(computed, _summed_s(candidate, timeline, mesh, gradient_bytes, cluster)) - computed
     else:
-        exchange_s = _whole_exchange_s(candidate, batch, costs[0], gradient_bytes[0], cluster)
+        exchange_s = _whole_exchange_s(candidate, batch, costs[0], gradient_bytes[0], cluster, own_bytes)
     held = [{stage for stage, _ in mesh.held_by(rank)} for rank in range(mesh.teams)]
     most = max(sum(gradient_bytes[stage] for stage in stages) for stages in held)
     sharing = candidate.ranks if candidate.name == "fsdp" else candidate.holders if candidate.zero else 1
@@ -280,13 +282,18 @@ def _rounds(candidate: Strategy, cluster: Cluster) -> float:
     return 0.5 * math.ceil(len(candidate.share_of(0)) / (1 + candidate.paired))
 
 
-def _whole_exchange_s(candidate: Strategy, batch: int, stage: StageCost, param_bytes: int, cluster: Cluster) -> float:
-    """Return the seconds that exchanges add where each rank computes the whole model.
+def _whole_exchange_s(
+    candidate: Strategy, batch: int, stage: StageCost, param_bytes: int, cluster: Cluster, own_bytes: int
+) -> float:
+    """Return the seconds that sums of gradients add where each rank, or team that shares branches, computes the whole
+    model.
 
     A GPU's backward pass hides the sums of ddp but for the last bucket. With fsdp every microbatch gathers parameters
     for forward and for backward and scatters gradients, half of a ring sum each.
     """
-    sum_s, hides = cluster.sum_s(param_bytes, range(candidate.ranks)), cluster.slowdown(candidate.ranks)
+    ranks, ways, hides = candidate.ranks, candidate.ways, cluster.slowdown(candidate.ranks)
+    sum_s = cluster.sum_s(param_bytes - own_bytes, range(ranks))
+    sum_s += cluster.sum_s(own_bytes, range(0, ranks, ways), at_once=min(ways, cluster.per_node))
     hides *= cluster.kind != "cpu"
     if candidate.name == "fsdp":
         gather_s = sum_s / 2 * cluster.gathering

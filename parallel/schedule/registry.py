@@ -62,8 +62,12 @@ PIPEDREAM = ScheduleKind("pipedream", pipedream)
 SPATIAL = ScheduleKind("spatial", mp_basic, microbatches=1)
 """Each tile is divided among the ranks of a team (Dryden et al., IPDPS 2019): one stage, with nothing to pipeline."""
 
+SUBGRAPH = ScheduleKind("subgraph", mp_basic, microbatches=1)
+"""The ranks of a team compute the branches of each block side by side (Jain et al., SUPER, IPDPS 2021): one stage."""
+
 ONE_STAGE = {name: ScheduleKind(name, mp_basic) for name in ("single", "ddp", "fsdp", "async")} | {
-    SPATIAL.name: SPATIAL
+    SPATIAL.name: SPATIAL,
+    SUBGRAPH.name: SUBGRAPH,
 }
 """Strategies that do not cut the model into stages."""
 
@@ -146,8 +150,10 @@ def _mesh_faults(name: str, mesh: Mesh) -> list[str]:
     faults = []
     if mesh.groups < 1 or depth < 1:
         faults.append(f"a mesh has at least one group of at least one rank, not {mesh.groups} x {depth}")
-    if name == "spatial" and depth != 1:
+    if name == SPATIAL.name and depth != 1:
         faults.append(f"spatial has one stage, not {depth}: use --grid with 1f1b or another schedule for several")
+    if name == SUBGRAPH.name and depth != 1:
+        faults.append(f"subgraph has one stage, not {depth}: its ranks are ways, not stages")
     if kind.replicas > 1 and depth < 2:
         faults.append(f"{name} inverts its second replica, which takes at least 2 ranks a group, not {depth}")
     if kind.chunks and chunks < 2:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 CHUNK_PX = 1024
 CHANNELS_LAST = torch.channels_last
@@ -49,6 +50,27 @@ def merged(before: Tensor, box: Tensor) -> Tensor:
     difference = box[1] - before[1]
     mean = before[1] + difference * (box[0] / count)
     return torch.stack([count, mean, before[2] + box[2] + difference.square() * (before[0] * box[0] / count)])
+
+
+@torch.no_grad()
+def update_running(of_all: Tensor, mean: Tensor, variance: Tensor, share: float, count: int) -> None:
+    """Update running statistics (c,) as batch norm does.
+
+    Args:
+        of_all: moments of all numbers, ``count`` of each channel.
+        share: of the new statistics, batch norm's momentum.
+    """
+    _, means, squares = of_all.flatten(1).to(mean.dtype)
+    mean.mul_(1 - share).add_(means, alpha=share)
+    variance.mul_(1 - share).add_(squares, alpha=share / (count - 1))
+
+
+@torch.no_grad()
+def next_share(module: _NormBase) -> float:
+    """Count an update of a batch norm's running statistics; return the share of the new ones."""
+    assert module.num_batches_tracked is not None
+    module.num_batches_tracked.add_(1)
+    return 1 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
 
 
 def share_of_moments(x: Tensor, of_all: Tensor) -> Tensor:
@@ -137,9 +159,11 @@ class _NormalisedPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, mean, variance, *saved = ctx.saved_tensors
-        _, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
-            gradients[0], x, weight, mean, variance, *saved, False, ctx.epsilon, [False, True, True]
-        )
+        to_weight = to_bias = torch.zeros_like(weight)
+        if len(x):  # torch divides by the number of samples
+            _, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
+                gradients[0], x, weight, mean, variance, *saved, False, ctx.epsilon, [False, True, True]
+            )
         to_x = None
         if ctx.needs_input_grad[0]:
             arriving = ctx.sum_of_all(torch.stack([to_bias, to_weight]).double())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.layer import Layer
-from parallel.streaming.moments import merged, moments, normalised, share_of_moments
+from parallel.streaming.moments import merged, moments, next_share, normalised, share_of_moments, update_running
 from parallel.streaming.operation import DIMS, ChannelNorm, NotTileable, Operation, Prior
 
 ADVICE = (
@@ -49,16 +49,9 @@ def batch_norm(layer: Layer) -> Operation:
         return layer.as_called()
     count, momentum = layer.shape[0] * math.prod(layer.sides), layer.get("momentum", 0.1)
 
-    @torch.no_grad()
     def update(of_all: Tensor, mean: Tensor, variance: Tensor) -> None:
         """Update running statistics, as the layer does."""
-        share = momentum if module is None else module.momentum
-        if module is not None:
-            module.num_batches_tracked.add_(1)
-            share = 1 / float(module.num_batches_tracked) if share is None else share
-        _, means, squares = of_all.flatten(1).to(mean.dtype)
-        mean.mul_(1 - share).add_(means, alpha=share)
-        variance.mul_(1 - share).add_(squares, alpha=share / (count - 1))
+        update_running(of_all, mean, variance, momentum if module is None else next_share(module), count)
 
     affine, running = layer.operands("weight", "bias"), layer.operands("running_mean", "running_var")
     return _normalisation(

@@ -7,6 +7,7 @@ both passes; what follows the region that has rows is computed by member 0, and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,12 +44,15 @@ class TeamStage(StageModule):
     def context(
         self, shape: tuple[int, ...], random: int | Tensor = 0, log: ReplayLog | None = None
     ) -> Iterator[ForwardContext]:
-        self._context = ForwardContext(self.plans(shape, self.training), self.link, self.device, random)
+        self._context = self._begin_pass(shape, random)
         with contextlib.ExitStack() as scopes:
             if log is not None:
                 scopes.enter_context(log.replayed() if log.entries else contextlib.nullcontext())
                 scopes.enter_context(self.link.on(log))
             yield self._context
+
+    def _begin_pass(self, shape: tuple[int, ...], random: int | Tensor) -> ForwardContext:
+        return ForwardContext(self.plans(shape, self.training), self.link, self.device, random)
 
     @property
     def counts(self) -> bool:
@@ -130,7 +134,7 @@ class TeamStage(StageModule):
         def compute(*values: Any) -> tuple[Any, ...]:
             again = next(passes)
             with log.replayed() if again else contextlib.nullcontext(), self.link.on(log):
-                own = ForwardContext(context.plan, self.link, self.device) if again else context
+                own = dataclasses.replace(context, random=0) if again else context
                 return run.run(self, own, values, asked)
 
         return compute

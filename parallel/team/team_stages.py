@@ -21,6 +21,7 @@ from parallel.strategy import Strategy
 from parallel.streaming.layer import Reading
 from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import BoxedNodes
+from parallel.team.branch_stage import branch_stages
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import BoxedParts, TeamPlan
@@ -50,6 +51,8 @@ def stages_of_rank(
         ValueError: a team's model updates buffers of its own in forward passes, or nothing of it has rows to divide; or
             no stage can be computed box by box where that is asked for: which layer is the first that cannot, and why.
     """
+    if strategy.ways > 1:
+        return branch_stages(traced, partition, strategy, comm, plans, device)
     if comm.members > 1 and traced.updated:
         raise ValueError(
             f"--grid: {next(iter(traced.updated))} is updated by forward passes, each member of a team by its own part "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -23,6 +23,7 @@ def cut_stage(
     segments: Sequence[Segment] = (),
     kind: type[StageModule] = StageModule,
     make_run: MakeRun = compiled,
+    left_out: Collection[str] = (),
 ) -> StageModule:
     """Return stage ``stage`` of the model, in training mode or not as the model is.
 
@@ -30,6 +31,7 @@ def cut_stage(
         segments: that cover it, where it is to be run segment by segment.
         kind: class of the module.
         make_run: what runs its nodes.
+        left_out: names of nodes that others compute: the module does not hold what only they use.
 
     Raises:
         ValueError: evaluation would need values that training does not send between these stages.
@@ -44,7 +46,8 @@ def cut_stage(
         slots = _slots(traced, partition, placed)
         evaluation = [node for node in traced.evaluation.graph.nodes if placed[node.name] == stage]
     module = kind(partition.inputs_of(stage), partition.outputs_of(stage))
-    _install(module, traced, [*training, *evaluation], unused=stage == partition.depth - 1)
+    nodes = [node for node in (*training, *evaluation) if not _is_left_out(node, left_out)]
+    _install(module, traced, nodes, unused=stage == partition.depth - 1)
     ends = module.inputs, module.outputs
     module._run_training = make_run(training, *ends, {}, f"stage {stage} in training")
     module._run_evaluation = make_run(evaluation, *ends, slots, f"stage {stage} in evaluation")
@@ -56,6 +59,11 @@ def cut_stage(
             module._modes.append((submodule, *modes))
     module.training = traced.model.training
     return module
+
+
+def _is_left_out(node: fx.Node, names: Collection[str]) -> bool:
+    users = [user.name for user in node.users] if node.op == "get_attr" else [node.name]
+    return bool(users) and all(name in names for name in users)
 
 
 def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str, int]) -> dict[str, int]:
@@ -112,10 +120,10 @@ def _slots(traced: Traced, partition: Partition, placed: dict[str, int]) -> dict
 def _install(module: StageModule, traced: Traced, nodes: Sequence[fx.Node], *, unused: bool) -> None:
     """Give ``module`` what ``nodes`` use, in the model's order; with ``unused`` also what no layer uses."""
     model, state = traced.model, state_of(traced.model)
-    held = _used(traced, nodes)
+    held = used_tensors(traced, nodes)
     if unused:
         everywhere = [*traced.training.graph.nodes, *traced.evaluation.graph.nodes]
-        held |= {id(tensor) for tensor in state.values()} - _used(traced, everywhere)
+        held |= {id(tensor) for tensor in state.values()} - used_tensors(traced, everywhere)
     called = paths_of(nodes, "call_module")
     values = {path: _value_at(traced, path) for path in sorted(paths_of(nodes, "get_attr"))}
     values |= {path: tensor for path, tensor in state.items() if id(tensor) in held}
@@ -144,7 +152,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _used(traced: Traced, nodes: Sequence[fx.Node]) -> set[int]:
+def used_tensors(traced: Traced, nodes: Sequence[fx.Node]) -> set[int]:
     """Return the ids of the parameters, buffers and other tensors that ``nodes`` use."""
     layers = [traced.model.get_submodule(path) for path in paths_of(nodes, "call_module")]
     tensors = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]

@@ -10,7 +10,7 @@ import functools
 import linecache
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,6 +20,7 @@ from parallel.memory.policy import Segment
 from parallel.space.grid import Span
 from parallel.space.team import Box
 
+T = TypeVar("T")
 Run = Callable[..., tuple[Any, ...]]
 """(stage module, values) -> values."""
 
@@ -85,9 +86,11 @@ class StageModule(nn.Module):
         segments: of the stage in training; none where it is run as one.
         run_segment: what segments are run by in training.
         gives_sums: ``sums`` computes sums of the output without holding it whole.
+        own: names of the parameters and buffers that no other member of a team holds.
     """
 
     gives_sums = False
+    own: frozenset[str] = frozenset()
 
     def __init__(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -118,6 +121,10 @@ class StageModule(nn.Module):
     def segment_pass(self, segment: SegmentRun) -> Run:
         """Return what computes a segment, once or, where it is recomputed, twice."""
         return functools.partial(segment.run, self)
+
+    def held(self, named: Iterable[tuple[str, T]], *, own: bool) -> list[T]:
+        """Return those of ``named`` parameters or buffers that are this member's own, or those that others hold too."""
+        return [value for name, value in named if (name in self.own) is own]
 
     @property
     def root(self) -> nn.Module:

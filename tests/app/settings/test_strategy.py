@@ -58,7 +58,7 @@ def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_schedule_can_be_asked_for() -> None:
-    assert set(get_args(Parallel)) == {"auto", *WHOLE, "spatial", *SCHEDULES, *STALE}
+    assert set(get_args(Parallel)) == {"auto", *WHOLE, "spatial", "subgraph", *SCHEDULES, *STALE}
 
 
 @pytest.mark.parametrize(
