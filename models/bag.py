@@ -3,7 +3,7 @@
 Ilse, Tomczak, Welling 2018, "Attention-based deep multiple instance learning", eq. 7 to 9: the features h_k of the
 tiles of a bag are averaged with weights a_k = softmax_k(w . (tanh(V h_k) * sigmoid(U h_k))), and a linear classifier
 takes the average. The weights add up to 1, so the classifier of the average is the average of the classifier of each
-tile. A model therefore gives C logits and one score for every tile by itself; the bag has no parameters of its own.
+tile. A model therefore gives C logits and one score for every tile; the bag has no parameters of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GatedClassifier(nn.Module):
 
 
 def put_bag_head(model: nn.Module, name: str, classes: int) -> None:
-    """Put attention scores beside the logits of ``model``, in place.
+    """Append attention scores to the logits of ``model``, in place.
 
     Raises:
         ValueError: the model does not end in a linear layer that gives ``classes`` logits.

@@ -52,7 +52,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
 
 class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels of each px of (n, c, h, w)."""
+    """LayerNorm over the channels of each pixel of (n, c, h, w)."""
 
     def forward(self, x: Tensor) -> Tensor:
         channels_last = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)

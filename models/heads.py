@@ -4,7 +4,7 @@ Takes a model with one global average pool; gives it gated attention over the po
 Welling 2018, "Attention-based deep multiple instance learning", eq. 9), or the generalised mean (Radenovic, Tolias,
 Chum 2018, "Fine-tuning CNN image retrieval with no human annotation", eq. 3). Both are sums over positions, so that a
 tile that is computed box by box needs no look at its whole map: softmax usually needs the largest score first, and
-here a bound of it that is known beforehand stands in its place.
+here a bound of it that is known in advance stands in its place.
 """
 
 from __future__ import annotations

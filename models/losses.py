@@ -76,7 +76,7 @@ class PixelClassLoss(ClassLoss):
 
     The Dice term (Milletari et al. 2016, section 3) is taken per tile and per class, then averaged; a class that a tile
     does not hold counts there only by what is wrongly predicted. Both terms are made of sums over pixels, so that a
-    tile may be computed box by box: ``sums`` of each box, added, then ``value``. Taken over a whole batch at once, Dice
+    tile may be computed box by box: ``sums`` of each box, added, then ``value``. Taken over a whole batch, Dice
     would depend on how the batch is cut into microbatches. Pixels of ``IGNORE`` count in neither; class weights and
     smoothed labels are of the first term alone.
 

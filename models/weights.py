@@ -61,7 +61,7 @@ def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
     does the pooling of another ``--head``.
 
     Raises:
-        ValueError: they fit another model (the keys are named, all at once).
+        ValueError: they fit another model (names all keys).
     """
     wanted = {key: tensor for key, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     in_file, source = weights.tensors, weights.source

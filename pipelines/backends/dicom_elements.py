@@ -2,7 +2,7 @@
 
 Takes a file at an element, gives tags, lengths and the values that are asked for; nothing else is kept, so that a file
 with the places of a million frames costs no memory. Little endian, explicit or, where it is said so, implicit; what
-is wrong is told by EOFError (cut short) and ValueError (no DICOM data).
+is wrong raises EOFError (cut short) and ValueError (no DICOM data).
 """
 
 from __future__ import annotations

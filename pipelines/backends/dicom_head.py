@@ -1,7 +1,7 @@
 """Header of a DICOM file before its frames: kind, series, place on the glass, and what OpenSlide would misread.
 
 OpenSlide would show the first channel of several without a word, leave out a level that was cut short, or bring the
-process down (libdicom follows a table of frame positions that need not be there): such series are refused. Follows
+process down (libdicom follows a table of frame positions that may be absent): such series are refused. Follows
 DICOM PS3.3 section A.32.8 (whole slides), tags of PS3.6.
 """
 

@@ -44,7 +44,7 @@ class OpenSlideReader:
     are reading good tiles. So a failed read is tried once more on a handle of its own; what fails there is damaged.
 
     Regions are given to OpenSlide in level-0 px. Where a level's downsample is no whole number it therefore draws up to
-    1 / (2 downsample) px beside the level's own grid, and blends neighbours; levels that divide evenly are exact.
+    1 / (2 downsample) px off the level's own grid, and blends neighbours; levels that divide evenly are exact.
     """
 
     name = "openslide"

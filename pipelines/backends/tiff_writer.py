@@ -48,7 +48,7 @@ def encode_mask(tile: NDArray[np.uint8]) -> bytes:
 
 
 class TiffWriter:
-    """Open file under a temporary name beside ``path``; ``with`` publishes it on success and removes it on an error.
+    """Open file under a temporary name next to ``path``; ``with`` publishes it on success and removes it on an error.
 
     Args:
         path: the file to make; replaced if it exists.

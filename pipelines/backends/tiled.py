@@ -154,7 +154,7 @@ def open_tiled(path: Path, *, mpp: float | None, scene: int | None = None, decod
         path: the file.
         mpp: um/px of level 0, in place of what the file records; None: the file's.
         scene: which of several images of similar size is the slide.
-        decode_threads: threads that share the decoding of one read; 1 where many tiles are read at once anyway.
+        decode_threads: threads that share the decoding of one read; 1 where tiles are read in parallel anyway.
 
     Raises:
         NotThisFormat: not a tiled TIFF, or one that another backend has to read; says why.

@@ -296,7 +296,7 @@ def bound_v2(array: zarr.Array) -> None:
 
 
 def _bound_v3(codec: Any, kind: str) -> None:
-    """Bound a codec of Zarr v3: its decoder is told the shape of the chunk."""
+    """Bound a codec of Zarr v3: its decoder gets the shape of the chunk."""
     name = "_decode_sync" if hasattr(codec, "_decode_sync") else "_decode_single"
     decode = getattr(codec, name)
 

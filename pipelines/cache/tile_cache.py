@@ -68,7 +68,7 @@ class CacheCounts:
 
 
 class TileCache:
-    """Tiles of one kind. Safe in many threads, and beside other processes that share the folder.
+    """Tiles of one kind. Safe in many threads, and with other processes that share the folder.
 
     Args:
         folder: of the cache; made if it is not there.

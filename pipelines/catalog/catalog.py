@@ -90,7 +90,7 @@ class SlideSpec:
 
 
 def _check_path(path: Path) -> None:
-    """Refuse what would fail, or block, in whoever opens or names it."""
+    """Refuse a path that would fail, or block, when it is opened or printed."""
     name = printable(str(path))
     if name != str(path):
         raise SlideError(f"{name}: a slide's path must be UTF-8 without control characters; rename the file or folder")

@@ -137,7 +137,7 @@ class SlidePool:
             del self._handles[slide_id]
 
     def _take_unused(self, handle: _Handle) -> list[Slide]:
-        """Slides to close now: ``handle``'s when it was discarded and nobody has it, and what exceeds the capacity."""
+        """Slides to close now: ``handle``'s when it was discarded and is not lent, and what exceeds the capacity."""
         unused: list[Slide] = []
         if handle.discarded and handle.leases == 0 and handle.slide is not None:
             unused.append(handle.slide)
@@ -222,7 +222,7 @@ class SlideState:
 
     @classmethod
     def now(cls, path: Path) -> Self:
-        """Return the state of the slide at ``path``, whose bytes are looked at once for each size and time.
+        """Return the state of the slide at ``path``, whose bytes are read one time for each size and time.
 
         Raises:
             OSError: it cannot be read.

@@ -121,7 +121,7 @@ class _Worker(Generic[Item, Result]):
 def map_isolated(
     task: Callable[[Item], Result], items: Sequence[Item], workers: int, limits: Limits | None = None
 ) -> Iterator[tuple[Item, Result | WorkerCrashed]]:
-    """``task`` of every item, in the order of completion; at most ``workers`` at once.
+    """``task`` of every item, in the order of completion; at most ``workers`` at the same time.
 
     Args:
         task: importable by its name, or a ``functools.partial`` of such; should return its errors rather than raise.
@@ -174,7 +174,7 @@ def _serve(descriptor: int, parent: int, memory_bytes: int) -> None:
 
     Args:
         descriptor: of the connection.
-        parent: told, not asked for: it may have been killed before this process got here.
+        parent: passed by the parent: it may have been killed before this process got here.
         memory_bytes: limit of private memory; 0: none.
     """
     if memory_bytes:

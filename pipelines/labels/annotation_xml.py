@@ -221,7 +221,7 @@ READERS: Mapping[str, Callable[[], ElementReader]] = {
 
 
 def read_xml(path: Path) -> PolygonSet:
-    """Return the areas of an ASAP or Aperio ImageScope file, told apart by the root element.
+    """Return the areas of an ASAP or Aperio ImageScope file, distinguished by the root element.
 
     Raises:
         SlideError: the file cannot be read, is no such XML, declares a document type, or an object is malformed (says

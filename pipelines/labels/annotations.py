@@ -80,7 +80,7 @@ class SlideAnnotations:
         """Fill ``out`` with the class ids of ``region``: those of the pixels that ``slide.read(region)`` gives.
 
         A pixel has the class of its centre. GeoJSON counts from the corner of the slide's bounds, as QuPath does; a
-        mask covers the whole of level 0, or the bounds where only these have its proportions. Safe in many threads.
+        mask covers all of level 0, or the bounds where only these have its proportions. Safe in many threads.
 
         Args:
             slide_id: one of ``paths``.

@@ -1,7 +1,7 @@
 """Names of classes, the class of a tile, and the patients of slides.
 
 Class ids of annotations are 0 for background and 255 for ignored. A patient is named by a table, recognised in the
-slide's name, or unknown; a slide of unknown patient is split and resampled by itself.
+slide's name, or unknown; a slide of unknown patient is split and resampled alone.
 """
 
 from __future__ import annotations

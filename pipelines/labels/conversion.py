@@ -125,7 +125,7 @@ def _loops(following: list[int], place: list[int]) -> list[list[int]]:
 
 
 def _turns(places: NDArray[np.int64], inside: NDArray[np.bool_]) -> tuple[NDArray[np.int64], ...]:
-    """Turns of the outline, which keeps the inside on its right: x, y, whether the edge beside goes right, whether the
+    """Turns of the outline, which keeps the inside on its right: x, y, whether one edge goes right, whether the
     other goes down, and whether the outline leaves by the first. Two turns where two pixels touch at a corner."""
     a, b, c, d = inside.T
     corner = (a ^ b ^ c ^ d).astype(bool)
@@ -248,7 +248,7 @@ def _counted_from(origin: Origin, drawing: PolygonSet, slide: Slide | None) -> P
 
 
 def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float) -> Size:
-    """Return the size in px of the mask that is written of ``drawing``: of the whole of level 0 at ``mpp``.
+    """Return the size in px of the mask that is written of ``drawing``: of all of level 0 at ``mpp``.
 
     The ids of its classes go into the ``classes.txt`` of the folder.
 

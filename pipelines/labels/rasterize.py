@@ -1,6 +1,6 @@
 """Class ids of pixels from drawn areas, and the place of a mask on its slide. A pixel has the class of its centre.
 
-Scan-line filling (Foley et al., Computer Graphics, section 3.6) of all polygons of a tile at once: numpy finds where
+Scan-line filling (Foley et al., Computer Graphics, section 3.6) of all polygons of a tile: numpy finds where
 rows of pixel centres cross the edges, and only the spans between crossings are written. The left border belongs to a
 polygon, the right one does not: neighbours with a common edge leave no gap and no overlap.
 """

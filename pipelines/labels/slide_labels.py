@@ -65,7 +65,7 @@ def find_labels(
     1. ``labels``: a table with columns slide and label, and as it likes patient, site and mpp.
     2. ``annotations``: a folder of ``<slide>.geojson``, ``.xml`` of ASAP or ImageScope, mask ``.tif`` or ``.png``, or
        DICOM Segmentation ``.dcm``.
-    3. beside the slides: ``labels.csv``, or such annotation files, also in ``annotations/`` and ``masks/``.
+    3. next to the slides: ``labels.csv``, or such annotation files, also in ``annotations/`` and ``masks/``.
     4. class sub-folders of ``root``: ``root/CLASS/slide.svs``, or ``root/SPLIT/CLASS/slide.svs`` where the folders are
        called like splits (``train``, ``val``, ``test``).
 
@@ -139,7 +139,7 @@ def read_mpp_column(path: Path, required: tuple[str, ...] = ("slide",)) -> dict[
     """um/px of level 0 by slide name, from the ``mpp`` column of a table; blanks and a missing column give nothing.
 
     Raises:
-        ValueError: the table cannot be read; or values that are no um/px, or differ for one name, all at once.
+        ValueError: the table cannot be read; or values that are no um/px, or differ for one name; names all.
     """
     mpp_by_slide: dict[str, float] = {}
     faults: list[str] = []

@@ -32,13 +32,13 @@ def read_split_file(
     """Return the splits of the slides of ``patient`` that a file of one of the four kinds fixes.
 
     Args:
-        path: a file whose name ends in ``.json`` is nnU-Net's; others are tables, told apart by their columns.
+        path: a file whose name ends in ``.json`` is nnU-Net's; others are tables, distinguished by their columns.
         patient: patient of every slide of the run.
         slides: of the folder; the file may name those of them that the run cannot use.
         fold: of nnU-Net's list, from 0; may be left out where there is one.
 
     Raises:
-        ValueError: the file cannot be read, is of none of these kinds, or has faults, all of them at once: a slide in
+        ValueError: the file cannot be read, is of none of these kinds, or has faults, all of them named: a slide in
             two splits, slides that are not there or have no split, a patient on two sides, nothing to train on.
     """
     named = list(_of_folds(path, fold) if path.suffix.lower() == ".json" else _of_table(path, fold))

@@ -61,7 +61,7 @@ class Splits:
         return {slide: who for slide, who in self.patient.items() if slide not in self.unknown}
 
     def site_overlap(self) -> int:
-        """Number of sites with slides in more than one split: scores are then also of how well sites are told apart."""
+        """Number of sites with slides in more than one split: scores then also show how well sites are recognised."""
         return len(split_twice({slide: self.split[slide] for slide in self.site}, self.site))
 
     def save(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class Splits:
                 the file knows are left out and logged.
 
         Raises:
-            ValueError: all faults of the file at once: an unknown split, a slide in two, a slide of the run that the
+            ValueError: all faults of the file: an unknown split, a slide in two, a slide of the run that the
                 file lacks (it is not guessed into a split: scores would no longer be those of the file's test set), a
                 patient on two sides, no training slide.
         """

@@ -244,5 +244,5 @@ class TileBox:
 
 
 def turns_that_fit(quarter_turns: int, height: int, width: int) -> int:
-    """Return the quarter turns made of a tile: of an oblong one, which would not fit, as many half turns."""
+    """Return the quarter turns made of a tile: of an oblong one, which would not fit, that number of half turns."""
     return quarter_turns if height == width else 2 * quarter_turns % 4

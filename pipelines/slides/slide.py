@@ -77,7 +77,7 @@ class TileReadError(SlideError):
 
 
 class Slide(Protocol):
-    """An open slide. Safe to read from many threads at once; not to be sent through fork or pickle."""
+    """An open slide. Safe to read from many threads; not to be sent through fork or pickle."""
 
     @property
     def path(self) -> Path: ...

@@ -22,7 +22,7 @@ from pipelines.stream.device_batch import CopyStreams, DeviceBatch, Maker, Part
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
-    """Return an array in page-locked memory, from which copies to a CUDA device run beside the computation."""
+    """Return an array in page-locked memory, from which copies to a CUDA device overlap the computation."""
     kind = torch.from_numpy(np.empty(0, dtype)).dtype
     array: NDArray[Any] = torch.empty(shape, dtype=kind, pin_memory=True).numpy()
     return array
@@ -35,7 +35,7 @@ class DevicePrefetcher:
 
     Args:
         source: gives batches.
-        ready: says whether it gives the next one at once.
+        ready: says whether it gives the next one without waiting.
         pixels: makes microbatches, on its device; a ``BoxMaker`` leaves tiles on the host, for boxes of them.
         prefetch: microbatches made ahead of the one that was given last, those of the next batch among them once that
             has been sent. Each takes its float32 images on the device from then on, and as much again while its stains

@@ -125,7 +125,7 @@ class CopyStreams:
 
     Args:
         pixels: makes microbatches, on its device; one that makes boxes takes them from the host, and nothing ahead.
-        ahead: they are made beside the computation.
+        ahead: they are made while others are computed.
         beside: entered by the thread that makes them on a CPU, around each.
     """
 
@@ -208,7 +208,7 @@ class DeviceBatch:
         return count - len(self._begun)
 
     def take(self) -> Part:
-        """Return the next microbatch, which was begun, once it is made; nobody here holds it any more."""
+        """Return the next microbatch, which was begun, once it is made; it is no longer held here."""
         future, made = self._begun.popleft()
         microbatch = future.result()
         if made is not None:
@@ -301,7 +301,7 @@ class DeviceBatch:
 def feed_stream(device: torch.device, use: Literal["copying", "making"]) -> torch.cuda.Stream:
     """Return the stream of ``device`` for one use by all feeds of this process, one after the other.
 
-    torch hands out 32 streams in turn, to NCCL as well: with new ones for each validation, a feed would come to share a
+    torch hands out 32 streams, to NCCL as well: with new ones for each validation, a feed would come to share a
     stream with a receive, and wait for it.
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

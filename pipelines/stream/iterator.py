@@ -91,7 +91,7 @@ class TileIterator:
 
         Raises:
             SlideError, OSError: what is to be read of a row cannot be; or, on all ranks alike, one or another of them
-                could not read ``MAX_FAULTS`` tiles in turn.
+                could not read ``MAX_FAULTS`` tiles in succession.
         """
         self._follows = self._follows + 1 if self._followed == batch.first_sample else 1
         self._followed = batch.first_sample
@@ -256,7 +256,7 @@ class Readahead:
         return job.batch
 
     def ready(self) -> bool:
-        """Return whether ``next`` would give a batch at once."""
+        """Return whether ``next`` would give a batch without waiting."""
         with self._changed:
             self._schedule()
             return bool(self._jobs) and not self._jobs[0].pending and self._jobs[0].fault is None
@@ -276,7 +276,7 @@ class Readahead:
             self._jobs.clear()
 
     def _schedule(self) -> None:
-        """Start as many batches as there are buffers for. Holds the lock."""
+        """Start a batch for each free buffer. Holds the lock."""
         while not self._ended and len(self._jobs) < MAX_BATCHES_AHEAD:
             buffer = self._pool.take()
             if buffer is None:

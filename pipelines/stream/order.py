@@ -102,7 +102,7 @@ class Weighted:
     """Order with a draw for each row, each row in proportion to its weight; slides mixed as in
     ``SlideShuffle``.
 
-    Rows lie on a line, each as long as its weight, those of a slide beside each other; an epoch draws at points of
+    Rows lie on a line, each as long as its weight, those of a slide next to each other; an epoch draws at points of
     equal distance (systematic sampling, Madow 1944): the count of a row, and of a slide, is off its weight by less than
     one. From epoch to epoch the points move by the golden ratio of their distance, so that no row is left out for long.
 

@@ -66,7 +66,7 @@ class Read:
     Attributes:
         tiles: the table.
         pool: opens and keeps the slides; knows every slide of the table.
-        on_fault: told of every tile that could not be read, by a reading thread, one call at a time.
+        on_fault: called for every tile that could not be read, by a reading thread, one call at a time.
         replaces: read another tile in place of one that cannot be read; otherwise it is blank, and its row ``UNREAD``.
         crop: cuts each slide, which is a picture, to the tile; None: tiles are read as they are.
         parts: what is read of each tile; None: all.

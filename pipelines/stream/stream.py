@@ -131,7 +131,7 @@ class TileStream:
         return replace(self, bag=size)
 
     def read(self, pool: SlidePool, on_fault: OnFault | None = None, *, replaces: bool = True) -> Self:
-        """Read from these slides; ``on_fault(slide_id, region, error)`` is told, once each, of tiles that cannot be
+        """Read from these slides; ``on_fault(slide_id, region, error)`` is called, once each, for tiles that cannot be
         read, and, with region None, of slides that do not open.
 
         Args:
@@ -174,7 +174,7 @@ class TileStream:
             rows: named in its batches.
             images: those of ``rows`` whose pixels it reads; None for all.
             targets: those whose targets it has. Where it does not read the pixels too, ``TileIterator.follow`` has to
-                be told which tile another rank has read.
+                learn which tile another rank has read.
         """
         if not rows or min(rows) < 0 or max(rows) >= self.global_batch:
             raise ValueError(f"a shard is one or more rows out of range({self.global_batch}); got {rows}")
@@ -194,7 +194,7 @@ class TileStream:
 
         Args:
             images: in px of the tile as the model is given it, turned and flipped: of a rank's part, and of what its
-                first layer looks at beside it.
+                first layer needs around it.
             targets: the box that is read of masks; None: the same.
 
         Raises:

@@ -62,7 +62,7 @@ class TileBytes:
 
     def turned(self, orientations: Orientation, rows: Extent, columns: Extent, *, pinned: bool = False) -> torch.Tensor:
         """Return rows and columns of the tiles as they lie once turned counter-clockwise and then flipped; of oblong
-        tiles, which would not fit turned by quarters, as many half turns. uint8 (m, rows, columns, ...).
+        tiles, which would not fit turned by quarters, that number of half turns. uint8 (m, rows, columns, ...).
 
         Raises:
             ValueError: they are not all inside ``part``.

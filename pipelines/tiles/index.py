@@ -1,6 +1,6 @@
 """The tile index of many slides: made once, reused, continued.
 
-Takes slides and ``IndexSettings``; gives a ``TileTable`` and leaves it as Parquet beside a picture of each slide.
+Takes slides and ``IndexSettings``; gives a ``TileTable`` and leaves it as Parquet next to a picture of each slide.
 Slides are indexed in processes of their own (``slide_index``); one that fails, or kills its process, is named in
 ``failed_slides.csv`` and the others go on. An index made with other settings is refused, the differing key named. Parts
 of the slides can be indexed by processes that know nothing of each other (``index_parts``).
@@ -82,10 +82,10 @@ def build_index(
         settings: which tiles to cut.
         out: folder; made if it is not there.
         workers: processes; 0: one per core.
-        progress: told of each slide as it is done, which the log has, too, and remarks.
+        progress: called with each finished slide, which the log has, too, and with remarks.
         retry_failed: try slides again that failed before; otherwise only when their file has changed.
         part: only this part of ``specs``, in a file of its own.
-        resumed: a run that has used this index goes on: a slide that is another now is refused, not indexed anew.
+        resumed: a run that has used this index continues: a slide that is another now is refused, not indexed anew.
 
     Raises:
         ValueError: no slides, settings that contradict themselves, an index in ``out`` made with other settings, or a

@@ -1,4 +1,4 @@
-"""A share of the slides that one of several processes indexes, and what the others have left beside it.
+"""A share of the slides that one of several processes indexes, and the files of the others.
 
 Takes ``2/8``; gives every eighth slide and a file name of its own, so that the tasks of an array job write into one
 folder without a word to each other. Whoever comes later, a part or the whole, takes over what lies there.
@@ -78,7 +78,7 @@ def take_over(
         faults: take over slides that failed, too.
 
     Raises:
-        ValueError: a file beside ``own`` was made with other settings, or is no tile index.
+        ValueError: a file next to ``own`` was made with other settings, or is no tile index.
     """
     files = {own.with_name(WHOLE_FILE), *own.parent.glob("tiles.part-*.parquet")} - {own}
     tables = []

@@ -113,7 +113,7 @@ def read_overview(slide: Slide, mpp: float, threads: int) -> Overview:
     The resolution is rounded to a whole number of px of the level that is read, so that blocks meet without a seam and
     nothing is resampled twice.
 
-    A damaged place is left white, as small as it can be told apart, and marked unreadable.
+    A damaged place is left white, as small as it can be found, and marked unreadable.
 
     Raises:
         SlideError: the level to be read has more than ``MOST_LEVEL_PX``.
@@ -210,12 +210,12 @@ def is_fluorescence(pixels: Pixels) -> bool:
 
 
 def largest_channel(pixels: Pixels) -> NDArray[np.uint8]:
-    """Return the largest of the three values of each px, (h, w); 13 times as fast as ``pixels.max(axis=2)``."""
+    """Return the largest of the three values of each pixel, (h, w); 13 times as fast as ``pixels.max(axis=2)``."""
     return np.maximum(np.maximum(pixels[..., 0], pixels[..., 1]), pixels[..., 2])
 
 
 def smallest_channel(pixels: Pixels) -> NDArray[np.uint8]:
-    """Return the smallest of the three values of each px, (h, w)."""
+    """Return the smallest of the three values of each pixel, (h, w)."""
     return np.minimum(np.minimum(pixels[..., 0], pixels[..., 1]), pixels[..., 2])
 
 
@@ -268,7 +268,7 @@ def _otsu(values: NDArray[np.uint8]) -> int:
 
 
 def _texture(pixels: Pixels) -> NDArray[np.float32]:
-    """Standard deviation of the grey levels around each px."""
+    """Standard deviation of the grey levels around each pixel."""
     grey, window = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (TEXTURE_PX, TEXTURE_PX)
     mean = cv2.boxFilter(grey, cv2.CV_32F, window)
     texture: NDArray[np.float32] = cv2.sqrBoxFilter(grey, cv2.CV_32F, window).astype(np.float32, copy=False)
