@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import logging
 import os
+import pickle
 import sys
 import time
 from collections.abc import Sequence
@@ -47,6 +48,10 @@ LOADED_BY_RANKS = (
 )
 """Modules that the ranks of a run import while they run."""
 
+PREPARED = ".prepared.pickle"
+"""The dataset in the run folder, from the process that starts the ranks to the first rank: annotations and masks are
+read once."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: trained, or interrupted and saved; 1: failed; 2: wrong usage."""
@@ -76,7 +81,12 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
         def ranks_after(ranks: int) -> int:
             return _fewer(config, folder, dataset, ranks)
 
-        code = server.launch(config.strategy.ranks, config.max_restarts, ranks_after)
+        handed_over = folder.path / PREPARED
+        handed_over.write_bytes(pickle.dumps(dataset, 5))
+        try:
+            code = server.launch(config.strategy.ranks, config.max_restarts, ranks_after)
+        finally:
+            handed_over.unlink(missing_ok=True)
     if code:
         begun = folder.attempts()
         fault_file = folder.fault_of(begun.begun if begun else 1)
@@ -301,7 +311,7 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
 def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, before: int) -> tuple[Dataset, str]:
     """The dataset and the text of the plan, as the first rank finds them. It makes them, unless the process that
     started the ranks has."""
-    from app.training.share import share
+    from app.training.share import share, take
     from parallel.comm.objects import gather_objects
 
     starter = find_launcher()
@@ -310,7 +320,8 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, be
     def find() -> tuple[Dataset, str]:
         if started_by_us():
             folder.log_to_file()
-            dataset = prepare(config, folder, lambda told: None)  # it was told when it was made
+            # gone after the first attempt: a restart looks whether slides have changed
+            dataset = take(folder.path / PREPARED) or prepare(config, folder, lambda line: None)
         else:
             dataset = _prepare(config, folder, before)
         folder.write_json("env.json", describe_environment())  # by a rank: torch knows the GPUs, and is loaded

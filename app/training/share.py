@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -45,8 +46,19 @@ def share(communicator: Communicator, find: Callable[[], Value]) -> Value:
     return received
 
 
+def take(path: Path) -> Any:
+    """Return what the process that started the ranks left in ``path``, and remove it; None where it is gone."""
+    try:
+        with path.open("rb") as file:
+            found = _Unpickler(file).load()
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    return found
+
+
 class _Unpickler(pickle.Unpickler):
-    """Reads only what ``share`` sends."""
+    """Reads only what ``share`` and a start of ranks send."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith(ROOMS) or (module, name) in OTHERS:

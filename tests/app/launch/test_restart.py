@@ -122,7 +122,8 @@ def test_a_run_that_lost_a_rank_goes_on_with_as_many_as_can(
     strategy: StrategySettings, least: int | None, left: int, tmp_path: Path
 ) -> None:
     config = RunConfig(DataSettings(Path("slides")), strategy=strategy, out=tmp_path, max_restarts=1, min_ranks=least)
-    folder, dataset = RunFolder(tmp_path), SimpleNamespace(classes=("a", "b"), task="classify", tiles=NO_SIDES)
+    folder = RunFolder(tmp_path)
+    dataset = SimpleNamespace(classes=("a", "b"), task="classify", tiles=NO_SIDES, rows=lambda split: range(8))
     folder.open(replace(config, strategy=replace(strategy, microbatches=strategy.m)), again=False)
     assert train_module._fewer(config, folder, dataset, 4) == left  # type: ignore[arg-type]
 

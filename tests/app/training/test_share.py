@@ -23,7 +23,7 @@ from app.training import share as share_module
 from app.training.dataset import Dataset, prepare
 from app.training.model import build_loss
 from app.training.run_folder import RunFolder
-from app.training.share import share
+from app.training.share import share, take
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from pipelines.labels.annotations import SlideAnnotations
@@ -120,6 +120,18 @@ def test_class_weights_are_those_that_the_first_rank_counts(drawn: Dataset, monk
     assert all(other == first for other in others)
     assert first == run_on_threads(2, weights, None)[0]
     assert first != run_on_threads(2, weights, 0)[0], "of the tiles that it can read"
+
+
+def test_the_first_rank_takes_what_the_start_has_prepared_once(drawn: Dataset, tmp_path: Path) -> None:
+    path = tmp_path / "prepared"
+    path.write_bytes(pickle.dumps(drawn, 5))
+    taken = take(path)
+    assert (taken.specs, taken.splits, taken.truth) == (drawn.specs, drawn.splits, drawn.truth)
+    np.testing.assert_array_equal(taken.tiles.l0_x, drawn.tiles.l0_x)
+    assert take(path) is None, "a restart prepares anew"
+    path.write_bytes(pickle.dumps(print))
+    with pytest.raises(pickle.UnpicklingError, match="print is not among"):
+        take(path)
 
 
 def test_class_weights_need_a_tile_that_can_be_read(drawn: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
