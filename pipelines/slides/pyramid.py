@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import cv2
@@ -156,9 +155,7 @@ class PyramidSlide:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
