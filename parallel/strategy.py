@@ -316,7 +316,7 @@ class Strategy:
             offload=self.policy.moves,
             costs=costs,
             reduce_at_end=self.gradient_bytes == 0,
-            reduce_each=self.zero == 2,
+            reduce_each=self.zero == 2 and not self.paired,  # whose ranks would have whole gradients and slices
         )
         check(lowered, mesh, links)
         return lowered

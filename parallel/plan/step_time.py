@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -274,12 +273,12 @@ def _sum_s(candidate: Strategy, mesh: Mesh, stage: int, param_bytes: int, cluste
 
 def _rounds(candidate: Strategy, cluster: Cluster) -> float:
     """Return how many ring sums of gradients a step takes, of which nothing hides the seconds: with ZeRO half of one,
-    with its stage 2 for every microbatch, which on a GPU are hidden but for the last."""
+    with its stage 2 for every microbatch, which on a GPU are hidden but for the last; inverted replicas sum once."""
     if not candidate.zero:
         return 1.0
-    if candidate.zero == 1 or cluster.kind != "cpu":
+    if candidate.zero == 1 or candidate.paired or cluster.kind != "cpu":
         return 0.5
-    return 0.5 * math.ceil(len(candidate.share_of(0)) / (1 + candidate.paired))
+    return 0.5 * len(candidate.share_of(0))
 
 
 def _whole_exchange_s(

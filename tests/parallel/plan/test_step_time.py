@@ -91,7 +91,10 @@ def test_slices_take_as_many_messages_as_sums_of_whole_gradients() -> None:
     slow = dataclasses.replace(cluster(link=LinkSpec("100 bytes/s", 100.0, 0.0)), kind="cpu")
     whole, one, two = (split("bidirectional", 2, 2, 4, slow, zero=zero) for zero in (0, 1, 2))
     assert one == pytest.approx(whole + 0.5)  # a backward pass hides the sum of one stage of two, and no gather
-    assert two == pytest.approx(whole + 1.0)  # with 2 microbatches on each rank that holds a stage
+    assert two == one  # inverted replicas sum once
+    whole, one, two = (split("1f1b", 4, 2, 8, slow, zero=zero) for zero in (0, 1, 2))
+    assert one == pytest.approx(whole)
+    assert two == pytest.approx(whole + 3 * 0.5)  # with 4 microbatches on each rank
 
 
 def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:
