@@ -180,16 +180,18 @@ def rank_bytes(
     return [fullest(rank, actions) for rank, actions in sorted(schedule.items())]
 
 
-def sharded_bytes(stage: StageBytes, ranks: int, *, slots: int, device: str = "cpu") -> RankBytes:
+def sharded_bytes(stage: StageBytes, ranks: int, *, several: bool, slots: int, device: str = "cpu") -> RankBytes:
     """Return the bytes of each rank of fsdp, which gathers unit after unit of the parameters.
+
+    A backward pass also has the whole gradients of a unit, and a copy of them that is summed.
 
     Args:
         stage: the whole model and its loss, for the largest microbatch.
+        several: a rank computes more than one, and has its part of all gradients from the second on.
     """
-    part, kept = -(-stage.parameters // ranks), stage.activations
-    gathered = min(stage.parameters, GATHERED * stage.parameters // UNIT)
-    work = max(stage.forward, stage.backward) - kept + gathered
-    passes = RankBytes(part, part, slots * part, kept, work, 0)
+    part, kept, unit = -(-stage.parameters // ranks), stage.activations, stage.parameters // UNIT
+    work = max(stage.forward, stage.backward + 2 * unit) - kept + min(stage.parameters, GATHERED * unit)
+    passes = RankBytes(part, part if several else 0, slots * part, kept, work, 0)
     return _fuller(passes, _update(part, part, slots, -(-stage.largest_parameter // ranks), device))
 
 

@@ -264,8 +264,9 @@ class StageCache:
         boxes = self._streamed if policy.stream is not None else None
         schedule, mesh = schedule_of(candidate)
         if candidate.name == "fsdp":
-            stage, slots = memory.of_stage(partition, 0, policy), self.task.slots
-            return sharded_bytes(stage, candidate.ranks, slots=slots, device=self.cluster.kind)
+            stage, several = memory.of_stage(partition, 0, policy), len(schedule[0]) > 2
+            slots, device = self.task.slots, self.cluster.kind
+            return sharded_bytes(stage, candidate.ranks, several=several, slots=slots, device=device)
 
         def held(stage: int) -> StageBytes:
             if boxes is not None:

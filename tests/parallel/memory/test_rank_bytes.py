@@ -182,14 +182,14 @@ def test_whole_models() -> None:
     def taken(name: str, ranks: int, m: int, slots: int = 0) -> RankBytes:
         strategy, stage = Strategy(name, ranks, 1, m), StageMemory(graph).of_layers((0, len(graph.layers)))
         if name == "fsdp":
-            return sharded_bytes(stage, ranks, slots=slots)
+            return sharded_bytes(stage, ranks, several=m > ranks, slots=slots)
         return rank_bytes([stage], strategy.mesh, strategy.schedule({}), slots=slots)[0]
 
     assert taken("single", 1, 2).total >= taken("single", 1, 1).total
     # Buckets hold all gradients from the beginning, and later microbatches add to them.
     assert 0 < taken("ddp", 2, 2).total - taken("single", 1, 1).total <= size
     assert taken("ddp", 2, 4).total == taken("ddp", 2, 2).total == taken("single", 1, 2).total
-    sharded = taken("fsdp", 4, 4, slots=2)
+    sharded = taken("fsdp", 4, 8, slots=2)
     assert sharded.parameters == sharded.gradients == -(-size // 4)
     assert sharded.optimizer == 2 * sharded.parameters
 
