@@ -13,9 +13,8 @@ from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import patient_note
-from pipelines.labels.folds import fold_splits, site_splits
+from pipelines.labels.folds import fold_splits, read_split_file, site_splits
 from pipelines.labels.slide_labels import SlideLabels
-from pipelines.labels.split_files import read_split_file
 from pipelines.labels.splits import Splits, fixed_splits, make_splits
 
 

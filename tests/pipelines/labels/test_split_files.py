@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.labels.split_files import read_split_file
+from pipelines.labels.folds import read_split_file
 from pipelines.labels.splits import Splits
 
 PATIENT = {"1": "p", "2": "q", "c": "r", "d": "r", "e": "s"}
