@@ -85,7 +85,7 @@ def _memory(curves: Sequence[MemoryCurve], title: str) -> Figure:
     axes.grid(axis="y", alpha=0.3)
     axes.legend(loc="upper left", fontsize="small", framealpha=1)
     bars.set_yticks(range(len(LIMITS)), [bytes_text(limit) for limit in LIMITS])
-    bars.set_xticks(SIDES, map(str, SIDES))
+    bars.set_xticks(places := [2**k for k in range(9, 15)], list(map(str, places)))
     bars.set(
         xlabel="side of the tiles, px; first that fits, with nothing recomputed or offloaded",
         xlim=(SIDES[0], SIDES[-1]),

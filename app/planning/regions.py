@@ -23,12 +23,14 @@ from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of
 from parallel.strategy import Strategy
 
-SIDES = tuple(2**k for k in range(9, 15))
+SIDES = (512, 1024, 4096, 16384)
 """Of tiles, in px, at which bytes are counted."""
 FAMILIES = ("data parallelism", "splitting", "streaming")
 SPLITS = ("1f1b", "master")
 BOX = 512
 """px of the boxes."""
+MANY_LAYERS = 1000
+"""Of a model: boxes of more take minutes to plan, and have no curve."""
 RECOMPUTED = MemoryOptions(("block",), (False,), stream=False)
 
 PlannerAt = Callable[[int], Planner | None]
@@ -120,7 +122,8 @@ def _split_bytes(name: str, ranks: int, starts: dict[object, tuple[int, ...]], p
 def _box_bytes(name: str, ranks: int, planner: Planner) -> int | None:
     """Return those of tiles in boxes of ``BOX`` px; None where their maps do not fit the host."""
     whole = _leanest(name, ranks, planner)
-    if not whole or BOX not in planner.stages.box_sides(whole[0]):
+    many = len(planner.task.graph.layers) > MANY_LAYERS
+    if many or not whole or BOX not in planner.stages.box_sides(whole[0]):
         return None
     check = planner.check_memory(planner.stages.within_host(whole[0].under(stream=BOX)))
     assert check is not None

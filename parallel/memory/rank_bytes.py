@@ -119,7 +119,8 @@ def rank_bytes(
         device: kind of device, "cpu" or "cuda", which the optimizer's own memory depends on.
     """
 
-    holders = {stage: len(mesh.teams_with(stage)) * copies for stage in range(mesh.stages)}
+    held_here = {stage for rank in schedule for stage, _ in mesh.held_by(rank)}
+    holders = {stage: len(mesh.teams_with(stage)) * copies for stage in held_here}
 
     def slice_of(stage: int) -> int:
         return -(-stages[stage].parameters // (holders[stage] if zero else 1))

@@ -77,7 +77,7 @@ class Evaluator:
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster
         self.stages = StageCache(task, cluster)
-        self._checked: dict[Strategy, MemoryCheck | None] = {}
+        self._checked: dict[Strategy, list[MemoryCheck]] = {}
 
     def evaluate(self, candidate: Strategy, savings: MemoryOptions = ANY, *, seconds: bool = True) -> PlanRow:
         """Return, of ``candidate`` with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost
@@ -95,11 +95,11 @@ class Evaluator:
         for tier in savings.escalation(candidate):
             own, fastest = [], None
             for variant in tier:
-                if (fastest and not self._may_beat(variant, fastest)) or (check := self._best_cuts(variant)) is None:
+                if fastest and not self._may_beat(variant, fastest):
                     continue
-                own.append(check)
-                if check.fits:
-                    row = self.estimate_time(check, seconds or len(tier) > 1)
+                own += (checks := self._cuts(variant))
+                if checks and checks[0].fits:
+                    row = self.estimate_time(checks[0], seconds or len(tier) > 1)
                     fastest = best_of([each for each in (fastest, row) if each])
             if fastest is not None:
                 return fastest
@@ -171,13 +171,20 @@ class Evaluator:
     def _best_cuts(self, candidate: Strategy) -> MemoryCheck | None:
         """Return, of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that
         miss by less; None where it cannot run."""
+        return min(self._cuts(candidate), key=lambda check: check.over_bytes, default=None)
+
+    def _cuts(self, candidate: Strategy) -> list[MemoryCheck]:
+        """Return the cuts that balance the ranks, if they fit; else those chosen within the memory, if they do; else
+        both. How much they miss by takes a while to count, and is asked only if nothing else fits."""
         if candidate not in self._checked:
-            check = self.check_memory(candidate)
-            if check is None or not check.fits:
-                within = self.check_memory(candidate, within=True)
-                if within and (check is None or within.fits or within.over_bytes < check.over_bytes):
-                    check = within
-            self._checked[candidate] = check
+            checks: list[MemoryCheck] = []
+            for within in (False, True):
+                check = self.check_memory(candidate, within=within)
+                if check is not None and check.fits:
+                    checks = [check]
+                    break
+                checks += [check] if check is not None else []
+            self._checked[candidate] = checks
         return self._checked[candidate]
 
     def with_time(self, row: PlanRow) -> PlanRow:

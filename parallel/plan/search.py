@@ -82,6 +82,8 @@ class Planner(Evaluator):
         costs = self.stages.stage_costs(row.strategy, self.partition_of(row))
         links = links_between(candidate, self.partition_of(row), self.cluster)
         shared = dataclasses.replace(candidate, shares=by_speed(row.strategy, costs, links, self.cluster))
+        if min(map(len, shared.shares)) <= candidate.paired:  # the second replica of a group would compute nothing
+            return
         if [len(share) for share in shared.shares] != [len(candidate.share_of(g)) for g in range(candidate.groups)]:
             yield self.evaluate(shared, savings)
 

@@ -66,6 +66,15 @@ def test_stages_follow_the_speeds_of_their_ranks() -> None:
     assert partition_equal(mixed.task.graph, 2).starts != mixed.partition_of(uneven).starts
 
 
+@pytest.mark.parametrize("name", ["master", "bidirectional"])
+def test_shares_by_speed_leave_work_for_both_replicas_of_a_group(name: str) -> None:
+    """Shares of 3 and 1 microbatches were timed, where the second replica of the slower group has none: KeyError."""
+    mixed = planner("h100-80gb:2,rtx2080ti-11gb:2", 4, batch=8)
+    rows = list(mixed.search([name], ranks=4, depth=2))
+    assert rows
+    assert all(len(share) >= 2 for row in rows for share in row.strategy.shares)
+
+
 def test_groups_of_unequal_devices_share_by_speed() -> None:
     mixed = planner(MIXED, 4)
     rows = list(mixed.search(["gpipe"], ranks=4, depth=2, m=16))
