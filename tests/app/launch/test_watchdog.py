@@ -92,7 +92,7 @@ def test_killed_rank_is_named_at_once(number: signal.Signals, reason: str, start
     assert ">>1F1<<" in said
     assert said.count("rank 1 was") + said.count("rank 1 crashed") == 1
     assert said == f"error: {rank.file.read_text()}"
-    assert ("channels-last=false" in said) == (number == signal.SIGSEGV)
+    assert ("--no-channels-last" in said) == (number == signal.SIGSEGV)
 
 
 @pytest.mark.process
