@@ -2,7 +2,7 @@
 
 Takes a folder of slides and a checkpoint of ``app.train``; leaves for each slide a heat map of each class (a pyramidal
 TIFF), a picture, GeoJSON for QuPath and a table of tiles, and ``slides.csv`` of all. A slide that fails is named in
-``failed_slides.csv``; another start goes on with the slides that are not done.
+``failed_slides.csv``; another start continues with the slides that are not done.
 """
 
 from __future__ import annotations

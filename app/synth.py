@@ -1,6 +1,6 @@
 """``python -m app.synth``: artificial slides of stained tissue with labels or annotations, for trials and benchmarks.
 
-Takes a folder, how many slides, how large, and the task; gives pyramidal JPEG TIFFs and ``labels.csv``, and for
+Takes a folder, how many slides, how large, and the task; returns pyramidal JPEG TIFFs and ``labels.csv``, and for
 `segment` a mask per slide under ``annotations/``. The drawing is in ``pipelines.synthetic``.
 """
 

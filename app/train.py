@@ -1,7 +1,7 @@
 """``python -m app.train``: a folder of slides and labels in, a trained model, its scores and its speed out.
 
 One process, ``--ranks N`` on this machine, or under torchrun or mpirun. Everything a run leaves is in its run folder. A
-process that torchrun, ``--max-restarts`` or Slurm has started again goes on from the last checkpoint there, as with
+process that torchrun, ``--max-restarts`` or Slurm has started again continues from the last checkpoint there, as with
 ``--resume``; where there is none yet, the run starts from its beginning.
 """
 
@@ -96,7 +96,7 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
 
 
 def _fewer(config: RunConfig, folder: RunFolder, dataset: Dataset, ranks: int) -> int:
-    """The most ranks below ``ranks`` that can go on with the run, a plan made for them; ``ranks`` where none can, or
+    """The most ranks below ``ranks`` that can continue with the run, a plan made for them; ``ranks`` where none can, or
     where fewer are not asked for."""
     if config.min_ranks is None:
         return ranks

@@ -1,6 +1,6 @@
 """One thing that a benchmark measures: a strategy on a number of ranks, at a tile size.
 
-Takes what ``app.bench`` is asked for; gives the cases, and for each the settings and arguments of ``app.train``. All
+Takes what ``app.bench`` is asked for; returns the cases, and for each the settings and arguments of ``app.train``. All
 cases of a tile size compute the same tiles in microbatches of the same size, so that their losses must agree.
 """
 

@@ -2,7 +2,7 @@
 
 Takes a case, the arguments that all cases share, and a folder; gives a ``Trial``. Running out of memory is a result: of
 the device's, as torch or a limit told; where the host's ran out, the kernel kills a rank, which is another.
-The folder keeps the run's files but its checkpoint, so that a benchmark that was broken off goes on where it was.
+The folder keeps the run's files but its checkpoint, so that a benchmark that was broken off continues where it was.
 """
 
 from __future__ import annotations

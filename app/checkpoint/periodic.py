@@ -79,7 +79,7 @@ class CheckpointManager:
         self._beside = self.busy
 
     def save(self, state: dict[str, Any], step: int, begun_s: float, *, best: bool, at_once: bool = False) -> None:
-        """Write ``state``, or begin to: the engine goes on at once.
+        """Write ``state``, or begin to: the engine continues at once.
 
         Args:
             state: of the first rank; {} on the others, which write nothing.

@@ -1,4 +1,4 @@
-"""Checkpoints in two phases: copied while the next step computes, written while training goes on.
+"""Checkpoints in two phases: copied while the next step computes, written while training continues.
 
 Takes a state and where to write it; returns at once. The engine's update waits for the copy (``await_copy``); the
 thread that copied then writes. After Mohan, Phanishayee, Chidambaram 2021, CheckFreq, section 4.2.

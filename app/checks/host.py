@@ -1,6 +1,6 @@
 """Checks of the machine for what would stop or slow a training: packages, devices, memory, launchers, disk.
 
-Takes the description that ``run_info`` gives and the run folder; gives findings. Nothing is left behind.
+Takes the description that ``run_info`` gives and the run folder; returns findings. Nothing is left behind.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of slides and backends for faults, in processes that may die.
 
-Takes slides, or the name of a backend; gives what they are and their faults as plain values. A slide library that
+Takes slides, or the name of a backend; returns what they are and their faults as plain values. A slide library that
 aborts on a damaged file takes its process along, and the slide is reported with the signal that ended it.
 """
 

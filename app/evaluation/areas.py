@@ -1,6 +1,6 @@
 """Predicted areas held against annotations: Dice and IoU of each class, lesions found, and pictures of both.
 
-Takes a folder of predictions and the annotations of its slides; gives an ``AreaScores``. Both are compared on the map
+Takes a folder of predictions and the annotations of its slides; returns an ``AreaScores``. Both are compared on the map
 that areas were drawn around, px by px, a px having the class of its centre; px that are annotated to be ignored do not
 count.
 """

@@ -1,6 +1,6 @@
 """Pictures of the tiles that a model is least and most certain of.
 
-Takes a folder of predictions and the folder of its slides; gives PNGs by caption. A tile whose slide cannot be opened
+Takes a folder of predictions and the folder of its slides; returns PNGs by caption. A tile whose slide cannot be opened
 any more is passed over.
 """
 

@@ -1,6 +1,6 @@
 """Measures of classification: ROC and precision-recall areas with confidence intervals, confusion, calibration.
 
-Takes scores and labels of slides or patients; gives numbers and curves. scikit-learn computes what it has.
+Takes scores and labels of slides or patients; returns numbers and curves. scikit-learn computes what it has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lesions found at a number of false alarms per slide: the free-response ROC of CAMELYON16.
 
-Takes detections (px and probability) and the true mask of each slide; gives the curve and its score. Rules as in
+Takes detections (px and probability) and the true mask of each slide; returns the curve and its score. Rules as in
 Ehteshami Bejnordi et al., JAMA 318 (2017), and the challenge's evaluation code: lesions within 75 um of each other are
 one, those whose major axis is below 275 um (isolated tumour cells) count neither as found nor as false, a lesion has
 the highest probability of the detections in it, and every detection outside is a false alarm. The challenge's code

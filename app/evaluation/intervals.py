@@ -1,6 +1,6 @@
 """Numbers with their intervals: bootstrap resamples over patients (Efron 1979, percentiles).
 
-Takes who each case belongs to and a measure of any choice of cases; gives an ``Estimate``. Patients are drawn, not
+Takes who each case belongs to and a measure of any choice of cases; returns an ``Estimate``. Patients are drawn, not
 cases, since the slides of one patient resemble each other.
 """
 

@@ -1,6 +1,6 @@
 """True classes of slides, from a table, with the scores that the slides were given; and the patients of slides.
 
-Takes the rows of predicted slides and a table; gives ``Cases``. A slide without a label, or a label without a
+Takes the rows of predicted slides and a table; returns ``Cases``. A slide without a label, or a label without a
 prediction, takes no part and is named.
 """
 

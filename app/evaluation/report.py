@@ -1,6 +1,6 @@
 """All scores of an evaluation: as figures for a file and as lines for a terminal.
 
-Takes a folder of predictions and the truth; gives an ``Evaluation``.
+Takes a folder of predictions and the truth; returns an ``Evaluation``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which predicted slides are scored: those of one split of the run that trained the model, never two without asking.
 
-Takes the rows of ``slides.csv`` and ``--split``; gives the rows to score and a line about all others.
+Takes the rows of ``slides.csv`` and ``--split``; returns the rows to score and a line about all others.
 """
 
 from __future__ import annotations

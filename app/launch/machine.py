@@ -1,6 +1,6 @@
 """Cores and memory of the machine that this process may use, with a container's or a job's limits respected.
 
-Takes nothing; gives numbers. A Slurm job or a container is confined by control groups (Linux kernel, Documentation/
+Takes nothing; returns numbers. A Slurm job or a container is confined by control groups (Linux kernel, Documentation/
 admin-guide/cgroup-v2.rst): the limit that holds is the least one of the process's group and of every group above it.
 """
 

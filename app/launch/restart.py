@@ -1,6 +1,6 @@
-"""Attempts of one start: whether this process goes on with a run that an earlier attempt began.
+"""Attempts of one start: whether this process continues with a run that an earlier attempt began.
 
-Takes the environment, the process that started this one, and the record that attempts leave in the run folder; gives
+Takes the environment, the process that started this one, and the record that attempts leave in the run folder; returns
 how many attempts there were before. What starts ranks again is known by its process (torchrun, ``--ranks``) or by the
 number of its job (Slurm), not by the counters it hands out: of several torchrun agents, each counts the failures of its
 own node alone, so that after one rank's death the others are told that this is their first start. An attempt may have

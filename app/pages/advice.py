@@ -1,6 +1,6 @@
 """The forecast of a run next to its measurement, and what to try next where memory or reading was the limit.
 
-Takes the files of a run; gives a table and sentences, empty where nothing was planned or no limit was met.
+Takes the files of a run; returns a table and sentences, empty where nothing was planned or no limit was met.
 """
 
 from __future__ import annotations

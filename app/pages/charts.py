@@ -1,6 +1,6 @@
 """Line charts by matplotlib, each an SVG picture with its own legend.
 
-Takes series of numbers (NaN is a gap); gives ``Chart``s for a template, which shows them as images. The style sheet
+Takes series of numbers (NaN is a gap); returns ``Chart``s for a template, which shows them as images. The style sheet
 inverts them on dark pages.
 """
 

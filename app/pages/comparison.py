@@ -1,6 +1,6 @@
 """Several runs beside each other: one self-contained HTML page made from their folders.
 
-Takes folders of ``app.train``; gives what tells them apart, in settings and environment, and their figures in one
+Takes folders of ``app.train``; returns what tells them apart, in settings and environment, and their figures in one
 table. What all runs share is left to the report of each, and their curves over each other to TensorBoard.
 """
 

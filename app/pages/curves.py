@@ -1,6 +1,6 @@
 """The curves of a run: loss, validation scores, throughput, time of a step, learning rate.
 
-Takes the columns of ``metrics.csv`` and ``validation.csv``; gives one figure for each that has values. A run of a
+Takes the columns of ``metrics.csv`` and ``validation.csv``; returns one figure for each that has values. A run of a
 single step, without validation or with undefined scores, gives what it can.
 """
 

@@ -1,6 +1,6 @@
 """Pictures of a report: tissue with its tiles, example tiles, and the tint of classes on a picture.
 
-Takes paths of picture files; gives small JPEG pictures as text that a page can hold.
+Takes paths of picture files; returns small JPEG pictures as text that a page can hold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tables of a run's predictions: how each class and each slide came out.
 
 Takes the rows of ``predictions.csv`` (slide, split, tiles; classification: label, prediction, score_<class>;
-segmentation: dice_<class>) and of ``splits.csv``; gives tables, without rows where there is nothing to say.
+segmentation: dice_<class>) and of ``splits.csv``; returns tables, without rows where there is nothing to say.
 """
 
 from __future__ import annotations

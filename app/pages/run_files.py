@@ -1,6 +1,6 @@
 """The files of a run folder, read for the report.
 
-Takes a run folder, finished, broken off or still being written to; gives ``RunFiles`` with empty values for what is
+Takes a run folder, finished, broken off or still being written to; returns ``RunFiles`` with empty values for what is
 not there. A torn last line of a table and an empty cell are missing values, not errors.
 """
 

@@ -1,6 +1,6 @@
 """Overlapping windows put together to one map in bounded memory, and the weights that they are put together with.
 
-Takes the probabilities of windows from the top of the slide to the bottom; gives the rows of the map that no further
+Takes the probabilities of windows from the top of the slide to the bottom; returns the rows of the map that no further
 window touches. Held are as many rows as a window has: in memory, or in a file that is mapped into it where that would
 be more than ``SPILL_BYTES``. Gaussian weights as nnU-Net and MONAI have them (Isensee et al., Nature Methods 18, 2021).
 """

@@ -1,6 +1,6 @@
 """Forward passes of a trained model: in this process, whole or box by box, or on the ranks of a group, a stage each.
 
-Takes uint8 tiles where they are read; gives logits where the last stage is. All ranks of a group look at the same
+Takes uint8 tiles where they are read; returns logits where the last stage is. All ranks of a group look at the same
 windows in the same order.
 """
 

@@ -1,6 +1,6 @@
 """Batch norms folded into the convolutions before them, for a model that only predicts.
 
-Takes a module in evaluation mode; gives one that computes the same with fewer passes over its maps, or the module
+Takes a module in evaluation mode; returns one that computes the same with fewer passes over its maps, or the module
 itself where that cannot be had. In evaluation a batch norm is a scale and a shift of each channel, which the
 convolution's weights take over (torch.fx does it; Jacob et al. 2018, section 3.2, has the arithmetic).
 """

@@ -1,6 +1,6 @@
 """The picture of a prediction: the slide's thumbnail, tinted where the model sees a class.
 
-Takes a thumbnail and the probabilities of the classes shown; gives a PNG with a caption and a scale bar.
+Takes a thumbnail and the probabilities of the classes shown; returns a PNG with a caption and a scale bar.
 """
 
 from __future__ import annotations

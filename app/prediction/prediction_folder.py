@@ -1,7 +1,7 @@
 """The folder of predictions: which file is where, what it was made with, and which slides are done.
 
 ``predict.json`` says what the files were made with; ``slides/<slide>.json`` is written last of a slide and says that it
-is done. Another start goes on with the others. One with other settings is refused by name.
+is done. Another start continues with the others. One with other settings is refused by name.
 """
 
 from __future__ import annotations

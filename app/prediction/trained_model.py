@@ -1,6 +1,6 @@
 """A trained model, ready to be asked: everything that it needs comes from the checkpoint of its run.
 
-Takes a checkpoint of ``app.train``; gives probabilities of uint8 tiles. The file is read without running code of its
+Takes a checkpoint of ``app.train``; returns probabilities of uint8 tiles. The file is read without running code of its
 own (tensors and plain values only); a model that the run took from a user's package is built only when the user names
 it again, as building it runs that package.
 """

@@ -1,6 +1,6 @@
 """The command-line frame that every ``python -m app.*`` shares.
 
-Takes a frozen dataclass (nested ones are flattened: every field is one flag and one YAML key) and a body; gives the
+Takes a frozen dataclass (nested ones are flattened: every field is one flag and one YAML key) and a body; returns the
 exit code: 0 done, 1 failed, 2 wrong usage. ``--help`` leaves ``Rare`` fields out, ``--help-all`` shows all.
 ``--config FILE.yaml`` is read before the other flags, so flags win; ``--print-config`` writes the resolved settings as
 YAML and stops. The faults that a settings class's ``validate()`` returns are printed all at once before anything runs.

@@ -1,6 +1,6 @@
 """Errors of ranks that are not alike: unequal ``--shares``, ``--device mixed`` and ``--parallel async``.
 
-Takes ``StrategySettings``; gives a line for each error. ``strategy_errors`` checks the mesh itself.
+Takes ``StrategySettings``; returns a line for each error. ``strategy_errors`` checks the mesh itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def share_errors(settings: StrategySettings) -> list[str]:
 
 
 def _of_changes(settings: StrategySettings) -> list[str]:
-    """Return why shares cannot change while a run goes on."""
+    """Return why shares cannot change while a run continues."""
     name, text = settings.name, settings.shares
     return broken(
         {

@@ -1,6 +1,6 @@
 """A process among the tasks that ``srun`` started together without MPI: read from what Slurm says in its environment.
 
-Takes the environment; gives rank, world and where to meet, for torch.distributed. A batch script and the shell of
+Takes the environment; returns rank, world and where to meet, for torch.distributed. A batch script and the shell of
 ``salloc`` are no tasks of a step, and a step of one task has nobody to meet. No torch is loaded here.
 """
 

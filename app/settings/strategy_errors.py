@@ -1,6 +1,6 @@
 """Errors of a strategy as it is asked for: how ranks and batch are divided, and settings that exclude each other.
 
-Takes ``StrategySettings``; gives a line for each error, all at once.
+Takes ``StrategySettings``; returns a line for each error, all at once.
 """
 
 from __future__ import annotations

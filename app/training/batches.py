@@ -1,6 +1,6 @@
 """Which tiles a rank reads: pixels where they are fed to the model, targets where they are held against outputs.
 
-Takes what the engine wants of each microbatch; gives the stream of this rank's tiles and its microbatches. Which tile
+Takes what the engine wants of each microbatch; returns the stream of this rank's tiles and its microbatches. Which tile
 replaces one that cannot be read follows from the files, and the rank that reads the pixels finds out. Ranks that have
 only targets are told, in the exchange that ends each step, that a tile of the next batch is replaced; only then, and
 where the next batch was not read in time, do the ranks exchange row numbers before a step.

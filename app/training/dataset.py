@@ -1,6 +1,6 @@
 """Dataset of a run: slides of a folder found, labelled, indexed as tiles and split by patient.
 
-Takes the settings and the run folder; gives a ``Dataset``. What is made (tile index, split file, failed slides) lands
+Takes the settings and the run folder; returns a ``Dataset``. What is made (tile index, split file, failed slides) lands
 in the run folder and is reused by the next start, so that every rank that calls this sees the same tiles.
 """
 

@@ -1,6 +1,6 @@
 """Compare a strategy with the plain single-process training loop, on the same tiles and microbatches.
 
-Takes a model and a function that makes an engine of it; gives the largest errors of losses, gradients, running
+Takes a model and a function that makes an engine of it; returns the largest errors of losses, gradients, running
 statistics, updated parameters and optimizer state. Every step is compared from the same state: before each step but the
 first, the plain loop loads the state in which the engine ended the last one. So rounding does not add up over steps,
 and the bound is the same for every model.

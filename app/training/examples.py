@@ -1,6 +1,6 @@
 """Choice of the validation tiles that the report of a run shows.
 
-Takes the scores of a validation's tiles; gives those that the model is most certain of, right and wrong, or those of
+Takes the scores of a validation's tiles; returns those that the model is most certain of, right and wrong, or those of
 lowest and highest Dice.
 """
 

@@ -1,6 +1,6 @@
 """Seconds that ranks wait for each other before gradients are summed, over a run.
 
-Takes what each rank waited in each step, sum included; gives what it waited for others. The rank that is last waits
+Takes what each rank waited in each step, sum included; returns what it waited for others. The rank that is last waits
 for the sum alone, which takes all of them as long: what another waits longer than it is idle time.
 """
 

@@ -1,6 +1,6 @@
 """Check whether a model takes images in channels_last, the layout in which convolutions are fastest.
 
-Takes a model and the shape of a microbatch; gives an answer without memory or time. Code that takes images apart by
+Takes a model and the shape of a microbatch; returns an answer without memory or time. Code that takes images apart by
 ``view`` expects the channels to lie one after the other, and torch refuses anything else.
 """
 

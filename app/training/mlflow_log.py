@@ -2,7 +2,7 @@
 
 Takes what ``MetricsLog`` takes; tells the experiment named by ``--mlflow=NAME`` at ``MLFLOW_TRACKING_URI``. A
 thread does the telling: training waits for no server, and one that cannot be reached is warned of once and tried again.
-A resumed run goes on as the same run of MLflow, whose number is in ``mlflow.json``.
+A resumed run continues as the same run of MLflow, whose number is in ``mlflow.json``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Counts of a run so far, and whether it is still a run on the tiles that it was given.
 
-Takes counts from the loop, step by step; gives what checkpoints keep and the summary tells.
+Takes counts from the loop, step by step; returns what checkpoints keep and the summary tells.
 """
 
 from __future__ import annotations

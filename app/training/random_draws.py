@@ -1,6 +1,6 @@
 """Check whether a model draws random numbers, as dropout does: a CPU and a GPU draw others from the same seed.
 
-Takes a model and the shape of a microbatch; gives an answer without memory or time.
+Takes a model and the shape of a microbatch; returns an answer without memory or time.
 """
 
 from __future__ import annotations

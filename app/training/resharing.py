@@ -1,4 +1,4 @@
-"""Which microbatches each rank computes, as a run goes on: as asked, replayed, or as its speeds ask for.
+"""Which microbatches each rank computes, as a run continues: as asked, replayed, or as its speeds ask for.
 
 Takes the seconds of each step; gives new shares at the boundary of a step, the same on every rank, and ``shares.csv``,
 with which ``--shares`` makes another run change at the same steps.

@@ -176,7 +176,7 @@ class RunFolder:
         self.write_json(self._attempts.name, dataclasses.asdict(attempts))
 
     def keep_microbatches(self, m: int) -> None:
-        """Remember a number of microbatches that was planned, not asked for: a resumed run goes on with it."""
+        """Remember a number of microbatches that was planned, not asked for: a resumed run continues with it."""
         self._write_settings(read_data(self.config) | {"microbatches": m})
 
     def _write_settings(self, settings: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Environment of a run: versions, processor, memory, GPUs and launcher, for ``env.json`` and ``app.doctor``.
 
-Takes nothing; gives plain values that JSON can hold. No user names, host names or paths: a run folder is handed on.
+Takes nothing; returns plain values that JSON can hold. No user names, host names or paths: a run folder is handed on.
 torch is imported only where its answer is asked for.
 """
 

@@ -1,6 +1,6 @@
 """All the parts of a training run, put together: what the loop needs and nothing about how it came to be.
 
-Takes settings, dataset and placement; gives a ``Session``. Everything that depends on the strategy is in the engine;
+Takes settings, dataset and placement; returns a ``Session``. Everything that depends on the strategy is in the engine;
 the rest asks it only for ``step``, ``predict`` and its state.
 """
 

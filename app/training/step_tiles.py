@@ -26,7 +26,7 @@ class StepTiles:
     Args:
         session: the run's parts.
         beside: entered by the thread that makes microbatches ahead, as for ``DevicePrefetcher``.
-        state: of the stream where the run goes on, as ``state`` gave it; None: from its beginning.
+        state: of the stream where the run continues, as ``state`` gave it; None: from its beginning.
     """
 
     def __init__(

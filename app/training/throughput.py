@@ -1,6 +1,6 @@
 """Counting what was trained and how fast, and telling reading from computing.
 
-Takes the times of every step; gives the figures of ``summary.json``. Times are seconds of this rank's clock.
+Takes the times of every step; returns the figures of ``summary.json``. Times are seconds of this rank's clock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tiles of a run as streams: which are drawn, in what order, how varied, and how far ahead they are read.
 
-Takes settings and dataset; gives ``TileStream``s. A tile that cannot be read is written down.
+Takes settings and dataset; returns ``TileStream``s. A tile that cannot be read is written down.
 """
 
 from __future__ import annotations

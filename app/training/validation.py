@@ -1,6 +1,6 @@
 """Validation: the model's outputs on held-out tiles, gathered over the ranks, scored per tile and per slide.
 
-Takes an engine and a dataset; gives scores and a table of predictions. Every group of ranks computes its share; sums
+Takes an engine and a dataset; returns scores and a table of predictions. Every group of ranks computes its share; sums
 are exchanged, so that the result does not depend on the number of ranks. A tile that cannot be read goes through the
 model, blank, so that all ranks do the same work, and takes no part in any score.
 """
