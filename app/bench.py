@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from app.benchmark.command import BenchCommand
-from app.launch.folder_lock import lock_folder
+from app.launch.host import lock_folder
 from app.settings.cli import run_command
 from pipelines.catalog.catalog import check_folder
 

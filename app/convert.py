@@ -17,13 +17,7 @@ import tyro
 
 from app.settings.cli import FAILED, OK, run_command
 from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides, slide_stem
-from pipelines.labels.annotation_files import (
-    DRAWING_SUFFIXES,
-    MASK_SUFFIXES,
-    RASTER_SUFFIXES,
-    files_below,
-    slides_of,
-)
+from pipelines.labels.annotation_files import DRAWING_SUFFIXES, MASK_SUFFIXES, RASTER_SUFFIXES, files_below, slides_of
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
 from pipelines.labels.drawing import Origin
 from pipelines.labels.slide_labels import read_mpp

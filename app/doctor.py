@@ -17,7 +17,7 @@ from rich.console import Console
 
 from app.checks.host import check_devices, check_launchers, check_memory, check_run_folder, check_versions
 from app.checks.slides import SlideCheck, check_backends, check_slides
-from app.launch.machine import usable_cores
+from app.launch.host import usable_cores
 from app.settings.cli import FAILED, OK, run_command
 from app.settings.console import print_findings, print_table
 from app.training.run_info import describe_environment

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from app.launch.folder_lock import lock_folder
-from app.pages.slide_pictures import small_pictures
+from app.launch.host import lock_folder
+from app.pages.pictures import small_pictures
 from app.pages.slides_page import FILTERS, slide_rows, write_slides_page
 from app.settings.cli import run_command
 from app.training.progress import LOG_FORMAT, IndexProgress
@@ -118,13 +118,7 @@ def index(command: IndexCommand) -> None:
         failed = FailedSlides(command.out / "failed_slides.csv")
         try:
             table = build_index(
-                specs,
-                command.index,
-                command.out,
-                workers=command.workers,
-                progress=say,
-                retry_failed=True,
-                part=part,
+                specs, command.index, command.out, workers=command.workers, progress=say, retry_failed=True, part=part
             )
         except SlideError:  # no slide can be used: their pictures show why
             if command.has_page:

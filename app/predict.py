@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from app.launch.folder_lock import lock_folder
+from app.launch.host import lock_folder
 from app.prediction.command import PredictCommand
 from app.settings.cli import RunError, run_command
 from app.settings.launcher import find_launch

@@ -12,8 +12,7 @@ from typing import Annotated
 import tyro
 
 from app.benchmark.page import NAME, write_page
-from app.pages.comparison import write_comparison
-from app.pages.run_page import write_report
+from app.pages.run_page import write_comparison, write_report
 from app.settings.cli import run_command
 
 

@@ -19,11 +19,17 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.launch.restart import Attempts, describe_restart, find_launcher, previous_attempts
 from app.planning.auto import decided, plan_run, plan_text
 from app.planning.whole_slides import as_square, check_largest, in_boxes
 from app.settings.cli import FAILED, USAGE, RunError, describe_system_error, run_command
-from app.settings.launcher import find_launch, started_by_us
+from app.settings.launcher import (
+    Attempts,
+    describe_restart,
+    find_launch,
+    find_launcher,
+    previous_attempts,
+    started_by_us,
+)
 from app.settings.run import RunConfig
 from app.settings.strategy_errors import strategy_errors
 from app.training.dataset import Dataset, prepare
@@ -36,8 +42,7 @@ from pipelines.catalog.table import counted
 
 if TYPE_CHECKING:
     from app.launch.place import RankPlace
-    from app.launch.rank_guard import RankGuard
-    from app.launch.signals import Interrupt
+    from app.launch.rank_guard import Interrupt, RankGuard
 
 LOADED_BY_RANKS = (
     "app.launch.rank_guard",
@@ -151,8 +156,7 @@ def _with_microbatches(config: RunConfig, begun: int | None) -> RunConfig:
 def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack) -> int:
     """This process's part of the run; of all ranks that fail, one raises."""
     from app.launch.place import place
-    from app.launch.rank_guard import RankGuard
-    from app.launch.signals import Interrupt
+    from app.launch.rank_guard import Interrupt, RankGuard
     from parallel.comm.communicator import CommunicationError
 
     placement = place(config.strategy)
@@ -215,10 +219,10 @@ def _train_guarded(
     config: RunConfig, folder: RunFolder, placement: RankPlace, guard: RankGuard, interrupt: Interrupt, before: int
 ) -> int:
     from app.training.loop import TrainingLoop
+    from app.training.outcome import PeakMemory
     from app.training.session import build_session
     from app.training.share import share
     from app.training.summary import RunSummary
-    from app.training.throughput import PeakMemory
     from parallel.profile.gpu import lacks_memory
 
     memory = PeakMemory(placement.device)

@@ -231,8 +231,7 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     import torch
 
     from app.training.exactness import ExactnessTrial
-    from app.training.memory_layout import takes_channels_last
-    from app.training.random_draws import refuse_draws
+    from app.training.model import refuse_draws, takes_channels_last
     from models.registry import build_model
     from parallel.schedule.shares import most_unlike, split_batch
     from parallel.trace.without_data import refuse_tile_size

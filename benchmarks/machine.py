@@ -7,7 +7,7 @@ from datetime import date
 
 import torch
 
-from app.launch.machine import cpu_model, usable_cores
+from app.launch.host import cpu_model, usable_cores
 
 
 def measured_on() -> str:

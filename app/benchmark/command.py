@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from app.benchmark.asked import StrategySpec
-from app.benchmark.case import Case, cases_of
+from app.benchmark.case import Case, StrategySpec, cases_of
+from app.settings.fields import bytes_of
 from app.settings.launcher import find_launch
 from app.settings.run import DataSettings, ModelSettings
-from app.settings.sizes import bytes_of
 from pipelines.slides.rare import Rare
 
 STRATEGIES = (
@@ -27,7 +26,7 @@ STRATEGIES = (
     "bidirectional",
 )
 WARM_UP = 2
-"""Steps of a run that its figures leave out (``app.training.throughput``)."""
+"""Steps of a run that its figures leave out (``app.training.outcome``)."""
 
 
 @dataclass(frozen=True)

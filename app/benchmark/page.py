@@ -1,4 +1,4 @@
-"""Report page of a benchmark: every row of ``bench.json`` in one table, and charts of their speed.
+"""Report of a benchmark: every row of ``bench.json`` in a table, on the terminal and on a page with charts of speed.
 
 Takes the folder of an ``app.bench`` that is finished or still running; writes ``report.html`` into it.
 """
@@ -13,11 +13,54 @@ from typing import Any
 
 import numpy as np
 
-from app.benchmark.table import HEADERS, cells
 from app.pages.charts import Chart, Series, line_chart
 from app.pages.html import Table, flattened, rendered
 from app.settings.cli import RunError
+from app.settings.console import print_table
 from app.settings.data_file import write_text
+from parallel.units import bytes_text
+
+HEADERS = ("strategy", "images/s", "range", "from memory", "data wait", "bubble", "sent", "fullest rank", "claim")
+SHORT = 90
+"""Characters of a reason on the terminal; the whole of it is in ``bench.json``."""
+
+
+def print_bench(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table for each tile size and number of ranks."""
+    for tile, ranks in dict.fromkeys((row["tile_px"], row["ranks"]) for row in rows):
+        alike = [row for row in rows if (row["tile_px"], row["ranks"]) == (tile, ranks)]
+        batch, m = alike[0]["global_batch"], alike[0]["microbatches"]
+        title = f"{tile} px, {ranks} {'rank' if ranks == 1 else 'ranks'}, {batch} tiles a step in {m} microbatches"
+        print_table(title, HEADERS, [_shortened(cells(row)) for row in alike])
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what stands under ``HEADERS``; of a row that did not run, how it ended and the reason."""
+    name = row["strategy"] + (f" ({row['chosen']})" if row.get("chosen") else "")
+    if row["status"] != "ok":
+        return (name, row["status"], *[""] * (len(HEADERS) - 3), row["reason"])
+    low, high = row["images_per_second_range"]
+    bubble = "" if row["bubble"] is None else f"{100 * row['bubble']:.0f} % ({100 * row['bubble_predicted']:.0f} %)"
+    return (
+        name,
+        _number(row["images_per_second"]),
+        f"{_number(low)}-{_number(high)}",
+        _number(row["images_per_second_no_data"]),
+        f"{100 * row['data_wait_fraction']:.1f} %",
+        bubble,
+        bytes_text(max(row["bytes_sent"])) if row["bytes_sent"] else "",
+        bytes_text(max(row["device_bytes"] or row["peak_memory_bytes"])),
+        row["claim"],
+    )
+
+
+def _shortened(line: tuple[str, ...]) -> tuple[str, ...]:
+    return line if len(line[-1]) <= SHORT or line[2] else (*line[:-1], line[-1][: SHORT - 1] + "…")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
 
 NAME = "bench.json"
 

@@ -18,9 +18,8 @@ import yaml
 
 from app.benchmark.case import Case
 from app.benchmark.command import BenchCommand
-from app.benchmark.page import NAME, write_page
+from app.benchmark.page import NAME, print_bench, write_page
 from app.benchmark.row import Row, compare, row_of
-from app.benchmark.table import print_bench
 from app.benchmark.trial import Trial, run_trial
 from app.settings.cli import FAILED, OK
 from app.settings.data_file import read_data, write_json

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import psutil
 
 from app.benchmark.case import Case
-from app.launch.machine import memory_kills
+from app.launch.host import memory_kills
 from app.settings.data_file import write_json
 
 Status = Literal["ok", "out-of-memory", "killed", "cannot", "failed"]

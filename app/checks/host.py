@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.launch.machine import memory_bytes
+from app.launch.host import memory_bytes
 from app.settings.console import Finding
 from app.training.run_info import find_program, output_of, package_version
 from parallel.units import bytes_text

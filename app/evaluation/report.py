@@ -14,20 +14,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.evaluation.areas import AreaScores, score_areas
+from app.evaluation.areas import AreaScores, Froc, score_areas
 from app.evaluation.classification import (
+    Estimate,
     auc,
     auprc,
     balanced_accuracy,
+    bootstrap,
     by_patient,
     calibration,
     confusion,
     with_interval,
 )
-from app.evaluation.froc import Froc
-from app.evaluation.intervals import Estimate, bootstrap
-from app.evaluation.labelled import LabelledSlides, labelled_slides, patients_of, read_truth
-from app.evaluation.scored_split import ScoredSplit, choose_split, training_note
+from app.evaluation.labelled import (
+    LabelledSlides,
+    ScoredSplit,
+    choose_split,
+    labelled_slides,
+    patients_of,
+    read_truth,
+    training_note,
+)
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
 from pipelines.catalog.table import counted, listed
@@ -74,11 +81,7 @@ class Evaluation:
 
     @classmethod
     def of(
-        cls,
-        folder: PredictionFolder,
-        labels: Path | None,
-        annotations: Path | None,
-        asked: Asked = Asked(),
+        cls, folder: PredictionFolder, labels: Path | None, annotations: Path | None, asked: Asked = Asked()
     ) -> Evaluation:
         """Score the predictions in ``folder``.
 

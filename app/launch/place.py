@@ -19,12 +19,10 @@ from typing import Literal, cast
 import cv2
 import torch
 
-from app.launch.deadline import kill_after
-from app.launch.machine import memory_bytes, usable_cores
-from app.launch.orphan import stop_with_launcher
+from app.launch.host import memory_bytes, usable_cores
+from app.launch.process_end import kill_after, stop_with_launcher
 from app.settings.cli import FAILED, USAGE, RunError
-from app.settings.launcher import Launch, find_launch
-from app.settings.slurm import find_task
+from app.settings.launcher import Launch, find_launch, find_task
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import Communicator
 from parallel.comm.kinds import RankKind, describe_shared_gpu

@@ -1,18 +1,19 @@
-"""The part of a rank in the end of a failed run: whoever knows the reason says it, everybody else is silent.
+"""The part of a rank in the end of its run: signals that ask it to stop, and which rank prints why a run failed.
 
 Takes this rank's placement, settings and run folder; gives the watchdog that the engine and the loop report to, and for
-every exception whether this rank is the one to tell it.
+every exception whether this rank is the one to print it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import signal
 import traceback
 from pathlib import Path
+from types import FrameType
 
 from app.launch.place import RankPlace
-from app.launch.signals import Interrupt
 from app.launch.watchdog import Watchdog
 from app.settings.cli import RunError
 from parallel.comm.communicator import CommunicationError
@@ -21,6 +22,28 @@ from parallel.engine.engine import EngineFault
 from parallel.profile.gpu import lacks_memory
 from parallel.schedule.text import describe_fault
 from pipelines.slides.slide import SlideError
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Interrupt:
+    """The request to stop a run, remembered.
+
+    A second Ctrl-C ends the process at once, as a user who presses it twice expects.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def listen(self) -> None:
+        """Take over the signals of ``STOPPING``; from the main thread only."""
+        for number in STOPPING:
+            signal.signal(number, self._request)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
 
 
 class RankGuard:

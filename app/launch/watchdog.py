@@ -14,19 +14,76 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from app.launch.progress_record import AT_REST, CLOSED, LOST, REPORTED, ProgressRecord
-from app.launch.rank_fault import report_first
+import torch
+
+from app.launch.progress_record import AT_REST, CLOSED, LOST, NO_ACTION, REPORTED, ProgressRecord, report_first
 from parallel.schedule.action import Schedule
 
 if TYPE_CHECKING:
     import torch
 
-    from app.launch.device_progress import DeviceProgress
+
+POLL_S = 0.25
+
+Place = tuple[int, bool, str]
+"""Position, waiting and shapes, as ``ProgressRecord.at`` takes them."""
+
+
+class DeviceProgress:
+    """Records the progress of ``device`` beside that of the host.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, record: ProgressRecord, device: torch.device) -> None:
+        self._record, self._device = record, device
+        self._queued: deque[tuple[Any, Place]] = deque()
+        self._reached: Place = (NO_ACTION, False, "")
+        self._written: Place | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="device progress", daemon=True)
+
+    def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
+        """Record that the host turns to the action at ``position``, and later that the GPU does."""
+        self._record.at(position, waiting, shapes)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._queued.append((event, (position, waiting, shapes)))
+
+    def look(self) -> None:
+        """Record the last entry that the GPU has come to, if the host is ahead of it."""
+        while self._queued and self._queued[0][0].query():
+            self._reached = self._queued.popleft()[1]
+        place = self._reached if self._queued else None
+        if place != self._written:
+            self._record.at_device(place)
+            self._written = place
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, which may not have been started."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        while not self._ended.wait(POLL_S):
+            try:
+                self.look()
+            except RuntimeError:
+                return  # the GPU has failed: the rank meets the same error, and the last place stays recorded
+
 
 STOPPED_S = 20.0
 ENDED_BY_OTHERS_S = 35.0
@@ -67,8 +124,6 @@ class Watchdog:
         self._progress = ProgressRecord()
         self._device: DeviceProgress | None = None
         if device and device.type == "cuda":
-            from app.launch.device_progress import DeviceProgress
-
             self._device = DeviceProgress(self._progress, device)
         self._process: subprocess.Popen[bytes] | None = None
         self._fault_file = fault_file

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from app.launch.progress_record import AT_REST, NO_ACTION, REPORTED, WATCHED, ProgressRecord, RankProgress
-from app.launch.rank_fault import report_first
+from app.launch.progress_record import AT_REST, NO_ACTION, REPORTED, WATCHED, ProgressRecord, RankProgress, report_first
 from parallel.schedule.action import Action, Schedule
 from parallel.schedule.text import describe_fault
 
@@ -49,13 +48,7 @@ class WatchdogProcess:
     """
 
     def __init__(
-        self,
-        pid: int,
-        rank: int,
-        descriptor: int,
-        stuck_s: float,
-        stopped_s: float,
-        fault_file: str | None,
+        self, pid: int, rank: int, descriptor: int, stuck_s: float, stopped_s: float, fault_file: str | None
     ) -> None:
         self._pid = pid
         self._rank = rank

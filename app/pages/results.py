@@ -1,18 +1,21 @@
-"""The tables of a run's predictions: how each class and each slide came out.
+"""Tables and sentences of a run's report: classes, slides, splits, the forecast of its plan, and what to try next.
 
-Takes the rows of ``predictions.csv`` (slide, split, tiles; classification: label, prediction, score_<class>;
-segmentation: dice_<class>) and of ``splits.csv``; returns tables, without rows where there is nothing to say.
+Takes the rows of ``predictions.csv`` and ``splits.csv``, or the files of a run; gives tables, without rows where there
+is nothing to say.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from app.pages.html import Table
-from app.pages.run_files import Rows
+from app.pages.html import Table, format_setting, format_value
+from app.pages.run_files import Rows, RunFiles
+from parallel.units import bytes_text, seconds_text
 from pipelines.labels.class_names import patient_note
 
 SLIDES_SHOWN = 100
@@ -136,3 +139,130 @@ def _cell(text: str) -> str:
         return f"{float(text):.3f}"
     except ValueError:
         return "–"
+
+
+WAIT, IDLE, BUBBLE, FULL = 0.1, 0.1, 0.25, 0.9
+"""Shares of the step time and of the memory from which something is advised."""
+
+STAGES = 8
+"""Slowest stages whose seconds are compared."""
+
+ROOM = 0.5
+"""Share of the memory below which recomputation is not needed: it saves at most about so much of the whole."""
+
+
+def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:
+    """Return planned and measured speed, bytes, waiting and seconds of stages with the deviation in per cent, and where
+    the plan's times came from; no rows of a run without a plan."""
+    plan, summary = files.plan, files.summary
+    if plan.get("strategy") != summary.get("strategy"):  # resumed with another, by name
+        plan = {}
+    speed, taken = plan.get("images_per_second"), _largest(plan.get("peak_memory_bytes"))
+    compared: list[tuple[str, Any, Any, Callable[[Any], str]]] = [
+        ("images/s, reading included", speed, summary.get("images_per_second"), format_value),
+        ("images/s, fed from memory", speed, summary.get("images_per_second_no_data"), format_value),
+        ("tensors on the fullest rank", taken, _largest(summary.get("device_bytes")), bytes_text),
+    ]
+    pairs = zip(plan.get("stage_seconds") or (), summary.get("stage_seconds") or (), strict=False)
+    slowest_first = sorted(enumerate(pairs), key=lambda numbered: -numbered[1][0])
+    compared += [(f"stage {k}, a microbatch", *pair, seconds_text) for k, pair in sorted(slowest_first[:STAGES])]
+    rows = [
+        (name, form(planned), form(measured), f"{100 * (measured / planned - 1):+.0f} %".replace("-", "−"))
+        for name, planned, measured, form in compared
+        if planned and measured
+    ]
+    if len(plan.get("stage_seconds") or ()) > 1 and (waited := summary.get("bubble")) is not None:
+        expected = plan.get("bubble") or 0.0
+        points = f"{100 * (waited - expected):+.0f} points".replace("-", "−")
+        rows.append(("waiting for other stages", f"{100 * expected:.0f} %", f"{100 * waited:.0f} %", points))
+    if not rows:
+        return Table((), ()), []
+    notes = []
+    if speed:
+        error = plan.get("expected_error")
+        within = "" if error is None else f"; a layer's time is expected to be within {100 * error:.0f} %"
+        notes.append(f"Times of the plan: {plan.get('cost_source')}{within}.")
+    return Table(("", "forecast", "measured", "deviation"), rows, (1, 2, 3)), notes
+
+
+def advice(files: RunFiles) -> list[str]:
+    """Return what to try next, most urgent first."""
+    return [*_of_memory(files), *_of_reading(files.summary), *_of_waiting(files.summary)]
+
+
+def _of_memory(files: RunFiles) -> Iterator[str]:
+    summary = files.summary
+    limit, taken = _limit(files), _largest(summary.get("device_bytes"))
+    recomputes = summary.get("recompute", "none") != "none"
+    if summary.get("status") == "failed" and re.search("out of memory", summary.get("error") or ""):
+        yield f"Memory ran out. Try {_smaller(summary)}; `python -m app.plan --largest-tile` says what fits."
+    elif limit and taken and taken >= FULL * limit:
+        share = format_setting("_fraction", taken / limit)
+        yield f"Tensors took {share} of {bytes_text(limit)}: for larger tiles or batches try {_smaller(summary)}."
+    elif limit and taken and recomputes and taken < ROOM * limit:
+        share = format_setting("_fraction", taken / limit)
+        yield (
+            f"Tensors took {share} of {bytes_text(limit)}, and --recompute costs about a third more computing: "
+            "leave out --recompute, or use larger tiles."
+        )
+
+
+def _smaller(summary: Mapping[str, Any]) -> str:
+    """The next two ways of needing less memory that the run did not use, cheapest first."""
+    whole = summary.get("microbatches") == summary.get("global_batch")
+    ways = [
+        (f"--microbatches {summary.get('global_batch')}", not whole),
+        ("--recompute block", summary.get("recompute", "none") == "none" and not summary.get("stream_px")),
+        ("--offload overlap", summary.get("offload", "none") == "none" and not summary.get("stream_px")),
+        ("--stream 512", not summary.get("stream_px")),
+        (f"--stream {(summary.get('stream_px') or 0) // 2}", bool(summary.get("stream_px"))),
+        (f"--ranks {2 * summary.get('ranks', 1)}", True),
+    ]
+    return ", then ".join([way for way, unused in ways if unused][:2])
+
+
+def _of_reading(summary: Mapping[str, Any]) -> Iterator[str]:
+    waited, cache = summary.get("data_wait_fraction") or 0.0, summary.get("tile_cache")
+    if waited < WAIT:
+        return
+    begin = f"Reading was the limit: {format_setting('_fraction', waited)} of the step time waited for tiles."
+    if summary.get("tile_px") == "slide":
+        yield f"{begin} Try --read-ahead=4GiB, or a coarser --mpp."
+    elif not cache:
+        yield (
+            f"{begin} Try --cache DIR on a local disk, which keeps tiles for the epochs that follow, or "
+            "--read-ahead=4GiB."
+        )
+    elif cache.get("full"):
+        yield f"{begin} The cache is full: raise --cache-bytes."
+    elif cache["misses"] > cache["hits"]:
+        yield f"{begin} Most tiles were not in the cache yet; a second epoch, or a second run, reads them from there."
+    else:
+        yield f"{begin} Tiles came from the cache: put --cache on a faster disk, or try --read-ahead=4GiB."
+
+
+def _of_waiting(summary: Mapping[str, Any]) -> Iterator[str]:
+    idle, bubble = summary.get("idle_fraction") or [], summary.get("bubble") or 0.0
+    m, batch = summary.get("microbatches") or 1, summary.get("global_batch") or 1
+    if idle and max(idle) - min(idle) >= IDLE:
+        yield (
+            f"Some ranks waited up to {format_setting('_fraction', max(idle))} of the step time for slower ones: try "
+            f"--shares auto with --microbatches {max(2 * m, batch)}."
+        )
+    if bubble >= BUBBLE and 2 * m <= batch:
+        yield (
+            f"Ranks of the pipeline waited {format_setting('_fraction', bubble)} of a step for each other: try "
+            f"--microbatches {2 * m}, which fills more of it, or --parallel auto."
+        )
+
+
+def _limit(files: RunFiles) -> int | None:
+    """Bytes that a rank may take: as asked, or as the smallest GPU has."""
+    gpus = [gpu.get("memory_bytes") for gpu in files.environment.get("gpus") or ()]
+    on_gpu = str(files.summary.get("device", "")).startswith("cuda")
+    limit: int | None = files.summary.get("memory_limit_bytes")
+    return limit or (min(filter(None, gpus), default=None) if on_gpu else None)
+
+
+def _largest(of_ranks: list[int | None] | None) -> int:
+    return max((size or 0 for size in of_ranks or ()), default=0)

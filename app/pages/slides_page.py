@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 
 from app.pages.html import Card, format_value, rendered
-from app.pages.slide_pictures import SmallPicture, class_rgb
+from app.pages.pictures import SmallPicture, class_rgb
 from app.settings.data_file import write_text
 from pipelines.tiles.index import TileTable
 
@@ -40,12 +40,7 @@ class SlideRow:
     faults: tuple[str, ...]
 
 
-FILTERS: Mapping[str, str] = {
-    "fault": "with faults",
-    "pale": "little tissue",
-    "few": "few tiles",
-    "drawn": "annotated",
-}
+FILTERS: Mapping[str, str] = {"fault": "with faults", "pale": "little tissue", "few": "few tiles", "drawn": "annotated"}
 
 ORDERS: Mapping[str, tuple[str, Callable[[SlideRow], tuple[float, ...]]]] = {
     "name": ("name", lambda row: ()),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from app.settings.sizes import bytes_of
+from app.settings.fields import bytes_of
 from app.settings.strategy import Parallel
 from app.settings.strategy_errors import OPTIMAL_OFFLOAD
 from parallel.plan.candidates import RECOMPUTE, MemoryOptions

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.launch.machine import cpu_model, memory_bytes, usable_cores
+from app.launch.host import cpu_model, memory_bytes, usable_cores
 from app.launch.place import Precision, autocast_of, decide_precision, device_kind
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES, Cluster

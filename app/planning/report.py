@@ -24,7 +24,7 @@ from app.planning.table import print_largest, print_rows
 from app.planning.unequal import unequal_notes
 from app.planning.workload import Workload
 from app.settings.cli import FAILED, OK
-from app.settings.sizes import bytes_of
+from app.settings.fields import bytes_of
 from parallel.cost.cluster import Cluster
 from parallel.draw.graph_svg import graph_svg
 from parallel.draw.graph_text import graph_dot, graph_json, graph_text

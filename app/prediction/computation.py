@@ -7,6 +7,7 @@ windows in the same order.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.fx.experimental.optimization import fuse
 
-from app.prediction.folded_norms import with_folded_norms
 from app.settings.cli import RunError
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
@@ -34,6 +35,34 @@ from pipelines.slides.slide import SlideError
 from pipelines.stream.augment import StainSteps
 from pipelines.stream.device_batch import BoxMaker
 from pipelines.stream.device_pixels import PixelMaker
+
+log = logging.getLogger(__name__)
+
+MOST_OFF = 1e-3
+"""Of the largest output on the example: further from the module's own is no rounding, and the module is kept."""
+
+
+@torch.inference_mode()
+def with_folded_norms(module: nn.Module, example: Tensor) -> nn.Module:
+    """Return ``module`` with its batch norms folded, or as it is where it cannot be followed or gives other values.
+
+    Args:
+        module: in evaluation mode.
+        example: (1, 3, h, w), on the module's device.
+    """
+    if not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
+        return module
+    try:
+        folded: nn.Module = fuse(module)
+        expected, given = module(example), folded(example)
+        off = float((given - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    except Exception as fault:  # whatever a user's own code raises when it is followed; it computes as it is
+        log.info("batch norms stay layers of their own: %s: %s", type(fault).__name__, str(fault).partition("\n")[0])
+        return module
+    if not off <= MOST_OFF:
+        log.info("batch norms stay layers of their own: folded, the model is %.2g off", off)
+        return module
+    return folded
 
 
 @dataclass(frozen=True, eq=False)

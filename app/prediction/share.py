@@ -21,9 +21,8 @@ import torch
 from app.launch.place import choose_device, connect, host_memory, take_cores
 from app.prediction.command import PredictCommand
 from app.prediction.computation import Placement
-from app.prediction.picture_as_tile import predict_picture
 from app.prediction.prediction_folder import PredictionFolder
-from app.prediction.slide_as_tile import predict_as_tile
+from app.prediction.slide_as_tile import predict_as_tile, predict_picture
 from app.prediction.trained_model import TrainedModel, load_model
 from app.prediction.whole_slide import predict_slide
 from app.settings.cli import RunError

@@ -11,6 +11,7 @@ import functools
 from contextlib import ExitStack
 from typing import Any
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,11 +24,42 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import map_isolated
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import SlideError
+from pipelines.stream.read import centre
 from pipelines.tiles.index_settings import IndexSettings
-from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, index_slide, slide_limits
+from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, find_tiles, index_slide, slide_limits
 from pipelines.tiles.stain_fit import Method, StainFit
 from pipelines.tiles.stain_fits import STEP, stain_of
 from pipelines.tiles.tile_table import IndexedSlide
+
+
+def predict_picture(
+    spec: SlideSpec, model: TrainedModel, settings: IndexSettings, folder: PredictionFolder
+) -> dict[str, Any] | None:
+    """Predict one picture; return its row of ``slides.csv``, on the rank of its group that has the model's outputs.
+
+    Raises:
+        SlideError: it is no picture, or cannot be decoded; on every rank of the group.
+        RunError: one of several ranks of the group has failed.
+    """
+    with model.computation.fail_together():
+        threads = default_threads(1)
+        source = find_tiles(spec, settings, threads).source
+        stain = None
+        if model.stain_target is not None:
+            stain = stain_of(spec, model.stain_target.method, settings.tissue_mpp, threads)
+        with spec.open() as slide:
+            level = slide.levels[0]
+            picture = slide.read(Region(0, 0, level.width, level.height, level.mpp))
+        pixels = np.array(centre(picture, settings.side))  # torch wants memory that may be written to
+    with rank_faults(spec.slide_id, model.computation):
+        fit = stain if isinstance(stain, StainFit) else None
+        values = model.probabilities(pixels[None], (1, 3, settings.side, settings.side), fit)
+    if values is None:
+        return None
+    for path in (folder.overlay(spec.slide_id), folder.tiles(spec.slide_id), folder.record(spec.slide_id)):
+        path.parent.mkdir(parents=True, exist_ok=True)  # its name is its path below --slides
+    folder.overlay(spec.slide_id).write_bytes(cv2.imencode(".png", pixels[..., ::-1])[1].tobytes())
+    return finish_image(folder, model, spec, source, values, (0, 0, source.width, source.height, 1.0), stain)
 
 
 def predict_as_tile(

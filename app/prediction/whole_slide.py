@@ -22,9 +22,15 @@ from app.launch.place import rank_cores
 from app.prediction.area_files import Scored, write_areas
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.computation import rank_faults
-from app.prediction.overlay import draw_prediction
 from app.prediction.prediction_folder import PredictionFolder, file_names
-from app.prediction.score_tables import TileRow, attention_weights, bag_scores, class_scores, write_tiles
+from app.prediction.score_tables import (
+    TileRow,
+    attention_weights,
+    bag_scores,
+    class_scores,
+    draw_prediction,
+    write_tiles,
+)
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
 from app.training.run_slides import opening

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import tyro
 import yaml
 
-from app.settings.closed_pipe import ignore_broken_pipe
+from app.settings.console import ignore_broken_pipe
 from app.settings.data_file import read_data
 from app.settings.fields import arguments_for, flags_of, flat, settings_of, without_rare
 from parallel.profile.cache import own_torch_cache

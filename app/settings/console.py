@@ -1,20 +1,64 @@
-"""Findings of checks, and tables on a terminal or as aligned columns elsewhere.
+"""Standard output: findings and tables, on a terminal or as aligned columns; a reader that leaves early, as ``head``.
 
-Takes rows of text; prints them to standard output. Away from a terminal no line is cut or broken and no box is drawn,
-so that ``grep``, a log file and an e-mail show what was found.
+Away from a terminal no line is cut or broken and no box is drawn, so that ``grep``, a log file and an e-mail show what
+was found.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class _Drained(io.FileIO):
+    """A descriptor whose reader may go."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def ignore_broken_pipe() -> Iterator[None]:
+    """While this lasts, writing to a closed pipe is no fault, for ``print`` and whatever else writes to the streams."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_drained, before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _drained(stream: TextIO) -> TextIO:
+    try:
+        descriptor = stream.fileno()
+    except (OSError, AttributeError, ValueError):  # no file at all, as where output is captured
+        return stream
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return stream
+    stream.flush()
+    raw = _Drained(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=stream is sys.stderr)
+
 
 COLOURS = {"ok": "green", "warning": "yellow", "FAULT": "bold red"}
 

@@ -1,15 +1,123 @@
-"""The launcher of this process (none, torchrun, srun, or an MPI launcher such as mpirun), read from the environment.
+"""The launcher of this process (none, torchrun, srun, or an MPI launcher such as mpirun), and its earlier attempts.
 
-No torch and no MPI is loaded here: settings are checked against the number of ranks before anything else happens.
+Read from the environment; no torch and no MPI is loaded: settings are checked against the number of ranks before
+anything else happens. A launcher that starts ranks again is known by its process (torchrun, ``--ranks``) or by the
+number of its job (Slurm), not by the counters it hands out: each of several torchrun agents counts the failures of its
+own node alone. An attempt may have fewer ranks than the one before, or more.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from app.settings.slurm import find_task, tasks_of_node
 from parallel.comm.launch import STARTED_BY_US
+
+PORTS = range(20000, 30000)
+"""Where the ranks of a step meet: below the ports that Linux hands out by itself."""
+
+STEP_NUMBERS = 31
+"""Ports between two consecutive jobs, so that their first steps do not meet where the other's do."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmTask:
+    """This task of a step of several.
+
+    Attributes:
+        host: of rank 0.
+        port: on that host; the same for all tasks of the step, and for no other step nearby.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    host: str
+    port: int
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return the variables that torchrun would set, which torch.distributed reads."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def find_task(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
+    """This process as a task of a step of several; None when it is none.
+
+    MASTER_ADDR and MASTER_PORT go before what is made of the step's hosts and number.
+
+    Raises:
+        ValueError: a variable of Slurm that cannot be read.
+    """
+    # A batch script has SLURM_PROCID, too, but belongs to no numbered step.
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
+        return None
+    world = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
+    if world < 2:
+        return None
+    hosts = environment["SLURM_STEP_NODELIST"]
+    host = first_host(hosts)
+    step = int(environment["SLURM_JOB_ID"]) * STEP_NUMBERS + int(environment["SLURM_STEP_ID"])
+    return SlurmTask(
+        int(environment["SLURM_PROCID"]),
+        world,
+        int(environment["SLURM_LOCALID"]),
+        tasks_of_node(environment) or world,
+        # Within one machine its name need not be known to anybody.
+        environment.get("MASTER_ADDR") or ("127.0.0.1" if host == hosts else host),
+        int(environment.get("MASTER_PORT") or PORTS[step % len(PORTS)]),
+    )
+
+
+def tasks_of_node(environment: Mapping[str, str]) -> int | None:
+    """Tasks of this step on this node; None where Slurm does not say.
+
+    Raises:
+        ValueError: a list that cannot be read.
+    """
+    told = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
+    if told is None:
+        return None
+    counts = list(expand_counts(told))
+    node = int(environment.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else counts[0]
+
+
+def expand_counts(text: str) -> Iterator[int]:
+    """A number for each node: ``2(x3),1`` gives 2, 2, 2, 1.
+
+    Raises:
+        ValueError: text of another form.
+    """
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
+            raise ValueError(f"tasks per node are written as 2(x3),1; Slurm gave {text!r} in its environment")
+        yield from [int(match[1])] * int(match[2] or 1)
+
+
+def first_host(text: str) -> str:
+    """Return the first of a list of hosts: ``a01`` of ``a[01-03,7],b``; brackets may stand several times in a name.
+
+    Raises:
+        ValueError: text of another form.
+    """
+    name = re.match(r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|$)", text)
+    if not name:
+        raise ValueError(f"hosts are written as a[01-03,7],b; Slurm gave {text!r} in its environment")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", name[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +168,96 @@ def find_launch() -> Launch | None:
 def started_by_us() -> bool:
     """Return whether ``--ranks`` started this process."""
     return STARTED_BY_US in os.environ
+
+
+AGENTS = frozenset({"TORCHELASTIC_RUN_ID", STARTED_BY_US})
+"""Variables of ranks whose parent is torchrun or ``--ranks``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Program that starts the processes of a run, and would start them again.
+
+    Attributes:
+        agent: host and process of torchrun or of ``--ranks``; None when there is neither.
+        job: Slurm's number of the job or of the task of an array, the same after a requeue; None outside of Slurm.
+        requeued: Slurm has run this job before.
+    """
+
+    agent: str | None = None
+    job: str | None = None
+    requeued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The record in the run folder: attempts of one start.
+
+    Attributes:
+        begun: how many, so far.
+        agents, job: of the starter; of each rank's in the last attempt.
+        ranks: of each attempt.
+    """
+
+    begun: int
+    agents: tuple[str, ...]
+    job: str | None
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Attempts:
+        """The record as it was written.
+
+        Raises:
+            KeyError, TypeError: a value lacks or is of another type.
+        """
+        begun, agents, job, ranks = value["begun"], value["agents"], value["job"], value["ranks"]
+        lists = isinstance(agents, list) and isinstance(ranks, list)
+        if not (lists and type(begun) is int and all(type(count) is int for count in ranks)):
+            raise TypeError(f"begun {begun!r}, agents {agents!r}, ranks {ranks!r}")
+        return cls(begun, tuple(agents), job, tuple(ranks))
+
+
+def find_launcher(environment: Mapping[str, str] = os.environ, *, server: int | None = None) -> Launcher:
+    """Return what started this process.
+
+    Args:
+        server: process number of the rank server, in the launcher that is about to start the ranks.
+    """
+    agent = None
+    if server or not AGENTS.isdisjoint(environment):
+        agent = f"{platform.node()} {server or os.getppid()}"
+    job = environment.get("SLURM_JOB_ID")
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return Launcher(agent, job, int(environment.get("SLURM_RESTART_COUNT", 0)) > 0)
+
+
+def previous_attempts(record: Attempts | None, starter: Launcher) -> int:
+    """Return how many attempts ``starter`` has made; 0 when the folder is new, or holds a run that something else
+    started.
+
+    A job that was not requeued is no proof: in one allocation a user starts many runs.
+    """
+    if record is None:
+        return 0
+    same_agent = starter.agent is not None and starter.agent in record.agents
+    same_job = starter.requeued and starter.job == record.job
+    return record.begun if same_agent or same_job else 0
+
+
+def describe_restart(before: int, step: int, repeated: int, ranks: Sequence[int] = ()) -> str:
+    """Return the line that tells the user.
+
+    Args:
+        before: attempts before this one.
+        step: steps that the last checkpoint holds; 0 when there is none.
+        repeated: steps after it that an earlier attempt had done.
+        ranks: of each attempt, this one's last.
+    """
+    where = f"continuing from step {step}" if step else "no checkpoint was written yet, starting anew"
+    again = f"; {repeated} more {'was' if repeated == 1 else 'were'} done and must be done again" if repeated else ""
+    other = ""
+    if len(set(ranks[-2:])) > 1:
+        other = f" on {ranks[-1]} rank{'s' * (ranks[-1] > 1)} in place of {ranks[-2]}"
+    return f"restarted (attempt {before + 1}{other}): {where}{again}"

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from app.settings.checkpoint import CheckpointSettings
-from app.settings.optimization import OptimizerSettings
-from app.settings.sizes import bytes_of
+from app.settings.fields import bytes_of
+from app.settings.optimization import CheckpointSettings, OptimizerSettings
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from pipelines.labels.class_names import ClassMap, TileLabel, pattern_fault

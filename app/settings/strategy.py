@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from app.settings.fields import bytes_of
 from app.settings.launcher import find_launch
-from app.settings.sizes import bytes_of
 from parallel.memory.policy import ActivationPolicy, Offload, Recompute
 from parallel.schedule.pushes import PushRule, read_pushes
 from parallel.schedule.registry import default_microbatches

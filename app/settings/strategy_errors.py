@@ -5,9 +5,9 @@ Takes ``StrategySettings``; returns a line for each error, all at once.
 
 from __future__ import annotations
 
+from app.settings.fields import bytes_of
 from app.settings.launcher import find_launch
 from app.settings.share_errors import async_errors, broken, mixed_errors, share_errors
-from app.settings.sizes import bytes_of
 from app.settings.strategy import StrategySettings
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.registry import kind_of

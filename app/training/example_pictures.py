@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.pages.overlays import as_jpeg, tinted
+from app.pages.pictures import as_jpeg, tinted
 from app.training.examples import Example
 from app.training.session import Session
 from models.losses import IGNORE

@@ -17,21 +17,18 @@ import torch
 
 from app.checkpoint.file import keep_as, not_resumable, resume_state
 from app.checkpoint.periodic import CheckpointManager
-from app.launch.signals import Interrupt
+from app.launch.rank_guard import Interrupt
 from app.settings.cli import RunError
 from app.training.bags import steps_of
-from app.training.idle_time import IdleTime
 from app.training.memory_limit import MemoryLimit
-from app.training.metrics_log import MetricsLog
-from app.training.mlflow_log import MlflowLog
-from app.training.outcome import JUDGED_FROM, Outcome
+from app.training.metrics_log import MetricsLog, MlflowLog
+from app.training.outcome import JUDGED_FROM, WARM_UP, IdleTime, Outcome, Stopwatch, Throughput
 from app.training.progress import RunProgress
 from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from app.training.session import Session
 from app.training.share import share
 from app.training.step_tiles import StepTiles
-from app.training.throughput import WARM_UP, Stopwatch, Throughput
 from app.training.validation import evaluate
 from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
@@ -375,10 +372,7 @@ class TrainingLoop:
 def _random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of the default generators. Training draws from the seed of each microbatch instead; only a
     model that draws in validation continues from these."""
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
-    }
+    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []}
 
 
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:

@@ -5,19 +5,189 @@ Written by the first rank only; on the others every method does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+import csv
+import json
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
-from app.training.mlflow_log import MlflowLog
-from app.training.push_log import PushLog
 from app.training.run_folder import CsvLog, RunFolder
 from app.training.validation import Scores
 from parallel.engine.step import StepResult
+from parallel.schedule.pushes import Push
 from pipelines.catalog.failures import names_file
 from pipelines.catalog.table import write_rows
 
 if TYPE_CHECKING:
     from app.training.session import Session
+
+
+class PushLog:
+    """The file as one run writes it; there is none before the first update.
+
+    Args:
+        path: of the file; updates of steps that are repeated are dropped.
+        step: steps done when the run starts.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._path = path
+        if path.exists():
+            CsvLog(path, Push._fields).cut_after(step - 1)  # the log counts steps from 0
+
+    def add(self, pushes: Sequence[Push]) -> None:
+        for push in pushes:
+            CsvLog(self._path, Push._fields).add(push._asdict())
+
+
+def staleness_in(path: Path) -> dict[int, int] | None:
+    """Return how many updates of the run had each staleness, rising; None: there is no parameter server."""
+    if not path.exists():
+        return None
+    with path.open(newline="") as file:
+        counts = Counter(int(row["staleness"]) for row in csv.DictReader(file))
+    return dict(sorted(counts.items()))
+
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "mlflow.json"
+ARTEFACTS = (
+    *("config.yaml", "env.json", "summary.json", "report.html"),
+    *("metrics.csv", "validation.csv", "predictions.csv", "splits.csv", "failed_slides.csv"),
+)
+"""What is sent when the run has ended, where it is there. Checkpoints stay: they may be of any size."""
+
+ENDED = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+"""MLflow's words for how a run ended."""
+
+SEND_EVERY_S, RETRY_S, CLOSE_S = 2.0, 30.0, 60.0
+"""Seconds between two messages, after one that failed, and that the end of a run waits for the last of them."""
+
+MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 500
+"""What one message may hold, and characters of a setting, by MLflow's interface."""
+
+MOST_WAITING = 200_000
+"""Scalars kept for a server that is not there; the oldest are dropped."""
+
+
+class MlflowLog:
+    """One run of MLflow, told from a thread of its own.
+
+    Args:
+        folder: of the run; its name is the run's.
+        experiment: made where there is none of that name.
+        settings: logged as parameters when the run is new.
+    """
+
+    def __init__(self, folder: Path, experiment: str, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._experiment = experiment
+        self._settings = settings
+        self._waiting: deque[tuple[str, float, int, int]] = deque(maxlen=MOST_WAITING)
+        self._sending: list[tuple[str, float, int, int]] = []
+        """Taken from those that wait, and kept until a server has them."""
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._params: list[tuple[str, str]] = []
+        self._last: list[Callable[[Any, str], None]] = []
+        self._wakes = threading.Event()
+        self._closes = False
+        self._warned = False
+        self._thread: threading.Thread | None = None
+
+    def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Log ``values`` after ``step`` steps; None is left out."""
+        now_ms = int(time.time() * 1000)
+        new = [(name, float(value), now_ms, step) for name, value in values.items() if value is not None]
+        with self._lock:
+            self._dropped += max(0, len(self._waiting) + len(new) - MOST_WAITING)
+            self._waiting.extend(new)
+        self._start()
+
+    def _start(self) -> threading.Thread:
+        """The thread, which a run that has nothing to tell never needs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._tell, name="mlflow", daemon=True)
+            self._thread.start()
+        return self._thread
+
+    def close(self, status: str) -> None:
+        """Send what is waiting, the files of the run and how it ended (completed, interrupted, failed); after
+        ``CLOSE_S`` the rest is given up."""
+        self._last = [self._send_files, lambda client, run: client.set_terminated(run, ENDED[status])]
+        self._closes = True
+        self._wakes.set()
+        self._start().join(CLOSE_S)
+        lost = self._dropped + len(self._sending) + len(self._waiting)
+        if lost or self._last:
+            files = " and the last files" if self._last else ""
+            log.warning("MLflow was not told %d scalars%s; all are in %s", lost, files, self._folder)
+
+    def _tell(self) -> None:
+        """Until closed: open the run, then send what is waiting; whatever fails is tried again later."""
+        client, run = None, ""
+        while True:
+            try:
+                if client is None:
+                    client, run = self._open()
+                while self._params or self._sending or self._waiting:
+                    self._send(client, run)
+                while self._last:
+                    self._last[0](client, run)
+                    del self._last[0]
+            except Exception as fault:  # clients raise anything, and a run does not end for it
+                if not self._warned:
+                    log.warning("MLflow cannot be told, and is tried again every %g s: %s", RETRY_S, fault)
+                self._warned = True
+                if self._closes:
+                    return
+                self._wakes.wait(RETRY_S)
+                continue
+            if self._closes and not self._last:
+                return
+            self._wakes.wait(SEND_EVERY_S)
+
+    def _open(self) -> tuple[Any, str]:
+        """A client, and the number of the run: that of ``mlflow.json``, or of a new one with the settings."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient()
+        kept = self._folder / RUN_FILE
+        if kept.exists():
+            run: str = json.loads(kept.read_text())["run_id"]
+            client.update_run(run, status="RUNNING")
+            return client, run
+        known = client.get_experiment_by_name(self._experiment)
+        number = known.experiment_id if known else client.create_experiment(self._experiment)
+        run = client.create_run(number, run_name=self._folder.resolve().name).info.run_id
+        kept.write_text(json.dumps({"experiment": self._experiment, "run_id": run}) + "\n")
+        self._params = [(name, str(value)[:LONGEST_PARAM]) for name, value in self._settings.items()]
+        return client, run
+
+    def _send(self, client: Any, run: str) -> None:
+        """One message: of settings, if any are left, or of scalars."""
+        from mlflow.entities import Metric, Param
+
+        if self._params:
+            client.log_batch(run, params=[Param(*param) for param in self._params[:MOST_PARAMS]])
+            del self._params[:MOST_PARAMS]
+            return
+        with self._lock:
+            while self._waiting and len(self._sending) < MOST_METRICS:
+                self._sending.append(self._waiting.popleft())
+        client.log_batch(run, metrics=[Metric(*scalar) for scalar in self._sending])
+        self._sending = []
+
+    def _send_files(self, client: Any, run: str) -> None:
+        for name in ARTEFACTS:
+            if (self._folder / name).exists():
+                client.log_artifact(run, str(self._folder / name))
+
 
 STEP_COLUMNS = ("step", "epoch", "images", "loss", "lr", "step_s", "data_wait_s", "images_per_second")
 VALIDATION_COLUMNS = (

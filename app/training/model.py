@@ -6,21 +6,21 @@ know about how it was made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.checkpoint.file import check_weights
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import ModelSettings, RunConfig
 from app.training.dataset import Dataset, class_counts
-from app.training.memory_layout import LEFT_OUT, takes_channels_last
-from app.training.random_draws import refuse_draws
 from app.training.share import share
 from models.bag import BagLoss, has_bag_head, put_bag_head
 from models.layer_depth import freeze, layer_decay_scales, layers_of
@@ -29,7 +29,81 @@ from models.pretrained import PRETRAINED, names_weights, pretrained_weights
 from models.registry import build_model
 from models.weights import IMAGENET, LoadedWeights, Weights, load_weights, read_weights
 from parallel.comm.communicator import Communicator
-from parallel.trace.without_data import refuse_tile_size
+from parallel.trace.without_data import preserve_module_state, refuse_tile_size, run_without_data
+
+LEFT_OUT = (
+    "channels_last is left out: the model takes its images apart in a way that this layout does not allow (view "
+    "after a convolution, say); reshape in place of view would make it faster"
+)
+
+
+def takes_channels_last(model: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Return False where ``model`` runs on images that lie channel by channel, and not on channels_last ones.
+
+    Args:
+        shape: (n, c, h, w) of a microbatch.
+    """
+    return _runs(model, shape, torch.channels_last) or not _runs(model, shape, torch.contiguous_format)
+
+
+def _runs(model: nn.Module, shape: tuple[int, ...], layout: torch.memory_format) -> bool:
+    try:
+        run_without_data(model, shape, layout)
+    except Exception:  # whatever torch raises for a layout, and what a model that looks at its data does
+        return False
+    return True
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs or {}):
+            self.names.append(func.overloadpacket.__name__)
+        call: Callable[..., Any] = func
+        return call(*args, **(kwargs or {}))
+
+
+def _drops(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """False for attention that could drop, and is called with nothing to drop."""
+    names = [argument.name for argument in func._schema.arguments]
+    called = {argument.name: argument.default_value for argument in func._schema.arguments}
+    called |= dict(zip(names, args, strict=False)) | dict(given)
+    return bool(called.get("dropout_p", 1.0))
+
+
+def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Let no rank of a mixed run compute other numbers than the next one would.
+
+    Args:
+        shape: (n, c, h, w) of a microbatch.
+
+    Raises:
+        ValueError: a training pass of ``model`` draws, or cannot be looked into.
+    """
+    watch = _Draws()
+    with preserve_module_state(model):
+        model.train()
+        try:
+            run_without_data(model, shape, watch=watch)
+        except Exception as fault:  # whatever torch raises, and what a model that looks at its data does
+            raise ValueError(
+                "--device mixed: the model could not be looked into for random numbers, which a CPU and a GPU draw "
+                f"differently ({str(fault).splitlines()[0] if str(fault) else type(fault).__name__}): use devices of "
+                "one kind"
+            ) from fault
+    if drawn := ", ".join(dict.fromkeys(watch.names)):
+        raise ValueError(
+            f"--device mixed: the model draws random numbers ({drawn}), and a CPU and a "
+            "GPU draw others from one seed, so that the step would depend on who computes what: use a model without "
+            "dropout, or devices of one kind"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,18 +6,68 @@ with which ``--shares`` makes another run change at the same steps.
 
 from __future__ import annotations
 
+import csv
 import logging
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from app.training.run_folder import RunFolder
-from app.training.shares_log import SharesLog, says
+from app.training.run_folder import CsvLog, RunFolder
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import StepResult
-from parallel.schedule.shares import WINDOW, Rebalancing, Shares, consecutive
+from parallel.schedule.shares import CHANGING, WINDOW, Changes, Rebalancing, Shares, consecutive, read_changes, rows_of
 from parallel.strategy import Strategy
+
+
+class SharesLog:
+    """The file as one run writes it; the first rank has one.
+
+    Args:
+        path: of the file; what it says of steps that are computed again is dropped.
+        step: steps done when the run starts.
+        shares: in force then.
+    """
+
+    def __init__(self, path: Path, step: int, shares: Shares) -> None:
+        self._log = CsvLog(path, CHANGING)
+        self._log.cut_after(step)
+        if _last_rows(path) != [list(map(str, row[1:])) for row in rows_of(step, shares)]:
+            self._log.cut_after(step - 1)
+            self.add(step, shares)
+
+    def add(self, step: int, shares: Shares) -> None:
+        """``shares`` are in force once ``step`` steps are done."""
+        for row in rows_of(step, shares):
+            self._log.add(dict(zip(CHANGING, row, strict=True)))
+
+
+def _last_rows(path: Path) -> list[list[str]]:
+    """Microbatch and group of the last step that the file knows of."""
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    return [row[1:] for row in rows if row[0] == rows[-1][0]]
+
+
+def says(path: Path, changes: Changes) -> bool:
+    """Return whether the file is there with this content: a run that replays its own file leaves it as it is, since a
+    later attempt reads it."""
+    if not path.exists():
+        return False
+    try:
+        return read_changes(path.read_text()) == changes
+    except ValueError:
+        return False
+
+
+def changes_in(path: Path) -> int | None:
+    """Return the number of changes of the shares over the whole run; None: it was not recorded."""
+    if not path.exists():
+        return None
+    with path.open(newline="") as file:
+        return max(0, len({row[0] for row in csv.reader(file)}) - 2)
+
 
 log = logging.getLogger(__name__)
 

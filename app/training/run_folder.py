@@ -20,11 +20,11 @@ from typing import Any
 
 import yaml
 
-from app.launch.folder_lock import lock_folder
-from app.launch.restart import Attempts
+from app.launch.host import lock_folder
 from app.settings.cli import RunError
 from app.settings.data_file import read_data, write_json, write_text
 from app.settings.fields import flat, settings_of
+from app.settings.launcher import Attempts
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
 from pipelines.catalog.failures import names_file

@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.launch.machine import cpu_model, memory_bytes, usable_cores
-from app.settings.launcher import started_by_us
-from app.settings.slurm import find_task
+from app.launch.host import cpu_model, memory_bytes, usable_cores
+from app.settings.launcher import find_task, started_by_us
 
 log = logging.getLogger(__name__)
 

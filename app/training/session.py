@@ -23,12 +23,20 @@ from app.launch.place import RankPlace, host_memory, host_share, map_share
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
 from app.settings.run import EPOCHS, RunConfig
-from app.training.batches import RankReading, microbatches_of, sizes_of_part
+from app.training.batches import (
+    RankReading,
+    augmentation_of,
+    microbatches_of,
+    read_ahead,
+    sizes_of_part,
+    tiles_in_order,
+    told,
+    training_tiles,
+)
 from app.training.dataset import Dataset
 from app.training.engines import build_engine, build_optimizer, choose_algorithms
 from app.training.model import RunModel, build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
-from app.training.tile_streams import augmentation_of, read_ahead, tiles_in_order, told, training_tiles
 from app.training.validation import Outputs, spread
 from models.bag import BagGradient
 from models.weights import LoadedWeights
@@ -307,10 +315,7 @@ def _engine_of(
         host=host,
     )
     choose_algorithms(
-        strategy,
-        placement.device,
-        fixed=dataset.tiles.sides is None,
-        limited=config.strategy.memory is not None,
+        strategy, placement.device, fixed=dataset.tiles.sides is None, limited=config.strategy.memory is not None
     )
     return engine, host
 

@@ -18,7 +18,7 @@ import zarr
 import zarr.codecs
 from PIL import Image
 
-from app.checks.sample_slides import write_samples
+from app.checks.slides import write_samples
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_writer import JPEG, TILE, TiffWriter, encode_jpeg
 from pipelines.slides.geometry import Region, Size

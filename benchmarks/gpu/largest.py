@@ -181,7 +181,7 @@ def _whole(px: float) -> int:
 
 
 def _host_bytes() -> int:
-    from app.launch.machine import memory_bytes
+    from app.launch.host import memory_bytes
 
     return round(HOST * memory_bytes()[1])
 

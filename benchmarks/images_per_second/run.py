@@ -22,7 +22,7 @@ from typing import Any
 
 from app.benchmark.page import write_page
 from app.benchmark.row import compare
-from app.settings.sizes import bytes_of
+from app.settings.fields import bytes_of
 from benchmarks.images_per_second.torch_pipelines import measured
 from benchmarks.results import markdown_table, parser_of, publish, results
 from demo.run import collect_slides

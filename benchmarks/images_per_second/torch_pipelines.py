@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from app.launch.machine import usable_cores
+from app.launch.host import usable_cores
 from benchmarks.ranks import run_on_ranks
 from benchmarks.schedules.peers import TorchPipeline
 from benchmarks.schedules.workload import Workload

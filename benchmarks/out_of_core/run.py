@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.settings.sizes import bytes_of
+from app.settings.fields import bytes_of
 from benchmarks.machine import measured_on
 from benchmarks.out_of_core import checkpoint, largest, peaks
 from benchmarks.results import markdown_table, parser_of, publish, results

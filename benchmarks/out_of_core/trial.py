@@ -19,7 +19,7 @@ from torch import Tensor
 
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
-from app.training.throughput import peak_resident_bytes
+from app.training.outcome import peak_resident_bytes
 from benchmarks.out_of_core.problem import CLASSES, strategy_of
 from benchmarks.plan_accuracy.memory import resident, settle
 from models.registry import build_model

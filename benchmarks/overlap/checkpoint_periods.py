@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from app.checkpoint.periodic import CheckpointManager
-from app.settings.checkpoint import CheckpointSettings
-from app.settings.optimization import OptimizerSettings
+from app.settings.optimization import CheckpointSettings, OptimizerSettings
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from app.training.engines import build_engine, build_optimizer

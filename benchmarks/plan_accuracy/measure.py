@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.launch.machine import usable_cores
+from app.launch.host import usable_cores
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from benchmarks.plan_accuracy.problems import CLASSES, Problem, named

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from app.checkpoint.file import save_checkpoint
-from app.training.throughput import Stopwatch
+from app.training.outcome import Stopwatch
 from benchmarks.machine import measured_on
 from benchmarks.results import OUT, parser_of, write_json
 from benchmarks.whole_engine import whole_engine

@@ -19,9 +19,9 @@ from app.launch.watchdog import Watchdog
 from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, SplitSettings, StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import prepare
+from app.training.outcome import Stopwatch
 from app.training.run_folder import RunFolder
 from app.training.session import build_session
-from app.training.throughput import Stopwatch
 from benchmarks.machine import measured_on
 from benchmarks.results import OUT, parser_of, write_json
 from pipelines.catalog.failures import FailedSlides

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from app.launch.machine import usable_cores
+from app.launch.host import usable_cores
 from app.planning.machine import this_machine
 from app.planning.workload import Workload
 from benchmarks.plan_accuracy.measure import WARM_UP, Contender, trim

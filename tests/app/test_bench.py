@@ -9,8 +9,7 @@ import pytest
 
 from app import bench
 from app.benchmark import trial as trials
-from app.benchmark.asked import StrategySpec
-from app.benchmark.case import Case, cases_of
+from app.benchmark.case import Case, StrategySpec, cases_of
 from app.benchmark.command import BenchCommand
 from app.benchmark.row import compare, row_of
 from app.benchmark.trial import Trial, run_trial

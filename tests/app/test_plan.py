@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from app.launch.machine import usable_cores
+from app.launch.host import usable_cores
 from app.plan import main
 from app.planning.machine import _calibrated, named_machine, this_machine
 from app.planning.table import print_largest, print_rows

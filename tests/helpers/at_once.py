@@ -16,7 +16,7 @@ from pipelines.catalog import processes
 
 MODULES = (
     "app.checks.slides",
-    "app.pages.slide_pictures",
+    "app.pages.pictures",
     "app.prediction.slide_as_tile",
     "pipelines.tiles.index",
     "pipelines.tiles.stain_fits",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint
 from app.checkpoint.periodic import CheckpointManager
-from app.settings.checkpoint import CheckpointSettings
+from app.settings.optimization import CheckpointSettings
 from app.training.run_folder import RunFolder
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.local import LocalCommunicator

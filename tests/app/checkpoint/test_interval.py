@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.checkpoint.interval import CHECKPOINTS, FIRST, STEPS, CheckpointInterval
-from app.settings.checkpoint import CheckpointSettings
+from app.checkpoint.periodic import CHECKPOINTS, FIRST, STEPS, CheckpointInterval
+from app.settings.optimization import CheckpointSettings
 
 
 def after(

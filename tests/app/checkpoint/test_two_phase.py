@@ -17,8 +17,8 @@ from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.checkpoint.periodic import CheckpointManager
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
-from app.settings.checkpoint import CheckpointSettings
 from app.settings.cli import RunError
+from app.settings.optimization import CheckpointSettings
 from app.training.run_folder import RunFolder
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import nothing

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
-from app.evaluation import intervals
+from app.evaluation import classification
 from app.evaluation.classification import (
     Cases,
     auc,
@@ -84,7 +84,7 @@ def test_patients_are_looked_at_once():
 
 
 def test_the_interval_is_over_patients(monkeypatch):
-    monkeypatch.setattr(intervals, "RESAMPLES", 200)
+    monkeypatch.setattr(classification, "RESAMPLES", 200)
     random = np.random.default_rng(1)
     label = np.tile([0, 1], 20)
     positive = np.clip(label * 0.3 + random.random(40) * 0.7, 0, 1)

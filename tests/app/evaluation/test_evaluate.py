@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from app.evaluation import intervals
+from app.evaluation import classification
 from tests.helpers.hand_made_checkpoint import SEGMENTER, write_checkpoint
 from tests.helpers.in_process import call
 
@@ -45,7 +45,7 @@ def folders(tmp_path_factory):
 
 
 def test_scores_and_the_page(folders, monkeypatch):
-    monkeypatch.setattr(intervals, "RESAMPLES", 50)
+    monkeypatch.setattr(classification, "RESAMPLES", 50)
     done = call(
         "app.evaluate", "--predictions", folders / "out", "--labels", folders / "labels.csv",
         "--annotations", folders / "truth", "--slides", folders / "slides",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.evaluation.froc import SlideHits, _major_axes, froc, hits
+from app.evaluation.areas import SlideHits, _major_axes, froc, hits
 from tests.helpers.counted import visited
 
 MPP = 10.0

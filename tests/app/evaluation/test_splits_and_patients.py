@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
-from app.evaluation import intervals
-from app.evaluation.certain_tiles import SHOWN, extreme_tiles
-from app.evaluation.scored_split import choose_split
+from app.evaluation import classification
+from app.evaluation.labelled import choose_split
+from app.evaluation.report_page import SHOWN, extreme_tiles
 from app.prediction.prediction_folder import PredictionFolder
 from pipelines.catalog.handles import SlideState
 from tests.helpers.in_process import call
@@ -49,7 +49,7 @@ def write_predictions(path, splits=SPLITS, classes=CLASSES, name="{split}{k}", p
 
 def evaluate(path, *words, labels="labels.csv"):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intervals, "RESAMPLES", 20)
+        patch.setattr(classification, "RESAMPLES", 20)
         done = call("app.evaluate", "--predictions", path, "--labels", path / labels, *words)
     figures = json.loads((path / "evaluation.json").read_text()) if done.returncode == 0 else {}
     return done, figures

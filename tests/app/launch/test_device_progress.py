@@ -108,7 +108,7 @@ def test_the_thread_ends_with_the_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch)
 
     devices = list[torch.device]()
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    monkeypatch.setattr("app.launch.device_progress.POLL_S", 0.001)
+    monkeypatch.setattr("app.launch.watchdog.POLL_S", 0.001)
     watchdog, _ = watched()
     assert watchdog._device is not None
     monkeypatch.setattr(watchdog._device, "look", fail)

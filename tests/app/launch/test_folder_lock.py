@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from app import index
-from app.launch import folder_lock
-from app.launch.folder_lock import LOCK, Holder, lock_folder
+from app.launch import host
+from app.launch.host import LOCK, Holder, lock_folder
 from app.settings.cli import FAILED, RunError
 from app.training.run_folder import RunFolder
 from tests.app.conftest import QUICK, ROOT, Train, train_command, train_environment
@@ -28,7 +28,7 @@ from tests.app.test_train import wait_for
 HOLD = """
 import sys, time
 from pathlib import Path
-from app.launch.folder_lock import lock_folder
+from app.launch.host import lock_folder
 with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -37,7 +37,7 @@ with lock_folder(Path(sys.argv[1])):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(host, "PATIENCE_S", 0.3)
 
 
 @pytest.fixture

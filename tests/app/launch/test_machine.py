@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from app.launch.machine import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
+from app.launch.host import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
 
 
 def group(path: Path, **files: str) -> None:

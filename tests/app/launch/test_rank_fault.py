@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launch.rank_fault import report_first
+from app.launch.progress_record import report_first
 from parallel.schedule.action import Action, Schedule
 from parallel.schedule.text import describe_action, describe_fault, format_grid
 

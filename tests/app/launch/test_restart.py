@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from app import train as train_module
-from app.launch.restart import Attempts, Launcher, describe_restart, find_launcher, previous_attempts
+from app.settings.launcher import Attempts, Launcher, describe_restart, find_launcher, previous_attempts
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.training.run_folder import RunFolder

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings.slurm import first_host
+from app.settings.launcher import first_host
 from benchmarks.faults.starts import rank_of
 from tests.app.conftest import QUICK, ROOT, summary_of, train_command
 from tests.helpers.slurm import NODES, Slurm

@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from app.benchmark.page import charts, write_page
-from app.benchmark.table import HEADERS
+from app.benchmark.page import HEADERS, charts, write_page
 from app.report import main
 from app.settings.cli import RunError
 from tests.helpers.bench_folder import REFUSED, row, unfit, write_bench, write_rows

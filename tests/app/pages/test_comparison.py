@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from app.pages.comparison import names_of, write_comparison
+from app.pages.run_page import names_of, write_comparison
 from app.report import main
 from tests.helpers.run_folder import write_run, write_summary
 

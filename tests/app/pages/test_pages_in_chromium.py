@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from app.benchmark.page import write_page
-from app.pages.comparison import write_comparison
-from app.pages.run_page import write_report
+from app.pages.run_page import write_comparison, write_report
 from tests.helpers.bench_folder import row, unfit, write_bench, write_rows
 from tests.helpers.chromium import Browser, browser, find_chromium
 from tests.helpers.run_folder import add_examples, write_run

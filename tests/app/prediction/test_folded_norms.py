@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from app.prediction.folded_norms import with_folded_norms
+from app.prediction.computation import with_folded_norms
 from models.registry import build_model
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapely.geometry import shape
 
-from app.prediction.polygons import collection, feature, largest_areas, peaks, polygons_of, without_saddles
+from app.prediction.area_files import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 
 
 def test_a_square_with_a_hole():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.settings.launcher import find_launch
-from app.settings.slurm import PORTS, expand_counts, find_task, first_host, tasks_of_node
+from app.settings.launcher import PORTS, expand_counts, find_launch, find_task, first_host, tasks_of_node
 
 TASK = {
     "SLURM_JOB_ID": "123456",

@@ -14,7 +14,7 @@ from app.planning.auto import names_for
 from app.planning.command import PlanCommand
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
-from app.training.push_log import PushLog, staleness_in
+from app.training.metrics_log import PushLog, staleness_in
 from parallel.schedule.pushes import Push, read_pushes
 from parallel.strategy import DELAYED
 from tests.app.conftest import QUICK, ROOT, Train, rank_process, summary_of, train_command, train_environment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launch.signals import Interrupt
+from app.launch.rank_guard import Interrupt
 from app.settings.run import DataSettings, RunConfig, StreamSettings
 from app.settings.strategy import StrategySettings
 from pipelines.tiles.index_settings import IndexSettings

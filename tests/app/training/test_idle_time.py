@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.training.idle_time import UNKNOWN, IdleTime
-from app.training.throughput import WARM_UP
+from app.training.outcome import UNKNOWN, WARM_UP, IdleTime
 
 
 def test_the_published_rows_of_a_cpu_and_two_gpus() -> None:

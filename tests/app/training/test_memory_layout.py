@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from app.settings.strategy import StrategySettings
-from app.training.memory_layout import takes_channels_last
+from app.training.model import takes_channels_last
 from app.verify import VerifyCommand, verify
 from models.registry import build_model
 

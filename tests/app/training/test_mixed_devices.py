@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from app.training.engines import build_engine
 from app.training.exactness import TOLERANCE, Errors, ExactnessTrial, MeasuredEngine, verify_engine
-from app.training.random_draws import refuse_draws
+from app.training.model import refuse_draws
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.kinds import RankKind

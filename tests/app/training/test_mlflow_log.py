@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from app.settings.run import DataSettings, RunConfig
-from app.training import mlflow_log
-from app.training.mlflow_log import MlflowLog
+from app.training import metrics_log
+from app.training.metrics_log import MlflowLog
 from tests.app.conftest import QUICK, Train
 
 FAKE = Path(__file__).parents[2] / "helpers" / "fake_mlflow"
@@ -67,8 +67,8 @@ def test_a_run_and_its_resumed_rest_are_one(server: Path, classify_slides: Path,
 def test_a_server_that_comes_late_is_told_all(
     server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mlflow_log, "RETRY_S", 0.05)
-    monkeypatch.setattr(mlflow_log, "SEND_EVERY_S", 0.05)
+    monkeypatch.setattr(metrics_log, "RETRY_S", 0.05)
+    monkeypatch.setattr(metrics_log, "SEND_EVERY_S", 0.05)
     log = MlflowLog(tmp_path, "study", {f"setting{k}": "x" * 600 for k in range(150)})
     for step in range(1500):
         log.scalars(step, {"train/loss": float(step), "train/none": None})
@@ -84,7 +84,7 @@ def test_a_server_that_comes_late_is_told_all(
 def test_a_server_that_is_not_there_ends_nothing(
     server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mlflow_log, "MOST_WAITING", 3)
+    monkeypatch.setattr(metrics_log, "MOST_WAITING", 3)
     log = MlflowLog(tmp_path, "study", {})
     for step in range(5):
         log.scalars(step, {"train/loss": 1.0})
@@ -101,8 +101,8 @@ def test_without_mlflow_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_scalar_is_sent_or_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scalars that come while a message is under way push others out of a full queue."""
-    monkeypatch.setattr(mlflow_log, "MOST_WAITING", 10)
-    monkeypatch.setattr(mlflow_log, "MOST_METRICS", 4)
+    monkeypatch.setattr(metrics_log, "MOST_WAITING", 10)
+    monkeypatch.setattr(metrics_log, "MOST_METRICS", 4)
     monkeypatch.setattr(MlflowLog, "_start", lambda self: None)
     monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *scalar: scalar, Param=None))
     told = MlflowLog(tmp_path, "study", {})

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from app.launch.place import RankPlace
-from app.launch.signals import Interrupt
+from app.launch.rank_guard import Interrupt
 from app.launch.watchdog import Watchdog
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, StrategySettings

@@ -16,8 +16,8 @@ from sklearn.metrics import roc_auc_score
 from torchvision.transforms import v2
 
 from app import index
-from app.evaluation import intervals
-from app.launch.signals import Interrupt
+from app.evaluation import classification
+from app.launch.rank_guard import Interrupt
 from pipelines.catalog.failures import FailedSlides
 from tests.app.conftest import Train, summary_of
 from tests.app.test_train import equal, model_of
@@ -90,7 +90,7 @@ def test_bad_pictures_are_named_and_the_others_scored_as_torchvision_cuts_them(r
 def test_predictions_are_those_of_validation_and_are_evaluated(
     run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intervals, "RESAMPLES", 20)
+    monkeypatch.setattr(classification, "RESAMPLES", 20)
     best, out = run / "checkpoints" / "best.pt", tmp_path / "out"
     done = call("app.predict", "--slides", pictures, "--checkpoint", best, "--model", CLASSIFIER, "--out", out)
     assert done.returncode == 0, done.stderr

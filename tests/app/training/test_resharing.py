@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from app.training import resharing
-from app.training.resharing import Resharing
+from app.training.resharing import Resharing, changes_in
 from app.training.run_folder import RunFolder
-from app.training.shares_log import changes_in
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import StepResult

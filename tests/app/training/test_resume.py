@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from app.checkpoint.file import load_checkpoint, save_checkpoint
-from app.launch.signals import Interrupt
+from app.launch.rank_guard import Interrupt
 from app.training import run_folder
 from app.training.loop import TrainingLoop, _random_state, _set_random_state
 from app.training.run_folder import RunFolder

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from app.training.step_timeline import write_step
+from app.training.summary import write_step
 from parallel.comm.local import LocalCommunicator
 from parallel.schedule.text import from_csv
 from parallel.strategy import Strategy

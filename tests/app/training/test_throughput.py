@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.training.throughput import WARM_UP, Throughput
+from app.training.outcome import WARM_UP, Throughput
 
 
 def run_of(steps: list[float], waits: list[float], rests: list[float]) -> Throughput:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import RankPlace
-from app.launch.signals import Interrupt
+from app.launch.rank_guard import Interrupt
 from app.launch.watchdog import Watchdog
 from app.pages.run_files import read_run
 from app.pages.run_page import render
@@ -30,15 +30,13 @@ from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettin
 from app.training import loop as loop_module
 from app.training import model as model_module
 from app.training import session as session_module
+from app.training.batches import tiles_in_order
 from app.training.dataset import Dataset, prepare
-from app.training.idle_time import IdleTime
 from app.training.loop import TrainingLoop
-from app.training.outcome import Outcome
+from app.training.outcome import IdleTime, Outcome, Throughput
 from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from app.training.summary import RunSummary
-from app.training.throughput import Throughput
-from app.training.tile_streams import tiles_in_order
 from app.training.validation import spread
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads

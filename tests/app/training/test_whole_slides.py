@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app import index
-from app.launch.signals import Interrupt
+from app.launch.rank_guard import Interrupt
 from app.planning.whole_slides import as_square
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings

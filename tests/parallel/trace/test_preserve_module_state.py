@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from app.settings.strategy import StrategySettings
-from app.training.memory_layout import takes_channels_last
-from app.training.random_draws import refuse_draws
+from app.training.model import refuse_draws, takes_channels_last
 from app.verify import VerifyCommand, verify
 from benchmarks.in_boxes import streamed
 from parallel.comm.local import LocalCommunicator

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from app.checks.sample_slides import write_samples
+from app.checks.slides import write_samples
 from pipelines.catalog.handles import SlideState, digest
 from tests.helpers.real import SVS
 

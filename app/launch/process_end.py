@@ -1,21 +1,42 @@
-"""Ranks of ``--ranks`` whose launcher was killed: they stop as on SIGTERM, and leave nothing in the temporary folder.
-
-A launcher that ends in order ends its ranks. One that is killed cannot: they would train on to their end, while the
-user starts the run again.
-"""
+"""How a process ends that cannot end by itself: one that hangs while it holds Python's lock, or lost its launcher."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from parallel.comm.launch import PRIVATE_STORE, STARTED_BY_US
+
+TIMER = """
+import os, select, signal, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    os.write(2, f"error: {sys.argv[3]}\\n".encode())
+    os.kill(int(sys.argv[2]), signal.SIGKILL)
+"""
+"""Waits for the end of its input, which comes when the block is left or this process has ended."""
+
+
+@contextlib.contextmanager
+def kill_after(message: str, limit_s: float) -> Iterator[None]:
+    """Give this process ``limit_s`` seconds to live within the block; past them, print ``message`` and kill it."""
+    command = [sys.executable, "-I", "-S", "-c", TIMER, str(limit_s), str(os.getpid()), message]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as timer:
+        assert timer.stdin is not None
+        try:
+            yield
+        finally:
+            timer.stdin.close()
+
 
 CHECK_S = 0.5
 SAVE_S = 60.0
