@@ -11,7 +11,7 @@ from tests.app.conftest import QUICK, Train, summary_of
 
 
 @pytest.mark.process
-def test_processes_train_split_and_go_on_sharded(
+def test_processes_train_split_and_go_on_sharded_and_in_slices(
     classify_slides: Path, train_process: Train, train_ranks: Train, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -29,6 +29,10 @@ def test_processes_train_split_and_go_on_sharded(
     summary = summary_of(out)
     assert (summary["strategy"], summary["stages"], summary["microbatches"], summary["images"]) == ("fsdp", 1, 4, 20)
     assert summary["bubble"] is None
+    done = train_ranks(*common, "--parallel", "ddp", "--zero", "2", "--steps", "6", "--resume", "--extend")
+    assert done.returncode == 0, done.stderr + done.stdout
+    summary = summary_of(out)
+    assert (summary["strategy"], summary["microbatches"], summary["images"]) == ("ddp", 4, 24)
 
 
 @pytest.mark.parametrize(
