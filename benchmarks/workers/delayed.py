@@ -1,6 +1,6 @@
 """Delayed gradients on real data: held-out loss over seconds and over tiles of pipedream and async beside plain ways.
 
-Takes images of nuclei with masks, and makes slides whose class is in the arrangement of glands; gives a table for
+Takes images of nuclei with masks, and makes slides whose class is how dense their glands are; gives a table for
 each. ``app.train`` trains in every way on as many tiles, at the learning rate of ``RATES`` that is best for the way on
 a seed of its own, then with other seeds.
 
