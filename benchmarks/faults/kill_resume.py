@@ -4,7 +4,7 @@ Takes nothing (slides are made); gives one line per kill: when, at which step, a
 Of a run over several ranks it is rank 1 that is killed. Its first checkpoint is also gone on from under every other
 way of computing the model: how far are the weights from those of the uninterrupted run, in parts of the largest of
 their tensor? The yardstick is one process that goes on twice, on one thread and on two: its sums, too, are made in two
-orders, and no strategy is in between.
+orders, and no strategy is in between. Under ``async`` the weights are compared with a replay of the run's own log.
 
     python -m benchmarks.faults.kill_resume [--kills 10] [--steps 40] [--under "spatial 2x1"]
 """
@@ -36,8 +36,9 @@ WAYS = {
     "1f1b of 2x1": ("--parallel", "1f1b", "--grid", "2x1", "--ranks", "4"),
     "1f1b": ("--parallel", "1f1b", "--ranks", "2"),
     "pipedream": ("--parallel", "pipedream", "--ranks", "2"),
+    "async": ("--parallel", "async", "--ranks", "2"),
 }
-OTHER_NUMBERS = {"pipedream"}
+OTHER_NUMBERS = {"pipedream", "async"}
 """Ways whose weights differ from those of all others."""
 Weights = dict[str, torch.Tensor]
 ENDS_WITHIN_S = 300.0
@@ -90,6 +91,15 @@ def killed(slides: Path, out: Path, steps: int, settings: tuple[str, ...], after
         process.wait(ENDS_WITHIN_S)
 
 
+def replayed(slides: Path, run: Path, steps: int, rule: tuple[str, ...]) -> Weights:
+    """The weights that the log of an asynchronous run gives in one process."""
+    copy = OUT / "replayed"
+    finish(slides, copy, steps, ("--parallel", "async", "--ranks", "1", f"--replay={run / 'pushes.csv'}", *rule))
+    end = weights(copy)
+    shutil.rmtree(copy)
+    return end
+
+
 def off_by(found: Weights, expected: Weights) -> str:
     """The largest difference, in parts of the largest value of its tensor: of all tensors, and of the kernels."""
     assert found.keys() == expected.keys()
@@ -137,6 +147,8 @@ def main() -> None:
             went_on = True
         finish(slides, out, arguments.steps, WAYS[way] + rule)
         found = weights(out)
+        if way == "async":  # updates come in another order each time
+            expected = replayed(slides, out, arguments.steps, rule)
         same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
         identical += same
         at = f"after {after_s:5.1f} s, last checkpoint at step {step:2}"
