@@ -6,8 +6,10 @@ Takes the rows of a planner; prints tables and lines of at most 80 columns where
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 
+from app.planning.command import PlanCommand
 from app.planning.table import best_of_each
 from app.settings.console import print_table
 from parallel.graph.layers import INPUT, OUTPUT
@@ -147,6 +149,25 @@ def _equal_layers(planner: Planner, row: PlanRow) -> str:
     factor = other.step_s / row.step_s
     words = "as fast" if factor < 1 + SIMPLER else f"{factor:.2f}x slower"
     return words if other.fits else f"{words}, and {bytes_text(other.over_bytes)} over"
+
+
+def train_line(command: PlanCommand, strategy: Strategy) -> str:
+    """Return the command that trains as ``strategy``, on two lines; slides and run folder are left to the user."""
+    policy, grid = strategy.policy, strategy.grid
+    words = ["--model", shlex.quote(command.model), "--tile", str(command.tile), "--batch", str(command.step_tiles)]
+    words += ["--norm", command.norm] if command.norm != PlanCommand.norm else []
+    words += ["--head", command.head] if command.head != PlanCommand.head else []
+    words += ["\\\n    --ranks", str(strategy.ranks), "--parallel", strategy.name, "--microbatches", str(strategy.m)]
+    split = strategy.depth > 1 and strategy.depth * (grid.members if grid else 1) != strategy.ranks
+    if strategy.ways > 1 or split:
+        words += ["--stages", str(strategy.ways if strategy.ways > 1 else strategy.depth)]
+    words += ["--grid", str(grid)] if grid else []
+    words += ["--recompute", policy.recompute] if policy.recompute != "none" else []
+    words += ["--memory", command.memory] if policy.recompute == "optimal" and command.memory else []
+    words += ["--offload", policy.offload] if policy.moves else []
+    words += ["--stream", str(policy.stream)] if policy.stream else []
+    words += ["--zero", str(strategy.zero)] if strategy.zero else []
+    return f"python -m app.train --slides DIR --out RUN {' '.join(words)}"
 
 
 def hours_text(tiles: int, batch: int, step_s: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from app.planning.command import PlanCommand
 from app.planning.delayed_notes import delayed_notes
-from app.planning.explained import hours_text, print_reasons, print_stages
+from app.planning.explained import hours_text, print_reasons, print_stages, train_line
 from app.planning.machine import Machine, devices_named, named_machine, this_machine
 from app.planning.region_pictures import write_regions
 from app.planning.regions import PlannerAt
@@ -97,6 +97,7 @@ def report(command: PlanCommand) -> int:
         print_stages(planner, rows, best)
         if command.tiles is not None and best.step_s:
             print(f"\nhours of the plan: {hours_text(command.tiles, command.step_tiles, best.step_s)}")
+        print(f"\nto train so:\n  {train_line(command, best.strategy)}")
     if note := _box_note(planner.task):
         print(f"\n{note}")
     if note := _team_note(planner, rows):

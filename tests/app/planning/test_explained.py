@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 
 import pytest
 
 from app.planning.command import PlanCommand
-from app.planning.explained import hours_text, print_reasons, print_stages, reason
+from app.planning.explained import hours_text, print_reasons, print_stages, reason, train_line
 from app.planning.report import machine_of, planner_for, workload_of
 from app.planning.table import best_of_each
+from app.settings.cli import parse
+from app.settings.run import RunConfig
 from parallel.graph.partition import Partition, bytes_across
+from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidates import MemoryOptions
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
 from parallel.plan.step_shares import step_shares
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.units import bytes_text, seconds_text
 
@@ -161,6 +166,35 @@ def test_equal_layers_cost_what_the_planner_forecasts(plans: Planner, rows: list
     assert row.step_s is not None
     assert split.step_s is not None
     assert row.step_s > 1.2 * split.step_s
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy("ddp", 4, 1, 8, zero=2),
+        Strategy("1f1b", 4, 2, 8, policy=ActivationPolicy("block", offload="overlap")),
+        Strategy("master", 4, 4, 8),
+        Strategy("spatial", 4, 1, 2, grid=Grid(2, 1), policy=ActivationPolicy(stream=512)),
+        Strategy("1f1b", 4, 2, 8, grid=Grid(2, 1), policy=ActivationPolicy("stage")),
+        Strategy("subgraph", 4, 1, 4, ways=2),
+        Strategy("single", 1, 1, 4, policy=ActivationPolicy("optimal", (("a", "b"),))),
+    ],
+    ids=str,
+)
+def test_the_command_that_is_printed_trains_as_planned(strategy: Strategy) -> None:
+    command = PlanCommand(model="smp:Unet(resnet18)", tile=256, batch=8, norm="group", memory="2GiB")
+    words = shlex.split(train_line(command, strategy).replace("\\\n", " "))
+    config = parse(RunConfig, words[3:], "app.train")
+    assert config is not None
+    assert config.validate() == []
+    assert (config.net.model, config.net.norm, config.index.tile) == (command.model, "group", 256)
+    asked, policy = config.strategy.to_strategy("cpu"), strategy.policy
+    for name in ("name", "ranks", "depth", "m", "grid", "zero", "ways"):
+        assert getattr(asked, name) == getattr(strategy, name), name
+    assert (asked.policy.recompute, asked.policy.offload, asked.policy.stream) == (
+        *(policy.recompute, policy.offload),
+        policy.stream,
+    )
 
 
 def test_hours() -> None:
