@@ -115,15 +115,13 @@ def _map(name: str, parameters: float, count: int, most: dict[int, float], title
     axes.text(0.75, LARGEST / 2, "out-of-core\ndivide model or tile:\npipelines, fsdp, teams, boxes", va="top")
     if border > 4 * SMALLEST:
         axes.text(0.75, 1.3 * SMALLEST, "in-core\ndata parallelism", va="bottom")
-        axes.text(
-            1.1 * right, 1.3 * SMALLEST, "in-core, with branches\ndata parallelism, or branches on ranks", va="bottom"
-        )
+        axes.text(1.1 * right, 1.3 * SMALLEST, "in-core, with branches\ndata parallelism, or subgraph", va="bottom")
     axes.plot([count], [parameters], "o", color="#b52c4b", markersize=10)
     axes.annotate(
         f"{name}: {parameters / 1e6:.3g} million, {count}", (count, parameters), (10, 6), textcoords="offset points"
     )
     axes.set(xscale="log", yscale="log", xlim=(0.7, 1.4 * MOST_BRANCHES), ylim=(SMALLEST, LARGEST), title=title)
-    axes.set(xlabel="branches that can be computed side by side", ylabel="parameters of the model")
+    axes.set(xlabel="branches of a block that can be computed side by side", ylabel="parameters of the model")
     axes.set_xticks(ticks := [2**k for k in range(6)], map(str, ticks))
     axes.minorticks_off()
     return figure

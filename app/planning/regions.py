@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from parallel.graph.blocks import heavy_positions
+from parallel.graph.branches import find_branches
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import in_flight
@@ -140,10 +140,10 @@ def _leanest(name: str, ranks: int, planner: Planner) -> list[Strategy]:
 
 
 def branches(graph: LayerGraph) -> int:
-    """Return the most layers that multiply matrices at the same distance from the input: none of them uses another, so
-    that they could be computed side by side."""
-    heavy, depth, levels = heavy_positions(graph), dict[str, int](), Counter[int]()
-    for position, layer in enumerate(graph.layers):
-        depth[layer.name] = max((depth[name] for name in layer.inputs), default=0) + (position in heavy)
-        levels[depth[layer.name]] += position in heavy
-    return max(levels.values(), default=1)
+    """Return the most branches of a block that multiply matrices; 1 of a model that sub-graph parallelism refuses."""
+    try:
+        regions_of_blocks = find_branches(graph, members=2).regions
+    except ValueError:
+        return 1
+    heavy = heavy_positions(graph)
+    return max(sum(not heavy.isdisjoint(branch) for branch in region.branches) for region in regions_of_blocks)

@@ -137,7 +137,7 @@ def rank_bytes(
         if divided:  # parameters are gathered bucket by bucket
             gathered = max(min(stages[stage].parameters, _bucket(stages[stage])) for stage in divided)
             update = dataclasses.replace(
-                update, transient=max(update.transient, gathered + sliced * gathered // single)
+                update, transient=max(update.transient, gathered + sliced * gathered // max(1, single))
             )
         # Gradients that are summed whole lie in buckets from the beginning; others are made by the first backward.
         gradients = {s: stages[s].parameters for s in of_rank if holders[s] > 1 and s not in divided}

@@ -37,7 +37,7 @@ def step_shares(evaluator: Evaluator, row: PlanRow) -> dict[str, float]:
 
     whole_s, plain_s = stage_s(strategy), stage_s(dataclasses.replace(strategy, policy=KEEP_ALL))
     alone_s = plain_s
-    if strategy.grid:  # each member would take its part of the time that one rank takes for the tile
+    if strategy.members > 1:  # each would take its part of the time that one rank takes for the tile
         _, costs = evaluator.stages.microbatch(evaluator.stages.tiles(strategy))
         alone_s = min(plain_s, sum(costs.seconds) / strategy.members)
     busy = [span for rank in step.timeline.spans for span in step.timeline.compute(rank)]
@@ -46,7 +46,7 @@ def step_shares(evaluator: Evaluator, row: PlanRow) -> dict[str, float]:
     per_s = (passes_s - waiting_s - again_s) / whole_s
     seconds = {
         COMPUTING: alone_s * per_s,
-        "halos and uneven parts": (plain_s - alone_s) * per_s,
+        "halos and uneven parts" if strategy.grid else "uneven branches": (plain_s - alone_s) * per_s,
         _saving(strategy.policy): (whole_s - plain_s) * per_s + again_s,
         "waiting for other stages": waiting_s - messages_s,
         "messages": messages_s,

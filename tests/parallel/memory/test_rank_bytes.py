@@ -234,3 +234,14 @@ def test_a_rank_works_out_the_update_of_what_it_updates_or_gathers() -> None:
     own, bucket = -(-whole.parameters // 4), max(BUCKET_BYTES, last)
     assert (rank.gradients, rank.optimizer) == (own, 2 * own)
     assert rank.transient == bucket + own * bucket // whole.parameters  # a bucket of new parameters, and its slice
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_stage_without_parameters_has_none_to_gather(zero: int) -> None:
+    """Their slice was divided by their bytes: ZeroDivisionError in plans of deep pipelines."""
+    mesh, schedule = mesh_for("1f1b", groups=2, depth=2), build_schedule("1f1b", mesh_for("1f1b", groups=2, depth=2), 8)
+    first, last = stage_bytes(partition_equal(resnet50(), 2))
+    bare = dataclasses.replace(first, parameters=0, largest_parameter=0)
+    rank, *_ = rank_bytes([bare, last], mesh, schedule, slots=2, zero=zero)
+    assert (rank.parameters, rank.gradients, rank.optimizer) == (0, 0, 0)
+    assert rank.total > 0
