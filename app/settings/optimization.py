@@ -19,9 +19,8 @@ class CheckpointSettings:
     checkpoint_overhead: Rare[float] = 0.035
     """With --checkpoint-every 0: share of the time that checkpoints may cost, above 0 to 1."""
     checkpoint_write: Rare[Literal["two-phase", "blocking"]] = "two-phase"
-    """two-phase: copied to the host's memory beside the next step's passes, then written by a thread; the
-    first rank holds a copy of the parameters and the optimizer's state for it. blocking: written between two steps. The
-    files are the same."""
+    """two-phase: copied to host memory during the next step, then written by a thread. blocking: written between two
+    steps. The files are the same."""
 
     def validate(self) -> list[str]:
         faults = []

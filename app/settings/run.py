@@ -137,9 +137,8 @@ class StreamSettings:
     open_slides: Rare[int] = 16
     """Slides whose tiles are mixed with each other, and files held open at once."""
     sample: Literal["tiles", "class", "slide", "pixels"] = "tiles"
-    """What is shown equally often in training. tiles: each tile once per epoch; class: each class of tiles
-    (classification); slide: each slide, however many tiles it has; pixels: the px of each class, as far as tiles have
-    them (segmentation)."""
+    """What is shown equally often in training: tiles; class (of tiles); slide, however many tiles it has; pixels (of
+    each class, as far as tiles have them, in segmentation)."""
     bag: int = 0
     """Tiles of a slide that share its label as one sample, weighed by trained attention (multiple instance learning):
     --bag 32 --batch 64 is two slides a step. 0: each tile is a sample."""
@@ -153,10 +152,8 @@ class StreamSettings:
     read_ahead: Rare[str] = "1GiB"
     """Memory for tiles read ahead, per rank, in KiB, MiB or GiB; at least one batch is always held."""
     device_prefetch: Rare[int] = 0
-    """Microbatches brought to the device, augmented and normalised while those before them are computed: by a thread on
-    a CPU, on a stream of its own on a GPU; 0: each when it is its turn. Each takes its images in float32 on the device,
-    and as much again while it is made; plans do not count on it. The numbers are the same. With --stream nothing is
-    made ahead."""
+    """Microbatches copied to the device, augmented and normalised ahead, in float32; 0: each when it is its turn.
+    Plans do not count on it; --stream prefetches nothing."""
 
     def validate(self) -> list[str]:
         faults = []
@@ -199,9 +196,8 @@ class ModelSettings:
     timm), smp:NAME(ENCODER) of segmentation-models-pytorch, such as smp:FPN(resnet34), torchvision:NAME, timm:NAME or
     package.module:factory."""
     norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
-    """Normalisation; all but batch do not depend on which tiles are computed together. frozen: batch norm whose running
-    statistics stay as --weights has them, while scale and shift are trained; layer: over the channels of each px. With
-    these two --stream stores the least."""
+    """Normalisation. frozen: batch norm with the running statistics of --weights; layer: over the channels of each
+    px. With these two --stream stores the least."""
     head: Rare[Literal["average", "gem", "attention"]] = "average"
     """What pools the last map of a classifier. attention: weighs positions by gated attention; gem: generalised mean,
     whose exponent is trained."""
@@ -273,8 +269,7 @@ class RunConfig:
     """Times that the processes of --ranks are started again after one has failed, each time from the last checkpoint.
     torchrun has a --max-restarts of its own, which a run under it follows; mpirun has none."""
     min_ranks: Rare[int | None] = None
-    """Ranks that a run with --max-restarts may come down to: after an attempt in which one was lost comes one with a
-    rank fewer, and the next start has all of --ranks again. The steps are the same, whoever computes them. Default: as
+    """Ranks that a run with --max-restarts may come down to, one fewer after each attempt that lost one. Default: as
     many as --ranks. Under torchrun --nnodes MIN:MAX says it."""
     twin_steps: Rare[int] = 0
     """Steps measured from memory after the last checkpoint, to tell reading from computing; 0: none. A fault in them is

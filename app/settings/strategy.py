@@ -68,9 +68,8 @@ class StrategySettings:
     parameter server updates the weights with the gradients of each microbatch as they arrive; delayed gradients, too.
     auto: the fastest that fits the memory, as app.plan finds it; among what --stages and --microbatches leave open."""
     memory: str | None = None
-    """Memory that each rank may take on its device, such as 16GiB: --parallel auto plans with it, a GPU gives no more,
-    and on a CPU the first steps are held against it. Default: what the device has free, or the rank's share of what
-    this machine has."""
+    """Memory that each rank may take on its device, such as 16GiB: plans and GPUs keep to it, on a CPU the first
+    steps are compared with it. Default: what is free."""
     memory_excess: Rare[Literal["warn", "stop"]] = "warn"
     """A run on a CPU whose tensors take more than --memory: warn at its end, or stop where a GPU of that size would."""
     ranks: int = 1
@@ -120,9 +119,8 @@ class StrategySettings:
     """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
     --offload overlap; default: twice the largest activation on a GPU, none on a CPU, whose copies overlap nothing."""
     offload_host: Rare[str | None] = None
-    """Memory of the host, such as 64GiB, that a rank may fill; default: the rank's share of half of what is free. With
-    --offload overlap what does not fit stays on the device. With --stream it holds tiles and maps, of which fewer are
-    stored where it is little; what does not fit lies in files without a name in the run folder."""
+    """Host memory, such as 64GiB, that a rank may fill with --offload overlap or --stream; the rest stays on the
+    device, or in files. Default: its share of half of what is free."""
     offload_state: Rare[Literal["none", "optimizer", "parameters"]] = "none"
     """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
     these too, and they come to the device layer by layer. Plans do not count on it."""
