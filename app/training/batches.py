@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,7 @@ class RankReading:
         wants: what the rank needs of each of them.
         apart: on some rank, targets are had without the pixels, or parts of both.
         part: of tiles and of masks that are read here; None: all.
+        samples: takes the number of tiles of a microbatch, returns those that are read here.
     """
 
     communicator: Communicator
@@ -55,6 +56,7 @@ class RankReading:
     wants: tuple[NeededInputs, ...]
     apart: bool
     part: tuple[TileBox, TileBox] | None = None
+    samples: Callable[[int], range] = range
 
     @classmethod
     def of(
@@ -64,30 +66,42 @@ class RankReading:
         ranges: Sequence[range],
         wants: Sequence[NeededInputs],
         part: tuple[TileBox, TileBox] | None = None,
+        samples: Callable[[int], range] = range,
     ) -> RankReading:
         """Collective: finds out whether any rank has targets without pixels.
 
         Args:
             batch: tiles of a global batch.
             part: of tiles and of masks that the rank needs; None: all.
+            samples: takes the number of tiles of a microbatch, returns those that the rank needs, one at least.
         """
         apart = part is not None or any(want.targets and not want.images for want in wants)
-        return cls(communicator, batch, tuple(ranges), tuple(wants), agree(communicator, apart), part)
+        return cls(communicator, batch, tuple(ranges), tuple(wants), agree(communicator, apart), part, samples)
 
     def of_ranges(self, ranges: Sequence[range], wants: Sequence[NeededInputs]) -> RankReading:
         """Return the reading of other microbatches, of which the rank needs the same parts."""
         return replace(self, ranges=tuple(ranges), wants=tuple(wants))
 
     @property
+    def own(self) -> tuple[range, ...]:
+        """Tiles of each of the microbatches that are read here."""
+        return tuple(tiles[own.start : own.stop] for tiles in self.ranges for own in (self.samples(len(tiles)),))
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        """Tiles of each of the microbatches."""
+        """Numbers of these."""
+        return tuple(map(len, self.own))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Tiles of each of the microbatches, whoever reads them."""
         return tuple(map(len, self.ranges))
 
     def sharded(self, stream: TileStream) -> TileStream:
         """``stream`` in global batches, of which this rank reads its part."""
-        rows = tuple(itertools.chain(*self.ranges))
+        rows = tuple(itertools.chain(*self.own))
         images, targets = (
-            [row for tiles, want in zip(self.ranges, self.wants, strict=True) if want[k] for row in tiles]
+            [row for tiles, want in zip(self.own, self.wants, strict=True) if want[k] for row in tiles]
             for k in range(2)
         )
         stream = stream.batch(self.batch).shard(rows, images, targets)
@@ -133,13 +147,19 @@ class RankReading:
         return found
 
 
-def microbatches_of(feed: DevicePrefetcher, batch: Batch, sizes: Sequence[int]) -> Iterator[Microbatch]:
-    """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here."""
+def microbatches_of(
+    feed: DevicePrefetcher, batch: Batch, sizes: Sequence[int], counts: Sequence[int] | None = None
+) -> Iterator[Microbatch]:
+    """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here.
 
-    def made(size: int, first: int, part: Part) -> Microbatch:
-        return Microbatch(*part, (size, 3, *batch.sides(first)))
+    Args:
+        counts: tiles of each microbatch, where other ranks read further ones; None: ``sizes``.
+    """
 
-    return map(made, sizes, itertools.accumulate(sizes, initial=0), feed.microbatches(batch, sizes))
+    def made(count: int, first: int, part: Part) -> Microbatch:
+        return Microbatch(*part, (count, 3, *batch.sides(first)))
+
+    return map(made, counts or sizes, itertools.accumulate(sizes, initial=0), feed.microbatches(batch, sizes))
 
 
 def sizes_of_part(batch: Batch, largest: int) -> list[int]:

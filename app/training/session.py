@@ -249,7 +249,8 @@ def build_session(
     # Of whole slides as tiles each has another box.
     part = None if dataset.tiles.sides is not None else _part(engine, (max(map(len, ranges)), 3, height, width))
     reading = functools.partial(RankReading.of, placement.communicator, config.strategy.batch, shares, part=part)
-    training_reading = reading([engine.wants(i) for i in engine.share])
+    samples = engine.samples if min(map(len, ranges)) >= strategy.ways else range  # each member reads one at least
+    training_reading = reading([engine.wants(i) for i in engine.share], samples=samples)
     return Session(
         config,
         strategy,

@@ -53,11 +53,11 @@ class StepTiles:
 
     def microbatches(self, batch: Batch) -> Iterable[Microbatch]:
         """Return the microbatches of a step on ``batch``."""
-        return microbatches_of(self._feed, batch, self._reading.sizes)
+        return microbatches_of(self._feed, batch, self._reading.sizes, self._reading.counts)
 
     def replaced(self, batch: Batch) -> int:
         """Return how many tiles that this rank counts in the step on ``batch`` replace one that cannot be read."""
-        return batch.replaced * self._session.engine.counted
+        return batch.replaced * (self._session.engine.counted or self._reading.sizes != self._reading.counts)
 
     @property
     def needs_sync(self) -> bool:

@@ -96,6 +96,10 @@ class Engine(TrainingEngine):
     def wants(self, i: int) -> NeededInputs:
         return self._wants[i]
 
+    def samples(self, count: int) -> range:
+        stage = self._work.stages.get(0)
+        return range(count) if stage is None else stage.module.samples(count)
+
     def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
         stages, last = self._work.stages, self._last
         images = stages[0].module.part_of_tiles(shape) if 0 in stages else None
@@ -121,7 +125,7 @@ class Engine(TrainingEngine):
             reducer.begin_step()
         self._marks, self._learning_rate, sent = [], learning_rate, self._sent_so_far
         begun_s = time.perf_counter()
-        self._feed, self._step, self._losses = StepBatches(microbatches, self.share), step, {}
+        self._feed, self._step, self._losses = StepBatches(microbatches, self.share, self.samples), step, {}
         losses = self._walk()
         walked_s = time.perf_counter() - begun_s
         tiles = int(losses[1].sum())

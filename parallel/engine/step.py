@@ -154,6 +154,11 @@ class TrainingEngine(Protocol):
         """Let groups of ranks compute these microbatches from the next step on; all ranks call it together."""
         raise AssertionError(f"the shares of {type(self).__name__} are fixed")
 
+    def samples(self, count: int) -> range:
+        """Return the tiles of a microbatch of ``count`` that this rank needs when training; it may be given them alone,
+        as a microbatch whose ``shape`` has all."""
+        return range(count)
+
     def wants(self, i: int) -> NeededInputs:
         """Return the parts of microbatch ``i`` of its share that this rank needs when training."""
         ...
@@ -245,9 +250,13 @@ class StepBatches:
 
     Args:
         microbatches: drawn as far as is needed, no further.
+        samples: as of ``TrainingEngine``.
     """
 
-    def __init__(self, microbatches: Iterable[Microbatch], share: Iterable[int]) -> None:
+    def __init__(
+        self, microbatches: Iterable[Microbatch], share: Iterable[int], samples: Callable[[int], range] = range
+    ) -> None:
+        self._samples = samples
         self._numbers, self._source = iter(share), iter(microbatches)
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._images: dict[int, Tensor | Boxes | None] = {}
@@ -268,7 +277,7 @@ class StepBatches:
         """
         images, shape = self._images.pop(i), self._shapes[i]
         assert images is not None, "this rank wants the images"
-        if tuple(images.shape) != shape:
+        if tuple(images.shape) not in (shape, (len(self._samples(shape[0])), *shape[1:])):
             raise ValueError(f"microbatch {i} was announced as {shape} and holds images {tuple(images.shape)}")
         return images
 

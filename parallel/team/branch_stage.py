@@ -35,8 +35,11 @@ class BranchStage(TeamStage):
     def _begin_pass(self, shape: tuple[int, ...], random: int | Tensor) -> ForwardContext:
         return SampleContext(self.plans(shape, self.training), self.link, self.device, random, samples=shape[0])
 
+    def samples(self, count: int) -> range:
+        return rows_of_members(count, self.link.members)[self.link.member]
+
     def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor:
-        return as_tensor(images)[self._rows(shape[0])]
+        return self._own(as_tensor(images), shape[0])
 
     def forward(self, *values: Any) -> Any:
         """Return the output: all samples on member 0, or this member's where the loss takes it."""
@@ -47,21 +50,21 @@ class BranchStage(TeamStage):
         """Return the ``loss`` of all members' samples."""
         assert isinstance(self._context, SampleContext)
         samples = self._context.samples
-        rows = self._rows(samples)
         self._of_loss = True
         try:
             (output,) = run(*values)
         finally:
             self._of_loss = False
-        if count := rows.stop - rows.start:
-            own = loss(output, as_tensor(targets)[rows]).double() * (count / samples)
+        if count := len(self.samples(samples)):
+            own = loss(output, self._own(as_tensor(targets), samples)).double() * (count / samples)
         else:
             own = torch.stack([leaf.sum().double() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]).sum()
         return all_reduce_sum(self.link, own)
 
-    def _rows(self, samples: int) -> slice:
-        own = rows_of_members(samples, self.link.members)[self.link.member]
-        return slice(own.start, own.stop)
+    def _own(self, value: Tensor, count: int) -> Tensor:
+        """Return this member's samples of all ``count``, or of its own alone."""
+        own = self.samples(count)
+        return value if len(value) == len(own) else value[own.start : own.stop]
 
     def _gathered(self, value: Any) -> Any:
         """Return all samples of an output on member 0."""

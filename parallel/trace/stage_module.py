@@ -136,6 +136,10 @@ class StageModule(nn.Module):
         """Return whether this rank's loss, tiles and statistics count: those of one member of a team do."""
         return True
 
+    def samples(self, count: int) -> range:
+        """Return the tiles of a microbatch of ``count`` that this rank may be given without the others."""
+        return range(count)
+
     def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Any:
         """Return what the first stage takes of tiles of ``shape`` (n, 3, h, w)."""
         return as_tensor(images)

@@ -139,3 +139,11 @@ def test_a_short_batch_is_cut_into_microbatches_of_the_usual_size() -> None:
         assert [sizes_of_part(batch, 3) for batch in batches] == [[3, 1], [3, 1], [3]]
     with iter(stream_of().batch(4).shard(range(3, 4))) as batches:
         assert [sizes_of_part(batch, 3) for batch in batches] == [[1], [1], []]
+
+
+def test_a_member_that_has_some_samples_of_a_microbatch_reads_these_alone() -> None:
+    wants = (NeededInputs(True, True),) * 2
+    ranges = (range(4), range(4, 7))
+    reading = RankReading(LocalCommunicator(), 7, ranges, wants, False, samples=lambda count: range(count // 2, count))
+    assert reading.own == (range(2, 4), range(5, 7))
+    assert (reading.sizes, reading.counts) == ((2, 2), (4, 3))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from parallel.comm.communicator import Communicator, sum_bytes
 from parallel.comm.objects import broadcast_object
 from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.step import Microbatch
 from parallel.graph.branches import find_branches
 from parallel.memory.policy import ActivationPolicy
 from parallel.plan.branched import traffic_of
@@ -21,7 +22,7 @@ from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 from tests.helpers import engine_runs
 from tests.helpers.branched_nets import BRANCHED_NETS, Inception, Module, steps_for, unit
-from tests.helpers.engine_runs import LR, SEED, SGD, assert_equal, build, on_gpus, on_threads, train
+from tests.helpers.engine_runs import LR, SEED, SGD, assert_equal, build, on_gpus, on_threads, run, train
 from tests.helpers.plain_step import PlainRun, largest_error, plain_run
 from tests.helpers.ranks import MPIRUN, run_on_ranks
 from tests.helpers.small_nets import ALL_NETS, pixel_loss
@@ -64,7 +65,32 @@ CASES = [
 
 @pytest.mark.parametrize(("net", "strategy", "sizes"), CASES, ids=lambda value: str(value).replace(" ", "-"))
 def test_shared_branches_give_the_plain_step(net: str, strategy: Strategy, sizes: list[int]) -> None:
-    assert_equal(on_threads(net, strategy, steps_for(net, sizes)), plain(net, sizes), torch.float64)
+    steps = steps_for(net, sizes)
+    # Ranks trace one after the other, large networks for minutes on a busy machine.
+    ranks = run_on_threads(strategy.ranks, lambda c, _: run(c, net, strategy, steps), timeout_s=400)
+    assert_equal(ranks, plain(net, sizes), torch.float64)
+
+
+def test_members_may_be_given_their_own_samples_alone() -> None:
+    strategy, steps = shared(2), steps_for("inception", [5, 4])
+
+    def own(communicator: Communicator, _: object) -> dict[str, Any]:
+        engine = build(communicator, "inception", strategy, steps)
+        losses = []
+        for number, batch in enumerate(steps):
+            parts = [engine.samples(len(images)) for images, _ in batch]
+            mine = [
+                Microbatch(images[part.start : part.stop], targets[part.start : part.stop], tuple(images.shape))
+                for (images, targets), part in zip(batch, parts, strict=True)
+            ]
+            losses.append(engine.step(mine, number, LR).loss)
+        assert [len(part) for part in parts] == ([3, 2] if communicator.rank == 0 else [2, 2])
+        gradients = {key: value.clone() for key, value in engine.gradients().items()}
+        images = steps[0][0][0]
+        predicted = engine.predict(Microbatch(images, None, tuple(images.shape)))
+        return {"losses": losses, "gradients": gradients, "state": engine.state_dict(), "predicted": predicted}
+
+    assert_equal(run_on_threads(2, own, timeout_s=60), plain("inception", [5, 4]), torch.float64)
 
 
 @pytest.mark.process
