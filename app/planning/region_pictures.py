@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from app.planning.regions import FAMILIES, SIDES, MemoryCurve, PlannerAt, branches, memory_curves, regions
 from parallel.plan.candidates import PLAIN
 from parallel.units import bytes_text
@@ -27,6 +29,8 @@ COLOURS = ("#1f66b1", "#c25a0a", "#157f64")
 """Of the families; they differ for colour-blind eyes, too."""
 DASHES = ("-", "--", ":")
 """Of the curves of a family, in order."""
+POINTS = 100
+"""Of a curve that is drawn."""
 PARAMETER_BYTES = 4
 MOST_BRANCHES, SMALLEST, LARGEST = 32, 1e6, 1e11
 """Ends of the map: branches, and parameters."""
@@ -68,10 +72,14 @@ def _memory(curves: Sequence[MemoryCurve], title: str) -> Figure:
     axes, bars = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     for number, curve in enumerate(curves):
         dash = DASHES[sum(other.family == curve.family for other in curves[:number])]
-        sides, sizes = zip(*curve.points, strict=True) if curve.points else ((), ())
+        if not curve.points:
+            continue
+        known = np.array(curve.points, float)
+        sides = np.geomspace(known[0, 0], known[-1, 0], POINTS)
+        sizes = np.interp(sides**2, known[:, 0] ** 2, known[:, 1])  # in proportion to the px
         label = f"{FAMILIES[curve.family]}: {curve.name}"
         colour, alpha = COLOURS[curve.family], 0.5 if curve.faint else 1.0
-        axes.plot(sides, [size / GIB for size in sizes], dash, color=colour, alpha=alpha, lw=2, label=label)
+        axes.plot(sides, sizes / GIB, dash, color=colour, alpha=alpha, lw=2, label=label)
     for number, limit in enumerate(LIMITS):
         axes.axhline(limit / GIB, color="black", lw=1)
         axes.text(SIDES[-1], limit / GIB, f"{bytes_text(limit)} ", ha="right", va="bottom")
