@@ -58,10 +58,6 @@ class Bucket:
         """Zero the gradients and put them where backward adds to them."""
         self.flat.zero_()
         self.with_grad.clear()
-        self.attach()
-
-    def attach(self) -> None:
-        """Let backward add gradients to the flat tensor."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 

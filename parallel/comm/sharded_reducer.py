@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,7 @@ class SlicedBucket(Bucket):
         self.views = []
         self.own: Tensor | None = None
         self.unused: set[int] = set()
+        self._filled: set[int] = set()
         self.pieces: dict[int, Piece] = {}
         first = self._rank * self.size
         for number, (parameter, offset) in enumerate(zip(self.parameters, self.offsets, strict=False)):
@@ -109,20 +110,33 @@ class SlicedBucket(Bucket):
         for each in (*self.parameters, *(piece.value for piece in self.pieces.values())):
             each.grad = None
 
+    def open(self) -> Self:
+        """Make the flat tensor, of whatever numbers its memory holds."""
+        first = self.parameters[0]
+        self.flat = torch.empty(self.length, dtype=first.dtype, device=first.device)
+        self.views = self.views_of(self.flat)
+        return self
+
     def take(self, number: int) -> None:
         """Put a gradient that backward has made into the flat tensor, to which it adds those that follow."""
         if not self.views:
-            made = self.parameters[number].grad
-            assert made is not None
-            self.open().views[number].copy_(made)
-            self.attach()
+            self.open()
+        if number not in self._filled:
+            parameter, view = self.parameters[number], self.views[number]
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = view
+            self._filled.add(number)
 
     def rows(self) -> Tensor:
         """Return the slices (world, n) of all ranks, to be summed; zeros where this rank has no gradients."""
         if not self.views:
             self.open()
-        for parameter in self.parameters:
+        for number, parameter in enumerate(self.parameters):
             parameter.grad = None
+            if number not in self._filled:
+                self.views[number].zero_()
+        self.flat[self.offsets[-1] :].zero_()
         return self.flat.view(self._world, self.size)
 
     def keep_own(self) -> None:
@@ -148,6 +162,7 @@ class SlicedBucket(Bucket):
 
     def _close(self) -> None:
         self.views = []
+        self._filled.clear()
         self.flat = torch.empty(0)
 
 
