@@ -9,13 +9,13 @@ torchvision's segmentation networks. To add a model, write its file and give it 
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from models.amoebanet import AmoebaNet
 from models.blocks import Norm
 from models.external import (
     build_from_factory,
@@ -28,21 +28,19 @@ from models.external import (
 )
 from models.heads import Head, replace_pool
 from models.resnet import BLOCKS_BY_DEPTH, ResNet
+from models.resnet_v2 import ResNetV2
 from models.unet import UNet, build_encoder_unet
+from models.unet_gpipe import UNetGPipe
 
-OURS: dict[str, tuple[Callable[..., nn.Module] | str, tuple[str, ...]]] = {
+OURS: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
     r"resnet(\d+)": (ResNet, tuple(f"resnet{depth}" for depth in BLOCKS_BY_DEPTH)),
-    r"resnet(\d+)_v2": ("resnet_v2:ResNetV2", ("resnet110_v2", "resnet164_v2", "resnet1001_v2")),
+    r"resnet(\d+)_v2": (ResNetV2, ("resnet110_v2", "resnet164_v2", "resnet1001_v2")),
     r"unet": (UNet, ("unet",)),
     r"unet_w(\d+)": (lambda base, **common: UNet(base=base, **common), ("unet_w16", "unet_w32")),
-    r"unet\((\d+), *(\d+)\)": ("unet_gpipe:UNetGPipe", ("unet(5,64)",)),
-    r"amoebanet\((\d+), *(\d+)\)": ("amoebanet:AmoebaNet", ("amoebanet(6,190)", "amoebanet(18,256)")),
+    r"unet\((\d+), *(\d+)\)": (UNetGPipe, ("unet(5,64)",)),
+    r"amoebanet\((\d+), *(\d+)\)": (AmoebaNet, ("amoebanet(6,190)", "amoebanet(18,256)")),
 }
-"""Pattern of the name -> (constructor, which takes its numbers, classes, norm and in_channels, or the place of one in
-``PAPERS``, names to show)."""
-
-PAPERS = "benchmarks.models"
-"""Models of papers, for benchmarks: part of the repository, not of the installed package."""
+"""Pattern of the name -> (constructor, which takes its numbers, classes, norm and in_channels, names to show)."""
 
 ELSEWHERE = ("unet:TIMM_NAME", "smp:DECODER(ENCODER)", "torchvision:NAME", "timm:NAME", "package.module:factory")
 
@@ -89,21 +87,8 @@ def build_model(
 def _ours(name: str, **settings: Any) -> nn.Module | None:
     for pattern, (build, _) in OURS.items():
         if match := re.fullmatch(pattern, name):
-            make = _of_paper(name, build) if isinstance(build, str) else build
-            return make(*(int(number) for number in match.groups()), **settings)
+            return build(*(int(number) for number in match.groups()), **settings)
     return None
-
-
-def _of_paper(name: str, place: str) -> Callable[..., nn.Module]:
-    module, _, constructor = place.partition(":")
-    try:
-        make: Callable[..., nn.Module] = getattr(importlib.import_module(f"{PAPERS}.{module}"), constructor)
-    except ModuleNotFoundError as fault:
-        raise ValueError(
-            f"model {name!r} is in {PAPERS.replace('.', '/')} of the repository, which the installed package lacks: "
-            "start the command in the repository, or put its path into PYTHONPATH"
-        ) from fault
-    return make
 
 
 def _foreign(name: str, classes: int, norm: Norm, in_channels: int, side: int | None) -> nn.Module:

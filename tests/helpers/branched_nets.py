@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
-from benchmarks.models.amoebanet import AmoebaNet
+from models.amoebanet import AmoebaNet
 from parallel.comm.communicator import Communicator
 from parallel.strategy import Strategy
 from tests.helpers import small_nets

@@ -8,7 +8,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models.amoebanet import AmoebaNet, FactorizedReduction, NormalCell, ReductionCell
+from models.amoebanet import AmoebaNet, FactorizedReduction, NormalCell, ReductionCell
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads

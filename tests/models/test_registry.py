@@ -9,10 +9,10 @@ import torchvision
 from torch import nn
 
 import models
-from benchmarks.models.resnet_v2 import ResNetV2
-from benchmarks.models.unet_gpipe import UNetGPipe
 from models.blocks import ChannelNorm, FrozenBatchNorm2d
 from models.registry import build_model, model_names
+from models.resnet_v2 import ResNetV2
+from models.unet_gpipe import UNetGPipe
 from tests.helpers.lanes import long_where
 from tests.helpers.models import parameter_count
 

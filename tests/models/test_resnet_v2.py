@@ -5,7 +5,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from benchmarks.models.resnet_v2 import ResNetV2
+from models.resnet_v2 import ResNetV2
 from tests.helpers.lanes import long_where
 from tests.helpers.models import parameter_count
 

@@ -5,7 +5,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from benchmarks.models.unet_gpipe import UNetGPipe
+from models.unet_gpipe import UNetGPipe
 from tests.helpers.models import parameter_count
 
 

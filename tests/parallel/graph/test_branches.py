@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from benchmarks.models.amoebanet import AmoebaNet
+from models.amoebanet import AmoebaNet
 from parallel.graph.branches import LEAST, Branches, find_branches
 from parallel.graph.partition import equal_cost
 from parallel.trace.trace import trace
