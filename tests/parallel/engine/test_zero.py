@@ -155,19 +155,23 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", [*CELLS, *SHARDED])
+@pytest.mark.parametrize("name", CELLS)
 def test_processes(name: str, ranks: list[dict[str, Any]]) -> None:
-    """Over Gloo and over MPI, but for fsdp, which is torch's own."""
-    found = [rank[name] for rank in ranks if name in rank]
-    assert found or name in SHARDED
-    if found:
-        assert_equal(found, plain("skips", M), torch.float64)
+    assert_equal([rank[name] for rank in ranks], plain("skips", M), torch.float64)
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("ranks", ["forked"], indirect=True)
+@pytest.mark.parametrize("name", SHARDED)
+def test_processes_under_fsdp(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Over Gloo alone: fsdp is torch's own."""
+    assert_equal([rank[name] for rank in ranks], plain("skips", M), torch.float64)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", ["forked"], indirect=True)
 def test_states_pass_between_stages_1_2_and_3(ranks: list[dict[str, Any]]) -> None:
-    if "passed on" in ranks[0]:
-        assert_same_state(ranks[0]["passed on"], continued(len(PASSED)))
+    assert_same_state(ranks[0]["passed on"], continued(len(PASSED)))
 
 
 # On threads
