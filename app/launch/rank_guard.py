@@ -18,7 +18,7 @@ from app.launch.watchdog import Watchdog
 from app.settings.cli import RunError
 from parallel.comm.communicator import CommunicationError
 from parallel.comm.torch_comm import is_lost_peer
-from parallel.engine.engine import EngineFault
+from parallel.engine.step import EngineFault
 from parallel.profile.gpu import lacks_memory
 from parallel.schedule.text import describe_fault
 from pipelines.slides.slide import SlideError

@@ -19,6 +19,7 @@ from parallel.engine.device_clock import DeviceClock, Mark
 from parallel.engine.inference import Outputs, predict, rehearse
 from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
 from parallel.engine.step import (
+    EngineFault,
     Microbatch,
     NeededInputs,
     NonFiniteLoss,
@@ -39,10 +40,6 @@ from parallel.schedule.timeline import Span
 from parallel.space.team import Box
 from parallel.stage.stage import LOSS
 from parallel.streaming.box_sums import Sums
-
-
-class EngineFault(RuntimeError):
-    """An action that failed: rank, action, stage and shapes, and the schedule with the action marked."""
 
 
 class Engine(TrainingEngine):
@@ -97,8 +94,7 @@ class Engine(TrainingEngine):
         return self._wants[i]
 
     def samples(self, count: int) -> range:
-        stage = self._work.stages.get(0)
-        return range(count) if stage is None else stage.module.samples(count)
+        return self._work.stages[0].module.samples(count) if 0 in self._work.stages else range(count)
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
         stages, last = self._work.stages, self._last
@@ -179,16 +175,10 @@ class Engine(TrainingEngine):
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the global batch's mean loss, by name of the parameter, for the stages this rank
         holds; after a step. Every rank takes part."""
-        divided = {
-            parameter: gradient
-            for reducer in self._work.reducers.values()
-            for parameter, gradient in reducer.gathered_gradients().items()
-        }
-        found = {
-            name: divided.get(parameter, parameter.grad)
-            for stage in self._work.stages.values()
-            for name, parameter in stage.parameters.items()
-        }
+        divided = [reducer.gathered_gradients() for reducer in self._work.reducers.values()]
+        whole = dict(pair for gradients in divided for pair in gradients.items())
+        named = [pair for stage in self._work.stages.values() for pair in stage.parameters.items()]
+        found = {name: whole.get(parameter, parameter.grad) for name, parameter in named}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def on_device(self) -> Iterator[Tensor]:
@@ -354,6 +344,7 @@ class Engine(TrainingEngine):
         self._shapes = self._texts[position, shape]
 
     def _fault(self, position: int, fault: Exception) -> EngineFault:
-        rank = self._communicator.rank
         reason = f"failed ({type(fault).__name__}: {str(fault).strip() or 'no message'})"
-        return EngineFault(describe_fault(self.actions_of_ranks, rank, position, self._step, self._shapes, reason))
+        return EngineFault(
+            describe_fault(self.actions_of_ranks, self._communicator.rank, position, self._step, self._shapes, reason)
+        )

@@ -24,6 +24,10 @@ from parallel.streaming.box_sums import Sums
 from parallel.trace.stage_module import Boxes, as_tensor
 
 
+class EngineFault(RuntimeError):
+    """An action that failed: rank, action, stage and shapes, and the schedule with the action marked."""
+
+
 class NonFiniteLoss(ArithmeticError):
     """A loss that is NaN or infinite. Parameters and optimizer are as they were before the step, unless ``updated``.
 

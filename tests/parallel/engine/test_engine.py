@@ -14,8 +14,7 @@ from torch import nn
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.engine import EngineFault
-from parallel.engine.step import Microbatch, NonFiniteLoss
+from parallel.engine.step import EngineFault, Microbatch, NonFiniteLoss
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import Strategy

@@ -16,7 +16,8 @@ from torch import Tensor
 from parallel.comm.communicator import CommunicationError, Communicator, Work
 from parallel.comm.thread_comm import run_on_threads
 from parallel.comm.torch_comm import TorchCommunicator
-from parallel.engine.engine import Engine, EngineFault
+from parallel.engine.engine import Engine
+from parallel.engine.step import EngineFault
 from parallel.schedule.action import Schedule
 from parallel.space import team
 from parallel.space.team import Grid
