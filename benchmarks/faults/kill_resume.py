@@ -11,6 +11,7 @@ orders, and no strategy is in between. Under ``async`` the weights are compared 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -87,7 +88,8 @@ def killed(slides: Path, out: Path, steps: int, settings: tuple[str, ...], after
     try:
         process.wait(after_s)
     except subprocess.TimeoutExpired:
-        (rank_of(out, 1) if "--ranks" in settings else process).kill()
+        with contextlib.suppress(LookupError):  # its ranks have ended already
+            (rank_of(out, 1) if "--ranks" in settings else process).kill()
         process.wait(ENDS_WITHIN_S)
 
 
