@@ -154,10 +154,11 @@ def _equal_layers(planner: Planner, row: PlanRow) -> str:
 def train_line(command: PlanCommand, strategy: Strategy) -> str:
     """Return the command that trains as ``strategy``, on two lines; slides and run folder are left to the user."""
     policy, grid = strategy.policy, strategy.grid
-    words = ["--model", shlex.quote(command.model), "--tile", str(command.tile), "--batch", str(command.step_tiles)]
+    words = ["--model", shlex.quote(command.model), "\\\n    --tile", str(command.tile)]
+    words += ["--batch", str(command.step_tiles)]
     words += ["--norm", command.norm] if command.norm != PlanCommand.norm else []
     words += ["--head", command.head] if command.head != PlanCommand.head else []
-    words += ["\\\n    --ranks", str(strategy.ranks), "--parallel", strategy.name, "--microbatches", str(strategy.m)]
+    words += ["--ranks", str(strategy.ranks), "--parallel", strategy.name, "--microbatches", str(strategy.m)]
     split = strategy.depth > 1 and strategy.depth * (grid.members if grid else 1) != strategy.ranks
     if strategy.ways > 1 or split:
         words += ["--stages", str(strategy.ways if strategy.ways > 1 else strategy.depth)]

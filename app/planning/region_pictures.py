@@ -119,7 +119,7 @@ def _map(name: str, parameters: float, count: int, most: dict[int, float], title
         )
         if size > SMALLEST:
             axes.axhline(size, color="black", lw=1, ls="--")
-            axes.text(1.35 * MOST_BRANCHES, size, f"fits {bytes_text(limit)} below", ha="right", va="top")
+            axes.text(1.35 * MOST_BRANCHES, 0.85 * size, f"fits {bytes_text(limit)} below", ha="right", va="top")
     axes.text(0.75, LARGEST / 2, "out-of-core\ndivide model or tile:\npipelines, fsdp, teams, boxes", va="top")
     if border > 4 * SMALLEST:
         axes.text(0.75, 1.3 * SMALLEST, "in-core\ndata parallelism", va="bottom")
