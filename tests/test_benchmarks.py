@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.benchmark_run import assert_runs
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.bench
@@ -33,8 +39,6 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.tile_reading.cache --tiles 2 --side 2000 --px 512", "pays from epoch"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
         ("benchmarks.tile_size.context --slides 8 --steps 1 --seeds 1", "| whole slide |"),
-        ("benchmarks.bags.run noise --slides 8 --steps 1 --seeds 1", "| --tile slide --head attention"),
-        ("benchmarks.bags.memory --sizes 4", "tiles of a bag"),
         (
             "benchmarks.offload_study.run --models squeezenet1_1 --modes none naive --epochs 1 --pictures 12 --batch 4",
             "to the host",
@@ -43,3 +47,21 @@ from tests.helpers.benchmark_run import assert_runs
 )
 def test_benchmark_runs(command: str, says: str) -> None:
     assert_runs(command, says)
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("benchmarks.bags.run noise --slides 8 --steps 1 --seeds 1", "| --tile slide --head attention"),
+        ("benchmarks.bags.memory --sizes 4", "tiles of a bag"),
+    ],
+)
+def test_benchmark_that_forks_its_runs(command: str, says: str) -> None:
+    """In a process of its own: autograd refuses to work in a fork of one that has made a backward pass."""
+    module, *arguments = command.split()
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert says in done.stdout

@@ -10,6 +10,7 @@ forked from this process, which has imported torch.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import multiprocessing
@@ -96,11 +97,13 @@ def run_forked(arguments: list[str], out: Path, *, by_maximum: bool = False) -> 
     run.start()
     run.join()
     if run.exitcode:
-        raise SystemExit(f"app.train ended with {run.exitcode}; see {out.with_suffix('.log')}")
+        log = out.with_suffix(".log")
+        raise SystemExit(f"app.train ended with {run.exitcode}; {log} ends with\n{log.read_text()[-2000:]}")
 
 
 def _train(arguments: list[str], out: Path, by_maximum: bool) -> None:
-    with out.with_suffix(".log").open("w") as file:
+    log = out.with_suffix(".log").open("w")
+    with log as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         code = app.train.main(arguments)
