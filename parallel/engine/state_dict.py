@@ -110,7 +110,7 @@ class FullStateDict:
     def _gives(self, key: str, stage: Stage, giver: int) -> bool:
         """Return whether this rank gives ``key``: ``giver`` does, or who alone in the first team holds it."""
         rank = self.communicator.rank
-        return self.mesh.team_of(rank) == 0 if key in stage.module.own else rank == giver
+        return self.mesh.team_of(rank) == 0 if key in stage.module.of_one_member else rank == giver
 
     def _giver(self, number: int) -> int:
         """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one."""

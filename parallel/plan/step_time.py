@@ -292,7 +292,8 @@ def _whole_exchange_s(
     """
     ranks, ways, hides = candidate.ranks, candidate.ways, cluster.slowdown(candidate.ranks)
     sum_s = cluster.sum_s(param_bytes - own_bytes, range(ranks))
-    sum_s += cluster.sum_s(own_bytes, range(0, ranks, ways), at_once=min(ways, cluster.per_node))
+    if ways > 1:
+        sum_s += cluster.sum_s(own_bytes, range(0, ranks, ways), at_once=min(ways, cluster.per_node))
     hides *= cluster.kind != "cpu"
     if candidate.name == "fsdp":
         gather_s = sum_s / 2 * cluster.gathering

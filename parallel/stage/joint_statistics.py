@@ -54,14 +54,14 @@ def statistics_of_stage(
 
     Args:
         ranks: that hold a copy of what is not this member's own.
-        peers: that hold a copy of what is, ``StageModule.own``.
+        peers: that hold a copy of what is, ``StageModule.of_one_member``.
 
     Raises:
         ValueError: as of ``running_statistics``.
     """
-    if not stage.own:
+    if not stage.of_one_member:
         return running_statistics(stage, ranks, mode, stage.counts)
-    buffers = {id(buffer) for name, buffer in stage.named_buffers() if name in stage.own}
+    buffers = {id(buffer) for name, buffer in stage.named_buffers() if name in stage.of_one_member}
     own, shared = nn.ModuleList(), nn.ModuleList()
     for layer in tracking_layers(stage):
         (own if id(layer.running_mean) in buffers else shared).append(layer)

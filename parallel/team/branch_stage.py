@@ -104,7 +104,7 @@ def branch_stages(
     stage = cut_stage(traced, partition, 0, segments, BranchStage, run, others)
     assert isinstance(stage, BranchStage)
     stage.link, stage.device, stage.plans = comm, device, plans
-    stage.own = _own_state(traced, stage, branches, comm.member)
+    stage.of_one_member = _own_state(traced, stage, branches, comm.member)
     return {0: stage}
 
 

@@ -86,11 +86,11 @@ class StageModule(nn.Module):
         segments: of the stage in training; none where it is run as one.
         run_segment: what segments are run by in training.
         gives_sums: ``sums`` computes sums of the output without holding it whole.
-        own: names of the parameters and buffers that no other member of a team holds.
+        of_one_member: names of the parameters and buffers that no other member of a team holds.
     """
 
     gives_sums = False
-    own: frozenset[str] = frozenset()
+    of_one_member: frozenset[str] = frozenset()
 
     def __init__(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class StageModule(nn.Module):
 
     def held(self, named: Iterable[tuple[str, T]], *, own: bool) -> list[T]:
         """Return those of ``named`` parameters or buffers that are this member's own, or those that others hold too."""
-        return [value for name, value in named if (name in self.own) is own]
+        return [value for name, value in named if (name in self.of_one_member) is own]
 
     @property
     def root(self) -> nn.Module:

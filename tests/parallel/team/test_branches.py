@@ -53,8 +53,8 @@ CASES = [
     ("inception", shared(2, optimizer=True), [4, 3]),
     ("aspp", shared(2), [4, 4]),
     ("aspp", shared(4), [4, 4]),
-    ("amoebanet", shared(2), [4, 4]),
-    ("amoebanet", shared(4), [4, 3]),
+    pytest.param("amoebanet", shared(2), [4, 4], marks=pytest.mark.long),
+    pytest.param("amoebanet", shared(4), [4, 3], marks=pytest.mark.long),
     *(
         pytest.param(name, shared(ways), [4, 4], marks=pytest.mark.long)
         for name in ("googlenet", "googlenet-heads", "inception-v3")
@@ -148,7 +148,7 @@ def test_a_branch_and_its_optimizer_state_are_on_one_member_alone() -> None:
         (stage,), optimizer = engine._work.stages.values(), engine._work.update.optimizer
         assert optimizer is not None
         names = {name for group in optimizer.param_groups for name in group["param_names"]}
-        return set(stage.parameters), names, set(stage.module.own)
+        return set(stage.parameters), names, set(stage.module.of_one_member)
 
     found = run_on_threads(3, held, timeout_s=60)
     everything = {name for name, _ in Inception().named_parameters()}

@@ -11,7 +11,7 @@ TRANSPORT = ("comm/thread_comm.py", "comm/objects.py")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "most", "files"), [("spatial@2x1", 690, 23), ("spatial@2x1+8", 5_650, 38), ("1f1b", 360, 14)]
+    ("strategy", "most", "files"), [("spatial@2x1", 710, 23), ("spatial@2x1+8", 5_700, 38), ("1f1b", 370, 14)]
 )
 def test_calls_of_a_step(strategy: str, most: int, files: int) -> None:
     for calls in calls_of_a_step(strategy_of(strategy)):
