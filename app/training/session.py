@@ -216,21 +216,13 @@ def build_session(
     Raises:
         ValueError: a model, weights file or batch that does not fit the task or the ranks.
     """
+    _check_dataset(config, dataset)
     ranges = split_batch(config.strategy.batch, strategy.m)
     width, height = dataset.tiles.largest
     model = build_run_model(config, len(dataset.classes), (len(ranges[0]), 3, height, width))
-    if config.score.patience and not len(dataset.rows("val")):
-        raise ValueError(
-            f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
-        )
     train_rows = dataset.rows("train")
     validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
     communicator, bag = placement.communicator, config.stream.bag
-    if bag and not dataset.slide_labels:
-        raise ValueError(
-            "--bag gives the tiles of a slide one label, and these slides have none: annotations label tiles and "
-            "pixels. Give --labels FILE.csv, or leave out --bag"
-        )
     loss = build_loss(config.optimization, dataset, train_rows, communicator, in_bags=bag > 0).to(placement.device)
     engine_loss = BagGradient() if bag else loss
     engine, host = _engine_of(config, strategy, dataset, model, engine_loss, placement, watchdog)
@@ -282,6 +274,19 @@ def build_session(
         host,
         cache,
     )
+
+
+def _check_dataset(config: RunConfig, dataset: Dataset) -> None:
+    """Refuse what these slides do not allow."""
+    if config.score.patience and not len(dataset.rows("val")):
+        raise ValueError(
+            f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
+        )
+    if config.stream.bag and not dataset.slide_labels:
+        raise ValueError(
+            "--bag gives the tiles of a slide one label, and these slides have none: annotations label tiles and "
+            "pixels. Give --labels FILE.csv, or leave out --bag"
+        )
 
 
 def _engine_of(

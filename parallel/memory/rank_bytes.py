@@ -4,6 +4,21 @@ Takes the bytes of stages, the schedule and the optimizer; gives ``RankBytes``. 
 one by one: what microbatches in flight keep, what is live only while an action runs (``stage_bytes``), and messages,
 which are received one action ahead and leave during the next. Buffers of modules, a few numbers per channel,
 are not counted. No torch here.
+
+Of a stage with P bytes of parameters, K values kept by the optimizer for each and N holders, between two steps
+(Rajbhandari et al. 2020, ZeRO, section 5; stage 3 is ``sharded_bytes``):
+
+====  ==========  =========  =========
+zero  parameters  gradients  optimizer
+====  ==========  =========  =========
+0     P           P          K P
+1     P           P / N      K P / N
+2     P           P / N      K P / N
+3     P / N       P / N      K P / N
+====  ==========  =========  =========
+
+While backward passes add to them, gradients take P with stage 1 and with inverted replicas, whose sums wait for
+each other; with stage 2 two buckets besides the slice.
 """
 
 from __future__ import annotations
@@ -94,21 +109,6 @@ def rank_bytes(
 ) -> list[RankBytes]:
     """Return the bytes of every rank in ``schedule``.
 
-    Of a stage with P bytes of parameters, K values kept by the optimizer for each and N holders, between two steps
-    (Rajbhandari et al. 2020, ZeRO, section 5; stage 3 is ``sharded_bytes``):
-
-    ====  ==========  =========  =========
-    zero  parameters  gradients  optimizer
-    ====  ==========  =========  =========
-    0     P           P          K P
-    1     P           P / N      K P / N
-    2     P           P / N      K P / N
-    3     P / N       P / N      K P / N
-    ====  ==========  =========  =========
-
-    While backward passes add to them, gradients take P with stage 1 and with inverted replicas, whose sums wait for
-    each other; with stage 2 two buckets besides the slice.
-
     Args:
         stages: for the largest microbatch, at least those that the ranks of ``schedule`` hold.
         schedule: compute-only, with recomputation where it is done, or lowered.
@@ -155,15 +155,11 @@ def rank_bytes(
             sizes = (0.0, stage.inputs * weight, stage.activations * weight)
             fuller = max(before, after)
             kept += sizes[fuller] - sizes[before]
-            if action.kind is Kind.BACKWARD_WEIGHT:
-                during = float(stage.parameters * first)
-            elif action.kind in BEGINS_BACKWARD:
-                during = (stage.first_backward if first else stage.backward) * weight - sizes[fuller]
-                if action.stage in by_bucket or (first and action.stage in divided):
-                    buckets = (1 + IN_FLIGHT) * _bucket(stage) if action.stage in by_bucket else stage.parameters
-                    during = stage.backward * weight + min(stage.parameters, buckets) - sizes[fuller]
-            else:
-                during = (stage.forward if after is Held.ACTIVATIONS else stage.forward_only) * weight - sizes[fuller]
+            made = None
+            if action.stage in by_bucket or (first and action.stage in divided):
+                buckets = (1 + IN_FLIGHT) * _bucket(stage) if action.stage in by_bucket else stage.parameters
+                made = min(stage.parameters, buckets)
+            during = _during(stage, action.kind, after, weight, sizes[fuller], first=first, made=made)
             messages = sum(arriving for arriving, _ in boundary[n + 1 : n + 2])
             messages += sum(leaving for _, leaving in boundary[max(0, n - 1) : n])
             model = parameters, sum(gradients.values()), update.optimizer
@@ -179,6 +175,24 @@ def rank_bytes(
         return _fuller(update, RankBytes(*max(moments, key=sum)))
 
     return [fullest(rank, actions) for rank, actions in sorted(schedule.items())]
+
+
+def _during(
+    stage: StageBytes, kind: Kind, after: Held, weight: float, kept: float, *, first: bool, made: int | None
+) -> float:
+    """Return the bytes that an action takes besides ``kept``, which its microbatch keeps.
+
+    Args:
+        first: the stage has no gradients yet.
+        made: bytes of gradients that a backward pass makes where they are divided; None: they are whole.
+    """
+    if kind is Kind.BACKWARD_WEIGHT:
+        return float(stage.parameters * first)
+    if kind not in BEGINS_BACKWARD:
+        return (stage.forward if after is Held.ACTIVATIONS else stage.forward_only) * weight - kept
+    if made is None:
+        return (stage.first_backward if first else stage.backward) * weight - kept
+    return stage.backward * weight + made - kept
 
 
 def sharded_bytes(stage: StageBytes, ranks: int, *, several: bool, slots: int, device: str = "cpu") -> RankBytes:
