@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from app.evaluation import classification
+from app.prediction.prediction_folder import PredictionFolder
 from tests.helpers.hand_made_checkpoint import SEGMENTER, write_checkpoint
 from tests.helpers.in_process import call
 
@@ -81,6 +82,20 @@ def test_annotations_have_the_class_map_of_the_run(folders, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["dice"] == {"dark": 1.0}
     assert "count as background: DARK" in done.stdout
+
+
+def test_classes_that_nobody_annotated_do_not_shift_the_others(folders, tmp_path):
+    shutil.copytree(folders / "out", tmp_path / "out")
+    made_with = json.loads((folders / "out" / "predict.json").read_text())
+    made_with |= {"classes": ["background", "pale", "dark"], "shown": ["pale", "dark"]}
+    (tmp_path / "out" / "predict.json").write_text(json.dumps(made_with))
+    for k in range(4):
+        mask = str(PredictionFolder(tmp_path / "out").mask(f"s{k}"))
+        cv2.imwrite(mask, 2 * cv2.imread(mask, cv2.IMREAD_UNCHANGED))
+    done = call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", folders / "truth")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert figures["dice"] == {"dark": pytest.approx((1 + 2 / 3 + 1 + 1) / 4)}
 
 
 def test_what_does_not_fit_is_refused(folders, tmp_path):

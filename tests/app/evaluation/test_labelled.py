@@ -10,7 +10,7 @@ from pipelines.labels.class_names import ClassMap
 
 def test_missing_labels_take_no_part_and_names_are_mapped(tmp_path: Path) -> None:
     path = tmp_path / "labels.csv"
-    path.write_text("slide,label\na,Tumor\nb,normal\nc,nan\nd,blurred\n")
+    path.write_text("slide,label\nd,blurred\nb,normal\na,Tumor\nc,nan\n")
     rows = [{"slide": slide, "score_normal": 0.5, "score_tumour": 0.5} for slide in "abcd"]
     class_map = ClassMap.parse(("Tumor=tumour", "blurred=ignore"))
     found = labelled_slides(rows, ("normal", "tumour"), read_truth(path, needs_labels=True), {}, 1, class_map)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
+import types
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
+from app.training.session import Session
 from models.layer_depth import freeze, layer_decay_scales
 from models.losses import PixelClassLoss
 from models.registry import build_model
@@ -54,6 +57,13 @@ def microbatch(step: int, i: int) -> tuple[Tensor, Tensor]:
 
 def rate(step: int) -> float:
     return LR / (step + 1)
+
+
+def test_the_rate_rises_linearly_and_falls_as_a_cosine() -> None:
+    config = types.SimpleNamespace(optimization=dataclasses.replace(SETTINGS, warmup=4))
+    session: Any = types.SimpleNamespace(config=config, total_steps=12)
+    rates = [Session.learning_rate(session, step) / LR for step in range(12)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, *((1 + math.cos(k * math.pi / 8)) / 2 for k in range(8))])
 
 
 @functools.cache

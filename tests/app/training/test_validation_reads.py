@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from app.settings.run import ScoreSettings
 from app.training import validation
 from app.training.validation import Outputs, evaluate
-from models.losses import PixelClassLoss, TileClassLoss
+from models.losses import IGNORE, PixelClassLoss, TileClassLoss
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.step import Microbatch
 from tests.helpers.sim_gpu import simulated
@@ -63,6 +64,25 @@ def scores(device: torch.device, pixels: bool, notes: list[str]) -> Any:
     engine: Any = Engine(device, pixels, notes)
     loss = PixelClassLoss() if pixels else TileClassLoss(None)
     return evaluate(engine, loss, dataset, rows, microbatches, LocalCommunicator(), ScoreSettings())
+
+
+def test_ignored_px_are_in_no_dice() -> None:
+    logits = torch.tensor([0.0, 1.0]).reshape(1, 2, 1, 1).expand(1, 2, 2, 4)  # class 1 everywhere
+    targets = torch.tensor([[[1, 1, 0, IGNORE], [1, 0, IGNORE, IGNORE]]], dtype=torch.uint8)
+    part = Outputs(Microbatch(None, targets, (1, 3, 2, 4)), np.arange(1), np.ones(1, bool))
+    engine: Any = types.SimpleNamespace(
+        predicting=contextlib.nullcontext, predict=lambda microbatch, sums: sums(logits, microbatch.targets)
+    )
+    dataset: Any = types.SimpleNamespace(
+        classes=("background", "gland"),
+        task="segment",
+        tiles=types.SimpleNamespace(slide=np.zeros(1, np.int64), slides=["s"]),
+        splits=types.SimpleNamespace(split={"s": "val"}),
+    )
+    rows, ranks = np.arange(1), LocalCommunicator()
+    opened = functools.partial(contextlib.nullcontext, iter([part]))
+    metrics = evaluate(engine, PixelClassLoss(), dataset, rows, opened, ranks, ScoreSettings()).metrics
+    assert (metrics["dice_background"], metrics["dice_gland"]) == (0, 2 * 3 / (3 + 5))
 
 
 @pytest.mark.parametrize("pixels", [False, True], ids=["tiles", "pixels"])

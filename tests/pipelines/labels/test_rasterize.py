@@ -138,6 +138,12 @@ def test_the_mask_lies_on_the_pixels(tmp_path: Path, mpp: float, origin: tuple[i
     np.testing.assert_array_equal(got[pure] == 1, pixels[pure] == 0)
 
 
+def test_a_grid_begins_at_a_px_of_the_level() -> None:
+    level0 = np.zeros((512, 512, 3), np.uint8)
+    grid = PixelGrid.of(memory_slide([level0, level0[::4, ::4]], 0.5), Region(13, 7, 60, 50, 2.0))
+    assert (grid.l0_x, grid.l0_y, grid.l0_step_x, grid.l0_step_y) == (12, 8, 4, 4)
+
+
 def test_large_coordinates_keep_their_precision(tmp_path: Path) -> None:
     rings = [[(99_000.25, 98_000.5), (99_040.75, 98_003.5), (99_012.5, 98_031.25)]]
     grid = PixelGrid.of(blank_slide(100_000, 100_000), Region(98_990, 97_990, 64, 64, 0.5))

@@ -59,6 +59,14 @@ def test_tile_and_mask_move_together(width: int) -> None:
         assert not (mask == before).all()
 
 
+def test_px_from_outside_a_tile_do_not_count() -> None:
+    augment = CpuAugment(AugmentSettings(augment="cpu", stain_jitter=0, brightness=0, blur=0), 0)
+    image, mask = np.zeros((64, 64, 3), np.uint8), np.ones((64, 64), np.uint8)
+    augment.apply(0, image, mask)
+    assert np.unique(mask).tolist() == [1, 255]
+    assert np.mean((mask == 255) == (image[..., 0] > 127)) > 0.98
+
+
 def test_samples_are_varied_alike_in_any_thread_and_order() -> None:
     augment = CpuAugment(CPU, 1)
 
