@@ -22,6 +22,7 @@ from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from parallel.comm.launch import RankServer
 from parallel.strategy import DELAYED, STALE
+from parallel.units import number_text
 
 if TYPE_CHECKING:
     import torch
@@ -280,14 +281,15 @@ def report(result: VerifyResult) -> str:
     from app.training.exactness import KINDS
 
     rows = [["module", *KINDS]]
-    rows += [[group, *(_number(errors.get(kind)) for kind in KINDS)] for group, errors in result.errors.items()]
+    for group, errors in result.errors.items():
+        rows.append([group, *(number_text(errors.get(kind), ".1e") for kind in KINDS)])
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return (
-        f"{table}\nloss    {_number(result.loss_error)}\n"
+        f"{table}\nloss    {number_text(result.loss_error, '.1e')}\n"
         f"{'passed' if result.passed else 'FAILED'}: {result.model} under {result.strategy} on {result.ranks} ranks, "
         f"{result.stages} a copy, {result.microbatches} microbatches ({result.communicator}, {result.dtype}): largest "
-        f"relative error {_number(result.max_relative_error)}, allowed {result.tolerance:g}{_remark(result)}"
+        f"relative error {number_text(result.max_relative_error, '.1e')}, allowed {result.tolerance:g}{_remark(result)}"
         + (f"\n{DELAYED}: compared with one process that delays them alike" if result.strategy in STALE else "")
     )
 
@@ -299,12 +301,8 @@ def _remark(result: VerifyResult) -> str:
     where = f"; above that: {', '.join(result.exceeded[:3]) or 'the loss'}"
     if result.float64_error is None:
         return where
-    same = f"the same steps in float64 differ by {_number(result.float64_error)}"
+    same = f"the same steps in float64 differ by {number_text(result.float64_error, '.1e')}"
     return f"{where}. This is rounding: {same}" if result.passed else f"{where}. This is not rounding: {same}"
-
-
-def _number(error: float | None) -> str:
-    return "-" if error is None else f"{error:.1e}"
 
 
 def _plain(value: Any) -> Any:

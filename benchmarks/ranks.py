@@ -6,7 +6,6 @@ which JSON can hold too. Ranks talk over Gloo or MPI. What they print goes to th
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -19,11 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from benchmarks.launching import AS_IN_A_CONTAINER
 from parallel.comm.communicator import Communicator
+from parallel.comm.launch import kill_tree
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 900
@@ -71,22 +70,13 @@ def run_on_ranks(
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _end(process)
+            kill_tree(process)
             raise RuntimeError(f"still running after {limit_s:.0f} s") from None
         if code:
             errors = sorted(folder.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
             told = f": {errors[0].read_text()}" if errors else ""
             raise RuntimeError(f"{target} on {world} ranks ended with exit code {code}{told}")
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher and its ranks, which have sessions of their own."""
-    launcher = psutil.Process(process.pid)
-    for each in (*launcher.children(recursive=True), launcher):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.wait()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Bytes, seconds and operations as people read them: three digits and a unit."""
+"""Bytes, seconds and operations as people read them, three digits and a unit; numbers that may be missing."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ def flops_text(flops: float) -> str:
             return f"{_digits(flops)} {unit}".rstrip()
         flops /= 1000
     return f"{_digits(flops)} P"
+
+
+def number_text(value: float | None, form: str = ".4f") -> str:
+    """
+    >>> number_text(0.91826), number_text(3e-13, ".1e"), number_text(None)
+    ('0.9183', '3.0e-13', '-')
+    """
+    return "-" if value is None else f"{value:{form}}"
 
 
 def _digits(value: float) -> str:

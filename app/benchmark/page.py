@@ -17,8 +17,8 @@ from app.pages.charts import Chart, Series, line_chart
 from app.pages.html import Table, flattened, rendered
 from app.settings.cli import RunError
 from app.settings.console import print_table
-from app.settings.data_file import write_text
-from parallel.units import bytes_text
+from parallel.units import bytes_text, number_text
+from pipelines.slides.whole_files import write_text
 
 HEADERS = ("strategy", "images/s", "range", "from memory", "data wait", "bubble", "sent", "fullest rank", "claim")
 SHORT = 90
@@ -43,9 +43,9 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     bubble = "" if row["bubble"] is None else f"{100 * row['bubble']:.0f} % ({100 * row['bubble_predicted']:.0f} %)"
     return (
         name,
-        _number(row["images_per_second"]),
-        f"{_number(low)}-{_number(high)}",
-        _number(row["images_per_second_no_data"]),
+        number_text(row["images_per_second"], ".3g"),
+        f"{number_text(low, '.3g')}-{number_text(high, '.3g')}",
+        number_text(row["images_per_second_no_data"], ".3g"),
         f"{100 * row['data_wait_fraction']:.1f} %",
         bubble,
         bytes_text(max(row["bytes_sent"])) if row["bytes_sent"] else "",
@@ -56,10 +56,6 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _shortened(line: tuple[str, ...]) -> tuple[str, ...]:
     return line if len(line[-1]) <= SHORT or line[2] else (*line[:-1], line[-1][: SHORT - 1] + "…")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 NAME = "bench.json"

@@ -21,6 +21,7 @@ from app.benchmark.command import BenchCommand
 from app.benchmark.page import NAME, print_bench, write_page
 from app.benchmark.row import Row, compare, row_of
 from app.benchmark.trial import Trial, run_trial
+from app.pages.html import format_duration
 from app.settings.cli import FAILED, OK
 from app.settings.data_file import read_data, write_json
 from app.settings.fields import arguments_for, flat
@@ -78,7 +79,7 @@ class BenchmarkRunner:
                 rows = self._write()
         rows = rows or self._write()
         print_bench(rows)
-        print(f"\n{len(self._cases)} cases in {_minutes(self._wall_s())}; report {write_page(self._folder)}")
+        print(f"\n{len(self._cases)} cases in {format_duration(self._wall_s())}; report {write_page(self._folder)}")
         return OK if any(trial.status == "ok" for case in self._cases for trial in self._results(case)) else FAILED
 
     def _open(self) -> None:
@@ -191,7 +192,3 @@ def _outcome(trial: Trial) -> str:
     if trial.status != "ok":
         return f"{trial.status}: {trial.reason.splitlines()[0]}"
     return f"{trial.summary['images_per_second']:.3g} images/s ({trial.wall_s:.0f} s)"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -7,7 +7,6 @@ The folder keeps the run's files but its checkpoint, so that a benchmark that wa
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import re
@@ -21,11 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from app.benchmark.case import Case
 from app.launch.host import memory_kills
 from app.settings.data_file import write_json
+from parallel.comm.launch import kill_tree
 
 Status = Literal["ok", "out-of-memory", "killed", "cannot", "failed"]
 
@@ -97,19 +95,7 @@ def _run(command: list[str], output: Path, timeout_s: float) -> int | None:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill it, if it still runs, with all that it started: ranks have sessions of their own."""
-    if process.poll() is not None:
-        return
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(process.pid)
-        for each in [*started.children(recursive=True), started]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-    process.wait()
+            kill_tree(process)
 
 
 def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float, kills: int | None) -> Trial:

@@ -37,6 +37,7 @@ from app.evaluation.labelled import (
 )
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
+from parallel.units import number_text
 from pipelines.catalog.table import counted, listed
 from pipelines.labels.class_names import ClassMap, patient_note, positive_class
 
@@ -241,10 +242,6 @@ def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[s
 
 def _mean_of_rows(values: NDArray[np.float64], rows: NDArray[np.int64]) -> float | None:
     return mean_defined(values[rows])
-
-
-def number_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _with_interval(estimate: Estimate) -> str:

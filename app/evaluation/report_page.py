@@ -18,16 +18,17 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from app.evaluation.areas import FALSE_POSITIVES, AreaScores
 from app.evaluation.classification import Calibration, Cases, calibration, confusion
-from app.evaluation.report import Evaluation, number_text
+from app.evaluation.report import Evaluation
 from app.pages.charts import Chart, Series, line_chart
 from app.pages.html import Card, Table, format_value, rendered
 from app.prediction.prediction_folder import PredictionFolder
-from app.settings.data_file import write_text
 from app.training.metrics import mean_defined
+from parallel.units import number_text
 from pipelines.catalog.catalog import find_slides
 from pipelines.catalog.table import counted, read_rows
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
+from pipelines.slides.whole_files import write_text
 from pipelines.stream.read import centre
 
 
@@ -230,7 +231,7 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
         tables["Areas, by slide"] = Table(
             ("slide", *(f"{what} {name}" for name in areas.classes for what in ("Dice", "IoU"))),
             [
-                (slide, *(_cell(v) for pair in zip(dice, iou, strict=True) for v in pair))
+                (slide, *(number_text(None if math.isnan(v) else v) for pair in zip(dice, iou, strict=True) for v in pair))
                 for slide, dice, iou in zip(areas.slides, areas.dice, areas.iou, strict=True)
             ],
             tuple(range(1, 2 * len(areas.classes) + 1)),
@@ -288,10 +289,6 @@ def _lowest(areas: AreaScores) -> dict[str, bytes]:
     means = {slide: mean_defined(dice) for slide, dice in zip(areas.slides, areas.dice, strict=True)}
     known = sorted((mean, slide) for slide, mean in means.items() if mean is not None)
     return {f"{slide}, Dice {mean:.3f}": areas.pictures[slide] for mean, slide in known[:MOST_PICTURES]}
-
-
-def _cell(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"
 
 
 def _looked_at(made_with: dict[str, Any]) -> str:

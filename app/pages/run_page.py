@@ -18,8 +18,8 @@ from app.pages.html import Card, Table, flattened, format_setting, format_value,
 from app.pages.pictures import colour_of, overlays, small_jpeg
 from app.pages.results import advice, class_table, forecast_table, slide_table, split_table
 from app.pages.run_files import RunFiles, naming_the_summary, read_run
-from app.settings.data_file import write_text
 from parallel.units import bytes_text
+from pipelines.slides.whole_files import write_text
 
 FIGURES = {
     "parameters": ("Parameters of the model", ""),

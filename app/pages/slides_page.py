@@ -16,7 +16,7 @@ import numpy as np
 
 from app.pages.html import Card, format_value, rendered
 from app.pages.pictures import SmallPicture, class_rgb
-from app.settings.data_file import write_text
+from pipelines.slides.whole_files import write_text
 from pipelines.tiles.index import TileTable
 
 LITTLE_TISSUE, FEW_TILES = 0.05, 10

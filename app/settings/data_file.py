@@ -1,5 +1,4 @@
-"""YAML and JSON files of names and values, read as data, or refused in one message with the name of the file; and
-text files that are written as a whole or not at all.
+"""YAML and JSON files of names and values, read as data, or refused in one message with the name of the file.
 
 Takes a path. Nothing in a file runs code (``yaml.safe_load``).
 """
@@ -7,11 +6,12 @@ Takes a path. Nothing in a file runs code (``yaml.safe_load``).
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from pipelines.slides.whole_files import write_text
 
 
 def read_data(path: Path) -> dict[str, Any]:
@@ -34,15 +34,6 @@ def read_data(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected `key: value` lines, found a {type(loaded).__name__}")
     return loaded
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write ``text`` to ``path`` and return the path. A reader sees the file as it was before or as a whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-    os.replace(temporary, path)
-    return path
 
 
 def write_json(path: Path, value: Any, *, nan: bool = False) -> Path:

@@ -22,13 +22,14 @@ import yaml
 
 from app.launch.host import lock_folder
 from app.settings.cli import RunError
-from app.settings.data_file import read_data, write_json, write_text
+from app.settings.data_file import read_data, write_json
 from app.settings.fields import flat, settings_of
 from app.settings.launcher import Attempts
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import LOG_FORMAT
 from pipelines.catalog.failures import names_file
 from pipelines.catalog.table import write_rows
+from pipelines.slides.whole_files import write_text
 
 FREE_TO_CHANGE = frozenset(
     {

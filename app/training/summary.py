@@ -37,6 +37,7 @@ from parallel.schedule.simulate import simulate
 from parallel.schedule.text import to_csv
 from parallel.schedule.timeline import Timeline, chrome_trace
 from parallel.strategy import DELAYED, WHOLE
+from parallel.units import number_text
 from pipelines.cache.tile_cache import CacheCounts, TileCache
 from pipelines.catalog.table import counted
 from pipelines.tiles.tile_table import three_sizes
@@ -161,7 +162,7 @@ class RunSummary:
             summary = json.loads(self._folder.summary.read_text())
             self._folder.write_json("summary.json", summary | {"images_per_second_no_data": images_per_second})
             write_report(self._folder.path)
-            self.say(f"fed from memory: {_number(images_per_second)} images/s")
+            self.say(f"fed from memory: {number_text(images_per_second, '.3f')} images/s")
 
     def failed(self, error: str, peak_bytes: int) -> None:
         """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
@@ -213,7 +214,7 @@ class RunSummary:
         did = f"{counted(summary['steps'], 'step')}, {counted(summary['images'], 'tile')}"
         planned = planned_speed(self._folder.path, summary["strategy"]) if speed else None
         beside = f"; planned {planned:.3f} ({speed / planned - 1:+.0%})" if planned else ""
-        self.say(f"{status}: {did}, {_number(speed)} images/s{beside}")
+        self.say(f"{status}: {did}, {number_text(speed, '.3f')} images/s{beside}")
         if idle := summary["idle_fraction"]:
             each = ", ".join(f"rank {rank} {fraction:.1%}" for rank, fraction in enumerate(idle))
             self.say(f"ranks waited for each other {sum(idle) / len(idle):.1%} of the time: {each}")
@@ -303,7 +304,3 @@ def _cache_line(counts: CacheCounts, cache: TileCache) -> str:
         f"tile cache {cache.folder}: {counts.hits} of {counts.hits + counts.misses} tiles read from it{damaged}, "
         f"{counts.stored} added{full}"
     )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -184,6 +184,18 @@ class RankServer:
         self.ranks, self.codes, self._asked = [], {}, 0
 
 
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill ``process``, if it still runs, and all that it started: ranks have sessions of their own."""
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        for each in (*root.children(recursive=True), root):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.wait()
+
+
 def environments(ranks: int, folder: Path, server: int) -> Iterator[dict[str, str]]:
     """Yield the environment of each rank.
 

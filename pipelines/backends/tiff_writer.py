@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from pipelines.backends.mask import PNG_BYTES
 from pipelines.slides.geometry import Size
+from pipelines.slides.whole_files import replacing
 
 TILE = 256
 """Edge of a stored tile in px, as most scanners write it."""
@@ -91,19 +92,14 @@ class TiffWriter:
         Raises:
             OSError: the disk is full or the folder not writable; nothing is left under the name.
         """
-        temporary = self._path.with_name(f".{self._path.name}.part")
-        try:
+        with self._waiting:
             if kind is None:
                 missing = sum(int((places[..., 1] == 0).sum()) for places in self._places)
                 assert missing == 0, f"{missing} tiles of {self._path} were never written"
-                with temporary.open("wb") as file:
+                with replacing(self._path) as temporary, temporary.open("wb") as file:
                     self._write_pages(file)
                     file.flush()
                     os.fsync(file.fileno())
-                temporary.replace(self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
-            self._waiting.close()
 
     def _write_pages(self, file: IO[bytes]) -> None:
         with tifffile.TiffWriter(file, bigtiff=True) as writer:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipelines.backends.tile_shard import checked, places_metadata, tiles_metadata, with_checksum
 from pipelines.cache.tile_kind import PLACE_NUMBERS, CacheSpec, Place
+from pipelines.slides.whole_files import write_text
 
 MOST_SHARDS = 1 << 20
 """As many the arrays have room for."""
@@ -185,6 +186,4 @@ def _write_json(folder: Path, value: dict[str, Any]) -> None:
     text = json.dumps(value, indent=2) + "\n"
     path = folder / "zarr.json"
     if not path.exists() or path.read_bytes() != text.encode():
-        temporary = folder / f".zarr.{os.getpid()}.json"
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        write_text(path, text)

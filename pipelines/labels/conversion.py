@@ -33,6 +33,7 @@ from pipelines.labels.geojson import write_geojson
 from pipelines.labels.rasterize import PixelGrid, mask_box, paint
 from pipelines.slides.geometry import Size, l_from_l0
 from pipelines.slides.slide import Slide
+from pipelines.slides.whole_files import replacing
 
 Rings = list[NDArray[np.float64]]
 Corners = tuple[NDArray[np.int64], NDArray[np.uint8]]
@@ -232,12 +233,8 @@ def write_areas(drawing: PolygonSet, path: Path, slide: Slide | None) -> None:
         path: the file to make.
         slide: whose bounds are taken off coordinates that count from level 0; without one they count as (0, 0).
     """
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
-        write_geojson(_counted_from(Origin.BOUNDS, drawing, slide), unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        write_geojson(_counted_from(Origin.BOUNDS, drawing, slide), temporary)
 
 
 def _counted_from(origin: Origin, drawing: PolygonSet, slide: Slide | None) -> PolygonSet:

@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import functools
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ import numpy as np
 
 from pipelines.backends.tiff_writer import JPEG, PyramidWriter
 from pipelines.slides.geometry import Size
+from pipelines.slides.whole_files import write_text
 from pipelines.synthetic.tissue import BLOCK, GLAND, Arrangement, Scene, SceneSpec, cell_rng
 
 DRAWING = 4
@@ -142,9 +142,9 @@ def _claim(collection: Collection, plan: list[PlannedSlide], out: Path) -> None:
     if collection.task == "segment":
         rows = [(row[0], row[2]) for row in rows]
         (out / "annotations").mkdir(exist_ok=True)
-        _publish(out / "annotations" / "classes.txt", f"0 background\n{GLAND} gland\n")
-    _publish(out / "labels.csv", "".join(f"{','.join(row)}\n" for row in rows))
-    _publish(record_path, json.dumps(record, indent=2) + "\n")
+        write_text(out / "annotations" / "classes.txt", f"0 background\n{GLAND} gland\n")
+    write_text(out / "labels.csv", "".join(f"{','.join(row)}\n" for row in rows))
+    write_text(record_path, json.dumps(record, indent=2) + "\n")
 
 
 def paint(
@@ -196,9 +196,3 @@ def paint(
                 share = cv2.resize(glands * 255, reduced, interpolation=cv2.INTER_AREA)
                 mask.add((share[: -(-rows // MASK_SCALE), : mask_size.width] >= 128).astype(np.uint8))
             progress(row + 1, scene.rows)
-
-
-def _publish(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(text)
-    os.replace(temporary, path)

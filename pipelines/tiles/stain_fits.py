@@ -23,6 +23,7 @@ from pipelines.catalog.processes import map_isolated
 from pipelines.catalog.table import counted
 from pipelines.slides.rare import Rare
 from pipelines.slides.slide import SlideError
+from pipelines.slides.whole_files import write_text
 from pipelines.tiles.slide_index import default_threads, slide_limits
 from pipelines.tiles.stain_fit import PUBLISHED, Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tissue import read_overview
@@ -101,10 +102,8 @@ class StainFits:
             }
             for slide_id, fit in self.fits.items()
         }
-        partial = path.with_name(path.name + ".partial")
         text = json.dumps({"method": self.method, "tissue_mpp": self.tissue_mpp, "slides": slides}, indent=1)
-        partial.write_text(text + "\n")
-        partial.replace(path)
+        write_text(path, text + "\n")
 
     @classmethod
     def load(cls, path: Path) -> StainFits:

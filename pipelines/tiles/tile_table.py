@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from pipelines.catalog.handles import SlideState
 from pipelines.slides.geometry import Region
+from pipelines.slides.whole_files import replacing
 from pipelines.tiles.index_settings import IndexSettings
 
 FORMAT = 1
@@ -194,12 +195,10 @@ class TileTable:
         if self.sides is not None:
             columns |= {"width": pa.array(self.sides[:, 0]), "height": pa.array(self.sides[:, 1])}
         table = pa.table(columns).replace_schema_metadata({_METADATA_KEY: json.dumps(about).encode()})
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
+        with replacing(path) as temporary, temporary.open("wb") as file:
             pq.write_table(table, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
