@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.lanes import is_helper
 from tests.helpers.pairs import covering
-from tools.seeded_faults import read_faults
+from tools.seeded_faults import files_of, read_faults
 
 ROOT = Path(__file__).parents[1]
 
@@ -129,6 +129,5 @@ def test_a_part_is_as_small_as_pairs_allow() -> None:
 
 def test_seeded_faults_have_their_place() -> None:
     for fault in read_faults():
-        path, _, name = fault.test.partition("::")
         assert (ROOT / fault.file).read_text().count(fault.old) == 1, fault
-        assert f"def {name}" in (ROOT / path).read_text(), fault
+        assert files_of(fault.test), fault

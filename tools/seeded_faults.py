@@ -27,7 +27,7 @@ PASSED, FAILED, NONE_COLLECTED = 0, 1, 5
 
 
 class Fault(NamedTuple):
-    """Replacement of ``old``, which occurs once in ``file``, and the test that must fail then."""
+    """Replacement of ``old``, which occurs once in ``file``, and the name of the test that must fail then."""
 
     file: str
     name: str
@@ -42,6 +42,12 @@ def read_faults() -> list[Fault]:
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     threes = zip(lines[::3], lines[1::3], lines[2::3], strict=True)
     return [Fault(*head.split(" | "), old.removeprefix("- "), new.removeprefix("+ ")) for head, old, new in threes]
+
+
+def files_of(test: str, root: Path = ROOT) -> list[str]:
+    """Return the test files below ``root`` that define ``test``."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(root)) for file in files if f"def {test}(" in file.read_text()]
 
 
 def copy_project(folder: Path) -> None:
@@ -75,18 +81,19 @@ def seeded(fault: Fault, folder: Path) -> Iterator[None]:
 
 
 def failing_test(folder: Path, test: str, lanes: Iterable[str] = LANES) -> tuple[str, str] | None:
-    """Return the first of ``lanes`` in which ``test``, a file or one test of it, fails in ``folder``, and what failed.
+    """Return the first of ``lanes`` in which ``test`` fails in ``folder``, and its file.
 
     Raises:
         RuntimeError: pytest could not run it.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "MEGATILE_BUSY": "1"}
+    places = [f"{file}::{test}" for file in files_of(test, folder)]
     for lane in lanes:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *LANES[lane], test]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *LANES[lane], *places]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode not in (PASSED, FAILED, NONE_COLLECTED):
             raise RuntimeError(f"pytest {test} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        if failed := re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[| - |$)", done.stdout, re.MULTILINE):
+        if failed := re.search(r"^(?:FAILED|ERROR) (\S+?)::", done.stdout, re.MULTILINE):
             return lane, failed[1]
     return None
 
@@ -106,15 +113,13 @@ def main() -> int:
             begun_s = time.monotonic()
             with seeded(fault, folder):
                 found = failing_test(folder, fault.test)
-            if found and failing_test(folder, found[1], found[:1]):
-                raise RuntimeError(f"{found[1]} fails without the fault, too: {fault.name}")
+            seconds = time.monotonic() - begun_s
+            if found and failing_test(folder, fault.test, found[:1]):
+                raise RuntimeError(f"{fault.test} fails without a fault, too")
             missed += found is None
-            lane, test = found or ("-", "nothing")
-            print(
-                f"| {fault.name} | `{fault.file}` | `{test.removeprefix('tests/')}` | {lane} "
-                f"| {time.monotonic() - begun_s:.0f} |",
-                flush=True,
-            )
+            lane, file = found or ("none", "")
+            where = f"`{file}`: `{fault.test}`" if found else f"not by `{fault.test}`"
+            print(f"| {fault.name} | `{fault.file}` | {where} | {lane} | {seconds:.0f} |", flush=True)
     print(f"\n{len(faults) - missed} of {len(faults)} faults found")
     return missed > 0
 

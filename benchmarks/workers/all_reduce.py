@@ -21,12 +21,11 @@ from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import markdown_table, parser_of, publish, results
 from benchmarks.workers.all_reduce_model import WAYS, Machine, fit_stand_ins
-from benchmarks.workers.all_reduce_picture import draw_picture
+from benchmarks.workers.all_reduce_picture import draw_picture, in_words
 from parallel.comm.communicator import Communicator
 from parallel.comm.kinds import RankKind
 from parallel.comm.mixed_comm import MixedCommunicator
 from parallel.cost.devices import device_named, link_named
-from parallel.units import bytes_text
 
 HERE = Path(__file__).parent
 OUT = HERE.parents[1] / "bench-data"
@@ -85,7 +84,7 @@ def report(sizes: Sequence[int], measured: Mapping[str, Sequence[float]], fitted
     """The part of the README that a run writes."""
     rows = []
     for k, size in enumerate(sizes):
-        cells = [bytes_text(size)]
+        cells = [in_words(size)]
         for way in WAYS:
             seconds = measured[way][k]
             cells += [f"{1e3 * seconds:.3g}", f"{fitted.seconds(way, size) / seconds:.2f}"]

@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.workers.all_reduce_model import WAYS, Machine
-from parallel.units import bytes_text
 
 STYLES = {"flat": ("#5b5b5b", "o"), "host": ("#0072b2", "s"), "device": ("#d55e00", "^")}
 NAMED = {"flat": "flat: Gloo over all ranks", "host": "host: in shared memory", "device": "device: by proxies"}
@@ -41,7 +40,7 @@ def draw_picture(
         chart.plot(between, model, color=colour, linewidth=1.6, label="by the formula")
     chart.set_xscale("log", base=2)
     chart.set_yscale("log")
-    chart.set_xticks(sizes, [bytes_text(size) for size in sizes])
+    chart.set_xticks(sizes, [in_words(size) for size in sizes])
     chart.minorticks_off()
     chart.set_xlabel("gradients of a rank, log scale")
     chart.set_ylabel("one sum, ms, log scale")
@@ -51,3 +50,12 @@ def draw_picture(
     figure.legend(loc="outside lower center", frameon=False, ncols=3)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     figure.savefig(path, metadata={"Date": None})
+
+
+def in_words(size: int) -> str:
+    """``size`` bytes as people say it.
+
+    >>> in_words(4096), in_words(1 << 28)
+    ('4 KiB', '256 MiB')
+    """
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
