@@ -231,7 +231,10 @@ def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, s
         tables["Areas, by slide"] = Table(
             ("slide", *(f"{what} {name}" for name in areas.classes for what in ("Dice", "IoU"))),
             [
-                (slide, *(number_text(None if math.isnan(v) else v) for pair in zip(dice, iou, strict=True) for v in pair))
+                (
+                    slide,
+                    *(number_text(None if math.isnan(v) else v) for pair in zip(dice, iou, strict=True) for v in pair),
+                )
                 for slide, dice, iou in zip(areas.slides, areas.dice, areas.iou, strict=True)
             ],
             tuple(range(1, 2 * len(areas.classes) + 1)),

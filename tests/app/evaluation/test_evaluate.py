@@ -87,7 +87,7 @@ def test_annotations_have_the_class_map_of_the_run(folders, tmp_path):
 def test_classes_that_nobody_annotated_do_not_shift_the_others(folders, tmp_path):
     shutil.copytree(folders / "out", tmp_path / "out")
     made_with = json.loads((folders / "out" / "predict.json").read_text())
-    made_with |= {"classes": ["background", "pale", "dark"], "shown": ["pale", "dark"]}
+    made_with |= {"classes": ["background", "pale", "dark"], "shown": ["pale", "dark"], "positive_class": None}
     (tmp_path / "out" / "predict.json").write_text(json.dumps(made_with))
     for k in range(4):
         mask = str(PredictionFolder(tmp_path / "out").mask(f"s{k}"))
