@@ -11,7 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.level_reader import memory_slide
-from pipelines.slides.geometry import Bounds
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.labels.annotations import SlideAnnotations
+from pipelines.labels.class_names import ClassMap
+from pipelines.labels.slide_labels import find_labels
+from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import Slide
 
 Ring = Sequence[tuple[float, float]]
@@ -39,6 +43,21 @@ def write_geojson(path: Path, *features: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
     return path
+
+
+def annotations_in(folder: Path, *slides: SlideSpec | str, class_map: Sequence[str] = ()) -> SlideAnnotations:
+    """Return the annotations in ``folder`` of slides, of which a name will do."""
+    specs = [SlideSpec(slide, Path(f"slides/{slide}.svs")) if isinstance(slide, str) else slide for slide in slides]
+    found = find_labels(Path("slides"), specs, annotations=folder, class_map=ClassMap.parse(tuple(class_map)))
+    assert isinstance(found, SlideAnnotations)
+    return found
+
+
+def mask_of(annotations: SlideAnnotations, slide_id: str, slide: Slide, region: Region) -> NDArray[np.uint8]:
+    """Class ids of the pixels of ``region``."""
+    out = np.full((region.height, region.width), 77, np.uint8)
+    annotations.read_mask(slide_id, slide, region, out)
+    return out
 
 
 def inside(rings: Sequence[Ring], x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:

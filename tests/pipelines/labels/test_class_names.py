@@ -1,15 +1,9 @@
 """Class maps from the command line to the mask of a tile, tile labels from areas, patients in names of slides."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import imagecodecs
 import numpy as np
 import pytest
 
-from pipelines.catalog.catalog import SlideSpec
-from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import (
     ClassMap,
     TileLabel,
@@ -18,27 +12,12 @@ from pipelines.labels.class_names import (
     pattern_fault,
     positive_class,
 )
-from pipelines.labels.slide_labels import find_labels
 from pipelines.slides.geometry import Region
-from tests.helpers.drawings import blank_slide, box, write_geojson
-
-SPECS = tuple(SlideSpec(slide, Path(f"slides/{slide}.svs")) for slide in "ab")
-
-
-def mapped(folder: Path, *entries: str) -> SlideAnnotations:
-    truth = find_labels(Path("slides"), SPECS, annotations=folder, class_map=ClassMap.parse(entries))
-    assert isinstance(truth, SlideAnnotations)
-    return truth
-
-
-def row_of(truth: SlideAnnotations, slide_id: str) -> list[int]:
-    out = np.empty((1, 5), np.uint8)
-    truth.read_mask(slide_id, blank_slide(5, 1), Region(0, 0, 5, 1, 0.5), out)
-    return out[0].tolist()
+from tests.helpers.drawings import annotations_in, blank_slide, box, mask_of, write_geojson
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     drawn = [box(k, 0, k + 1, 1, name) for k, name in enumerate(["Tumor", "DCIS", "Fat", "Necrosis", "Ignore*"])]
     write_geojson(tmp_path / "a.geojson", *drawn)
     (tmp_path / "b.png").write_bytes(imagecodecs.png_encode(np.array([[1, 2, 3, 0, 255]], np.uint8)))
@@ -46,33 +25,38 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_without_a_map_names_stay(folder: Path) -> None:
-    truth = mapped(folder)
-    assert truth.classes == ("background", "tumour", "Fat", "DCIS", "Necrosis", "Tumor")
-    assert (row_of(truth, "a"), row_of(truth, "b")) == ([5, 3, 2, 4, 255], [1, 2, 255, 0, 255])
+@pytest.mark.parametrize(
+    ("entries", "classes", "drawn", "stored"),
+    [
+        ([], "background tumour Fat DCIS Necrosis Tumor", [5, 3, 2, 4, 255], [1, 2, 255, 0, 255]),
+        (
+            ["Tumor=tumour", "DCIS = tumour", "Fat=background", "Necrosis=ignore"],
+            "background tumour",
+            [1, 1, 0, 255, 255],
+            [1, 0, 255, 0, 255],
+        ),
+        (
+            ["Tumor=tumour", "tumour=tumour", "*=rest", "Ignore*=ink"],  # the star stands for what is not listed
+            "background tumour rest ink",
+            [1, 2, 2, 2, 3],
+            [1, 2, 255, 0, 255],
+        ),
+    ],
+)
+def test_names_lead_to_one_class_to_the_background_and_out(folder, entries, classes, drawn, stored):
+    truth = annotations_in(folder, "a", "b", class_map=entries)
+    assert truth.classes == tuple(classes.split())
+    for slide_id, expected in (("a", drawn), ("b", stored)):
+        mask = mask_of(truth, slide_id, blank_slide(5, 1), Region(0, 0, 5, 1, 0.5))
+        assert mask[0].tolist() == expected
 
 
-def test_names_lead_to_one_class_to_the_background_and_out(folder: Path) -> None:
-    truth = mapped(folder, "Tumor=tumour", "DCIS = tumour", "Fat=background", "Necrosis=ignore")
-    assert truth.classes == ("background", "tumour")
-    assert (row_of(truth, "a"), row_of(truth, "b")) == ([1, 1, 0, 255, 255], [1, 0, 255, 0, 255])
-
-
-def test_the_star_stands_for_what_is_not_listed(folder: Path) -> None:
-    truth = mapped(folder, "Tumor=tumour", "tumour=tumour", "*=rest", "Ignore*=ink")
-    assert truth.classes == ("background", "tumour", "rest", "ink")
-    assert (row_of(truth, "a"), row_of(truth, "b")) == ([1, 2, 2, 2, 3], [1, 2, 255, 0, 255])
-
-
-def test_a_name_that_nothing_has_is_refused(folder: Path) -> None:
+def test_a_name_that_nothing_has_and_entries_that_are_no_map_are_refused(folder):
     with pytest.raises(ValueError, match=r"--class-map names tumor, which no label or annotation has.*Tumor"):
-        mapped(folder, "tumor=tumour")
-
-
-@pytest.mark.parametrize("entries", [("Tumor",), ("=x",), ("x=",), ("x=y", "x=z")])
-def test_entries_that_are_no_map(entries: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="--class-map"):
-        ClassMap.parse(entries)
+        annotations_in(folder, "a", "b", class_map=["tumor=tumour"])
+    for entries in (("Tumor",), ("=x",), ("x=",), ("x=y", "x=z")):
+        with pytest.raises(ValueError, match="--class-map"):
+            ClassMap.parse(entries)
 
 
 AREAS = np.array([[50, 30, 20], [100, 0, 0], [0, 0, 0], [99, 1, 0], [0, 7, 8], [75, 0, 25]])
@@ -88,12 +72,12 @@ AREAS = np.array([[50, 30, 20], [100, 0, 0], [0, 0, 0], [99, 1, 0], [0, 7, 8], [
         ("1", [0, 0, -1, 0, 0, 0]),
     ],
 )
-def test_tile_labels(rule: str, classes: list[int]) -> None:
+def test_tile_labels(rule, classes):
     assert TileLabel.parse(rule).classes(AREAS).tolist() == classes
 
 
 @pytest.mark.parametrize("rule", ["", "most", "0", "1.1", "nan", "-0.5"])
-def test_rules_that_are_none(rule: str) -> None:
+def test_rules_that_are_none(rule):
     with pytest.raises(ValueError, match="--tile-label is majority, any, or a fraction"):
         TileLabel.parse(rule)
 
@@ -109,16 +93,16 @@ def test_rules_that_are_none(rule: str) -> None:
         (("a", "b"), "b", 1),
         (("cancer", "normal"), "normal", 1),
         (("a", "b", "normal"), None, None),
+        (("a", "b"), "c", "--positive-class is one of two classes"),
+        (("a", "b", "c"), "a", "--positive-class is one of two classes"),
     ],
 )
-def test_the_positive_class(classes: tuple[str, ...], named: str | None, positive: int | None) -> None:
-    assert positive_class(classes, named) == positive
-
-
-@pytest.mark.parametrize(("classes", "named"), [(("a", "b"), "c"), (("a", "b", "c"), "a")])
-def test_a_positive_class_that_is_none_of_two(classes: tuple[str, ...], named: str) -> None:
-    with pytest.raises(ValueError, match="--positive-class is one of two classes"):
-        positive_class(classes, named)
+def test_the_positive_class(classes, named, positive):
+    if isinstance(positive, str):
+        with pytest.raises(ValueError, match=positive):
+            positive_class(classes, named)
+    else:
+        assert positive_class(classes, named) == positive
 
 
 @pytest.mark.parametrize(
@@ -133,32 +117,23 @@ def test_a_positive_class_that_is_none_of_two(classes: tuple[str, ...], named: s
         ("patient_007", None),
     ],
 )
-def test_tcga_barcodes(slide: str, patient: str | None) -> None:
+def test_tcga_barcodes(slide, patient):
     assert known_patients([slide], {}) == ({} if patient is None else {slide: patient})
 
 
-def test_a_table_goes_before_a_pattern_and_a_pattern_before_barcodes() -> None:
-    slides = ["P1_a", "P1_b", "other", "TCGA-AA-0001-x"]
+def test_a_table_goes_before_a_pattern_and_a_pattern_before_barcodes():
+    slides, barcode = ["P1_a", "P1_b", "other", "TCGA-AA-0001-x"], {"TCGA-AA-0001-x": "TCGA-AA-0001"}
     assert known_patients(slides, {"P1_b": "p7"}, r"^(P\d+)_") == {"P1_a": "P1", "P1_b": "p7"}
-    assert known_patients(slides, {}, r"P\d+|TCGA-..-\d+") == {
-        "P1_a": "P1",
-        "P1_b": "P1",
-        "TCGA-AA-0001-x": "TCGA-AA-0001",
-    }
+    assert known_patients(slides, {}, r"P\d+|TCGA-..-\d+") == {"P1_a": "P1", "P1_b": "P1"} | barcode
     assert known_patients(["a1", "abx"], {}, "a(b)?.") == {"abx": "b"}  # a1 matches, without a patient in it
-
-
-def test_a_pattern_that_finds_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--patient-pattern 'X\.' finds no patient .*'a'"):
         known_patients(["b", "a"], {}, "X.")
     assert known_patients(["a"], {"a": "p"}, "X.") == {"a": "p"}
-    assert "regular expression" in (pattern_fault("(") or "")
+    assert "regular expression" in pattern_fault("(")
     assert pattern_fault(None) is None
 
 
-def test_what_is_said_of_unknown_patients() -> None:
+def test_what_is_said_of_unknown_patients():
     assert patient_note({"a": "p", "b": "p"}, ["a", "b"]) is None
-    assert (patient_note({}, ["a", "b"]) or "").startswith("patients unknown: slides are split one by one")
-    assert "patients of 1 of 2 slides unknown: these are resampled one by one (b)" in (
-        patient_note({"a": "p"}, ["a", "b"], "resampled") or ""
-    )
+    assert patient_note({}, ["a", "b"]).startswith("patients unknown: slides are split one by one")
+    assert "1 of 2 slides unknown: these are resampled one by one (b)" in patient_note({"a": "p"}, "ab", "resampled")

@@ -1,10 +1,7 @@
 """QuPath's GeoJSON in all its layouts, real files, and damaged ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,37 +28,32 @@ SAMPLES = Path(__file__).parents[2] / "data" / "annotations"
         ("large_image-sample.geojson", 10, ("foreground",), 0),
     ],
 )
-def test_real_files(name: str, polygons: int, classes: tuple[str, ...], without_area: int) -> None:
+def test_real_files(name, polygons, classes, without_area):
     drawing = read_geojson(SAMPLES / name)
     assert (len(drawing.box), drawing.classes, drawing.without_area) == (polygons, classes, without_area)
     for i in range(polygons):
         edges = slice(drawing.first_edge[i], drawing.first_edge[i + 1])
-        # closed: every point is left as often as it is reached
-        np.testing.assert_array_equal(
-            np.sort(drawing.start[edges], axis=0), np.sort(drawing.end[edges], axis=0), err_msg=str(i)
-        )
+        start, end = (np.sort(points[edges], axis=0) for points in (drawing.start, drawing.end))
+        np.testing.assert_array_equal(start, end, err_msg=f"polygon {i} is not closed")
 
 
-def write(path: Path, document: Any) -> Path:
+def write(path, document):
     path.write_text(json.dumps(document))
     return path
 
 
-def test_the_three_layouts_are_one(tmp_path: Path) -> None:
-    feature = box(1, 2, 5, 9, "Tumor")
-    layouts = [
-        {"type": "FeatureCollection", "features": [feature]},
-        [feature],
-        feature,
-        [{"type": "FeatureCollection", "features": [feature]}],
-    ]
-    for i, layout in enumerate(layouts):
-        drawing = read_geojson(write(tmp_path / f"{i}.json", layout))
-        assert drawing.classes == ("Tumor",)
-        np.testing.assert_array_equal(drawing.box, [[1, 2, 5, 9]])
+FEATURE = box(1, 2, 5, 9, "Tumor")
+COLLECTION = {"type": "FeatureCollection", "features": [FEATURE]}
 
 
-def test_parts_of_multipolygons_and_collections_are_polygons(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [COLLECTION, [FEATURE], FEATURE, [COLLECTION]])
+def test_the_layouts_are_one(tmp_path, layout):
+    drawing = read_geojson(write(tmp_path / "d.json", layout))
+    assert drawing.classes == ("Tumor",)
+    np.testing.assert_array_equal(drawing.box, [[1, 2, 5, 9]])
+
+
+def test_parts_of_multipolygons_and_collections_are_polygons(tmp_path):
     square, hole = box(0, 0, 9, 9)["geometry"]["coordinates"][0], box(3, 3, 6, 6)["geometry"]["coordinates"][0]
     geometry = {
         "type": "GeometryCollection",
@@ -88,24 +80,20 @@ def test_parts_of_multipolygons_and_collections_are_polygons(tmp_path: Path) -> 
         ({}, "foreground"),
     ],
 )
-def test_class_names(tmp_path: Path, properties: dict[str, Any], name: str) -> None:
+def test_class_names(tmp_path, properties, name):
     feature = box(0, 0, 2, 2) | {"properties": properties}
     assert read_geojson(write(tmp_path / "d.json", feature)).classes == (name,)
 
 
-def test_heights_and_open_rings_are_accepted(tmp_path: Path) -> None:
-    feature = area([[(0, 0, 7), (4, 0, 7), (4, 4, 7)]])  # type: ignore[list-item]  # GeoJSON allows a third value
+def test_heights_and_open_rings_are_accepted_and_too_few_points_cost_themselves(tmp_path):
+    """A stray click once cost the annotations of its whole slide."""
+    feature = area([[(0, 0, 7), (4, 0, 7), (4, 4, 7)]])  # GeoJSON allows a third value
     drawing = read_geojson(write(tmp_path / "d.json", feature))
     np.testing.assert_array_equal(drawing.end, [[4, 0], [4, 4], [0, 0]])
-
-
-def test_polygons_of_too_few_points_cost_themselves(tmp_path: Path) -> None:
-    """A stray click once cost the annotations of its whole slide."""
-    path = tmp_path / "a.geojson"
     stray = [area([]), area([[]]), area([[(1, 1), (2, 2)]]), area([[(0, 0), (9, 0), (9, 9)], [(1, 1)]], "b")]
     parts = {"type": "MultiPolygon", "coordinates": [[[(0, 0), (5, 0), (5, 5)]], [], [[(1, 1)]]]}
-    write_geojson(path, box(0, 0, 5, 5, "a"), *stray, {"type": "Feature", "geometry": parts})
-    drawing = read_geojson(path)
+    features = box(0, 0, 5, 5, "a"), *stray, {"type": "Feature", "geometry": parts}
+    drawing = read_geojson(write_geojson(tmp_path / "a.geojson", *features))
     assert drawing.classes == ("a", "b", "foreground")
     assert len(drawing.polygon_class) == 3
     assert drawing.left_out == {"polygon of fewer than 3 points": 5}
@@ -125,19 +113,17 @@ def test_polygons_of_too_few_points_cost_themselves(tmp_path: Path) -> None:
         (b'[{"type": "Feature"}]', "feature 1: KeyError: 'geometry'"),
         (json.dumps([box(0, 0, 1, 1), {"type": "Feature", "geometry": {"type": "Circle"}}]).encode(), "feature 2"),
         (json.dumps(area([[(0, 0), (1, 1), (float("nan"), 2)]])).encode(), "a coordinate is not a finite number"),
-        (json.dumps(area([["ab", "cd", "ef"]])).encode(), "ValueError"),  # type: ignore[list-item]
-        (json.dumps(area([[1, 2, 3]])).encode(), "TypeError"),  # type: ignore[list-item]
+        (json.dumps(area([["ab", "cd", "ef"]])).encode(), "ValueError"),
+        (json.dumps(area([[1, 2, 3]])).encode(), "TypeError"),
         (json.dumps(box(0, 0, 1, 1) | {"properties": [1]}).encode(), "AttributeError"),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, content: bytes, complaint: str) -> None:
+def test_damaged_files_are_named(tmp_path, content, complaint):
     path = tmp_path / "broken.geojson"
     path.write_bytes(content)
     with pytest.raises(SlideError, match=r"broken\.geojson is damaged") as caught:
         read_geojson(path)
     assert complaint in str(caught.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SlideError, match=r"gone\.geojson cannot be read"):
-        read_geojson(tmp_path / "gone.geojson")
+    path.unlink()
+    with pytest.raises(SlideError, match=r"broken\.geojson cannot be read"):
+        read_geojson(path)

@@ -1,9 +1,6 @@
 """Split files as CLAM, nnU-Net and this program write them, and every fault of one by name."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ PATIENT = {"1": "p", "2": "q", "c": "r", "d": "r", "e": "s"}
 SPLIT = {"1": "train", "2": "val", "c": "train", "d": "train", "e": "test"}
 
 
-def written(folder: Path, name: str, text: str) -> Path:
+def written(folder, name, text):
     path = folder / name
     path.write_text(text)
     return path
@@ -35,14 +32,14 @@ CLAM_BOOL += "e,False,False,True\n"
         ("splits_final.json", json.dumps([{"train": ["1", "c", "d"], "val": ["2"], "test": ["e"]}])),
     ],
 )
-def test_each_kind_says_the_same(tmp_path: Path, name: str, text: str) -> None:
+def test_each_kind_says_the_same(tmp_path, name, text):
     assert read_split_file(written(tmp_path, name, text), PATIENT) == Splits(SPLIT, PATIENT)
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("text", [CLAM, CLAM_BOOL, "slide,split\n1,train\n2,val\nc,train\nd,train\ne,test\n"])
-def test_line_ends_and_separators_of_other_programs(tmp_path: Path, newline: str, delimiter: str, text: str) -> None:
+def test_line_ends_and_separators_of_other_programs(tmp_path, newline, delimiter, text):
     """Line ends of a classic Mac were once a traceback, and a semicolon the name of a column."""
     path = tmp_path / "splits.csv"
     path.write_bytes(b"\xef\xbb\xbf" + text.replace(",", delimiter).replace("\n", newline).encode())
@@ -50,51 +47,11 @@ def test_line_ends_and_separators_of_other_programs(tmp_path: Path, newline: str
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "complaint"),
+    ("name", "text", "words"),
     [
-        ("f.csv", b"", "is empty"),
-        ("f.csv", b'train,val\n"a,b\n', "a double quote"),
-        ("f.json", b"[" * 100_000, "is not JSON"),
-    ],
-)
-def test_a_damaged_split_file_is_named(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{name} .*{complaint}"):
-        read_split_file(tmp_path / name, PATIENT)
-
-
-def test_the_file_of_a_run_is_one(tmp_path: Path) -> None:
-    splits = Splits(SPLIT, PATIENT, site=dict.fromkeys(SPLIT, "x"))
-    splits.save(tmp_path / "splits.csv")
-    assert Splits.load(tmp_path / "splits.csv") == splits
-    assert read_split_file(tmp_path / "splits.csv", PATIENT).split == SPLIT
-
-
-def test_a_fold_of_nnunet(tmp_path: Path) -> None:
-    folds = [{"train": ["a"], "val": ["b"]}, {"train": ["b"], "val": ["a"]}]
-    path = written(tmp_path, "splits_final.json", json.dumps(folds))
-    patient = {"a": "a", "b": "b"}
-    assert read_split_file(path, patient, fold=1).split == {"a": "val", "b": "train"}
-    with pytest.raises(ValueError, match="has 2 folds: say which with --fold 0 to --fold 1"):
-        read_split_file(path, patient)
-    with pytest.raises(ValueError, match="has 2 folds, numbered from 0; got --fold 2"):
-        read_split_file(path, patient, fold=2)
-
-
-def test_all_faults_at_once(tmp_path: Path) -> None:
-    path = written(tmp_path, "splits_0.csv", ",train,val,test\n0,1,1,\n1,c,ghost,lost\n2,d,,\n3,,c2,\n")
-    with pytest.raises(ValueError, match=r"--splits .*splits_0\.csv") as caught:
-        read_split_file(path, PATIENT | {"c2": "r"}, slides=["lost"])
-    message = str(caught.value)
-    assert "slide '1' is in train and in val; keep one" in message
-    assert "slides that are not there: ghost; take them out" in message  # lost is there, but cannot be used
-    assert "slides that it does not name: 2, e; put each into a split" in message
-    assert "patient 'r' is on two sides (c in train, c2 in val, d in train)" in message
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+        ("f.csv", "", r"f\.csv .*is empty"),
+        ("f.csv", 'train,val\n"a,b\n', r"f\.csv .*a double quote"),
+        ("f.json", "[" * 100_000, r"f\.json .*is not JSON"),
         ("f.json", "{", "is not JSON"),
         ("f.json", '{"train": []}', "a list of folds"),
         ("f.json", '[{"train": ["1"]}]', "a list of folds"),
@@ -104,12 +61,39 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
         ("f.csv", "image,label\n1,2\n", "lacks a column"),
         ("f.csv", ",val,train\n0,1,\n1,2,\n2,c,\n3,d,\n4,e,\n", "no slide is in train"),
     ],
+    ids=range(11),
 )
-def test_files_of_other_kinds(tmp_path: Path, name: str, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_damaged_files_and_files_of_other_kinds_are_named(tmp_path, name, text, words):
+    with pytest.raises(ValueError, match=words):
         read_split_file(written(tmp_path, name, text), PATIENT)
 
 
-def test_a_fold_of_a_table(tmp_path: Path) -> None:
+def test_the_file_of_a_run_with_sites_is_one(tmp_path):
+    splits = Splits(SPLIT, PATIENT, site=dict.fromkeys(SPLIT, "x"))
+    splits.save(tmp_path / "splits.csv")
+    assert Splits.load(tmp_path / "splits.csv") == splits
+    assert read_split_file(tmp_path / "splits.csv", PATIENT).split == SPLIT
+
+
+def test_a_fold_of_nnunet(tmp_path):
+    folds = [{"train": ["a"], "val": ["b"]}, {"train": ["b"], "val": ["a"]}]
+    path, patient = written(tmp_path, "splits_final.json", json.dumps(folds)), {"a": "a", "b": "b"}
+    assert read_split_file(path, patient, fold=1).split == {"a": "val", "b": "train"}
+    for fold, words in ((None, "say which with --fold 0 to --fold 1"), (2, "numbered from 0; got --fold 2")):
+        with pytest.raises(ValueError, match=f"has 2 folds.*{words}"):
+            read_split_file(path, patient, fold=fold)
     with pytest.raises(ValueError, match=r"--fold 1 chooses one of the folds of a \.json file"):
         read_split_file(written(tmp_path, "splits_0.csv", CLAM), PATIENT, fold=1)
+
+
+def test_all_faults_at_once(tmp_path):
+    path = written(tmp_path, "splits_0.csv", ",train,val,test\n0,1,1,\n1,c,ghost,lost\n2,d,,\n3,,c2,\n")
+    with pytest.raises(ValueError, match=r"--splits .*splits_0\.csv") as caught:
+        read_split_file(path, PATIENT | {"c2": "r"}, slides=["lost"])
+    for words in (
+        "slide '1' is in train and in val; keep one",
+        "slides that are not there: ghost; take them out",  # lost is there, but cannot be used
+        "slides that it does not name: 2, e; put each into a split",
+        "patient 'r' is on two sides (c in train, c2 in val, d in train)",
+    ):
+        assert words in str(caught.value)

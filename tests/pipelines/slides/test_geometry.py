@@ -1,15 +1,18 @@
-"""Coordinate planes, level choice and read plans."""
-
-from __future__ import annotations
+"""Coordinate planes, level choice, read plans, and resampling: exact where the scale is whole, bounded in memory."""
 
 import math
+import tracemalloc
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelines.backends.level_reader import memory_slide
 from pipelines.catalog.failures import FailedSlides
+from pipelines.slides import pyramid
 from pipelines.slides.geometry import (
     NATIVE_TOLERANCE,
     Level,
@@ -22,68 +25,58 @@ from pipelines.slides.geometry import (
     levels_from_sizes,
     plan_read,
 )
-from pipelines.slides.slide import SlideError, printable, printable_values
+from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.slide import PADDING, SlideError, printable, printable_values
 
-mpps = st.floats(0.1, 1.0)
 pyramids = st.builds(
     lambda width, height, steps, mpp: levels_from_sizes(
-        [(max(1, width >> s), max(1, height >> s)) for s in sorted(steps)], mpp
+        [(max(1, width >> s), max(1, height >> s)) for s in sorted(steps | {0})], mpp
     ),
     st.integers(1000, 200_000),
     st.integers(1000, 200_000),
-    st.sets(st.integers(1, 8), max_size=5).map(lambda steps: steps | {0}),
-    mpps,
+    st.sets(st.integers(1, 8), max_size=5),
+    st.floats(0.1, 1.0),
 )
-regions = st.builds(
-    Region,
-    st.integers(-10_000, 200_000),
-    st.integers(-10_000, 200_000),
-    st.integers(1, 20_000),
-    st.integers(1, 20_000),
-    st.floats(0.1, 200.0),
-)
+places, lengths = st.integers(-10_000, 200_000), st.integers(1, 20_000)
+regions = st.builds(Region, places, places, lengths, lengths, st.floats(0.1, 200.0))
 
 
-@pytest.mark.parametrize("width", [0, -1])
-def test_a_region_without_pixels_is_refused(width: int) -> None:
-    with pytest.raises(ValueError, match="at least 1 x 1 px"):
-        Region(0, 0, width, 5, 0.5)
-
-
-def test_levels_from_sizes() -> None:
+def test_levels_from_sizes_and_a_region_without_pixels():
     fine, coarse = levels_from_sizes([(1000, 600), (250, 150)], 0.25)
     assert fine == Level(0, 1000, 600, 1.0, 0.25)
     assert coarse == Level(1, 250, 150, 4.0, 1.0)
+    for width in (0, -1):
+        with pytest.raises(ValueError, match="at least 1 x 1 px"):
+            Region(0, 0, width, 5, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("mpp", "plausible"),
-    [(0.05, True), (100.0, True), (0.0499, False), (100.1, False), (0.0, False), (math.nan, False), (math.inf, False)],
-)
-def test_plausible_mpp(mpp: float, plausible: bool) -> None:
-    assert check_mpp(mpp) is plausible
+@pytest.mark.parametrize("factor", [2, 3, 7, 32])
+def test_whole_number_scales_are_whole_number_blocks(factor):
+    plan = plan_read(levels_from_sizes([(100_000, 100_000)], 0.25), Region(0, 0, 1000, 800, 0.25 * factor))
+    assert (plan.block, plan.l_width, plan.l_height) == (factor, 1000 * factor, 800 * factor)
+
+
+def test_plausible_mpp():
+    assert all(map(check_mpp, (0.05, 100.0)))
+    assert not any(map(check_mpp, (0.0499, 100.1, 0.0, math.nan, math.inf)))
 
 
 @given(st.integers(-(10**6), 10**6), st.floats(1.0, 300.0))
-def test_a_px_of_a_level_survives_the_way_to_level_0_and_back(l_px: int, downsample: float) -> None:
-    assert l_from_l0(l0_from_l(l_px, downsample), downsample) == l_px
-
-
-@given(st.integers(-(10**6), 10**6), st.floats(1.0, 300.0))
-def test_a_level_0_px_comes_back_within_half_a_px_of_the_level(l0_px: int, downsample: float) -> None:
-    assert abs(l0_from_l(l_from_l0(l0_px, downsample), downsample) - l0_px) <= downsample / 2 + 1
+def test_px_of_a_level_and_of_level_0_come_back(px, downsample):
+    assert l_from_l0(l0_from_l(px, downsample), downsample) == px
+    assert abs(l0_from_l(l_from_l0(px, downsample), downsample) - px) <= downsample / 2 + 1
 
 
 @pytest.mark.parametrize(
     ("t_px", "t_mpp", "l0_mpp", "l0_px"),
     [(1024, 0.5, 0.25, 2048), (1024, 0.5, 0.499, 1024), (1024, 0.5, 0.2528, 2025), (100, 0.25, 0.2505, 100)],
 )
-def test_level_0_length_of_a_tile(t_px: int, t_mpp: float, l0_mpp: float, l0_px: int) -> None:
+def test_level_0_length_of_a_tile(t_px, t_mpp, l0_mpp, l0_px):
     assert l0_from_t(t_px, t_mpp, l0_mpp) == l0_px
 
 
 @given(pyramids, st.floats(0.1, 200.0))
-def test_best_level_is_the_coarsest_that_is_fine_enough(levels: tuple[Level, ...], mpp: float) -> None:
+def test_best_level_is_the_coarsest_that_is_fine_enough(levels, mpp):
     limit = mpp * (1 + NATIVE_TOLERANCE)
     if levels[0].mpp > limit:
         with pytest.raises(ValueError, match=r"ask for --mpp .* or coarser"):
@@ -95,7 +88,7 @@ def test_best_level_is_the_coarsest_that_is_fine_enough(levels: tuple[Level, ...
 
 
 @given(pyramids, st.data())
-def test_within_one_percent_a_level_is_read_as_it_is(levels: tuple[Level, ...], data: st.DataObject) -> None:
+def test_within_one_percent_a_level_is_read_as_it_is(levels, data):
     level = data.draw(st.sampled_from(levels))
     mpp = level.mpp * data.draw(st.floats(1 / (1 + NATIVE_TOLERANCE) + 1e-6, 1 + NATIVE_TOLERANCE - 1e-6))
     plan = plan_read(levels, Region(12_345, 678, 512, 300, mpp))
@@ -105,7 +98,7 @@ def test_within_one_percent_a_level_is_read_as_it_is(levels: tuple[Level, ...], 
 
 
 @given(pyramids, regions)
-def test_a_plan_covers_the_region_and_only_ever_shrinks(levels: tuple[Level, ...], region: Region) -> None:
+def test_a_plan_covers_the_region_and_only_ever_shrinks(levels, region):
     if levels[0].mpp > region.mpp * (1 + NATIVE_TOLERANCE):
         with pytest.raises(ValueError, match="cannot be had"):
             plan_read(levels, region)
@@ -123,32 +116,136 @@ def test_a_plan_covers_the_region_and_only_ever_shrinks(levels: tuple[Level, ...
         assert abs(l_px * level.downsample - l0_px) <= level.downsample / 2 * (1 + 1e-9)
 
 
-def test_whole_number_scales_are_whole_number_blocks() -> None:
-    levels = levels_from_sizes([(100_000, 100_000)], 0.25)
-    for factor in (2, 3, 7, 32):
-        plan = plan_read(levels, Region(0, 0, 1000, 800, 0.25 * factor))
-        assert (plan.block, plan.l_width, plan.l_height) == (factor, 1000 * factor, 800 * factor)
-
-
 EVIL = ["\x1b[2J", "\x9b31m", "\x07", "\r", "\u202e", "\u2066", "\u2028", "\x7f", "\x00", "\ud800"]
 
 
 @pytest.mark.parametrize("evil", EVIL)
-def test_what_a_terminal_obeys_is_escaped(evil: str, tmp_path: Path) -> None:
+def test_what_a_terminal_obeys_is_escaped(evil, tmp_path):
     text = f"a{evil}b"
-    assert printable(text).isprintable()
-    assert printable(printable(text)) == printable(text)
-    assert printable_values({text: [text, (text, 1)], "x": None}) == {
-        printable(text): [printable(text), (printable(text), 1)],
-        "x": None,
-    }
-    assert evil not in str(SlideError(f"x.svs: {text}\n  tiled: no"))
-    assert "\n" in str(SlideError(f"x.svs: {text}\n  tiled: no"))
+    clean = printable(text)
+    assert clean.isprintable()
+    assert printable(clean) == clean
+    assert printable_values({text: [text, (text, 1)], "x": None}) == {clean: [clean, (clean, 1)], "x": None}
+    error = str(SlideError(f"x.svs: {text}\n  tiled: no"))
+    assert evil not in error
+    assert "\n" in error
     failed = FailedSlides(tmp_path / "failed_slides.csv")
     failed.add("s", "open", f"what the file says: {text}")
     assert evil not in failed.path.read_text(errors="surrogateescape")
 
 
 @pytest.mark.parametrize("text", ["", "Tumor: Positive", "b\u00f6sartig <1%", "\u80bf", "a\u00a0b", "\u0627\u200d"])
-def test_other_text_stays(text: str) -> None:
+def test_other_text_stays(text):
     assert printable(text) == text
+
+
+RNG = np.random.default_rng(0)
+NOISE = RNG.integers(0, 256, (600, 500, 3), np.uint8)
+TALL = cv2.GaussianBlur(RNG.integers(0, 256, (6000, 64, 3), np.uint8), (0, 0), 1.5)
+
+
+class Gradient:
+    """A ``LevelReader`` of any size that computes its pixels: column modulo 251, row modulo 241, 7."""
+
+    name = "gradient"
+
+    def __init__(self):
+        self.boxes = []
+
+    def read_level(self, level, l_x, l_y, out):
+        self.boxes.append((level, l_x, l_y, *out.shape[:2]))
+        out[..., 0] = np.arange(l_x, l_x + out.shape[1]) % 251
+        out[..., 1] = (np.arange(l_y, l_y + out.shape[0]) % 241)[:, None]
+        out[..., 2] = 7
+
+    def close(self):
+        self.boxes.clear()
+
+
+@given(st.floats(0.5, 20.0), st.integers(0, 255))
+def test_a_constant_slide_stays_constant(mpp, value):
+    whole = np.full((300, 400, 3), value, np.uint8)
+    slide = memory_slide([whole, whole[:75, :100]], 0.5)
+    size = max(1, int(90 * 0.5 / mpp))
+    assert (slide.read(Region(10, 20, size, size, mpp)) == value).all()
+
+
+@given(st.integers(2, 9), st.integers(-20, 90), st.integers(-20, 90))
+def test_a_whole_number_scale_is_the_mean_of_blocks(factor, x, y):
+    slide = memory_slide([NOISE], 0.5)
+    padded = np.pad(NOISE, ((100, 100), (100, 100), (0, 0)), constant_values=PADDING)
+    height, width = 31, 23
+    box = padded[y + 100 : y + 100 + height * factor, x + 100 : x + 100 + width * factor]
+    expected = box.reshape(height, factor, width, factor, 3).mean(axis=(1, 3))
+    assert np.abs(slide.read(Region(x, y, width, height, 0.5 * factor)) - expected).max() <= 0.5 + 1e-9
+
+
+@given(st.floats(1.02, 9.0))
+def test_a_fractional_scale_keeps_the_mean(factor):
+    slide = memory_slide([NOISE], 0.5)
+    height, width = int(590 / factor), int(490 / factor)
+    got = slide.read(Region(0, 0, width, height, 0.5 * factor))
+    covered = NOISE[: round(height * factor), : round(width * factor)]
+    np.testing.assert_allclose(got.mean(axis=(0, 1)), covered.mean(axis=(0, 1)), atol=1.5)
+
+
+@pytest.mark.parametrize("factor", [1.37, 1.5, 1.978, 2, 3, 2.6, 5, 7.4])
+def test_bands_give_what_one_piece_gives(monkeypatch, factor):
+    slide = memory_slide([TALL], 0.5)
+    region = Region(0, -5, int(64 / factor), int(6000 / factor), 0.5 * factor)
+    whole = slide.read(region)
+    monkeypatch.setattr(pyramid, "BAND_BYTES", 90_000)
+    difference = np.abs(slide.read(region).astype(int) - whole)
+    assert difference.max() <= (0 if factor in (1.5, 2, 3, 5) else 2)
+    assert difference.mean() < 0.2
+
+
+def test_bands_follow_each_other_without_gap_or_overlap(monkeypatch):
+    reader = Gradient()
+    slide = PyramidSlide(Path("gradient"), reader, levels_from_sizes([(50_000, 50_000)], 0.25))
+    monkeypatch.setattr(pyramid, "BAND_BYTES", 1 << 20)
+    slide.read(Region(100, 200, 500, 700, 0.25 * 6.3))
+    assert len(reader.boxes) > 5
+    ends = [y + rows for _, _, y, rows, _ in reader.boxes]
+    assert [y for _, _, y, _, _ in reader.boxes] == [200, *ends[:-1]]
+    assert ends[-1] == 200 + round(700 * 6.3 / 6) * 6
+
+
+def test_the_coarsest_level_that_is_fine_enough_is_read():
+    reader = Gradient()
+    slide = PyramidSlide(Path("gradient"), reader, levels_from_sizes([(40_000, 40_000), (10_000, 10_000)], 0.25))
+    slide.read(Region(4000, 8000, 64, 32, 1.0))
+    slide.read(Region(4000, 8000, 64, 32, 0.9))
+    assert [(level, x, y) for level, x, y, _, _ in reader.boxes] == [(1, 1000, 2000), (0, 4000, 8000)]
+
+
+@pytest.mark.parametrize(
+    ("side", "level_mpp", "read_side", "mpp", "most_bytes"),
+    [
+        (12_000, 0.25, 300, 10.0, 80 << 20),  # an overview of 432 MB needs one band
+        (30_000, 0.2528, 6000, 0.5, 1.2 * 6000 * 6000 * 3),  # a large tile at a fractional scale: its size again
+        (30_000, 0.5, 2000, 0.5, 1 << 20),  # a native read goes straight into the caller's array
+    ],
+)
+def test_memory_of_a_read_is_bounded(side, level_mpp, read_side, mpp, most_bytes):
+    slide = PyramidSlide(Path("gradient"), Gradient(), levels_from_sizes([(side, side)], level_mpp))
+    out = np.zeros((read_side, read_side, 3), np.uint8)
+    tracemalloc.start()
+    slide.read(Region(0, 0, read_side, read_side, mpp), out=out)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < most_bytes
+
+
+@pytest.mark.parametrize(
+    ("levels", "words"),
+    [
+        ([], "at least one level"),
+        ([NOISE.astype(np.float32)], "must be uint8"),
+        ([NOISE[..., :2]], "must be uint8"),
+        ([NOISE[:100], NOISE], "finest first"),
+    ],
+)
+def test_levels_and_pixels_of_a_memory_slide_are_checked(levels, words):
+    with pytest.raises(ValueError, match=words):
+        memory_slide(levels, 0.5)
