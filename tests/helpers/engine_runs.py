@@ -147,6 +147,15 @@ def strategy_for(schedule: str, depth: int, groups: int = 1, **more: Any) -> Str
     return Strategy(schedule, groups * depth, depth, m, chunks=2 if schedule == "interleaved" else 1, **more)
 
 
+def plain_of(name: str, steps: list[Batch], make: Any = SGD) -> PlainRun:
+    return plain_run(net(name, steps[0][0][0].dtype), ALL_NETS[name][1], make, steps, seed=SEED, lr=LR)
+
+
 @functools.cache
 def plain(name: str, m: int, dtype: torch.dtype = torch.float64) -> PlainRun:
-    return plain_run(net(name, dtype), ALL_NETS[name][1], SGD, steps_of(m, dtype), seed=SEED, lr=LR)
+    return plain_of(name, steps_of(m, dtype))
+
+
+def assert_plain(name: str, strategy: Strategy, dtype: torch.dtype = torch.float64) -> None:
+    """Two steps on threads give what the plain steps give."""
+    assert_equal(on_threads(name, strategy, steps_of(strategy.m, dtype)), plain(name, strategy.m, dtype), dtype)

@@ -88,6 +88,19 @@ class FourierNet(nn.Module):
         return logits
 
 
+class Made(nn.Module):
+    """Parts by name, and what they compute of the input: ``compute(module, x)``."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Any], **parts: Any) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self, x)
+
+
 def pixel_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets)
 

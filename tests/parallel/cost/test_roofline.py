@@ -14,6 +14,7 @@ from parallel.cost.devices import DEVICES, LINKS, LinkSpec, device_named, link_n
 from parallel.cost.roofline import cost_on
 from parallel.graph.layers import LayerGraph
 from parallel.trace.trace import trace
+from tests.helpers.small_nets import Made
 
 
 def graph_of(model: str, shape: tuple[int, ...]) -> LayerGraph:
@@ -45,6 +46,9 @@ def test_larger_tiles_cost_in_proportion_and_slower_devices_more() -> None:
         sum(cost_on(graph, DEVICES[name]).seconds) for name in ("t4-16gb", "v100-16gb", "a100-80gb", "h100-80gb")
     ]
     assert seconds == sorted(seconds, reverse=True)
+    norm, device = trace(nn.Sequential(nn.BatchNorm2d(64)), (1, 64, 2048, 2048)).graph, DEVICES["a100-80gb"]
+    single, half = (sum(cost_on(norm, device, dtype).seconds) for dtype in ("float32", "bfloat16"))
+    assert half == pytest.approx(single / 2, rel=0.05)  # half the bytes
 
 
 def test_backward_of_a_convolution_is_twice_its_forward_unless_nothing_flows_on() -> None:
@@ -58,57 +62,30 @@ def test_backward_of_a_convolution_is_twice_its_forward_unless_nothing_flows_on(
 
 
 def test_gradients_of_a_value_used_twice_are_added_up() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.left, self.right = (nn.Conv2d(3, 3, 1) for _ in range(3))
+    parts = {name: nn.Conv2d(3, 3, 1) for name in ("first", "left", "right")}
+    fork = Made(lambda m, x: torch.cat([m.left(y := m.first(x)), m.right(y)], 1), **parts)
 
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            shared = self.first(images)
-            return torch.cat([self.left(shared), self.right(shared)], 1)
-
-    graph = trace(Fork(), (1, 3, 2048, 2048)).graph
+    graph = trace(fork, (1, 3, 2048, 2048)).graph
     costs = dict(zip(graph.by_name, cost_on(graph, DEVICES["v100-16gb"]).layers, strict=True))
     moved = 3 * graph.by_name["first"].output_bytes / (0.8 * 900e9)
     assert costs["first"].backward_input_s == pytest.approx(moved + DEVICES["v100-16gb"].op_s)
 
 
-def test_half_precision_moves_half_the_bytes() -> None:
-    graph = trace(nn.Sequential(nn.BatchNorm2d(64)), (1, 64, 2048, 2048)).graph
-    device = DEVICES["a100-80gb"]
-    single, half = (sum(cost_on(graph, device, dtype).seconds) for dtype in ("float32", "bfloat16"))
-    assert half == pytest.approx(single / 2, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("find", "name", "says"),
-    [
-        (device_named, "v100", "v100-16gb, v100-32gb"),
-        (device_named, "abacus", "All of them: p100-16gb"),
-        (link_named, "infiniband", "edr-infiniband"),
-    ],
-)
-def test_unknown_names_are_told_what_there_is(find, name: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        find(name)
-
-
-def test_names_are_found_whatever_their_case() -> None:
+def test_names_of_devices_links_and_types() -> None:
     assert device_named("V100-16GB ") is DEVICES["v100-16gb"]
     assert link_named("EDR-InfiniBand") is LINKS["edr-infiniband"]
-
-
-def test_a_type_the_device_has_no_arithmetic_for_is_refused() -> None:
-    graph = trace(nn.Conv2d(3, 8, 3), (1, 3, 32, 32)).graph
-    with pytest.raises(ValueError, match=r"v100-16gb has figures for float32, float16; got dtype 'bfloat16'"):
-        cost_on(graph, DEVICES["v100-16gb"], "bfloat16")
-    with pytest.raises(ValueError, match="no such type"):
-        cost_on(graph, DEVICES["v100-16gb"], "float31")
-
-
-def test_every_device_has_a_link_to_its_host() -> None:
     assert {link_named(device.host_link).name for device in DEVICES.values()} == {"pcie3", "pcie4", "pcie5"}
     assert link_named(DEVICES["v100-16gb"].host_link).bandwidth == pytest.approx(12.6e9)
+    graph = trace(nn.Conv2d(3, 8, 3), (1, 3, 32, 32)).graph
+    for find, words in (
+        (lambda: device_named("v100"), "v100-16gb, v100-32gb"),
+        (lambda: device_named("abacus"), "All of them: p100-16gb"),
+        (lambda: link_named("infiniband"), "edr-infiniband"),
+        (lambda: cost_on(graph, DEVICES["v100-16gb"], "bfloat16"), "float32, float16; got dtype 'bfloat16'"),
+        (lambda: cost_on(graph, DEVICES["v100-16gb"], "float31"), "no such type"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            find()
 
 
 INSIDE, BETWEEN = LinkSpec("fast", 100.0, 0.0), LinkSpec("slow", 10.0, 1.0)
@@ -118,13 +95,9 @@ def cluster(lanes: float = 4) -> Cluster:
     return Cluster("two nodes of four", 1000, 4, lanes, INSIDE, BETWEEN, 1e9)
 
 
-def test_links() -> None:
-    assert cluster().link(0, 3) is INSIDE
-    assert cluster().link(3, 4) is BETWEEN
-    assert cluster().link(2, 2) is None
-
-
-def test_ring_sums() -> None:
+def test_links_and_ring_sums() -> None:
+    links = [cluster().link(*pair) for pair in ((0, 3), (3, 4), (2, 2))]
+    assert links == [INSIDE, BETWEEN, None]
     assert cluster().sum_s(100, [0]) == 0
     assert cluster().sum_s(100, [0, 1]) == pytest.approx(1.0)  # 2 x 1/2 x 100 bytes at 100 a second
     assert cluster().sum_s(100, [0, 4]) == pytest.approx(10 + 2)

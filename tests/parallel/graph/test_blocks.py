@@ -1,85 +1,21 @@
-"""Blocks of known networks are those their papers draw."""
+"""Blocks of known networks are those their papers draw; branches, and the members that they are assigned to."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 
+from models.amoebanet import AmoebaNet
 from parallel.graph.blocks import Block, find_blocks, find_modules
+from parallel.graph.branches import LEAST, Branches, find_branches
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.graph.partition import equal_cost
 from parallel.trace.trace import trace
+from tests.helpers.branched_nets import Inception, Segmenter, google
 from tests.helpers.graph_pictures import traced
-
-
-def scopes(blocks: list[Block]) -> list[str]:
-    return [".".join(block.scope) for block in blocks]
-
-
-def covered(graph: LayerGraph, blocks: list[Block]) -> bool:
-    """All layers but the input and the output, each once, in order."""
-    places = [place for block in blocks for place in range(block.start, block.stop)]
-    return places == list(range(1, len(graph.layers) - 1))
-
-
-def test_resnet50_is_a_stem_sixteen_bottlenecks_and_a_head() -> None:
-    graph = traced("torchvision:resnet50")
-    blocks = find_blocks(graph)
-    bottlenecks = [f"layer{k}.{n}" for k, count in ((1, 3), (2, 4), (3, 6), (4, 3)) for n in range(count)]
-    assert scopes(blocks) == ["", *bottlenecks, ""]
-    assert [layer.name for layer in graph.layers[blocks[0].start : blocks[0].stop]] == [
-        "conv1",
-        "bn1",
-        "relu",
-        "maxpool",
-    ]
-    assert graph.layers[blocks[-1].start].name == "avgpool"
-    # Each ends with the activation after its addition.
-    assert all(graph.layers[block.stop - 1].name.endswith("relu_2") for block in blocks[1:-1])
-    assert covered(graph, blocks)
-    assert scopes(find_modules(graph)) == ["", "layer1", "layer2", "layer3", "layer4", ""]
-
-
-@pytest.mark.long
-def test_densenet_is_cut_into_its_dense_layers() -> None:
-    graph = traced("torchvision:densenet121")
-    found = scopes(find_blocks(graph))
-    for block, count in enumerate((6, 12, 24, 16), 1):
-        names = [f"features.denseblock{block}.denselayer{n}" for n in range(1, count + 1)]
-        assert [name for name in found if name.startswith(f"features.denseblock{block}.")] == names
-    assert [name for name in found if "transition" in name] == [f"features.transition{k}" for k in (1, 2, 3)]
-    assert len(found) == 58 + 3 + 2
-    assert len(find_modules(graph)) == 1 + 4 + 3 + 1
-
-
-def test_unet_is_cut_into_levels_where_fewest_bytes_cross() -> None:
-    graph = traced("unet")
-    blocks = find_blocks(graph)
-    assert scopes(blocks) == [*(f"encoder.{k}" for k in range(5)), *(f"decoder.{k}" for k in range(4)), ""]
-    # Before pooling only the skip crosses, after it the pooled value too.
-    assert [graph.layers[block.start].name for block in blocks[1:3]] == ["down", "down_1"]
-    assert scopes(find_modules(graph)) == ["encoder", "decoder", ""]
-
-
-def test_gpipe_unet_has_eleven_cells() -> None:
-    found = scopes(find_blocks(traced("unet(5,64)")))
-    assert found == [*(f"encoder.{k}" for k in range(5)), "bottleneck", *(f"decoder.{k}" for k in range(5)), ""]
-
-
-def test_amoebanet_is_cut_into_cells_though_two_values_live() -> None:
-    graph = traced("amoebanet(3,64)")
-    assert scopes(find_blocks(graph)) == ["stem", *(f"cells.{k}" for k in range(7)), ""]
-    assert scopes(find_modules(graph)) == ["stem", "cells", ""]
-
-
-@pytest.mark.long
-def test_inception_modules_stay_whole() -> None:
-    graph = traced("torchvision:inception_v3")
-    found = scopes(find_blocks(graph))
-    assert [name for name in found if name.startswith("Mixed")] == [
-        f"Mixed_{name}" for name in ("5b", "5c", "5d", "6a", "6b", "6c", "6d", "6e", "7a", "7b", "7c")
-    ]
-    assert len(found) == 5 + 11 + 1
+from tests.helpers.lanes import long_where
 
 
 def test_plain_chain_is_cut_before_each_convolution() -> None:
@@ -91,8 +27,6 @@ def test_plain_chain_is_cut_before_each_convolution() -> None:
 
 
 class OneForward(nn.Module):
-    """Residuals and branches without a module around any."""
-
     def __init__(self) -> None:
         super().__init__()
         self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(6))
@@ -104,8 +38,50 @@ class OneForward(nn.Module):
         return self.convs[5](x)
 
 
-def test_residuals_and_branches_need_no_modules() -> None:
-    graph = trace(OneForward(), (2, 4, 8, 8)).graph
+def numbered(*counts: tuple[str, int], begin: int = 0) -> list[str]:
+    return [f"{name}{k}" for name, count in counts for k in range(begin, begin + count)]
+
+
+DENSE = [numbered((f"features.denseblock{k}.denselayer", n), begin=1) for k, n in enumerate((6, 12, 24, 16), 1)]
+LEVELS = numbered(("encoder.", 5), ("decoder.", 4))
+MIXED = [f"Mixed_{name}" for name in ("5b", "5c", "5d", "6a", "6b", "6c", "6d", "6e", "7a", "7b", "7c")]
+BOTTLENECKS = numbered(*((f"layer{k}.", n) for k, n in ((1, 3), (2, 4), (3, 6), (4, 3))))
+CELLS = [*numbered(("encoder.", 5)), "bottleneck", *numbered(("decoder.", 5)), ""]
+KNOWN: dict[str, tuple[list[str], int, list[str] | int]] = {
+    "torchvision:resnet50": (["", *BOTTLENECKS, ""], 18, ["", *numbered(("layer", 4), begin=1), ""]),
+    "torchvision:densenet121": ([name for block in DENSE for name in block], 58 + 3 + 2, 1 + 4 + 3 + 1),
+    "unet": ([*LEVELS, ""], 10, ["encoder", "decoder", ""]),
+    "unet(5,64)": (CELLS, 12, 4),
+    "amoebanet(3,64)": (["stem", *numbered(("cells.", 7)), ""], 9, ["stem", "cells", ""]),
+    "torchvision:inception_v3": (MIXED, 5 + 11 + 1, 5 + 11 + 1),
+}
+"""Model -> its blocks or some of them, in order; how many there are; its modules, or how many."""
+
+
+@pytest.mark.parametrize("name", long_where(KNOWN, "torchvision:densenet121", "torchvision:inception_v3"))
+def test_blocks_of_known_models(name: str) -> None:
+    graph, (expected, count, modules) = traced(name), KNOWN[name]
+    blocks = find_blocks(graph)
+    scopes, of_modules = ([".".join(block.scope) for block in each] for each in (blocks, find_modules(graph)))
+    assert [scope for scope in scopes if scope in expected] == expected
+    assert len(blocks) == count
+    assert modules in (of_modules, len(of_modules))
+    # All layers but the input and the output, each once, in order.
+    places = [place for block in blocks for place in range(block.start, block.stop)]
+    assert places == list(range(1, len(graph.layers) - 1))
+
+
+def test_cuts_fall_where_fewest_bytes_cross() -> None:
+    graph = traced("unet")
+    # Before pooling only the skip crosses, after it the pooled value too.
+    assert [graph.layers[block.start].name for block in find_blocks(graph)[1:3]] == ["down", "down_1"]
+    graph = traced("torchvision:resnet50")
+    stem, *bottlenecks, head = find_blocks(graph)
+    assert [layer.name for layer in graph.layers[stem.start : stem.stop]] == ["conv1", "bn1", "relu", "maxpool"]
+    assert graph.layers[head.start].name == "avgpool"
+    # Each ends with the activation after its addition.
+    assert all(graph.layers[block.stop - 1].name.endswith("relu_2") for block in bottlenecks)
+    graph = trace(OneForward(), (2, 4, 8, 8)).graph  # without modules
     held = [{layer.module for layer in graph.layers[b.start : b.stop] if layer.module} for b in find_blocks(graph)]
     assert held == [{"convs.0"}, {"convs.1", "convs.2"}, {"convs.3", "convs.4"}, {"convs.5"}]
 
@@ -117,3 +93,55 @@ def test_graph_that_knows_no_flops() -> None:
     )
     assert find_blocks(graph) == [Block(1, 2), Block(2, 3), Block(3, 4)]
     assert find_blocks(LayerGraph((Layer("x", INPUT, ()), Layer("y", OUTPUT, ("x",))))) == []
+
+
+def found(model: nn.Module, side: int, members: int) -> Branches:
+    return find_branches(trace(model, (2, 3, side, side)).graph, members)
+
+
+def test_the_branches_of_googlenet_are_those_of_its_modules() -> None:
+    branches = found(google(aux_logits=False), 64, 2)
+    assert len(branches.regions) == 9
+    graph = branches.graph
+    for region in branches.regions:
+        names = [{graph.layers[k].scope.split(".")[1] for k in branch} for branch in region.branches]
+        assert names == [{"branch1"}, {"branch2"}, {"branch3"}, {"branch4"}]
+        assert len(region.entering) == 1
+        assert len(region.leaving) == 4
+        assert graph.layers[region.stop].kind == "cat"
+    held = [0, 0]  # of nine modules with one heavy branch each no member holds all of these
+    for name, member in branches.member_of.items():
+        held[member] += graph.by_name[name].param_bytes
+    assert max(held) < 1.1 * min(held)
+
+
+def test_branches_of_other_models() -> None:
+    branches = found(Segmenter(), 16, 4)
+    (region,) = branches.regions  # ASPP
+    paths = [{branches.graph.layers[k].scope.split("convs.")[1][0] for k in branch} for branch in region.branches]
+    assert paths == [{"0"}, {"1"}, {"2"}, {"3"}, {"4"}]
+    assert set(region.members) == {0, 1, 2, 3}
+    branches = found(AmoebaNet(3, 8, classes=2), 64, 2)
+    assert len(branches.regions) == 7
+    assert {len(region.entering) for region in branches.regions[1:]} == {2}
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_the_busiest_member_has_what_longest_processing_time_first_allows(members: int) -> None:
+    """Graham 1969: less than the mean and the longest branch."""
+    branches = found(Inception(), 16, members)
+    seconds = equal_cost(branches.graph)
+    assert len(branches.regions) == 2
+    for region in branches.regions:
+        costs = [sum(seconds[k] for k in branch) for branch in region.branches]
+        loads = [0.0] * members
+        for cost, member in zip(costs, region.members, strict=True):
+            loads[member] += cost
+        assert region.seconds == pytest.approx(loads)
+        assert max(loads) <= sum(costs) / members + (1 - 1 / members) * max(costs)
+
+
+@pytest.mark.parametrize("model", [torchvision.models.vgg11, torchvision.models.resnet50])
+def test_a_model_without_branches_says_what_was_looked_for(model: type[nn.Module]) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=f"at least {LEAST:.0%}.*ASPP"):
+        found(model(weights=None), 64, 2)

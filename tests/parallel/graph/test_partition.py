@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import combinations
 
@@ -69,10 +70,7 @@ def test_edges_go_straight_from_maker_to_user() -> None:
     assert partition.bytes_over(0, 1) == 11 + 12
     assert partition.bytes_over(0, 2) == 10 + 12
     assert partition.bytes_over(2, 1) == 0
-
-
-def test_random_state_skips_stages_that_do_not_draw() -> None:
-    partition = Partition(SKIPS, (0, 2, 3, 4, 6))
+    partition = Partition(SKIPS, (0, 2, 3, 4, 6))  # the random state skips stages that do not draw
     states = [(edge.source, edge.target) for edge in partition.edges if edge.value == RANDOM_STATE]
     assert states == [(0, 2), (2, 4)]
     assert partition.links[0, 2]
@@ -105,32 +103,23 @@ def test_equal_partition_is_the_best_of_all(data: st.DataObject) -> None:
     assert quality(partition_equal(graph, stages, costs).starts) == best
 
 
-def test_too_many_stages() -> None:
-    graph = chain((0,), (1,), (2,), (3,), (4,), inseparable=((1, 2),))
-    assert partition_equal(graph, 3).depth == 3
-    with pytest.raises(ValueError, match="into 1 to 3 stages; got 4"):
-        partition_equal(graph, 4)
-    with pytest.raises(ValueError, match="got 0"):
-        partition_equal(graph, 0)
-
-
-def test_cuts_by_name_and_by_module() -> None:
+def test_cuts_by_name_or_all_that_is_wrong_with_them() -> None:
     assert partition_at(SKIPS, ["v3", "v6"]).starts == (0, 3, 6)
     assert partition_at(SKIPS, ["block1", "block1.part5"]).starts == (0, 3, 5)
-
-
-def test_all_that_is_wrong_with_cuts_is_said() -> None:
     graph = chain((0,), (1,), (2,), (3,), (4,), (5,), (6,), inseparable=((2, 4),))
     with pytest.raises(ValueError) as raised:
         partition_at(graph, ["v6", "v5", "block9", "v3", "v7"])
-    for part in (
+    for words in (
         "'v5' does not come after the cut before it, 'v6'",
         "'block9' is no layer or module of the model; close are block",
-        "no cut may fall before 'v3': a value is changed in place, or parameters are shared, from v2 to v4; "
-        "the nearest places are before v2 and before v5",
+        "no cut may fall before 'v3'.*from v2 to v4; the nearest places are before v2 and before v5",
         "a cut before 'v7' leaves a stage without layers; the nearest places are before v6",
     ):
-        assert part in str(raised.value)
+        assert re.search(words, str(raised.value))
+    assert partition_equal(graph, 4).depth == 4
+    for stages in (0, 5):
+        with pytest.raises(ValueError, match=f"into 1 to 4 stages; got {stages}"):
+            partition_equal(graph, stages)
 
 
 def test_cost_counts_arithmetic_and_memory() -> None:
@@ -143,33 +132,25 @@ def test_cost_counts_arithmetic_and_memory() -> None:
     assert seconds == pytest.approx([0, 3 * (1e-6 + 2e-9), 0])
 
 
-def reaches_output_without(graph: LayerGraph, value: str) -> bool:
-    reached: set[str] = set()
-    for layer in graph.layers:
-        if layer.name != value and (layer.kind == INPUT or reached & set(layer.inputs)):
-            reached.add(layer.name)
-    return graph.layers[-1].name in reached
-
-
 @given(graphs())
 def test_single_value_cuts_are_the_values_that_all_ways_pass(graph: LayerGraph) -> None:
+    def reaches_output_without(value: str) -> bool:
+        reached: set[str] = set()
+        for layer in graph.layers:
+            if layer.name != value and (layer.kind == INPUT or reached & set(layer.inputs)):
+                reached.add(layer.name)
+        return graph.layers[-1].name in reached
+
     alone = {value for position in single_value_cuts(graph) for value in values_across(graph, position)}
-    assert alone == {layer.name for layer in graph.layers[:-1] if not reaches_output_without(graph, layer.name)}
-
-
-@given(graphs())
-def test_bytes_are_those_of_the_values(graph: LayerGraph) -> None:
+    assert alone == {layer.name for layer in graph.layers[:-1] if not reaches_output_without(layer.name)}
     for position, count in enumerate(bytes_across(graph)):
         assert count == sum(graph.by_name[name].output_bytes for name in values_across(graph, position))
 
 
-def test_parameters_and_sizes_carry_nothing() -> None:
+def test_parameters_and_sizes_carry_nothing_and_a_skip_hides_what_it_spans() -> None:
     held = graph_of((0,), (), (1,), (1, 2), (3, 4), (5,), weights=(2,), sizes=(3,))
     assert single_value_cuts(held) == [1, 2, 3, 4, 5, 6]
     assert single_value_cuts(graph_of((0,), (), (1,), (1, 2), (3, 4), (5,))) == [1, 2, 6]
-
-
-def test_a_skip_hides_what_it_spans() -> None:
     skip = graph_of((0,), (1,), (2,), (1, 3), (4,))
     assert single_value_cuts(skip) == [1, 2, 5]
     assert values_across(skip, 3) == ("v1", "v2")
@@ -186,17 +167,13 @@ def kept(graph: LayerGraph) -> int:
 def test_it_is_what_a_trace_with_more_tiles_gives() -> None:
     scaled, real = with_tiles(traced(1), 3), traced(3)
     for one, other in zip(scaled.layers, real.layers, strict=True):
-        assert (one.name, one.output_bytes, one.flops, one.param_bytes) == (
-            other.name,
-            other.output_bytes,
-            other.flops,
-            other.param_bytes,
-        )
-        assert one.output_storages == other.output_storages
-        assert [op.convolution for op in one.ops] == [op.convolution for op in other.ops]
-        reads = [[op.read_bytes for op in layer.ops if op.convolution] for layer in (one, other)]
-        assert reads[0] == reads[1]
+        for name in ("name", "output_bytes", "flops", "param_bytes", "output_storages"):
+            assert getattr(one, name) == getattr(other, name)
+        forms = [[(op.convolution, op.read_bytes) for op in layer.ops if op.convolution] for layer in (one, other)]
+        assert forms[0] == forms[1]
     assert kept(scaled) == pytest.approx(kept(real), rel=2e-3)
+    with pytest.raises(ValueError, match="at least one tile; got 0"):
+        with_tiles(traced(1), 0)
 
 
 def test_copies_that_autocast_makes_of_parameters_do_not_grow() -> None:
@@ -204,11 +181,6 @@ def test_copies_that_autocast_makes_of_parameters_do_not_grow() -> None:
     real = trace(SkipNet(), (2, 3, 64, 64), autocast=torch.bfloat16).graph
     assert kept(two) == pytest.approx(kept(real), rel=2e-3)
     assert kept(two) < 2 * kept(one)
-
-
-def test_no_tiles_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one tile; got 0"):
-        with_tiles(traced(1), 0)
 
 
 SIDES = [64 * 2**k for k in range(KNOWN)]
@@ -238,12 +210,11 @@ def test_polynomials_tell_the_sides_between(size: Callable[[int], int]) -> None:
     for side in range(SIDES[0], SIDES[-1] + 1, 64):
         assert graphs.at(side) == graph_at(side, size)
     assert graphs.at(SIDES[-1] + 64) is None
-
-
-def test_fewer_sides_tell_of_themselves_alone() -> None:
-    graphs = known(lambda side: side**2, SIDES[:-1])
-    assert graphs.at(SIDES[1]) == graph_at(SIDES[1], lambda side: side**2)
-    assert graphs.at(192) is None
+    fewer = known(size, SIDES[:-1])  # these tell of themselves alone
+    assert fewer.at(SIDES[1]) == graph_at(SIDES[1], size)
+    assert fewer.at(192) is None
+    fewer.add(32, LayerGraph(graph_at(32, size).layers[:2]))  # of another form
+    assert fewer.at(192) is None
 
 
 @pytest.mark.parametrize(
@@ -253,9 +224,3 @@ def test_fewer_sides_tell_of_themselves_alone() -> None:
 )
 def test_what_is_no_polynomial_is_not_told(size: Callable[[int], int]) -> None:
     assert known(size).at(192) is None
-
-
-def test_graphs_of_another_form_tell_nothing() -> None:
-    graphs = known(lambda side: side**2, SIDES[1:])
-    graphs.add(32, LayerGraph(graph_at(32, lambda side: side**2).layers[:2]))
-    assert graphs.at(192) is None

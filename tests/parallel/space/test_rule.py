@@ -1,4 +1,4 @@
-"""Rules, spans and cuts against brute force: which rows of the output depend on which rows of the input."""
+"""Rules, spans, cuts and parts of boxes against brute force; faults in plans of boxes are found, and named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel.space.box_bytes import AxisNeeds
 from parallel.space.grid import Span, cells, tile_cuts
-from parallel.space.rule import SAME, Resample, Rule, Transposed, Window
+from parallel.space.parts import MULTIPLES, divide, partition_faults, rule_faults, span_faults
+from parallel.space.phases import Part, phases_of
+from parallel.space.region import PaperRegion
+from parallel.space.rule import SAME, Resample, Rule, Step, Transposed, Window, in_phases
 
 
 def windows() -> st.SearchStrategy[Window]:
@@ -102,3 +106,81 @@ def test_spans_never_touch_nothing() -> None:
     assert Span(2, 4).hull(Span(6, 9)) == Span(2, 9)
     assert Span(2, 9).holds(Span(3, 3))
     assert not Span(2, 9).holds(Span(1, 3))
+
+
+WIDE, NARROW = 64_000, 4_000
+
+
+def divided(steps: list[Step], side: int, box_bytes: float, stored: float) -> list[Part]:
+    sides = {"image": (side, side), **{step.name: step.sides for step in steps}}
+    region = PaperRegion(tuple(steps), sides, (side, side), {"image": 0}, (steps[-1].name,))
+    (phase,) = phases_of(region.steps, region.leaving)
+    return divide(region, phase, 64, box_bytes, stored)
+
+
+def chain(blocks: int, side: int) -> list[Step]:
+    steps: list[Step] = []
+    before, conv = "image", Window(3, 1, 1, 1, 1)
+    for k in range(blocks):
+        for name, size in ((f"a{k}", WIDE), (f"b{k}", NARROW)):
+            steps.append(
+                Step(name, (before,), (), (conv, conv), (side, side), flops=1e9, saves=(name,), value_bytes=size)
+            )
+            before = name
+    return steps
+
+
+@pytest.mark.parametrize("stored", [0, 2 * NARROW, 1e9])
+def test_parts_cover_the_steps_and_cut_where_little_crosses(stored: float) -> None:
+    steps = chain(6, 512)
+    parts = divided(steps, 512, 4 * sum(s.value_bytes for s in steps) / 64, stored)
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].stop) == (0, len(steps))
+    assert all(part.start % 2 == 0 for part in parts)
+    assert sum(steps[part.stop - 1].value_bytes for part in parts[:-1]) <= stored
+    assert {part.box // 64 for part in parts} <= set(MULTIPLES)
+
+
+def test_deep_maps_are_computed_in_larger_boxes() -> None:
+    """Their rims are as wide, and their bytes a sixteenth."""
+    half = Window(3, 4, 1, 1, 1)
+    steps, side, before = [], 1024, "image"
+    for k in range(4):
+        side //= 4 if k < 2 else 1
+        rule, size = half if k < 2 else Window(9, 1, 1, 4, 4), side * side * 100
+        steps.append(
+            Step(f"v{k}", (before,), (), (rule, rule), (side, side), flops=1e9, kept_bytes=size, value_bytes=1)
+        )
+        before = f"v{k}"
+    parts = divided(steps, 1024, sum(s.kept_bytes for s in steps) / 256, 1e9)
+    assert len(parts) > 1
+    assert parts[-1].box > parts[0].box == 64
+
+
+def test_what_is_made_of_a_sum_waits_for_it() -> None:
+    conv = Step("conv", ("image",), sides=(8, 8))
+    pooled = Step("pooled", ("conv",), sides=(8, 8), sums=True)
+    gate = Step("gate", others=("pooled",), global_op=True)
+    scaled = Step("scaled", ("conv",), ("gate",), (SAME, SAME), (8, 8))
+    beside = Step("beside", ("conv",), sides=(8, 8))
+    phases = in_phases([conv, pooled, gate, beside, scaled])
+    assert phases == [([], [conv, pooled, beside]), ([gate], [scaled])]
+
+
+SIDES = {"image": (61, 61), "conv": (31, 31), "relu": (31, 31), "sum": (31, 31)}
+CONV = Step("conv", ("image",), rules=(Window(7, 2, 1, 3, 3),) * 2, sides=(31, 31))
+STEPS = [CONV, Step("relu", ("conv",), sides=(31, 31)), Step("sum", ("relu", "conv"), sides=(31, 31))]
+
+
+def test_faults_of_plans_are_named() -> None:
+    spans = AxisNeeds(STEPS[-1:], SIDES, (0, 30, 61), 0, 1).begin_with_all(STEPS)
+    assert spans == {"sum": Span(15, 31), "relu": Span(15, 31), "conv": Span(15, 31), "image": Span(27, 61)}
+    assert not span_faults(STEPS, spans, SIDES, 0)
+    narrow = {**spans, "image": Span(28, 61)}
+    assert span_faults(STEPS, narrow, SIDES, 0) == ["conv needs (27, 61) of image; there is (28, 61)"]
+    assert not partition_faults("conv", [Span(0, 15), Span(15, 31)], 31)
+    twice, never = partition_faults("conv", [Span(0, 15), Span(14, 30)], 31)
+    assert "14 to 14" in twice
+    assert "30 to 30" in never
+    assert not rule_faults(STEPS, SIDES)
+    assert rule_faults([CONV], {"image": (64, 61)}) == ["conv has 31 rows; its rule gives [32]"]

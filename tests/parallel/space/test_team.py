@@ -1,12 +1,14 @@
-"""Who hands what of a map to whom: what each member needs is put together without gaps, and both ends know the same."""
+"""Who hands what of a map to whom: pieces without gaps, the same to both ends; a convolution taken apart is whole."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
 import pytest
 
+from parallel.space.borders import borders
 from parallel.space.grid import Span
 from parallel.space.rule import SAME, Cells, Mirrored, Resample, Rule, Transposed, Window
 from parallel.space.team import Exchange, Grid, SpatialMesh, overlap, team_cuts
@@ -15,7 +17,6 @@ Px = tuple[int, int]
 
 
 def random_rule(draw: random.Random, side: int) -> Rule:
-    """Of any kind; of windows those that give rows of a map of ``side``."""
     pads = draw.randint(0, 4), draw.randint(0, 4)
     kernel, stride, dilation = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 3)
     window = Window(kernel, stride, dilation, *pads)
@@ -30,7 +31,6 @@ def random_rule(draw: random.Random, side: int) -> Rule:
 
 
 def random_mesh(draw: random.Random) -> SpatialMesh:
-    """A grid with parts of any size, some of which have no rows."""
     mesh = SpatialMesh(Grid(draw.randint(1, 4), draw.randint(1, 3)), (draw.randint(5, 40), draw.randint(5, 40)))
     cuts = [
         (0, *sorted(draw.randint(0, side) for _ in range(parts - 1)), side)
@@ -113,33 +113,65 @@ def test_the_first_needed_row_follows_the_stride() -> None:
     assert [piece.box[0] for piece in exchange.recvs[1]] == [Span(27, 30)]
 
 
-def test_gathered_gives_all_to_member_0_and_nothing_to_the_others() -> None:
-    exchange = SpatialMesh(Grid(2, 2), (11, 9)).gathered((7, 5))
-    assert len(px_of(exchange.boxes[0])) == 35
-    assert not any(exchange.recvs[member] for member in (1, 2, 3))
-    assert exchange.sends[0] == ()
-
-
-def test_cuts_fall_where_strides_do_and_every_member_has_a_part() -> None:
-    assert team_cuts(2048, 3) == (0, 672, 1376, 2048)
+def test_cuts_boxes_and_grids() -> None:
+    assert team_cuts(2048, 3) == (0, 672, 1376, 2048)  # where strides do
     assert team_cuts(61, 2) == (0, 30, 61)
     mesh = SpatialMesh(Grid(4, 1), (64, 64))
     assert mesh.fits((4, 1))
-    assert not mesh.fits((3, 64))
-
-
-def test_boxes_that_only_touch_have_nothing_in_common() -> None:
+    assert not mesh.fits((3, 64))  # every member has a part
     box = Span(2, 5), Span(0, 4)
     assert overlap(box, (Span(4, 9), Span(1, 2))) == (Span(4, 5), Span(1, 2))
-    assert overlap(box, (Span(5, 9), Span(1, 2))) is None
+    assert overlap(box, (Span(5, 9), Span(1, 2))) is None  # they only touch
+    gathered = SpatialMesh(Grid(2, 2), (11, 9)).gathered((7, 5))
+    assert len(px_of(gathered.boxes[0])) == 35
+    assert not any(gathered.recvs[member] for member in (1, 2, 3))
+    assert gathered.sends[0] == ()
+    assert (str(Grid.parse("10x3")), Grid.parse("10x3").members) == ("10x3", 30)
+    for text in ("2", "0x2", "2x", "2 x 2", "-1x2", "2x2x2", ""):
+        with pytest.raises(ValueError, match="ROWSxCOLUMNS"):
+            Grid.parse(text)
 
 
-@pytest.mark.parametrize("text", ["2", "0x2", "2x", "2 x 2", "-1x2", "2x2x2", ""])
-def test_grids_of_other_forms_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="ROWSxCOLUMNS"):
-        Grid.parse(text)
+def seen(rules: tuple[Window, Window], row: int, column: int) -> set[tuple[int, int]]:
+    rows, columns = (
+        range(first := number * rule.stride - rule.before, first + rule.reach, rule.dilation)
+        for number, rule in zip((row, column), rules, strict=True)
+    )
+    return set(itertools.product(rows, columns))
 
 
-def test_a_grid_is_written_as_it_is_read() -> None:
-    assert str(Grid.parse("10x3")) == "10x3"
-    assert Grid.parse("10x3").members == 30
+def window(draw: random.Random) -> Window:
+    kernel, dilation = draw.choice([1, 2, 3, 3, 5, 7]), draw.choice([1, 1, 2, 3])
+    return Window(kernel, draw.choice([1, 1, 2, 3]), dilation, pad := draw.choice([0, 1, 2, 3]), pad)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_number_is_made_of_its_part_or_in_a_rim(seed: int) -> None:
+    draw = random.Random(seed)
+    apart, whole = 0, 0
+    for _ in range(60):
+        rules, taken = (window(draw), window(draw)), (draw.randrange(20, 50), draw.randrange(20, 50))
+        made = rules[0].out(taken[0]), rules[1].out(taken[1])
+        mesh = SpatialMesh(draw.choice([Grid(2, 1), Grid(1, 2), Grid(2, 2)]), taken)
+        if min(made) < 2 or not mesh.fits(made):
+            continue
+        exchange = mesh.exchange(rules, made, taken)
+        for member, have in enumerate(exchange.boxes):
+            output = mesh.owned(member, made)
+            split = borders(rules, output, have, exchange.owned[member], taken)
+            if split is None:
+                whole += 1
+                continue
+            apart += 1
+            base, rims = px_of(split.base), [px_of(rim.made) for rim in split.strips]
+            halos = [px_of(halo.box) for halo in split.halos]
+            assert sum(map(len, [base, *halos])) == len(px_of(have)) == len(base.union(*halos))
+            assert sum(map(len, rims)) == len(set().union(*rims))
+            for row, column in px_of(output):
+                taps = px_of((Span(0, taken[0]), Span(0, taken[1]))) & seen(rules, row, column)
+                if not taps <= base:
+                    assert any((row, column) in rim for rim in rims)
+                for halo, at in zip(split.halos, halos, strict=True):
+                    assert not taps & at or (row, column) in px_of(halo.made)
+    assert apart > 20
+    assert whole > 5

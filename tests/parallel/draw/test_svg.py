@@ -1,4 +1,4 @@
-"""Pictures of graphs: well-formed, everything in them once, nothing over anything else, the same each time."""
+"""Pictures of graphs and schedules: well-formed, everything in them once, nothing over anything else, one scale."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from parallel.draw.graph_layout import BOX_HEIGHT, Layout, Wire, lay_out
 from parallel.draw.graph_svg import graph_svg
 from parallel.draw.outline import Level, ModelView
+from parallel.draw.schedule_svg import IDLE, KINDS, LABELS, MARGIN, WIDTH, schedule_svg
 from parallel.draw.svg_style import text_width
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, bytes_across, partition_at, partition_equal
+from parallel.schedule.action import COMPUTE, Action
+from parallel.schedule.passes import lower
+from parallel.schedule.registry import SCHEDULES, build_schedule, mesh_for
+from parallel.schedule.simulate import simulate
+from parallel.schedule.timeline import StageCost, Timeline
 from parallel.units import bytes_text
 from tests.helpers.drawn_graphs import graphs
 from tests.helpers.graph_pictures import FOLDER, PICTURES, picture, traced
@@ -37,10 +43,7 @@ LARGE = ("torchvision:densenet121", "torchvision:inception_v3")
 """Takes seconds to trace."""
 
 
-Drawn = tuple[ModelView, Layout]
-
-
-def laid_out(graph: LayerGraph, level: Level, stages: int, rows: int = 16) -> Drawn:
+def laid_out(graph: LayerGraph, level: Level, stages: int, rows: int = 16) -> tuple[ModelView, Layout]:
     view = ModelView(graph, level, partition_equal(graph, stages))
     return view, lay_out(view, box_width=200, margin=140, top=80, column_rows=rows)
 
@@ -49,7 +52,7 @@ def pieces(wire: Wire) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     return list(pairwise(wire.points))
 
 
-def check_apart(drawn: Drawn) -> None:
+def check_apart(drawn: tuple[ModelView, Layout]) -> None:
     """No box over another, no wire under a box, nothing outside the picture."""
     view, layout = drawn
     assert sorted(box.number for box in layout.boxes) == list(range(len(view.parts)))
@@ -74,7 +77,7 @@ def check_apart(drawn: Drawn) -> None:
             assert bottom <= layout.height
 
 
-def check_wires(drawn: Drawn) -> None:
+def check_wires(drawn: tuple[ModelView, Layout]) -> None:
     """Each arrow points at a target of its source, each target has one; no line is of two sources and two targets."""
     view, layout = drawn
     boxes = {box.number: box for box in layout.boxes}
@@ -102,7 +105,7 @@ def check_wires(drawn: Drawn) -> None:
             assert same or min(first[1], second[1]) - max(first[0], second[0]) < 0.5
 
 
-def check_bands(drawn: Drawn) -> None:
+def check_bands(drawn: tuple[ModelView, Layout]) -> None:
     """Each box lies between the cuts of its stage."""
     view, layout = drawn
     for box in layout.boxes:
@@ -141,6 +144,11 @@ def test_everything_is_said() -> None:
         ModelView(graph, partition=partition, forward_s=seconds, backward_s=seconds, title="U-Net <512 px> & cuts")
     )
     root = ET.fromstring(svg)
+    assert "href" not in svg
+    assert svg.count("http") == 1  # the name of the format: nothing is loaded from elsewhere
+    sheets = (root.findtext(f"{SVG}style") or "").split("@media (prefers-color-scheme:dark)")
+    light, dark = (re.findall(r"\.(\w+)\{", sheet) for sheet in sheets)
+    assert light == dark
     said = [text.text or "" for text in root.iter(f"{SVG}text")]
     assert said[0] == "U-Net <512 px> & cuts"
     names = [part.name for part in ModelView(graph, "block").parts]
@@ -162,10 +170,10 @@ def test_bars_are_shares_of_the_longest() -> None:
     graph = traced("unet")
     seconds = [0.0] * len(graph.layers)
     seconds[graph.position["encoder_0_0_0"]], seconds[graph.position["head"]] = 0.004, 0.001
-    root = ET.fromstring(graph_svg(ModelView(graph, forward_s=seconds)))
-    bars = [r for r in root.iter(f"{SVG}rect") if r.get("height") == "3" and r.get("class") != "track"]
-    whole = next(float(r.get("width", 0)) for r in root.iter(f"{SVG}rect") if r.get("class") == "track")
-    assert [float(bar.get("width", 0)) for bar in bars] == pytest.approx([whole, whole / 4], abs=0.1)
+    rects = [*ET.fromstring(graph_svg(ModelView(graph, forward_s=seconds))).iter(f"{SVG}rect")]
+    whole = next(float(r.get("width", 0)) for r in rects if r.get("class") == "track")
+    bars = [float(r.get("width", 0)) for r in rects if r.get("height") == "3" and r.get("class") != "track"]
+    assert bars == pytest.approx([whole, whole / 4], abs=0.1)
 
 
 @pytest.mark.parametrize("model", long_where(["amoebanet(3,64)", *LARGE], *LARGE))
@@ -189,21 +197,75 @@ def test_words_stay_in_their_boxes(model: str) -> None:
             assert all(first[1] < second[0] for first, second in pairwise(sorted(line)))
 
 
-def test_light_and_dark_have_the_same_rules() -> None:
-    style = ET.fromstring(graph_svg(ModelView(traced("unet")))).findtext(f"{SVG}style") or ""
-    light, dark = style.split("@media (prefers-color-scheme:dark)")
-    names = [re.findall(r"\.(\w+)\{", sheet) for sheet in (light, dark)]
-    assert names[0] == names[1]
-    assert {"ink", "paper", "s0", "f7", "w7"} <= set(names[0])
-
-
-def test_nothing_is_loaded_from_elsewhere() -> None:
-    svg = graph_svg(ModelView(traced("unet"), title="x"))
-    assert "href" not in svg
-    assert svg.count("http") == 1  # the name of the format
-
-
 @pytest.mark.parametrize("file", long_where(sorted(PICTURES), *sorted(set(PICTURES) - {"graph_unet.svg"})))
 def test_pictures_of_the_documents_are_those_drawn_today(file: str) -> None:
     """``python -m tests.helpers.graph_pictures`` draws them anew."""
     assert (FOLDER / file).read_text() == picture(file)
+
+
+def step(name: str, *, unit_s: float = 0.05) -> Timeline:
+    mesh = mesh_for(name, groups=1, depth=4, chunks=2 if SCHEDULES[name].chunks else 1)
+    schedule = build_schedule(name, mesh, 2 if name == "mast" else 8)
+    links = {(stage, stage + 1): True for stage in range(mesh.stages - 1)}
+    costs = [StageCost(unit_s, 2 * unit_s, unit_s, unit_s, 1)] * mesh.stages
+    return simulate(lower(schedule, mesh, links, recompute=True), mesh, costs)
+
+
+def boxes(svg: str) -> list[tuple[str, ET.Element]]:
+    groups = [g for g in ET.fromstring(svg).iter(f"{SVG}g") if g.get("class") == "action"]
+    return [(g.findtext(f"{SVG}title") or "", next(g.iter(f"{SVG}rect"))) for g in groups]
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_one_box_for_each_compute_action(name: str) -> None:
+    timeline = step(name)
+    actions = [span.action for rank in sorted(timeline.spans) for span in timeline.spans[rank]]
+    drawn = boxes(schedule_svg(timeline, title=name))
+    assert [text for text, _ in drawn] == [str(action) for action in actions if action.kind in COMPUTE]
+    for (_, box), action in zip(drawn, (a for a in actions if a.kind in COMPUTE), strict=True):
+        assert box.get("fill") == KINDS[action.kind][1 + action.replica].fill
+
+
+def test_boxes_stand_where_time_says() -> None:
+    timeline = step("1f1b")
+    svg = schedule_svg(timeline, title="1f1b")
+    spans = [span for rank in sorted(timeline.spans) for span in timeline.compute(rank)]
+    for (_, box), span in zip(boxes(svg), spans, strict=True):
+        start = MARGIN + LABELS + span.start_s / timeline.makespan_s * WIDTH
+        width = span.duration_s / timeline.makespan_s * WIDTH
+        assert float(box.get("x", 0)) == pytest.approx(start, abs=0.01)
+        assert width - 1.5 < float(box.get("width", 0)) < width
+    assert len({box.get("y") for _, box in boxes(svg)}) == 4
+
+
+def test_later_chunks_of_a_rank_are_underlined() -> None:
+    root = ET.fromstring(schedule_svg(step("interleaved"), title=""))
+    for group in root.iter(f"{SVG}g"):
+        action = Action.parse(group.findtext(f"{SVG}title") or "")
+        assert len(list(group.iter(f"{SVG}path"))) == action.stage // 4
+
+
+@pytest.mark.parametrize(("unit_s", "axis"), [(0.05, "time, s"), (0.001, "time, ms"), (1e-6, "time, µs")])
+def test_title_step_time_bubble_and_unit_are_said(unit_s: float, axis: str) -> None:
+    svg = schedule_svg(step("gpipe", unit_s=unit_s), title="gpipe <4 ranks> & 8 microbatches")
+    assert "href" not in svg
+    said = words(svg)
+    assert said[0] == "gpipe <4 ranks> & 8 microbatches"
+    assert {"forward", "backward", "recompute", axis, "0"} <= set(said)
+    assert unit_s != 0.05 or said[1] == "2.05 s, bubble 22.0%"
+
+
+def words(svg: str) -> list[str]:
+    return [text.text or "" for text in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_measured_stands_below_simulated_on_the_same_scale() -> None:
+    simulated, measured = step("master"), step("master", unit_s=0.1)
+    svg = schedule_svg(simulated, title="master", compare=measured)
+    said = words(svg)
+    assert [text.split(":")[0] for text in said if "bubble" in text] == ["simulated", "measured"]
+    rows = [rect for rect in ET.fromstring(svg).iter(f"{SVG}rect") if rect.get("fill") == IDLE]
+    assert [float(row.get("width", 0)) for row in rows] == pytest.approx([WIDTH / 2] * 4 + [WIDTH] * 4)
+    tops = [float(row.get("y", 0)) for row in rows]
+    assert tops == sorted(tops)
+    assert float(ET.fromstring(svg).get("height", 0)) > tops[-1]
