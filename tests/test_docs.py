@@ -1,11 +1,8 @@
 """Every command, flag, file and picture that the documents name is there."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -25,7 +22,7 @@ MAKE_TARGETS = {"demo", "test", "test-all", "setup", "setup-all", "golden", "ben
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_commands_name_things_that_exist(document: Path) -> None:
+def test_commands_name_things_that_exist(document):
     for line in commands(document):
         for target in re.findall(r"^make ([\w-]+)", line):
             assert target in MAKE_TARGETS
@@ -38,13 +35,13 @@ def test_commands_name_things_that_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_and_pictures_exist(document: Path) -> None:
+def test_links_and_pictures_exist(document):
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
         assert target.startswith("https://") or (document.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "benchmarks").rglob("*.md")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_tables_of_benchmarks_name_a_command_that_exists(page: Path) -> None:
+def test_tables_of_benchmarks_name_a_command_that_exists(page):
     for module in re.findall(r"`python -m (benchmarks[\w.]*)", page.read_text()):
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").exists(), module
 
@@ -53,7 +50,7 @@ PLAN = "python -m app.plan --model resnet50 --tile 2048 --ranks 4 --device-spec 
 
 
 @pytest.mark.long
-def test_plans_shown_are_those_printed_today(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_shown_are_those_printed_today(capsys):
     """Rows that a page leaves out are dots."""
     from app.plan import main
 
@@ -70,13 +67,13 @@ def test_plans_shown_are_those_printed_today(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.long
 @pytest.mark.parametrize("drawing", [boxes_picture, memory_picture], ids=lambda module: module.FILE.stem)
-def test_pictures_are_those_drawn_today(drawing: ModuleType) -> None:
+def test_pictures_are_those_drawn_today(drawing):
     """``python -m tests.helpers.memory_picture``, and ``boxes_picture``, draw them anew."""
     assert drawing.FILE.read_text() == drawing.picture()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
-def test_configs_open_with_their_command_and_are_read(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_open_with_their_command_and_are_read(path, capsys):
     from app.train import main
 
     text = path.read_text()

@@ -1,7 +1,5 @@
 """The command-line surface is what it is made from; every benchmark says when, where and how it was measured."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -14,12 +12,12 @@ UNRUN = {"gpu", "offload_study"}
 """Benchmarks without a committed run."""
 
 
-def test_no_flag_appears_or_vanishes_unseen() -> None:
+def test_no_flag_appears_or_vanishes_unseen():
     assert flags() == FLAGS.read_text(), "a flag or a default changed: run `make golden` and look at the diff"
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_has_its_date_machine_command_and_rows(name: str) -> None:
+def test_every_benchmark_has_its_date_machine_command_and_rows(name):
     text = (ROOT / "benchmarks" / name / "README.md").read_text()
     assert f"python -m benchmarks.{name}." in text or f"benchmarks/{name}/run.sh" in text
     if name not in UNRUN:
@@ -28,7 +26,7 @@ def test_every_benchmark_has_its_date_machine_command_and_rows(name: str) -> Non
         assert text.count("\n|") > 2
 
 
-def test_results_quote_benchmarks() -> None:
+def test_results_quote_benchmarks():
     quoted = re.findall(r"\]\(\.\./benchmarks/(\w+)/README.md\)", Path(ROOT / "docs" / "results.md").read_text())
     assert len(set(quoted)) > 20
     assert set(quoted) <= set(BENCHMARKS)

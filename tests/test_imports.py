@@ -1,7 +1,5 @@
 """Import rules that import-linter cannot see: those about parts of a package, and where ours come from."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path
@@ -13,9 +11,9 @@ PACKAGES = ("app", "pipelines", "models", "parallel")
 
 
 @functools.cache
-def imports(path: Path) -> tuple[str, ...]:
+def imports(path):
     """Modules that ``path`` imports anywhere, with what is taken from them."""
-    names: list[str] = []
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += (alias.name for alias in node.names)
@@ -24,7 +22,7 @@ def imports(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def importers(prefix: str) -> set[str]:
+def importers(prefix):
     """Files of ours that import ``prefix`` or something below it."""
     return {
         str(path.relative_to(ROOT))
@@ -44,13 +42,13 @@ def importers(prefix: str) -> set[str]:
         ("zarr", ("pipelines/backends/", "app/training/run_info.py", "app/checks/")),
     ],
 )
-def test_library_is_imported_only_where_it_belongs(library: str, allowed: tuple[str, ...]) -> None:
+def test_library_is_imported_only_where_it_belongs(library, allowed):
     found = importers(library)
     assert {path for path in found if not path.startswith(allowed)} == set()
     assert found, f"nothing imports {library}: the rule is about nothing"
 
 
-def test_only_the_device_feed_lets_torch_into_the_data_side() -> None:
+def test_only_the_device_feed_lets_torch_into_the_data_side():
     assert {path for path in importers("torch") if path.startswith("pipelines/")} == {
         "pipelines/stream/device.py",
         "pipelines/stream/device_batch.py",
@@ -60,14 +58,14 @@ def test_only_the_device_feed_lets_torch_into_the_data_side() -> None:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_our_packages_are_the_ones_imported(name: str) -> None:
+def test_our_packages_are_the_ones_imported(name):
     module = __import__(name)
     assert module.__file__ is not None
     assert Path(module.__file__).parent == ROOT / name
 
 
 @pytest.mark.process
-def test_commands_that_need_no_torch_do_not_load_it() -> None:
+def test_commands_that_need_no_torch_do_not_load_it():
     import subprocess
     import sys
 

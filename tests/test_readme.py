@@ -4,15 +4,11 @@ All run in this process, and their ranks are forked, but for the demo's first co
 tested where a user's run is.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,7 +39,7 @@ SHORTER = {
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def project(tmp_path_factory):
     """Working folder with all that commands of the README name; what they make lies in it."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "data").symlink_to(ROOT / "data")
@@ -59,23 +55,23 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def with_slides(project: Path) -> Path:
+def with_slides(project):
     """The project, with the slides of the demo, which has made them if it was run here."""
     if not (project / "demo-data" / "slides" / "labels.csv").exists():
         demo.run.collect_slides(project / "demo-data")
     return project
 
 
-def run_here(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_here(module, *arguments):
     with tempfile.TemporaryDirectory() as folder, launched_here(Path(folder)):
         return call(module, *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
-def test_demo(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo(project, monkeypatch, capsys):
     """Run what ``make demo`` runs, shortened: one step, and smaller tiles where memory is not limited."""
     start = subprocess.run
 
-    def run(command: Sequence[str], **others: Any) -> subprocess.CompletedProcess[Any]:
+    def run(command, **others):
         if command[1] != "-m" or command[2] == "app.synth":  # a run starts programs, too
             return start(command, **others)
         _, _, module, *arguments = command
@@ -97,7 +93,7 @@ def test_demo(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_command(line: str, with_slides: Path) -> None:
+def test_command(line, with_slides):
     program, minus_m, module, *arguments = line.split()
     assert (program, minus_m) == ("python", "-m"), line
     done = run_here(module, *arguments, *SHORTER.get(module, ()))
@@ -107,9 +103,9 @@ def test_command(line: str, with_slides: Path) -> None:
         assert re.search(r"completed: .* images/s; planned [\d.]+ \([+-]\d+%\)", done.stdout)
 
 
-def test_there_are_commands() -> None:
+def test_there_are_commands():
     assert len(SHOWN) >= 8
 
 
-def test_the_readme_is_one_page() -> None:
+def test_the_readme_is_one_page():
     assert (ROOT / "README.md").stat().st_size <= 8_192

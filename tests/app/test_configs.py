@@ -1,12 +1,8 @@
 """The YAML files that a user starts from train two steps on small slides; those of the demo are run by its own test."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from tests.app.conftest import ROOT, Train, summary_of
+from tests.app.conftest import ROOT, summary_of
 
 NUCLEI = ROOT / "data" / "nuclei"
 SMALLER = {
@@ -38,21 +34,20 @@ TRAINED = {
 }
 
 
-def test_every_config_is_run() -> None:
+def test_every_config_is_run():
     files = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
     assert files == {*SMALLER, *(name for name in files if name.startswith("demo_"))}
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", SMALLER)
-def test_config_trains(name: str, classify_slides: Path, train: Train, train_ranks: Train, tmp_path: Path) -> None:
+def test_config_trains(name, classify_slides, train, train_ranks, tmp_path):
     slides = NUCLEI / "images" if name == "segment_folds" else classify_slides
     start = train_ranks if name == "large_tiles" else train
     length = ("--epochs", "1") if name == "slide_labels" else ("--steps", "2")
     quick = (*length, "--patience", "0", "--validation-tiles=2")
     config = ("--config", ROOT / "configs" / f"{name}.yaml", "--slides", slides, "--out", tmp_path)
-    done = start(*config, *SMALLER[name], *quick)
-    assert done.returncode == 0, done.stderr
+    start(*config, *SMALLER[name], *quick)
     summary = summary_of(tmp_path)
     assert (summary["task"], summary["strategy"], summary["ranks"]) == TRAINED[name]
     assert (summary["status"], summary["steps"]) == ("completed", 2)  # of bags, two slides each of the four that train

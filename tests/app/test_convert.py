@@ -1,6 +1,4 @@
-"""``app.convert`` as a user calls it: files in, files out, and one message where that cannot be."""
-
-from __future__ import annotations
+"""``app.convert`` and ``app.synth`` as a user calls them: files in, files out."""
 
 from pathlib import Path
 
@@ -8,7 +6,7 @@ import imagecodecs
 import numpy as np
 import pytest
 
-from app import convert
+from app import convert, synth
 from pipelines.labels.geojson import read_geojson
 from tests.helpers.dicom_file import write_dicom_slide
 from tests.helpers.drawings import box, write_geojson
@@ -17,13 +15,13 @@ SAMPLES = Path(__file__).parents[1] / "data" / "annotations"
 
 
 @pytest.fixture
-def slide(tmp_path: Path) -> str:
+def slide(tmp_path):
     path = tmp_path / "slide.png"
     path.write_bytes(imagecodecs.png_encode(np.full((60, 80, 3), 255, np.uint8)))
     return str(path)
 
 
-def test_a_slide_that_would_end_the_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slide_that_would_end_the_process_is_refused(tmp_path, capsys):
     (slide,) = write_dicom_slide(tmp_path / "dicom", [np.zeros((64, 64, 3), np.uint8)], encoding="raw", tile=32)
     data = slide.read_bytes()
     at = data.index(b"\x20\0\x0d\0UI")
@@ -34,7 +32,7 @@ def test_a_slide_that_would_end_the_process_is_refused(tmp_path: Path, capsys: p
     assert "nested more than 64 deep" in capsys.readouterr().err
 
 
-def test_to_geojson_to_mask_and_back(tmp_path: Path, slide: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_to_geojson_to_mask_and_back(tmp_path, slide, capsys):
     point = {"type": "Feature", "geometry": {"type": "Point", "coordinates": [1, 2]}}
     source = write_geojson(tmp_path / "in.geojson", box(10, 20, 30, 50, "Tumor"), box(1, 1, 5, 5, "Stroma"), point)
     given = ["--slide", slide, "--slide-mpp", "0.5"]
@@ -50,33 +48,7 @@ def test_to_geojson_to_mask_and_back(tmp_path: Path, slide: str, capsys: pytest.
     assert boxes == {"Tumor": [10, 20, 30, 50], "Stroma": [1, 1, 5, 5]}
 
 
-def test_faults_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "there.geojson").write_text("")
-    assert convert.main([str(tmp_path / "a.svs"), str(tmp_path / "there.geojson"), "--mpp", "1"]) == 2
-    said = capsys.readouterr().err
-    for fault in (
-        "IN must end in .geojson",
-        "a.svs is none",
-        "there.geojson does. Remove it",
-        "--mpp is the resolution",
-    ):
-        assert fault in said
-    assert convert.main([str(SAMPLES / "asap-polygon.xml"), str(tmp_path / "a.tif")]) == 2
-    assert "a.tif: a mask covers a slide: give --slide FILE" in capsys.readouterr().err
-
-
-def test_a_damaged_file_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.xml").write_text("<!DOCTYPE x><Annotations/>")
-    assert convert.main([str(tmp_path / "a.xml"), str(tmp_path / "a.geojson")]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "declares a document type ('x')" in said
-    assert not (tmp_path / "a.geojson").exists()
-
-
-def test_a_folder_is_converted_whatever_is_wrong_with_one_file(
-    tmp_path: Path, slide: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_converted_whatever_is_wrong_with_one_file(tmp_path, slide, capsys):
     drawn, slides = tmp_path / "drawn", tmp_path / "slides"
     (drawn / "deep").mkdir(parents=True)
     slides.mkdir()
@@ -111,9 +83,7 @@ def test_a_folder_is_converted_whatever_is_wrong_with_one_file(
 
 
 @pytest.mark.parametrize("of_folder", [False, True])
-def test_um_per_px_of_a_slide_are_those_of_the_table(
-    tmp_path: Path, slide: str, of_folder: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_um_per_px_of_a_slide_are_those_of_the_table(tmp_path, slide, of_folder, capsys):
     drawn = write_geojson(tmp_path / "drawn" / "slide.geojson", box(10, 20, 30, 50, "Tumor"))
     table = tmp_path / "mpp.csv"
     table.write_text("slide,mpp\nslide.png,0.25\nother,1\n")
@@ -124,17 +94,15 @@ def test_um_per_px_of_a_slide_are_those_of_the_table(
     assert "40 x 30 px at 0.5 um/px" in capsys.readouterr().out
 
 
-def test_what_a_folder_needs_is_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out").write_text("")
-    assert convert.main([str(tmp_path), str(tmp_path / "out"), "--slide", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    for fault in ("say what to make, as --to .geojson", "out is a file", "--slide must be a folder"):
-        assert fault in said
-    assert convert.main([str(tmp_path), str(tmp_path / "new"), "--to", ".tif"]) == 2
-    assert "a mask covers a slide: give --slide FOLDER" in capsys.readouterr().err
-    assert convert.main([str(tmp_path), str(tmp_path / "new"), "--to", ".geojson"]) == 2
-    assert "IN holds no annotation file" in capsys.readouterr().err
-    assert convert.main([str(SAMPLES / "asap-polygon.xml"), str(tmp_path / "a.xml")]) == 2
-    assert "OUT must end in .geojson" in capsys.readouterr().err
-    assert convert.main([str(SAMPLES / "asap-polygon.xml"), str(tmp_path / "a.json"), "--to", ".geojson"]) == 2
-    assert "--to is for a folder" in capsys.readouterr().err
+def test_makes_slides_and_says_so(tmp_path, capsys):
+    arguments = [str(tmp_path), "--slides", "2", "--size", "600", "--workers", "1"]
+    assert synth.main(arguments) == 0
+    assert "2 slides made" in capsys.readouterr().out
+    assert synth.main(arguments) == 0
+    assert "0 slides made, 2 were there already" in capsys.readouterr().out
+
+
+def test_another_collection_in_the_folder_is_wrong_usage(tmp_path, capsys):
+    assert synth.main([str(tmp_path), "--slides", "1", "--size", "600"]) == 0
+    assert synth.main([str(tmp_path), "--slides", "1", "--size", "600", "--seed", "1"]) == 2
+    assert "holds other artificial slides (seed 0, asked 1)" in capsys.readouterr().err

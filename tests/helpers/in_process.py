@@ -40,9 +40,13 @@ def _trace_once(work: Workload, autocast: torch.dtype | None = None) -> Traced:
     return traced
 
 
-def call(module: str, *arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """What ``python -m module`` with these arguments would print, and its exit code. An error that a user would see as
-    a traceback is raised."""
+def call(
+    module: str, *arguments: str | Path, env: Mapping[str, str] | None = None, code: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Return what ``python -m module`` with these arguments prints, and its exit code.
+
+    An error that a user would see as a traceback is raised. ``code``: the exit code that it must have.
+    """
     words = [str(argument) for argument in arguments]
     main = importlib.import_module(module).main
     out, err = io.StringIO(), io.StringIO()
@@ -55,15 +59,16 @@ def call(module: str, *arguments: str | Path, env: Mapping[str, str] | None = No
         patch.setattr("app.launch.place.keep_freed_memory", lambda: True)
         patch.setattr("tyro._unsafe_cache.clear_cache", lambda: None)
         patch.setattr(Workload, "_trace", _trace_once)
-        if module == "app.train":  # tests/app/test_report.py looks at curves and overlays
+        if module == "app.train":  # tests/app/pages/test_run_page.py looks at curves and overlays
             patch.setattr("app.pages.run_page.curves", lambda *_: [])
             patch.setattr("app.pages.run_page.overlays", lambda *_: [])
         os.environ.update(env or {})
         try:
-            code = main(words)
+            ended = main(words) or 0
         except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-    return subprocess.CompletedProcess([module, *words], code or 0, out.getvalue(), err.getvalue())
+            ended = stop.code if isinstance(stop.code, int) else 1
+    assert code in (None, ended), f"{module} ended with {ended}:\n{err.getvalue()}{out.getvalue()}"
+    return subprocess.CompletedProcess([module, *words], ended, out.getvalue(), err.getvalue())
 
 
 @contextlib.contextmanager

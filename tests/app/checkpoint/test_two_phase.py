@@ -1,21 +1,19 @@
-"""Checkpoints in two phases: the same files as written at once, whatever happens to who writes them."""
-
-from __future__ import annotations
+"""Checkpoints in two phases: the same files as written at once, and as often as is worth their cost."""
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
-from app.checkpoint.periodic import CheckpointManager
+from app.checkpoint.periodic import CHECKPOINTS, FIRST, STEPS, CheckpointInterval, CheckpointManager
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
 from app.settings.cli import RunError
 from app.settings.optimization import CheckpointSettings
@@ -28,11 +26,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def checkpoints() -> TwoPhaseCheckpoints:
+def checkpoints():
     return TwoPhaseCheckpoints(CPU)
 
 
-def awkward_state() -> dict[str, Any]:
+def awkward_state():
     """Views, tied weights, odd strides, empty tensors, all kinds of numbers, and what is no tensor."""
     base = torch.arange(60, dtype=torch.float32)
     tied = nn.Linear(3, 3)
@@ -55,7 +53,7 @@ def awkward_state() -> dict[str, Any]:
     }
 
 
-def test_file_is_that_of_a_blocking_write_to_the_last_bit(tmp_path: Path, checkpoints: TwoPhaseCheckpoints) -> None:
+def test_file_is_that_of_a_blocking_write_to_the_last_bit(tmp_path, checkpoints):
     state = awkward_state()
     save_checkpoint(tmp_path / "blocking.pt", state)
     names = frozenset(name for name in state["model"] if "running" not in name)
@@ -69,10 +67,8 @@ def test_file_is_that_of_a_blocking_write_to_the_last_bit(tmp_path: Path, checkp
     assert sorted(file.name for file in tmp_path.iterdir()) == ["best.pt", "blocking.pt", "last.pt"]
 
 
-def test_a_fault_of_the_device_is_not_one_of_the_disk(
-    tmp_path: Path, checkpoints: TwoPhaseCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_fault_of_the_device_is_not_one_of_the_disk(tmp_path, checkpoints, monkeypatch):
+    def fail(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch, "save", fail)
@@ -85,7 +81,7 @@ def test_a_fault_of_the_device_is_not_one_of_the_disk(
         checkpoints.finish()
 
 
-def test_buffer_is_reused_and_grows(tmp_path: Path, checkpoints: TwoPhaseCheckpoints) -> None:
+def test_buffer_is_reused_and_grows(tmp_path, checkpoints):
     for size in (1000, 500, 200_000):
         state = {"model": {"w": torch.randn(size)}, "optimizer": {}, "step": size}
         checkpoints.begin(state, frozenset("w"), tmp_path / "last.pt", None)
@@ -95,7 +91,7 @@ def test_buffer_is_reused_and_grows(tmp_path: Path, checkpoints: TwoPhaseCheckpo
     assert checkpoints.finish() is None
 
 
-def test_an_update_may_follow_when_the_copy_is_complete(tmp_path: Path, checkpoints: TwoPhaseCheckpoints) -> None:
+def test_an_update_may_follow_when_the_copy_is_complete(tmp_path, checkpoints):
     base = torch.arange(6.0)
     state = {"model": {"a": base, "b": base[2:]}, "optimizer": {}}
     checkpoints.begin(state, frozenset({"a", "b"}), tmp_path / "last.pt", None)
@@ -108,7 +104,7 @@ def test_an_update_may_follow_when_the_copy_is_complete(tmp_path: Path, checkpoi
     assert found["b"].tolist() == [9, 3, 4, 5]
 
 
-def test_copies_of_a_gpu_are_awaited(tmp_path: Path) -> None:
+def test_copies_of_a_gpu_are_awaited(tmp_path):
     with simulated(1, late=0) as gpus:
         device = torch.device("cuda", 0)
         checkpoints, weight = TwoPhaseCheckpoints(device), torch.arange(8.0, device=device)
@@ -127,25 +123,25 @@ class Still:
 
     parameter_names = frozenset({"w"})
 
-    def before_update(self, call: Callable[[], None]) -> None:
+    def before_update(self, call):
         self.call = call
 
 
-def checkpoints_of(folder: Path, **settings: Any) -> CheckpointManager:
+def checkpoints_of(folder, **settings):
     run = RunFolder(folder)
-    return CheckpointManager(CheckpointSettings(**settings), run.last, run.best, Still(), CPU, 0)  # type: ignore[arg-type]
+    return CheckpointManager(CheckpointSettings(**settings), run.last, run.best, Still(), CPU, 0)
 
 
-def save(checkpoints: CheckpointManager, step: int, best: bool = False, size: int = 9, at_once: bool = False) -> None:
+def save(checkpoints, step, best=False, size=9, at_once=False):
     state = {"model": {"w": torch.full((size,), float(step))}, "optimizer": {}, "step": step}
     checkpoints.save(state, step, time.monotonic(), best=best, at_once=at_once)
 
 
 @pytest.mark.parametrize("write", ["two-phase", "blocking"])
-def test_unwritable_folder_ends_the_run_and_keeps_what_was(write: str, tmp_path: Path) -> None:
+def test_unwritable_folder_ends_the_run_and_keeps_what_was(write, tmp_path):
     folder = RunFolder(tmp_path)
 
-    def run() -> None:
+    def run():
         with checkpoints_of(tmp_path, checkpoint_write=write) as checkpoints:
             save(checkpoints, 1)
             checkpoints.finish()
@@ -159,10 +155,10 @@ def test_unwritable_folder_ends_the_run_and_keeps_what_was(write: str, tmp_path:
     assert load_checkpoint(folder.last)["step"] == 1
 
 
-def test_every_checkpoint_is_on_the_disk_when_the_run_is_left(tmp_path: Path) -> None:
+def test_every_checkpoint_is_on_the_disk_when_the_run_is_left(tmp_path):
     folder = RunFolder(tmp_path)
 
-    def run() -> None:
+    def run():
         with checkpoints_of(tmp_path) as checkpoints:
             for step in range(1, 4):
                 save(checkpoints, step, best=step == 2)  # each waits for the one before
@@ -173,7 +169,7 @@ def test_every_checkpoint_is_on_the_disk_when_the_run_is_left(tmp_path: Path) ->
     assert (load_checkpoint(folder.last)["step"], load_checkpoint(folder.best)["step"]) == (3, 2)
 
 
-def test_what_no_step_follows_is_written_at_once_behind_what_is_under_way(tmp_path: Path) -> None:
+def test_what_no_step_follows_is_written_at_once_behind_what_is_under_way(tmp_path):
     folder = RunFolder(tmp_path)
     with checkpoints_of(tmp_path) as checkpoints:
         save(checkpoints, 1, at_once=True)
@@ -184,9 +180,7 @@ def test_what_no_step_follows_is_written_at_once_behind_what_is_under_way(tmp_pa
         assert load_checkpoint(folder.last)["step"] == 3
 
 
-def test_without_memory_to_copy_to_it_is_written_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_memory_to_copy_to_it_is_written_at_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Copies, "empty_on_host", lambda self, size: torch.empty(1 << 60))
     with checkpoints_of(tmp_path) as checkpoints, caplog.at_level(logging.WARNING):
         for step in (1, 2):
@@ -196,12 +190,10 @@ def test_without_memory_to_copy_to_it_is_written_at_once(
     assert "written between two steps: they cannot be copied first (64 bytes" in record.getMessage()
 
 
-def test_tuned_checkpoints_are_due_by_what_they_cost_and_never_while_one_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuned_checkpoints_are_due_by_what_they_cost_and_never_while_one_is_written(tmp_path, monkeypatch):
     written = threading.Event()
 
-    def save_later(*arguments: Any) -> None:
+    def save_later(*arguments):
         assert written.wait(60)
         save_checkpoint(*arguments)
 
@@ -221,10 +213,72 @@ def test_tuned_checkpoints_are_due_by_what_they_cost_and_never_while_one_is_writ
         assert not checkpoints.due(11)
 
 
-def test_engines_wait_for_nothing_when_nothing_is_written_beside_them(tmp_path: Path) -> None:
+def test_engines_wait_for_nothing_when_nothing_is_written_beside_them(tmp_path):
     engine = Still()
     engine.call = nothing
     settings = CheckpointSettings(checkpoint_write="blocking")
     run = RunFolder(tmp_path)
-    CheckpointManager(settings, run.last, run.best, engine, CPU, 0)  # type: ignore[arg-type]
+    CheckpointManager(settings, run.last, run.best, engine, CPU, 0)
     assert engine.call is nothing
+
+
+def after(step_s, between_s=0.0, blocked_s=0.0, write_s=0.0, overhead=0.035):
+    interval = CheckpointInterval(overhead)
+    for _ in range(5):
+        interval.add_step(step_s, beside=False)
+    interval.add_checkpoint(between_s, blocked_s, write_s)
+    return interval
+
+
+@pytest.mark.parametrize(
+    ("step_s", "between_s", "blocked_s", "write_s", "k"),
+    [
+        (1.0, 0.35, 0.0, 0.0, 10),  # 0.35 s in 10 s is 3.5 %
+        (1.0, 0.36, 0.0, 0.0, 11),
+        (1.0, 0.0, 0.35, 0.0, 10),
+        (1.0, 0.0, 0.0, 7.2, 9),  # 8 steps until it is on the disk, and one beside which there is none
+        (1.0, 0.70, 0.0, 7.2, 20),
+        (1.0, 0.0, 0.0, 0.0, 1),
+    ],
+)
+def test_bound_and_disk_decide(step_s, between_s, blocked_s, write_s, k):
+    assert after(step_s, between_s, blocked_s, write_s).every == k
+
+
+def test_steps_that_ran_slower_beside_it_are_its_cost():
+    interval = CheckpointInterval(0.1)
+    for _ in range(5):
+        interval.add_step(1.0, beside=False)
+    assert (interval.every, interval.cost_s) == (FIRST, None)  # before the first checkpoint
+    for _ in range(3):
+        interval.add_step(1.5, beside=True)
+    interval.add_checkpoint(0.5, blocked_s=0.2, write_s=4.0)
+    assert interval.cost_s == pytest.approx(0.5 + 3 * 0.5)  # what updates waited is among the slower steps
+    assert interval.every == 20
+    interval.add_step(0.9, beside=True)
+    interval.add_checkpoint(0.5, blocked_s=0.2, write_s=4.0)
+    assert interval.cost_s == pytest.approx((2.0 + 0.7) / 2)  # a step that was quicker by chance earns nothing
+
+
+def test_one_that_was_held_up_moves_nothing_and_a_change_that_stays_does():
+    interval = after(1.0, between_s=0.35)
+    for between_s in (0.35, 9.0):
+        interval.add_checkpoint(between_s, 0.0, 0.0)
+    assert interval.every == 10
+    for _ in range(CHECKPOINTS):
+        interval.add_checkpoint(0.70, 0.0, 0.0)
+    assert interval.every == 20
+    for _ in range(STEPS):
+        interval.add_step(2.0, beside=False)
+    assert interval.every == 10
+
+
+@given(step_s=st.floats(1e-3, 1e3), cost_s=st.floats(0, 1e3), write_s=st.floats(0, 1e4), overhead=st.floats(0.001, 1))
+def test_never_beyond_the_bound_and_never_rarer_than_needed(step_s, cost_s, write_s, overhead):
+    k = after(step_s, cost_s, write_s=write_s, overhead=overhead).every
+    assert k >= 1
+    assert cost_s <= overhead * k * step_s * (1 + 1e-9)
+    assert write_s <= ((k - 1) * (1 + 1e-9) + 1e-9) * step_s
+    if k > 1:
+        needed = max(cost_s / (overhead * step_s), write_s / step_s + 1 if write_s else 1)
+        assert k <= math.ceil(needed * (1 + 1e-9))

@@ -1,26 +1,18 @@
 """No update gets into a checkpoint that is being copied, whatever engine it is of; without the wait it would."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.checkpoint.two_phase import TwoPhaseCheckpoints, tensors_in
 from benchmarks.whole_engine import whole_engine
-from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.step import TrainingEngine
 from parallel.memory.policy import ActivationPolicy
 from tests.helpers.engine_runs import build, net, steps_of, strategy_for, train
 from tests.helpers.small_nets import NETS
@@ -30,8 +22,8 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 M = 5
 
 
-def whole(on_host: bool = False, resident: bool = False) -> Callable[[Communicator], TrainingEngine]:
-    def make(communicator: Communicator) -> TrainingEngine:
+def whole(on_host=False, resident=False):
+    def make(communicator):
         policy = ActivationPolicy(optimizer=on_host, parameters=resident)
         model, loss = net("skips", torch.float32), NETS["skips"][1]
         return whole_engine(model, loss, ADAMW, communicator, batch=2 * M, m=M, policy=policy)
@@ -39,12 +31,12 @@ def whole(on_host: bool = False, resident: bool = False) -> Callable[[Communicat
     return make
 
 
-def split(schedule: str, **more: Any) -> Callable[[Communicator], TrainingEngine]:
+def split(schedule, **more):
     strategy = strategy_for(schedule, 2, **more)
     return lambda communicator: build(communicator, "skips", strategy, steps_of(M, torch.float32), make_optimizer=ADAMW)
 
 
-ENGINES: dict[str, tuple[int, Callable[[Communicator], TrainingEngine]]] = {
+ENGINES = {
     "whole": (1, whole()),
     "whole, optimizer on the host": (1, whole(on_host=True)),
     "whole, parameters on the host": (1, whole(on_host=True, resident=True)),
@@ -58,12 +50,12 @@ class SlowCopy:
     """Lets the copy on the other thread begin only when an update stands before it, and gives the update time to be
     done: all of it where nothing makes it wait."""
 
-    def __init__(self, waits: bool) -> None:
+    def __init__(self, waits):
         self.before_update, self.updated = threading.Event(), threading.Event()
         self.patience_s = 0.3 if waits else 60
         self._plain = two_phase.copy_bytes
 
-    def copy_bytes(self, source: Tensor, target: Tensor) -> None:
+    def copy_bytes(self, source, target):
         if threading.current_thread().name == "checkpoint":
             assert self.before_update.wait(60)
             if self.patience_s:
@@ -74,21 +66,21 @@ class SlowCopy:
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "waits not"])
 @pytest.mark.parametrize("name", ENGINES)
-def test_update_waits_for_the_copy(name: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_waits_for_the_copy(name, waits, tmp_path, monkeypatch):
     world, make = ENGINES[name]
     slow = SlowCopy(waits)
     monkeypatch.setattr(two_phase, "copy_bytes", slow.copy_bytes)
     steps = steps_of(4 if "replicas" in name else M, torch.float32)
     path = tmp_path / "last.pt"
 
-    def rank(communicator: Communicator, _: None) -> Any:
+    def rank(communicator, _):
         engine = make(communicator)
         train(engine, steps[:1])
         state = engine.state_dict()
         expected = copy.deepcopy(state)
         checkpoints = TwoPhaseCheckpoints(CPU)
 
-        def before_update() -> None:
+        def before_update():
             slow.before_update.set()
             if waits:
                 checkpoints.await_copy()
@@ -117,7 +109,7 @@ def test_update_waits_for_the_copy(name: str, waits: bool, tmp_path: Path, monke
         assert (tmp_path / "blocking.pt").read_bytes() == path.read_bytes()
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+def same(found, expected):
     ours, theirs = ([*tensors_in([state["model"], state["optimizer"]])] for state in (found, expected))
     assert len(ours) == len(theirs) > 20
     return all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True))

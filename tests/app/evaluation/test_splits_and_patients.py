@@ -1,7 +1,5 @@
 """Which slides ``app.evaluate`` scores, and whose they are, on predictions that are written by hand."""
 
-from __future__ import annotations
-
 import csv
 import json
 
@@ -10,10 +8,11 @@ import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
 from app.evaluation import classification
-from app.evaluation.labelled import choose_split
+from app.evaluation.labelled import choose_split, labelled_slides, read_truth
 from app.evaluation.report_page import SHOWN, extreme_tiles
 from app.prediction.prediction_folder import PredictionFolder
 from pipelines.catalog.handles import SlideState
+from pipelines.labels.class_names import ClassMap
 from tests.helpers.in_process import call
 
 CLASSES = ("cancer", "normal")
@@ -47,12 +46,11 @@ def write_predictions(path, splits=SPLITS, classes=CLASSES, name="{split}{k}", p
     return rows
 
 
-def evaluate(path, *words, labels="labels.csv"):
+def evaluate(path, *words, labels="labels.csv", code=0):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(classification, "RESAMPLES", 20)
-        done = call("app.evaluate", "--predictions", path, "--labels", path / labels, *words)
-    figures = json.loads((path / "evaluation.json").read_text()) if done.returncode == 0 else {}
-    return done, figures
+        done = call("app.evaluate", "--predictions", path, "--labels", path / labels, *words, code=code)
+    return done, {} if code else json.loads((path / "evaluation.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,6 @@ def predictions(tmp_path_factory):
 def test_scores_are_of_one_split_and_those_of_scikit_learn(predictions, words, scored):
     path, rows = predictions
     done, figures = evaluate(path, *words)
-    assert done.returncode == 0, done.stderr
     own = [row for row in rows if row["split"] in scored]
     label = np.array([row["label"] == "cancer" for row in own])
     score = np.array([row["score_cancer"] for row in own])
@@ -129,7 +126,6 @@ def test_the_default_split(counts, scored):
 def test_patients_are_known_or_unknown(tmp_path, written, words, patients):
     write_predictions(tmp_path, {"train": 4, "test": 10}, **written)
     done, figures = evaluate(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
     assert figures["patients"] == patients
     assert ("patient_auc" in figures) == (patients is not None)
     assert ("patients unknown: slides are resampled" in done.stdout) == (patients is None)
@@ -144,18 +140,14 @@ def test_a_table_names_patients(tmp_path):
     _, figures = evaluate(tmp_path, labels="own.csv")
     assert (figures["patients"], figures["patients_unknown"]) == (3, [])
     (tmp_path / "own.csv").write_text("slide,label,patient\ntest0,cancer,p\ntest0,cancer,q\n")
-    done, _ = evaluate(tmp_path, labels="own.csv")
+    done, _ = evaluate(tmp_path, labels="own.csv", code=2)
     assert "'test0' has two patients" in done.stderr
 
 
 def test_patients_of_two_classes_without_names_need_the_positive_one(tmp_path):
     write_predictions(tmp_path, {"test": 8}, ("luad", "lusc"), patient="p{half}", positive=None)
-    done, _ = evaluate(tmp_path)
-    assert done.returncode == 2
-    assert "--positive-class luad" in done.stderr
-    done, figures = evaluate(tmp_path, "--positive-class", "lusc")
-    assert done.returncode == 0, done.stderr
-    assert figures["patients"] == 4
+    assert "--positive-class luad" in evaluate(tmp_path, code=2)[0].stderr
+    assert evaluate(tmp_path, "--positive-class", "lusc")[1]["patients"] == 4
 
 
 def test_few_tiles_are_held():
@@ -171,3 +163,14 @@ def test_few_tiles_are_held():
     everything = sorted(tile for of_slide in tiles for tile in of_slide)
     assert found == [*everything[:SHOWN], *everything[: -SHOWN - 1 : -1]]
     assert max(held) == 30 + SHOWN
+
+
+def test_missing_labels_take_no_part_and_names_are_mapped(tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("slide,label\nd,blurred\nb,normal\na,Tumor\nc,nan\n")
+    rows = [{"slide": slide, "score_normal": 0.5, "score_tumour": 0.5} for slide in "abcd"]
+    class_map = ClassMap.parse(("Tumor=tumour", "blurred=ignore"))
+    found = labelled_slides(rows, ("normal", "tumour"), read_truth(path, needs_labels=True), {}, 1, class_map)
+    assert found.slides == ("a", "b")
+    assert found.cases.label.tolist() == [1, 0]
+    assert "2 predicted slides without a label: c, d" in found.left_out[0]

@@ -1,36 +1,32 @@
-"""What a process does before it computes anything."""
-
-from __future__ import annotations
+"""What a process finds out and sets before it computes: cores, memory, device, precision, who shares a GPU."""
 
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from app.launch import place as module
+from app.launch.host import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
 from app.launch.place import choose_device, device_of, host_share, place, rank_cores
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from parallel.comm import torch_comm
-from parallel.comm.communicator import CommunicationError, Communicator
+from parallel.comm.communicator import CommunicationError
 from parallel.comm.kinds import RankKind
-from parallel.comm.mixed_comm import MixedCommunicator
 from parallel.comm.thread_comm import run_on_threads
 
 MIXED = StrategySettings("ddp", device="mixed", cpu_ranks=1, ranks=3)
 
 
-def test_denormal_numbers_are_zero_on_a_cpu() -> None:
+def test_denormal_numbers_are_zero_on_a_cpu():
     tiny = torch.full((1000,), 1e-39)
     assert (tiny * 0.5).any()
     place(StrategySettings("single", device="cpu"))
     assert not (tiny * 0.5).any()
 
 
-def be_rank(monkeypatch: pytest.MonkeyPatch, local_rank: int, ranks: int, cores: int = 16) -> None:
+def be_rank(monkeypatch, local_rank, ranks, cores=16):
     """One of ``ranks`` of a machine, the second of two."""
     numbers = {"RANK": ranks + local_rank, "WORLD_SIZE": 2 * ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks}
     for name, value in (numbers | {"CUDA_DEVICE_MAX_CONNECTIONS": module.HARDWARE_QUEUES}).items():
@@ -49,9 +45,7 @@ def be_rank(monkeypatch: pytest.MonkeyPatch, local_rank: int, ranks: int, cores:
         (5, 1, 8, [1, 1, 1, 1, 4]),
     ],
 )
-def test_ranks_on_the_cpu_have_the_cores_that_others_leave(
-    ranks: int, cpu_ranks: int, cores: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_on_the_cpu_have_the_cores_that_others_leave(ranks, cpu_ranks, cores, expected, monkeypatch):
     found = []
     for local_rank in range(ranks):
         be_rank(monkeypatch, local_rank, ranks, cores)
@@ -63,26 +57,24 @@ def test_ranks_on_the_cpu_have_the_cores_that_others_leave(
     ("world", "asked", "own", "expected"),
     [(2, "auto", None, "32"), (2, "auto", "12", "12"), (2, "cpu", None, None), (1, "auto", None, None)],
 )
-def test_hardware_queues_are_set_before_cuda_starts(
-    world: int, asked: str, own: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hardware_queues_are_set_before_cuda_starts(world, asked, own, expected, monkeypatch):
     """And not where the user has set them."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     environ = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
     monkeypatch.setattr(os, "environ", environ | ({name: own} if own else {}))
-    found: list[str | None] = []
+    found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found.append(os.environ.get(name)))
     assert choose_device(asked, 0).type == "cpu"
     assert (found or [os.environ.get(name)]) == [expected]
 
 
-def test_ranks_of_a_machine_share_half_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_machine_share_half_of_its_free_memory(monkeypatch):
     monkeypatch.setattr(module, "memory_bytes", lambda: (1000, 600))
     be_rank(monkeypatch, 1, 3)
     assert host_share() == 100
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, settings: StrategySettings, ranks: int) -> str:
+def refusal(monkeypatch, settings, ranks):
     """The message of the first rank of a machine, once all its ranks have refused ``settings``."""
     monkeypatch.setattr(module.time, "sleep", lambda _: None)
     for local_rank in range(1, ranks):
@@ -95,7 +87,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, settings: StrategySettings, ranks: 
     return str(refused.value)
 
 
-def test_a_mixed_run_without_a_gpu_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_run_without_a_gpu_is_refused_on_every_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = refusal(monkeypatch, MIXED, 3)
     assert "--device mixed: no usable GPU was found" in said
@@ -103,7 +95,7 @@ def test_a_mixed_run_without_a_gpu_is_refused_on_every_rank(monkeypatch: pytest.
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[int, int]]]:
+def gpus(monkeypatch):
     """Two GPUs, by number: their compute capabilities, and a torch with kernels for 7.5 and 8.0. Afterwards TF32 is as
     it was."""
     capabilities = {0: (8, 6), 1: (8, 0)}
@@ -123,9 +115,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[int, int]]
     matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
-def test_the_last_ranks_of_a_machine_are_on_its_cpu(
-    gpus: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_ranks_of_a_machine_are_on_its_cpu(gpus, monkeypatch):
     found = []
     for local_rank in (2, 0, 1):
         be_rank(monkeypatch, local_rank, 3)
@@ -134,9 +124,7 @@ def test_the_last_ranks_of_a_machine_are_on_its_cpu(
     assert MIXED.computed_precision == "fp32"
 
 
-def test_a_gpu_without_kernels_is_not_chosen(
-    gpus: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_without_kernels_is_not_chosen(gpus, monkeypatch, caplog):
     """All ranks of a machine then compute on its CPU, and the first warns; a GPU that no rank uses does not matter."""
     gpus[1] = (7, 0)
     be_rank(monkeypatch, 0, 1)
@@ -155,8 +143,8 @@ def test_a_gpu_without_kernels_is_not_chosen(
 GPU, CPU = RankKind("a", "cuda", "GPU-0"), RankKind("a", "cpu")
 
 
-def test_ranks_on_gpus_share_none() -> None:
-    def joined(inner: Communicator, _: object) -> Communicator:
+def test_ranks_on_gpus_share_none():
+    def joined(inner, _):
         return module._mixed(inner, [GPU, GPU, CPU], MIXED, torch.device("cpu"))
 
     with pytest.raises(CommunicationError, match=r"--device mixed: ranks share a GPU, .*more of them on its CPU"):
@@ -167,26 +155,22 @@ def test_ranks_on_gpus_share_none() -> None:
     ("rank", "units", "said"),
     [(0, "0012", "ranks 0 and 1 share GPU 0 of a: NCCL is off"), (1, "0012", ""), (0, "0123", "")],
 )
-def test_ranks_that_share_a_gpu_are_named_once(
-    rank: int, units: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_that_share_a_gpu_are_named_once(rank, units, said, monkeypatch, caplog):
     be_rank(monkeypatch, rank, 4)
     joined = SimpleNamespace(rank=rank, kinds=[RankKind("a boot", "cuda", unit) for unit in units])
     monkeypatch.setattr(torch_comm, "TorchCommunicator", lambda *_: joined)
     settings = StrategySettings("ddp", ranks=4)
     launch = find_launch()
-    assert launch is not None
     assert module._join(settings, torch.device("cuda", 0), launch) is joined
     assert [record.getMessage()[: len(said)] for record in caplog.records] == [said] * bool(said)
 
 
 @pytest.mark.parametrize("asked", [None, "host", "device"])
-def test_sums_go_the_way_that_is_asked_for(asked: str | None) -> None:
-    settings = StrategySettings("ddp", device="mixed", cpu_ranks=1, ranks=2, mixed_sums=asked)  # type: ignore[arg-type]
+def test_sums_go_the_way_that_is_asked_for(asked):
+    settings = StrategySettings("ddp", device="mixed", cpu_ranks=1, ranks=2, mixed_sums=asked)
 
-    def summed(inner: Communicator, _: object) -> tuple[str, float]:
+    def summed(inner, _):
         communicator = module._mixed(inner, [GPU, CPU], settings, torch.device("cpu"))
-        assert isinstance(communicator, MixedCommunicator)
         tensor = torch.tensor(inner.rank + 1.0)
         communicator.all_reduce(tensor)
         return communicator.way, tensor.item()
@@ -207,13 +191,7 @@ def test_sums_go_the_way_that_is_asked_for(asked: str | None) -> None:
         ("bf16", None, "bf16"),
     ],
 )
-def test_tf32_is_on_with_tf32_alone(
-    asked: Any,
-    capability: tuple[int, int] | None,
-    decided: str,
-    gpus: dict[int, tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tf32_is_on_with_tf32_alone(asked, capability, decided, gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     gpus[0] = capability or (8, 0)
     torch.backends.cudnn.allow_tf32 = True  # torch's default
@@ -224,9 +202,72 @@ def test_tf32_is_on_with_tf32_alone(
 
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", "a CPU"), ("cuda", "Tesla V100")])
-def test_tf32_is_refused_where_there_is_none(
-    device: Any, named: str, gpus: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tf32_is_refused_where_there_is_none(device, named, gpus, monkeypatch):
     gpus.update({0: (7, 5), 1: (7, 5)})
     said = refusal(monkeypatch, StrategySettings("ddp", device=device, precision="tf32", ranks=2), 2)
     assert f"--precision tf32 needs a GPU of compute capability 8.0 or more; got {named}" in said
+
+
+def write_groups(path, groups):
+    """Files of control groups: folder -> file name, dots as ``__``, and its text."""
+    for folder, files in groups.items():
+        (path / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (path / folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+TREE = {
+    "slurm": {"memory__max": "8000", "memory__current": "1000", "cpu__max": "250000 100000"},
+    "slurm/job": {"memory__max": "max", "memory__current": "900", "cpu__max": "max 100000"},
+}
+CONTAINER = {
+    "memory": {"memory__limit_in_bytes": "4096", "memory__usage_in_bytes": "96"},
+    "cpu": {"cpu__cfs_quota_us": "150000", "cpu__cfs_period_us": "100000"},
+}
+UNLIMITED = {
+    "memory": {"memory__limit_in_bytes": "9223372036854771712"},
+    "cpu": {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"},
+}
+
+
+@pytest.mark.parametrize(
+    ("groups", "own", "cores", "limit", "used"),
+    [
+        (TREE, "0::/slurm/job", 2.5, 8000, 1000),  # the least limit on the way up
+        (CONTAINER, "4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/", 1.5, 4096, 96),  # sees only the mount
+        (UNLIMITED, "4:memory:/\n1:cpu:/", None, None, None),
+        ({}, None, None, None, None),
+    ],
+    ids=["version 2", "version 1", "no limit", "no group"],
+)
+def test_limits_of_control_groups(groups, own, cores, limit, used, tmp_path):
+    write_groups(tmp_path / "cgroup", groups)
+    if own:
+        (tmp_path / "own").write_text(own + "\n")
+    found = cgroup_limits(tmp_path / "cgroup", tmp_path / "own")
+    assert (found.cores, found.memory_bytes) == (cores, limit)
+    assert used is None or found.memory_used_bytes == used
+
+
+KILLS = {"slurm/job": {"memory__events": "low 0\noom 4\noom_kill 3"}, "slurm": {"memory__events": "oom_kill 7"}}
+KILLS |= {"memory/job": {"memory__oom_control": "oom_kill_disable 0\noom_kill 2"}}
+
+
+@pytest.mark.parametrize(
+    ("own", "machine", "count"),
+    [("0::/slurm/job", "40", 3), ("4:memory:/job\n0::/", "40", 2), ("", "40", 40), ("", None, None)],
+)
+def test_kills_for_lack_of_memory_are_those_of_the_own_group_or_of_the_machine(own, machine, count, tmp_path):
+    write_groups(tmp_path / "cgroup", KILLS if own else {})
+    if own:
+        (tmp_path / "own").write_text(own + "\n")
+    if machine:
+        (tmp_path / "vmstat").write_text(f"nr_free_pages 12\noom_kill {machine}\n")
+    assert memory_kills(tmp_path / "cgroup", tmp_path / "own", tmp_path / "vmstat") == count
+
+
+def test_this_machine():
+    total, free = memory_bytes()
+    assert 0 < free <= total
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+    assert cpu_model()

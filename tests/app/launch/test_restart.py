@@ -1,23 +1,16 @@
 """A run that is started again goes on by itself, from its last checkpoint; one that is started anew does not."""
 
-from __future__ import annotations
-
-import csv
 import os
 import platform
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 import yaml
 
 from app import train as train_module
@@ -25,11 +18,19 @@ from app.settings.launcher import Attempts, Launcher, describe_restart, find_lau
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.training.run_folder import RunFolder
-from tests.app.conftest import QUICK, ROOT, Train, summary_of, train_command, train_environment
+from tests.app.conftest import (
+    QUICK,
+    TORCHRUN,
+    begin,
+    losses_of,
+    rows_of,
+    same_weights,
+    summary_of,
+    train_command,
+)
 from tests.helpers.forked import launched_here
 
 NO_SIDES = SimpleNamespace(sides=None)
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
 @pytest.mark.parametrize(
@@ -48,11 +49,11 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
         (Attempts(1, (), "33"), Launcher(job="34", requeued=True), 0),
     ],
 )
-def test_attempts_are_those_of_the_same_start(record: Attempts | None, starter: Launcher, before: int) -> None:
+def test_attempts_are_those_of_the_same_start(record, starter, before):
     assert previous_attempts(record, starter) == before
 
 
-def test_starters_are_found() -> None:
+def test_starters_are_found():
     agent = f"{platform.node()} {os.getppid()}"
     assert find_launcher({}) == Launcher()
     assert find_launcher({"TORCHELASTIC_RUN_ID": "none"}) == Launcher(agent)
@@ -65,7 +66,7 @@ def test_starters_are_found() -> None:
     assert find_launcher(array) == Launcher(job="33_2", requeued=True)
 
 
-def test_a_restart_is_told_with_the_work_that_is_lost() -> None:
+def test_a_restart_is_told_with_the_work_that_is_lost():
     assert describe_restart(1, 40, 0) == "restarted (attempt 2): continuing from step 40"
     assert describe_restart(2, 40, 7).endswith(
         "(attempt 3): continuing from step 40; 7 more were done and must be done again"
@@ -75,7 +76,7 @@ def test_a_restart_is_told_with_the_work_that_is_lost() -> None:
     assert describe_restart(2, 40, 0, (4, 3, 3)).startswith("restarted (attempt 3): continuing")
 
 
-def test_a_further_attempt_leaves_settings_and_earlier_faults_as_they_are(tmp_path: Path) -> None:
+def test_a_further_attempt_leaves_settings_and_earlier_faults_as_they_are(tmp_path):
     config = RunConfig(DataSettings(Path("slides")))
     folder = RunFolder(tmp_path)
     folder.fault_of(3).write_text("of a start long ago")
@@ -93,19 +94,20 @@ def test_a_further_attempt_leaves_settings_and_earlier_faults_as_they_are(tmp_pa
         folder.open(replace(config, resume=True, seed=1), again=True)
 
 
-def test_the_number_of_restarts_is_checked() -> None:
-    faults = RunConfig(DataSettings(Path("slides")), max_restarts=-1).validate()
-    assert "--max-restarts must be at least 0; got -1" in faults
-
-
-def test_ranks_that_a_run_may_come_down_to_are_checked() -> None:
-    def faults(**settings: int) -> list[str]:
-        strategy = StrategySettings(parallel="ddp", ranks=4, batch=12)
-        return RunConfig(DataSettings(Path("slides")), strategy=strategy, **settings).validate()
-
-    assert faults(min_ranks=3, max_restarts=1) == []
-    for settings in ({"min_ranks": 3}, {"min_ranks": 5, "max_restarts": 1}, {"min_ranks": 0, "max_restarts": 1}):
-        assert any("min-ranks" in fault for fault in faults(**settings))
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"min_ranks": 3, "max_restarts": 1}, None),
+        ({"max_restarts": -1}, "--max-restarts"),
+        ({"min_ranks": 3}, "min-ranks"),
+        ({"min_ranks": 5, "max_restarts": 1}, "min-ranks"),
+        ({"min_ranks": 0, "max_restarts": 1}, "min-ranks"),
+    ],
+)
+def test_the_number_of_restarts_and_of_ranks_left_is_checked(settings, fault):
+    strategy = StrategySettings(parallel="ddp", ranks=4, batch=12)
+    found = RunConfig(DataSettings(Path("slides")), strategy=strategy, **settings).validate()
+    assert any(fault in each for each in found) if fault else found == []
 
 
 @pytest.mark.parametrize(
@@ -118,17 +120,15 @@ def test_ranks_that_a_run_may_come_down_to_are_checked() -> None:
         (StrategySettings(parallel="1f1b", ranks=4, stages=2, batch=12, microbatches=4), 3, 4),
     ],
 )
-def test_a_run_that_lost_a_rank_goes_on_with_as_many_as_can(
-    strategy: StrategySettings, least: int | None, left: int, tmp_path: Path
-) -> None:
+def test_a_run_that_lost_a_rank_goes_on_with_as_many_as_can(strategy, least, left, tmp_path):
     config = RunConfig(DataSettings(Path("slides")), strategy=strategy, out=tmp_path, max_restarts=1, min_ranks=least)
     folder = RunFolder(tmp_path)
     dataset = SimpleNamespace(classes=("a", "b"), task="classify", tiles=NO_SIDES, rows=lambda split: range(8))
     folder.open(replace(config, strategy=replace(strategy, microbatches=strategy.m)), again=False)
-    assert train_module._fewer(config, folder, dataset, 4) == left  # type: ignore[arg-type]
+    assert train_module._fewer(config, folder, dataset, 4) == left
 
 
-def test_an_attempt_without_a_checkpoint_keeps_the_microbatches(tmp_path: Path) -> None:
+def test_an_attempt_without_a_checkpoint_keeps_the_microbatches(tmp_path):
     ddp = StrategySettings(parallel="ddp", ranks=4, batch=12)
     config = RunConfig(DataSettings(Path("slides")), strategy=ddp, out=tmp_path)
     folder = RunFolder(tmp_path)
@@ -141,68 +141,49 @@ def test_an_attempt_without_a_checkpoint_keeps_the_microbatches(tmp_path: Path) 
 
 STEPS, EVERY = 30, 4
 DRILL = (*QUICK, "--parallel", "master", "--device", "cpu", "--checkpoint-every", str(EVERY), "--validation", "0")
-
-
-def rows(run: Path) -> list[dict[str, str]]:
-    if not (run / "metrics.csv").exists():
-        return []
-    with (run / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def second_rank(process: psutil.Process, out: Path) -> psutil.Process:
-    ranks = [child for child in process.children(recursive=True) if {"app.train", str(out)} <= set(child.cmdline())]
-    return next(rank for rank in ranks if rank.environ().get("RANK") == "1" or rank.name() == "rank 1")
-
-
-Command = Callable[..., list[str]]
-
-
-def with_ranks(*arguments: str | Path) -> list[str]:
-    return train_command(*arguments, "--ranks", "2", "--max-restarts", "1")
-
-
-def with_torchrun(*arguments: str | Path) -> list[str]:
-    return [TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", *train_command(*arguments)[1:]]
+DRILL += ("--steps", str(STEPS))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(classify_slides: Path, train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(classify_slides, train, tmp_path_factory):
     """The run to the same end, all in one go."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
     with launched_here(tmp_path_factory.mktemp("ranks")):
-        done = train("--slides", classify_slides, *DRILL, "--steps", str(STEPS), "--out", out, "--ranks", "2")
-    assert done.returncode == 0, done.stderr
+        train("--slides", classify_slides, *DRILL, "--out", out, "--ranks", "2")
     assert summary_of(out)["restarts"] == 0
     return out
 
 
+def second_rank(process, out):
+    ranks = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if {"app.train", str(out)} <= set(child.cmdline())
+    ]
+    return next(rank for rank in ranks if rank.environ().get("RANK") == "1" or rank.name() == "rank 1")
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("command", [with_ranks, with_torchrun], ids=["ranks", "torchrun"])
-def test_killed_rank_costs_steps_but_changes_nothing(
-    command: Command, undisturbed: Path, classify_slides: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    with (tmp_path / "printed.txt").open("w+") as printed:
-        process = subprocess.Popen(
-            command("--slides", classify_slides, *DRILL, "--steps", str(STEPS), "--out", out),
-            cwd=ROOT,
-            env=train_environment(),
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            deadline_s = time.monotonic() + 150
-            while len(rows(out)) < EVERY + 2 or not (out / "checkpoints" / "last.pt").exists():
-                assert process.poll() is None, (tmp_path / "printed.txt").read_text()
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
-            second_rank(psutil.Process(process.pid), out).send_signal(signal.SIGKILL)
-            code = process.wait(timeout=140)
-        finally:
-            process.kill()
-    text = (tmp_path / "printed.txt").read_text()
-    assert code == 0, text
+@pytest.mark.parametrize("launcher", ["ranks", "torchrun"])
+def test_killed_rank_costs_steps_but_changes_nothing(launcher, undisturbed, classify_slides, tmp_path):
+    out, metrics = tmp_path / "run", tmp_path / "run" / "metrics.csv"
+    command = [*train_command("--slides", classify_slides, *DRILL, "--out", out), "--max-restarts", "1"]
+    if launcher == "torchrun":
+        command = [TORCHRUN, "--nproc-per-node", "2", *command[-2:], *command[1:-2]]
+    else:
+        command += ["--ranks", "2"]
+    process = begin(*command)
+    try:
+        deadline_s = time.monotonic() + 150
+        while not (out / "checkpoints" / "last.pt").exists() or len(rows_of(metrics)) < EVERY + 2:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        second_rank(process, out).send_signal(signal.SIGKILL)
+        text, _ = process.communicate(timeout=140)
+    finally:
+        process.kill()
+    assert process.returncode == 0, text
     killed = int(re.findall(r"^rank 1 was killed \(signal 9\) at step (\d+)", (out / "fault.txt").read_text())[0])
     (kept, again), *_ = re.findall(r"restarted \(attempt 2\): continuing from step (\d+)(?:; (\d+) more)?", text)
     # The other rank ends the step where the killed one had already done its share of it.
@@ -211,9 +192,7 @@ def test_killed_rank_costs_steps_but_changes_nothing(
     assert f"continuing from step {kept}" in (out / "run.log").read_text()
     summary = summary_of(out)
     assert (summary["status"], summary["restarts"], summary["images"]) == ("completed", 1, 4 * STEPS)
-    assert [int(row["step"]) for row in rows(out)] == list(range(1, STEPS + 1))
-    assert [row["loss"] for row in rows(out)] == [row["loss"] for row in rows(undisturbed)]
-    found, expected = (torch.load(run / "checkpoints" / "last.pt", weights_only=True) for run in (out, undisturbed))
-    assert found["model"].keys() == expected["model"].keys()
-    assert [name for name, value in expected["model"].items() if not torch.equal(found["model"][name], value)] == []
+    assert losses_of(out, "step") == [*range(1, STEPS + 1)]
+    assert losses_of(out) == losses_of(undisturbed)
+    assert same_weights(out, undisturbed)
     assert yaml.safe_load((out / "config.yaml").read_text())["resume"] is False

@@ -4,24 +4,20 @@ One run, made by the array job and ``train.sbatch``, is what the others are held
 over MPI, split into stages, or interrupted and requeued.
 """
 
-from __future__ import annotations
-
-import csv
 import json
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from app.settings.launcher import first_host
 from benchmarks.faults.starts import rank_of
-from tests.app.conftest import QUICK, ROOT, summary_of, train_command
-from tests.helpers.slurm import NODES, Slurm
+from tests.app.conftest import QUICK, ROOT, losses_of, summary_of, train_command
+from tests.helpers.slurm import NODES
 
 pytestmark = pytest.mark.slurm
 
@@ -37,7 +33,7 @@ ENVIRONMENT = {
 }
 
 
-def run_job(slurm: Slurm, folder: Path, options: str, name: str, *arguments: str | Path, **environment: str) -> str:
+def run_job(slurm, folder, options, name, *arguments, **environment):
     """What ``sbatch [options] configs/slurm/name [arguments]`` prints; the job has to end well."""
     output = folder / f"{name}.out"
     job = slurm.submit(
@@ -53,7 +49,7 @@ def run_job(slurm: Slurm, folder: Path, options: str, name: str, *arguments: str
     return output.read_text()
 
 
-def with_index(indexed: tuple[Path, list[str]], out: Path) -> Path:
+def with_index(indexed, out):
     """``out``, in which the slides are indexed already."""
     out.mkdir()
     for part in indexed[0].glob("tiles.part-*.parquet"):
@@ -61,13 +57,8 @@ def with_index(indexed: tuple[Path, list[str]], out: Path) -> Path:
     return out
 
 
-def losses_of(run: Path) -> list[str]:
-    with (run / "metrics.csv").open() as file:
-        return [row["loss"] for row in csv.DictReader(file)]
-
-
 @pytest.fixture(scope="module")
-def indexed(slurm: Slurm, classify_slides: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def indexed(slurm, classify_slides, tmp_path_factory):
     """A run folder in which the array job has indexed the slides, and what its tasks printed."""
     out = tmp_path_factory.mktemp("slurm")
     job = slurm.submit(
@@ -88,16 +79,14 @@ def indexed(slurm: Slurm, classify_slides: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def trained(slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]]) -> tuple[Path, str]:
+def trained(slurm, classify_slides, indexed):
     """The run that others are held against, and what its job printed."""
     out, _ = indexed
     arguments = ("--slides", classify_slides, "--out", out, *RUN, "--parallel", "ddp")
     return out, run_job(slurm, out.parent, "", "train.sbatch", *arguments, RANKS="2")
 
 
-def test_tasks_of_an_array_index_parts_which_the_run_takes_over(
-    indexed: tuple[Path, list[str]], trained: tuple[Path, str]
-) -> None:
+def test_tasks_of_an_array_index_parts_which_the_run_takes_over(indexed, trained):
     out, printed = indexed
     for task, text in enumerate(printed, 1):
         assert f"3 of them in part {task}/2\n" in text
@@ -107,7 +96,7 @@ def test_tasks_of_an_array_index_parts_which_the_run_takes_over(
     assert "indexed " not in trained[1]
 
 
-def test_one_node(trained: tuple[Path, str]) -> None:
+def test_one_node(trained):
     out, printed = trained
     summary = summary_of(out)
     assert (summary["status"], summary["ranks"], summary["steps"]) == ("completed", 2, 6)
@@ -116,40 +105,32 @@ def test_one_node(trained: tuple[Path, str]) -> None:
     assert "\x1b" not in printed
 
 
-def test_two_nodes_with_torchrun(
-    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
-) -> None:
-    arguments = ("--slides", classify_slides, "--out", with_index(indexed, tmp_path / "run"), *RUN, "--parallel", "ddp")
-    run_job(slurm, tmp_path, "", "train_nodes.sbatch", *arguments, RANKS="1")
-    assert summary_of(tmp_path / "run")["ranks"] == 2
-    assert losses_of(tmp_path / "run") == losses_of(trained[0])
-
-
-def test_two_nodes_of_stages_with_plain_srun(
-    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
-) -> None:
-    arguments = ("--slides", classify_slides, "--out", with_index(indexed, tmp_path / "run"), *RUN)
-    run_job(slurm, tmp_path, "--ntasks-per-node=2", "hybrid.sbatch", *arguments)
-    summary = summary_of(tmp_path / "run")
-    assert (summary["status"], summary["ranks"]) == ("completed", 4)
-    assert summary["strategy"] == "1f1b"
-    assert json.loads((tmp_path / "run" / "env.json").read_text())["launcher"]["started_by"] == "slurm"
-    expected = [float(loss) for loss in losses_of(trained[0])]
-    assert [float(loss) for loss in losses_of(tmp_path / "run")] == pytest.approx(expected, rel=1e-5)
-
-
-def test_mpi(
-    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
-) -> None:
-    arguments = ("--slides", classify_slides, "--out", with_index(indexed, tmp_path / "run"), *RUN, "--parallel", "ddp")
-    run_job(slurm, tmp_path, "--ntasks-per-node=2", "mpi.sbatch", *arguments)
-    assert summary_of(tmp_path / "run")["ranks"] == 2
-    assert losses_of(tmp_path / "run") == losses_of(trained[0])
+@pytest.mark.parametrize(
+    ("script", "options", "parallel", "ranks", "tolerance"),
+    [
+        ("train_nodes.sbatch", "", ("--parallel", "ddp"), 2, 0),
+        ("mpi.sbatch", "--ntasks-per-node=2", ("--parallel", "ddp"), 2, 0),
+        ("hybrid.sbatch", "--ntasks-per-node=2", (), 4, 1e-5),
+    ],
+    ids=["two nodes with torchrun", "mpi", "two nodes of stages with plain srun"],
+)
+def test_other_starts_compute_the_same(
+    script, options, parallel, ranks, tolerance, slurm, classify_slides, indexed, trained, tmp_path
+):
+    out = with_index(indexed, tmp_path / "run")
+    arguments = ("--slides", classify_slides, "--out", out, *RUN, *parallel)
+    run_job(slurm, tmp_path, options, script, *arguments, **({"RANKS": "1"} if script == "train_nodes.sbatch" else {}))
+    summary = summary_of(out)
+    expected = ("completed", ranks, "ddp" if parallel else "1f1b")
+    assert (summary["status"], summary["ranks"], summary["strategy"]) == expected
+    if not parallel:
+        assert json.loads((out / "env.json").read_text())["launcher"]["started_by"] == "slurm"
+    assert losses_of(out) == pytest.approx(losses_of(trained[0]), rel=tolerance, abs=0)
 
 
 def test_a_run_that_is_preempted_and_then_loses_a_node_is_requeued_and_goes_on(
-    slurm: Slurm, classify_slides: Path, indexed: tuple[Path, list[str]], trained: tuple[Path, str], tmp_path: Path
-) -> None:
+    slurm, classify_slides, indexed, trained, tmp_path
+):
     """A rank on each of two nodes, of which one goes: the other computes all of each step, to the same numbers."""
     out, output = with_index(indexed, tmp_path / "run"), tmp_path / "job.out"
     arguments = ("--slides", classify_slides, *RUN, "--parallel", "ddp", "--model", UNHURRIED)
@@ -181,10 +162,10 @@ def test_a_run_that_is_preempted_and_then_loses_a_node_is_requeued_and_goes_on(
     assert (summary["status"], summary["ranks"], summary["steps"]) == ("completed", 1, 6)
     found, expected = losses_of(out), losses_of(trained[0])
     assert found[: int(lost[0])] == expected[: int(lost[0])]
-    assert [float(loss) for loss in found] == pytest.approx([float(loss) for loss in expected], 1e-4)
+    assert found == pytest.approx(expected, 1e-4)
 
 
-def wait_for(what: Callable[[], bool], output: Path) -> None:
+def wait_for(what, output):
     """Until ``what``, of a job that prints to ``output``."""
     end = time.monotonic() + 150
     while not what():
@@ -192,7 +173,7 @@ def wait_for(what: Callable[[], bool], output: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_task_that_does_not_come_is_named_once(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_task_that_does_not_come_is_named_once(slurm, tmp_path):
     train = train_command("--slides", tmp_path, "--out", tmp_path / "run", "--parallel", "ddp", "--join-timeout-s=2")
     late = "test $SLURM_PROCID = 1 && sleep 300; exec " + " ".join(train)
     done = slurm.run(
@@ -210,7 +191,7 @@ def test_a_task_that_does_not_come_is_named_once(slurm: Slurm, tmp_path: Path) -
 WHO = "import sys; from app.settings.launcher import find_launch; print(sys.argv[1], find_launch())"
 
 
-def test_batch_scripts_and_steps_are_told_apart(slurm: Slurm, tmp_path: Path) -> None:
+def test_batch_scripts_and_steps_are_told_apart(slurm, tmp_path):
     who = f'"{sys.executable}" -c "{WHO}"'
     script = tmp_path / "job.sh"
     script.write_text(
@@ -237,12 +218,12 @@ def test_batch_scripts_and_steps_are_told_apart(slurm: Slurm, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("hosts", ["a[01-03,7],b", "r[1-2]n[09-10]", "login", ",".join(NODES)])
-def test_hosts_are_those_that_slurm_makes_of_a_list(slurm: Slurm, hosts: str) -> None:
+def test_hosts_are_those_that_slurm_makes_of_a_list(slurm, hosts):
     assert first_host(hosts) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()[0]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_open_with_their_command_and_slurm_takes_them(slurm: Slurm, script: Path) -> None:
+def test_scripts_open_with_their_command_and_slurm_takes_them(slurm, script):
     shebang, command, *_ = script.read_text().splitlines()
     assert shebang == "#!/bin/bash"
     assert f"sbatch configs/slurm/{script.name} --slides DIR" in command

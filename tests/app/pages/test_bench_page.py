@@ -1,10 +1,6 @@
 """The page of a benchmark: all rows are on it, as they are, whatever came of them."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,25 +12,25 @@ from tests.helpers.bench_folder import REFUSED, row, unfit, write_bench, write_r
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bench(tmp_path_factory):
     return write_bench(tmp_path_factory.mktemp("bench"))
 
 
-def page(folder: Path) -> ElementTree.Element:
+def page(folder):
     return ElementTree.fromstring(write_page(folder).read_text().removeprefix("<!DOCTYPE html>"))
 
 
-def text(element: ElementTree.Element) -> str:
+def text(element):
     return " ".join(" ".join(element.itertext()).split())
 
 
-def lines(folder: Path) -> list[list[str]]:
+def lines(folder):
     """Cells of the table of all rows."""
     table = next(one for one in page(folder).iter("section") if text(one).startswith("All rows"))
     return [[text(cell) for cell in line.iter("td")] for line in table.iter("tr")][1:]
 
 
-def test_the_page_is_whole_and_needs_nothing_but_itself(bench: Path) -> None:
+def test_the_page_is_whole_and_needs_nothing_but_itself(bench):
     html = write_page(bench).read_text()
     assert not re.search(r"<(script|link|iframe|object)\b|@import|url\(|href=", html)
     assert all(source.startswith("data:image/svg+xml;base64,") for source in re.findall(r'src="([^"]*)"', html))
@@ -45,7 +41,7 @@ def test_the_page_is_whole_and_needs_nothing_but_itself(bench: Path) -> None:
     assert headings == ["All rows", "Images per second", "Run it again", "Settings", "Environment"]
 
 
-def test_every_row_is_in_the_table_as_it_is(tmp_path: Path) -> None:
+def test_every_row_is_in_the_table_as_it_is(tmp_path):
     refused = row("gpipe", status="cannot", reason=REFUSED, images_per_second=None)
     rows = [row(images_per_second=2.5, bubble=0.25, bubble_predicted=0.2), unfit("fsdp"), refused]
     ran, out_of_memory, cannot = lines(write_rows(tmp_path, rows))
@@ -61,12 +57,12 @@ def test_every_row_is_in_the_table_as_it_is(tmp_path: Path) -> None:
     assert cannot[5] == REFUSED
 
 
-def test_a_planners_choice_is_in_the_name_of_its_row(tmp_path: Path) -> None:
+def test_a_planners_choice_is_in_the_name_of_its_row(tmp_path):
     (line,) = lines(write_rows(tmp_path, [row("auto", chosen="1f1b")]))
     assert line[4] == "auto (1f1b)"
 
 
-def test_charts_show_the_speeds_of_rows_that_did_the_same_work() -> None:
+def test_charts_show_the_speeds_of_rows_that_did_the_same_work():
     rows = [
         *(row("ddp", tile_px=tile, images_per_second=512 / tile) for tile in (512, 1024)),
         *(row("gpipe", tile_px=tile, loss_matches=False) for tile in (512, 1024)),
@@ -81,7 +77,7 @@ def test_charts_show_the_speeds_of_rows_that_did_the_same_work() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [unfit(), unfit("gpipe")], [row(), row("gpipe", chosen=None)]])
-def test_any_number_of_rows_makes_a_page(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_any_number_of_rows_makes_a_page(tmp_path, rows):
     shown = page(write_rows(tmp_path, rows))
     assert len(list(shown.iter("thead"))) == bool(rows)
     assert not re.search(r"\b(nan|inf|None)\b", text(shown))
@@ -91,13 +87,13 @@ def test_any_number_of_rows_makes_a_page(tmp_path: Path, rows: list[dict[str, An
     ("content", "words"),
     [(None, "is not there"), ("{", "run app.bench again"), ("[]", "TypeError"), ('{"rows": [{}]}', "KeyError")],
 )
-def test_a_file_that_is_no_benchmark_is_named(tmp_path: Path, content: str | None, words: str) -> None:
+def test_a_file_that_is_no_benchmark_is_named(tmp_path, content, words):
     if content is not None:
         (tmp_path / "bench.json").write_text(content)
     with pytest.raises(RunError, match=words):
         write_page(tmp_path)
 
 
-def test_command_writes_it_anew(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_it_anew(bench, capsys):
     assert main([str(bench)]) == 0
     assert capsys.readouterr().out.strip() == str(bench / "report.html")

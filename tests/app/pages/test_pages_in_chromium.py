@@ -1,10 +1,6 @@
 """The pages in a real browser: light, dark, on a phone and on paper, nothing fetched, nothing cut or hard to read."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -13,7 +9,7 @@ import pytest
 from app.benchmark.page import write_page
 from app.pages.run_page import write_comparison, write_report
 from tests.helpers.bench_folder import row, unfit, write_bench, write_rows
-from tests.helpers.chromium import Browser, browser, find_chromium
+from tests.helpers.chromium import browser, find_chromium
 from tests.helpers.run_folder import add_examples, write_run
 from tests.helpers.slides_page import write_many
 
@@ -55,7 +51,7 @@ BEYOND = """
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory):
     """Every kind of page, and one with almost nothing on it."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [write_run(folder / f"run-with-a-rather-long-name-{n}") for n in range(3)]
@@ -71,7 +67,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def chromium(tmp_path_factory):
     program = find_chromium()
     if program is None:
         pytest.skip("no Chromium on this machine (chromium, chromium-browser or google-chrome)")
@@ -80,7 +76,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.mark.parametrize("name", ["benchmark", "nothing ran", "comparison", "run"])
-def test_page_in_a_browser(chromium: Browser, pages: dict[str, Path], name: str, tmp_path: Path) -> None:
+def test_page_in_a_browser(chromium, pages, name, tmp_path):
     page = pages[name]
     chromium.told.clear()
     chromium.requested.clear()
@@ -95,7 +91,7 @@ def test_page_in_a_browser(chromium: Browser, pages: dict[str, Path], name: str,
 
 
 @pytest.mark.parametrize("name", ["benchmark", "run"])
-def test_page_on_paper(chromium: Browser, pages: dict[str, Path], name: str) -> None:
+def test_page_on_paper(chromium, pages, name):
     """Light, even for a reader whose screen is dark, and nothing wider than the paper."""
     chromium.open(pages[name], width=PAPER_PX, dark=True)
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
@@ -110,7 +106,7 @@ def test_page_on_paper(chromium: Browser, pages: dict[str, Path], name: str) -> 
     assert made.count(b"/Type /Page\n") > 1
 
 
-def test_a_page_of_300_slides(chromium: Browser, tmp_path: Path) -> None:
+def test_a_page_of_300_slides(chromium, tmp_path):
     """Read within seconds on a busy machine, pictures only where they are looked at, filters and orders by a click."""
     page = write_many(tmp_path, 300)
     assert page.stat().st_size < 1 << 19
@@ -136,11 +132,10 @@ def test_a_page_of_300_slides(chromium: Browser, tmp_path: Path) -> None:
 SHOWN = "[...document.querySelectorAll('.slides > li')].filter(one => getComputedStyle(one).display !== 'none')"
 
 
-def _check_picture(png: bytes, width: int, dark: bool, path: Path) -> None:
+def _check_picture(png, width, dark, path):
     """As wide as the window, on the right ground, and with many colours on it."""
     path.write_bytes(png)  # to be looked at when the test fails
     image = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR)
-    assert image is not None
     assert image.shape[1] == width
     ground = image[2, 2].mean()
     assert ground < 60 if dark else ground > 200

@@ -1,17 +1,11 @@
 """While a GPU computes a batch of windows the one before it is given, with the numbers of a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from app.prediction import trained_model
 from app.prediction.computation import DistributedModel, Placement
@@ -32,46 +26,43 @@ class Windows:
 
     stain = FIT
 
-    def __len__(self) -> int:
+    def __len__(self):
         return COUNT
 
-    def region(self, i: int) -> int:
+    def region(self, i):
         return i
 
 
 class Slide:
-    def read(self, region: int) -> NDArray[np.uint8]:
+    def read(self, region):
         if region == COUNT - 1:
             raise SlideError("damaged")
         return np.random.default_rng(region).integers(256, size=(SIDE, SIDE, 3), dtype=np.uint8)
 
 
-def answers(model: TrainedModel, target: StainFit | None) -> list[tuple[int, Any]]:
+def answers(model, target):
     model = dataclasses.replace(model, stain_target=target)
-    return [*_answers(Slide(), Windows(), model, BATCH)]  # type: ignore[arg-type]
+    return [*_answers(Slide(), Windows(), model, BATCH)]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("run") / "best.pt", CLASSIFIER, tile=SIDE, mpp=0.5)
 
 
 @pytest.mark.parametrize("spread", [None, Placement(parameters=True)], ids=["whole", "by the engine"])
 @pytest.mark.parametrize("target", [None, StainFit("macenko", (*FIT.numbers[:6], 1.0, 1.2))], ids=["plain", "stained"])
-def test_a_batch_is_waited_for_when_the_next_is_asked(
-    path: Path, spread: Placement | None, target: StainFit | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_waited_for_when_the_next_is_asked(path, spread, target, monkeypatch):
     load = functools.partial(load_model, path, CLASSIFIER, spread=spread, batch=BATCH)
     expected = answers(load(torch.device("cpu")), target)
     assert [i for i, _ in expected] == list(range(COUNT))
     assert expected[-1][1] == "damaged"
-    notes: list[str] = []
+    notes = []
     begin = TrainedModel.begin
 
-    def noted(*args: Any) -> Callable[[], Any]:
+    def noted(*args):
         notes.append("asked")
         wait = begin(*args)
-        assert wait is not None
         return lambda: (notes.append("waited"), wait())[1]
 
     monkeypatch.setattr(TrainedModel, "begin", noted)
@@ -90,11 +81,11 @@ def test_a_batch_is_waited_for_when_the_next_is_asked(
         assert isinstance(values, str) if isinstance(other, str) else np.allclose(values, other, atol=1e-6)
 
 
-def test_one_maker_of_pixels_is_kept_for_a_slide(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[PixelMaker] = []
+def test_one_maker_of_pixels_is_kept_for_a_slide(path, monkeypatch):
+    made = []
 
     class Counted(PixelMaker):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made.append(self)
 

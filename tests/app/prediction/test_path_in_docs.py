@@ -1,11 +1,8 @@
 """The commands of docs/tutorial.md, on fewer steps and the slides that other tests draw, print what the page shows."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from tests.helpers.in_process import call
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tutorial.md"
 
 
-def shown_commands() -> Iterator[tuple[str, list[str]]]:
+def shown_commands():
     """Commands of the page, each with the lines that it shows of what is printed."""
     for block in re.findall(r"```console\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
         for part in block.split("$ ")[1:]:
@@ -25,15 +22,15 @@ def shown_commands() -> Iterator[tuple[str, list[str]]]:
             yield command, [line for line in lines if line != "..."]
 
 
-def without_numbers(line: str) -> str:
+def without_numbers(line):
     """What a line says, whatever its figures are."""
     return re.sub(r"(?<![\w/])-?[\d.:]+(?![\w/])|(?<=/)\d+|- \(- to -\)|-(?= \()", "#", line)
 
 
-def check(commands: Sequence[tuple[str, list[str]]], folders: Mapping[str, Path]) -> list[str]:
+def check(commands, folders):
     """Run the commands on two steps in other ``folders``; return the modules."""
 
-    def here(text: str) -> str:
+    def here(text):
         for shown, folder in folders.items():
             text = text.replace(shown, str(folder))
         return text
@@ -45,8 +42,7 @@ def check(commands: Sequence[tuple[str, list[str]]], folders: Mapping[str, Path]
         if module == "app.synth" and here(arguments[0]) in map(str, folders.values()):
             continue  # these are there
         arguments = ["2" if before == "--steps" else here(word) for before, word in pairwise(["", *arguments])]
-        done = call(module, *arguments, env={"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
+        done = call(module, *arguments, env={"OMP_NUM_THREADS": "1"}, code=0)
         printed = {without_numbers(line) for line in done.stdout.splitlines()}
         for line in shown:
             expected = without_numbers(here(line))
@@ -55,9 +51,7 @@ def check(commands: Sequence[tuple[str, list[str]]], folders: Mapping[str, Path]
 
 
 @pytest.mark.long
-def test_from_drawn_areas_to_predicted_ones(
-    segment_slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_drawn_areas_to_predicted_ones(segment_slides, tmp_path, monkeypatch):
     monkeypatch.setattr(area_files, "MOST_AREAS", 200)  # two steps of training give specks by the hundred thousand
     folders = {"demo-data/glands": segment_slides, "demo-data": tmp_path, "runs": tmp_path / "runs"}
     commands = [shown for shown in shown_commands() if "study" not in shown[0]]
@@ -69,6 +63,6 @@ def test_from_drawn_areas_to_predicted_ones(
 
 
 @pytest.mark.long
-def test_one_label_a_slide(classify_slides: Path, tmp_path: Path) -> None:
+def test_one_label_a_slide(classify_slides, tmp_path):
     commands = [shown for shown in shown_commands() if "study" in shown[0]]
     assert check(commands, {"demo-data/study": classify_slides, "runs": tmp_path}) == ["synth", "train"]

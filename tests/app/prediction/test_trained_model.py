@@ -1,31 +1,34 @@
-"""Checkpoints that hold something else than a trained model: one message that names the file and what is wrong."""
+"""A trained model as a prediction loads it: odd checkpoints, slides of the run, names of files, groups of ranks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import itertools
+import unicodedata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from app.checkpoint.file import load_checkpoint, save_checkpoint
+from app.prediction import share
+from app.prediction.command import PredictCommand
+from app.prediction.prediction_folder import PredictionFolder, file_names
 from app.prediction.trained_model import load_model
 from app.settings.cli import RunError
+from parallel.schedule.mesh import Mesh
+from pipelines.catalog.handles import SlideState
 from tests.helpers.hand_made_checkpoint import CLASSIFIER, write_checkpoint
 
 CPU = torch.device("cpu")
 
 
-def without(key: str) -> Callable[[dict[str, Any]], None]:
+def without(key):
     return lambda state: state.pop(key)
 
 
-def setting(key: str, value: object) -> Callable[[dict[str, Any]], None]:
+def setting(key, value):
     return lambda state: state["settings"].update({key: value})
 
 
-def replaced(key: str, value: object) -> Callable[[dict[str, Any]], None]:
+def replaced(key, value):
     return lambda state: state.update({key: value})
 
 
@@ -51,7 +54,7 @@ def replaced(key: str, value: object) -> Callable[[dict[str, Any]], None]:
         (lambda state: state["settings"].clear(), "no mpp"),
     ],
 )
-def test_odd_content_is_named(change: Callable[[dict[str, Any]], None], says: str, tmp_path: Path) -> None:
+def test_odd_content_is_named(change, says, tmp_path):
     path = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=64, mpp=0.5)
     state = load_checkpoint(path)
     change(state)
@@ -61,7 +64,7 @@ def test_odd_content_is_named(change: Callable[[dict[str, Any]], None], says: st
     assert str(path) in str(fault.value)
 
 
-def test_a_run_in_tf32_is_predicted_in_float32_without_a_gpu(tmp_path: Path) -> None:
+def test_a_run_in_tf32_is_predicted_in_float32_without_a_gpu(tmp_path):
     path = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=64, mpp=0.5, precision="tf32")
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = True
@@ -70,3 +73,96 @@ def test_a_run_in_tf32_is_predicted_in_float32_without_a_gpu(tmp_path: Path) -> 
         assert not torch.backends.cudnn.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_each_slide_has_its_split_and_patient(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"a slide")
+    own, new = SlideState.of(tmp_path / "a.png"), SlideState(0, 0, "new")
+    known = {
+        "split": {"a": "train", "p1_x": "test"},
+        "patient": {"p1_x": "p1"},
+        "digest": {"a": own.digest, "p1_x": "1"},
+    }
+    asked = {"tile": 96, "mpp": 0.5, "slides": known, "patient_pattern": "^(p.)_"}
+    model = load_model(write_checkpoint(tmp_path / "a.pt", CLASSIFIER, **asked), CLASSIFIER, CPU)
+    for name, state, origin in (
+        ("renamed", SlideState(0, 0, "1"), ("test", "p1")),
+        ("a", own, ("train", None)),
+        ("a", new, ("external", None)),  # the name of a slide of the run, and other content
+        ("p1_new", new, ("test", "p1")),  # another slide of a patient of the run
+        ("p2_new", new, ("external", "p2")),
+    ):
+        assert tuple(model.origin(name, state).values()) == origin
+    unknown = load_model(write_checkpoint(tmp_path / "b.pt", CLASSIFIER, tile=96, mpp=0.5), CLASSIFIER, CPU)
+    assert unknown.origin("a", new) == {"split": "unknown", "patient": None}
+
+
+@pytest.mark.parametrize(
+    ("classes", "named", "shown"),
+    [
+        (("cancer", "normal"), None, ["cancer"]),
+        (("Normal", "cancer"), None, ["cancer"]),
+        (("luad", "lusc"), None, ["luad", "lusc"]),
+        (("luad", "lusc"), "luad", ["luad"]),
+        (("a", "b", "normal"), None, ["a", "b", "normal"]),
+    ],
+)
+def test_the_heat_map_is_that_of_the_positive_class(tmp_path, classes, named, shown):
+    path = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=96, mpp=0.5, classes=classes, positive_class=named)
+    assert list(load_model(path, CLASSIFIER, CPU).shown.values()) == shown
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        ["<1%", ">1%", "=1%"],
+        ["grade 1", "grade_1", "grade/1"],
+        ["a", "A", "a~2", "A~2", "a_2"],
+        ["x.y", "x_y"],
+        ["caf\u00e9", "CAF\u00c9", "cafe\u0301"],
+        ["t" * 300, "t" * 301],
+        ["\u6b63\u5e38", "\u80bf\u7624", "", " ", ".."],
+        ["Stra\u00dfe", "STRASSE"],
+    ],
+)
+def test_each_class_has_a_file_of_its_own(classes):
+    """Heat maps of <1% and >1% were once one file, that of the class written last."""
+    parts = file_names(classes)
+    assert len({unicodedata.normalize("NFKC", parts[name]).casefold() for name in classes}) == len(classes)
+    assert all(len(part.encode()) < 200 and not set(part) & set('<>:"/\\|?*.%') for part in parts.values())
+
+
+def test_slides_and_classes_with_dots_are_told_apart():
+    folder, part = PredictionFolder(Path()), file_names(["b.c", "c"])
+    assert folder.heat_map("a", part["b.c"]) != folder.heat_map("a.b", part["c"])
+
+
+class Recording:
+    """Records in which order a rank connects and makes groups."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world, self.calls = rank, world, []
+
+    def connect(self, pairs):
+        self.calls.append(("connect", set(pairs)))
+
+    def subgroup(self, ranks):
+        self.calls.append(("subgroup", list(ranks)))
+        return Recording(list(ranks).index(self.rank), len(ranks)) if self.rank in ranks else None
+
+
+@pytest.mark.parametrize(("world", "stages"), [(4, 2), (6, 3)])
+def test_all_ranks_make_the_links_of_all_groups(world, stages, monkeypatch):
+    """Groups that made links by themselves would hand each other's ranks their tiles."""
+    every_skip = dict.fromkeys(itertools.combinations(range(stages), 2), True)
+    needed, calls = set(Mesh(world // stages, tuple(range(stages))).pairs(every_skip)), []
+    for rank in range(world):
+        whole = Recording(rank, world)
+        monkeypatch.setattr(share, "connect", lambda *_, whole=whole: whole)
+        command = PredictCommand(Path("slides"), Path("best.pt"), ranks=world, stages=stages)
+        group = share._spread(command, rank, CPU).communicator
+        assert (group.rank, group.world) == (rank % stages, stages)
+        calls.append(whole.calls)
+    assert calls[0][0] == ("connect", needed)
+    assert [name for name, _ in calls[0][1:]] == ["subgroup"] * (world // stages)
+    assert all(own == calls[0] for own in calls)

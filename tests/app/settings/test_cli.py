@@ -1,23 +1,36 @@
-from __future__ import annotations
+"""The frame of the commands: flags and files of settings, help, errors, exit codes, tables and closed pipes."""
 
+import ast
 import errno
+import inspect
+import itertools
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import yaml
 
+from app.plan import main as plan
+from app.report import main as report
 from app.settings.cli import RunError, parse, run_command
-from app.settings.fields import arguments_for, flat
-from app.settings.run import DataSettings, RunConfig
+from app.settings.console import print_table
+from app.settings.data_file import read_data
+from app.settings.fields import arguments_for, flags_of, flat
+from app.settings.run import (
+    DataSettings,
+    RunConfig,
+)
+from app.training.run_folder import RunFolder
 from pipelines.slides.rare import Rare
 from pipelines.slides.slide import SlideError
+from tests.app.conftest import ROOT
 
-ROOT = Path(__file__).parents[3]
+CONFIG = RunConfig(DataSettings(Path("slides")))
 
 
 @dataclass(frozen=True)
@@ -44,16 +57,16 @@ class Settings:
     compile: Rare[bool] = False
     """Compile."""
 
-    def validate(self) -> list[str]:
+    def validate(self):
         return [f"--lr must be above 0; got {self.part.lr}"] * (self.part.lr <= 0) + ["no resume"] * self.resume
 
 
-def run(argv: list[str], body=None) -> tuple[int, list[Settings]]:
-    seen: list[Settings] = []
+def run(argv, body=None):
+    seen = []
     return run_command(Settings, body or seen.append, argv, "prog"), seen
 
 
-def test_threads_parse_side_by_side() -> None:
+def test_threads_parse_side_by_side():
     """Ranks of one process did: "Unrecognized options", seldom. tyro keeps its state in globals."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -65,7 +78,7 @@ def test_threads_parse_side_by_side() -> None:
     assert {settings.part.lr for settings in parsed if settings} == {0.25}
 
 
-def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_the_file_the_defaults(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("slides: a\nlr: 0.5\nkind: adamw\nread-ahead: 2GiB\nwindow: 3\n")
     code, (settings,) = run(["--config", str(file), "--lr", "0.25", "--window", "4", "--compile"])
@@ -73,14 +86,14 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> No
     assert settings == Settings(Path("a"), Part(0.25, "adamw", 4), read_ahead="2GiB", compile=True)
 
 
-def test_settings_of_an_older_run_are_read(tmp_path: Path) -> None:
+def test_settings_of_an_older_run_are_read(tmp_path):
     """Rare ones once stood in a block of their own."""
     file = tmp_path / "config.yaml"
     file.write_text("slides: a\ndeveloper:\n  window: 3\n")
     assert run(["--config", str(file)]) == (0, [Settings(Path("a"), Part(window=3))])
 
 
-def test_printed_config_reads_back_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_config_reads_back_the_same(tmp_path, capsys):
     assert run(["--slides", "b", "--kind", "adamw", "--read-ahead", "", "--print-config"]) == (0, [])
     file = tmp_path / "run.yaml"
     file.write_text(capsys.readouterr().out)
@@ -100,55 +113,37 @@ def test_printed_config_reads_back_the_same(tmp_path: Path, capsys: pytest.Captu
         ("slides: a\nread_ahed: 3\n", "unknown key `read_ahed`; did you mean `read_ahead`?"),
     ],
 )
-def test_faulty_file_is_a_usage_error(
-    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faulty_file_is_a_usage_error(tmp_path, text, message, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert run(["--config", str(file)]) == (2, [])
     assert message in capsys.readouterr().err
 
 
-def test_missing_file_and_missing_file_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--config", "nowhere.yaml"])[0] == 2
-    assert "nowhere.yaml cannot be read" in capsys.readouterr().err
-    assert run(["--config"])[0] == 2
-    assert "needs a file name" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["--config"], "needs a file name"),
+        (["--slides", "a", "--kind", "adam"], "adamw"),
+        (["--slides", "a", "--nonsense", "1"], "--nonsense"),
+        (["--slides", "a", "--window", "wide"], "--window"),
+        ([], "--slides"),
+    ],
+)
+def test_what_cannot_be_parsed_is_a_usage_error(argv, message, capsys):
+    assert run(argv)[0] == 2
+    assert message in capsys.readouterr().err
 
 
-def test_unknown_flag_value_and_missing_flag_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--slides", "a", "--kind", "adam"])[0] == 2
-    assert "adamw" in capsys.readouterr().err
-    assert run(["--slides", "a", "--nonsense", "1"])[0] == 2
-    assert "--nonsense" in capsys.readouterr().err
-    assert run(["--slides", "a", "--window", "wide"])[0] == 2
-    assert "--window" in capsys.readouterr().err
-    assert run([])[0] == 2
-    assert "--slides" in capsys.readouterr().err
-
-
-def test_all_faults_of_the_settings_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_faults_of_the_settings_are_told_at_once(capsys):
     assert run(["--slides", "a", "--lr", "-1", "--resume"]) == (2, [])
     said = capsys.readouterr().err
     assert "--lr must be above 0" in said
     assert "no resume" in said
 
 
-@pytest.mark.parametrize(
-    ("fault", "code"),
-    [(ValueError("bad tile"), 2), (RunError("bad run"), 1), (SlideError("bad slide"), 1), (OSError("bad disk"), 1)],
-)
-def test_expected_errors_are_one_message_and_a_code(
-    fault: Exception, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def body(settings: Settings) -> int:
-        raise fault
-
-    assert run(["--slides", "a"], body)[0] == code
-    assert capsys.readouterr().err == f"prog: error: {fault}\n"
-
-
-def test_help_ends_with_zero_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_ends_with_zero_and_shows_defaults(capsys):
     assert run(["--help"])[0] == 0
     said = capsys.readouterr().out
     assert "default: 0.1" in said
@@ -163,29 +158,27 @@ def test_help_ends_with_zero_and_shows_defaults(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "code", "mend"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room on that disk, or name"),
-        (
-            OSError(errno.EROFS, "Read-only file system", "runs/a"),
-            "runs/a: Read-only file system; name a folder",
-        ),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "x.svs"),
-            "x.svs: Permission denied; change its rights",
-        ),
-        (OSError(errno.EMFILE, "Too many open files", "y"), "y: Too many open files; allow more open files: ulimit -n"),
-        (OSError("words of our own"), "words of our own"),
+        *((ValueError("bad tile"), 2, ""), (RunError("bad run"), 1, ""), (SlideError("bad slide"), 1, "")),
+        (OSError("words of our own"), 1, ""),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "make room on that disk"),
+        (OSError(errno.EROFS, "Read-only file system", "runs/a"), 1, "name a folder"),
+        (PermissionError(errno.EACCES, "Permission denied", "x.svs"), 1, "change its rights"),
+        (OSError(errno.EMFILE, "Too many open files", "y"), 1, "ulimit -n"),
     ],
+    ids=str,
 )
-def test_what_the_system_refuses_is_told_with_its_mend(
-    fault: OSError, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def body(_: Settings) -> None:
+def test_expected_errors_are_one_message_with_its_mend_and_a_code(fault, code, mend, capsys):
+    def body(_):
         raise fault
 
-    assert run(["--slides", "a"], body)[0] == 1
-    assert capsys.readouterr().err.startswith(f"prog: error: {told}")
+    assert run(["--slides", "a"], body)[0] == code
+    said = capsys.readouterr().err
+    where = f"{fault.filename}: " if getattr(fault, "filename", None) else ""
+    assert said.startswith(f"prog: error: {where}{getattr(fault, 'strerror', None) or fault}")
+    assert said.count("\n") == 1
+    assert mend in said
 
 
 @pytest.mark.process
@@ -193,7 +186,7 @@ def test_what_the_system_refuses_is_told_with_its_mend(
     ("options", "reason", "mend"),
     [("size=40k", "No space left", "name a folder"), ("ro", "Read-only file system", "name another with --out")],
 )
-def test_indexing_where_there_is_no_room(options: str, reason: str, mend: str, tmp_path: Path) -> None:
+def test_indexing_where_there_is_no_room(options, reason, mend, tmp_path):
     mount = f"mount -t tmpfs -o {options} none {tmp_path} && exec "
     index = f"{sys.executable} -m app.index --slides data/real --tile 512 --out {tmp_path}/run"
     able = subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True, text=True, timeout=20)
@@ -208,9 +201,102 @@ def test_indexing_where_there_is_no_room(options: str, reason: str, mend: str, t
 
 
 @pytest.mark.parametrize("entries", [(), ("Fat=background", "Immune cells=ignore")])
-def test_settings_as_words_are_read_as_they_were(entries: tuple[str, ...]) -> None:
+def test_settings_as_words_are_read_as_they_were(entries):
     """What ``app.bench`` starts ``app.train`` with."""
     data = DataSettings(Path("slides"), class_map=entries, index_workers=3)
-    read: list[RunConfig] = []
+    read = []
     assert run_command(RunConfig, read.append, arguments_for(flat(data)), "python -m app.train") == 0
     assert [config.data for config in read] == [data]
+
+
+def test_every_flag_has_its_own_name_and_help():
+    names = [flag.name for flag in flags_of(RunConfig)]
+    assert len(names) == len(set(names))
+    parts = {name: value for name, value in vars(CONFIG).items() if is_dataclass(value)}
+    for config in (CONFIG, *parts.values()):
+        body = ast.parse(inspect.getsource(type(config))).body[0].body
+        documented = {
+            a.target.id for a, b in itertools.pairwise(body) if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)
+        }
+        assert {f.name for f in fields(config)} - documented <= parts.keys(), type(config)
+
+
+ODD = [
+    ("deep.yaml", "[" * 100_000, "nested"),
+    ("deep.json", "[" * 100_000, "nested"),
+    ("list.yaml", "- a\n- b\n", "list"),
+    ("list.json", "[1]", "list"),
+    ("word.yaml", "tile", "str"),
+    ("cut.json", '{"a": ', "cannot be read"),
+    ("empty.json", "", "cannot be read"),
+    ("null.json", "null", "NoneType"),
+    ("tabs.yaml", "a:\n\t- b", "cannot be read"),
+    ("date.yaml", "a: 2026-13-41", "cannot be read"),
+    ("code.yaml", "a: !!python/object/apply:os.system ['false']", "cannot be read"),
+    ("latin.yaml", b"a: \xe9", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), ODD, ids=[name for name, *_ in ODD])
+def test_what_holds_no_names_and_values_is_named(name, content, says, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=says) as fault:
+        read_data(path)
+    assert str(path) in str(fault.value)
+    if path.suffix == ".yaml":
+        assert plan(["--config", str(path)]) == 2
+        assert str(path) in capsys.readouterr().err
+    else:
+        folder = RunFolder(tmp_path)
+        folder.config.write_text("")
+        for kept, read in (("attempts.json", folder.attempts), ("summary.json", lambda: folder.tells_end(1))):
+            path.rename(tmp_path / kept)
+            with pytest.raises(ValueError, match=kept):
+                read()
+            path = tmp_path / kept
+        assert report([str(tmp_path)]) == (0 if name == "empty.json" else 1)  # an empty one is as none
+        assert path.name in capsys.readouterr().err or name == "empty.json"
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"begun": "1", "agents": [], "job": null, "ranks": []}', '{"begun": 1, "agents": 3, "job": 0}']
+)
+def test_a_record_of_attempts_of_other_types_is_named(content, tmp_path):
+    (tmp_path / "attempts.json").write_text(content)
+    with pytest.raises(ValueError, match=r"attempts\.json"):
+        RunFolder(tmp_path).attempts()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("[1, 2]", "`tile` does not take"),
+        ("{a: 1}", "`tile` does not take"),
+        ("[" * 200 + "]" * 200, "`tile` does not take"),
+        ("x", "--tile"),
+        ("2026-01-01", "--tile"),
+        ("null", "--tile"),
+    ],
+)
+def test_values_of_the_wrong_type_are_named(value, says, tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"tile: {value}\n")
+    assert plan(["--config", str(path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+HEADERS = ("strategy", "fits", "peak bytes")
+ROW = ("mast +recompute block +offload", "2.67 GiB over", "12.3 GiB 2.49 GiB 7.42 GiB 12.1 GiB")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_wide_columns_are_broken_on_a_terminal_alone(terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    print_table("a title", HEADERS, [ROW])
+    blank, title, *lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert (blank, title.strip()) == ("", "a title")
+    assert (max(map(len, lines)) <= 60) == terminal
+    assert sum("2.67 GiB over" in line for line in lines) == 1
+    assert (len(lines) == 2) != terminal

@@ -1,278 +1,170 @@
-"""The settings of a strategy: what is filled in, and what does not fit together."""
+"""The settings of a strategy: who started the ranks, what is filled in, and what is taken as it is asked for."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
-from app.settings.launcher import find_launch
+from app.settings.launcher import PORTS, expand_counts, find_launch, find_task, first_host, tasks_of_node
 from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from parallel.schedule.registry import SCHEDULES
 from parallel.strategy import STALE, WHOLE
+from tests.app.settings.test_setting_errors import settings_of
 
+OPENMPI = {"COMM_WORLD_RANK": "1", "COMM_WORLD_SIZE": "4", "COMM_WORLD_LOCAL_RANK": "1", "COMM_WORLD_LOCAL_SIZE": "2"}
 LAUNCHERS = {
     "torchrun": {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-    "openmpi": {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "4",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    },
+    "openmpi": {f"OMPI_{name}": value for name, value in OPENMPI.items()},
     "mpich": {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-    "slurm": {
-        "PMIX_RANK": "1",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_LOCALID": "1",
-        "SLURM_TASKS_PER_NODE": "2(x2)",
-    },
+    "slurm": {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"},
+}
+TASK = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURM_STEP_NODELIST": "gpu[09-10]",
 }
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers_are_recognised(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_are_recognised(launcher, monkeypatch):
     assert find_launch() is None
     for name, value in LAUNCHERS[launcher].items():
         monkeypatch.setenv(name, value)
     launch = find_launch()
-    assert launch is not None
     assert (launch.rank, launch.world, launch.local_rank, launch.local_world) == (1, 4, 1, 2)
     assert launch.mpi == (launcher != "torchrun")
     assert StrategySettings(ranks=1).world == 4
 
 
-def test_what_is_torchs_own_does_not_talk_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, value in LAUNCHERS["mpich"].items():
-        monkeypatch.setenv(variable, value)
-    (fault,) = strategy_errors(StrategySettings(parallel="fsdp"))
-    assert "--parallel fsdp is torch's own and talks over torch.distributed, not MPI" in fault
-    assert "start them with torchrun or --ranks, or use --parallel ddp" in fault
-
-
-def test_a_slurm_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_batch_script_is_no_launcher(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert find_launch() is None
 
 
-def test_every_schedule_can_be_asked_for() -> None:
+def test_all_tasks_of_a_step_meet_at_one_place_and_other_steps_elsewhere():
+    first, last = find_task({**TASK, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}), find_task(TASK)
+    assert (last.rank, last.world, last.local_rank, last.local_world, last.host) == (4, 5, 1, 2, "gpu09")
+    assert last.port in PORTS
+    assert last.variables["MASTER_PORT"] == str(last.port)
+    assert (first.host, first.port, first.local_world) == (last.host, last.port, 3)
+    others = [find_task({**TASK, "SLURM_JOB_ID": str(123456 + k)}) for k in range(1, 300)]
+    assert all(other.port != first.port for other in (*others, find_task({**TASK, "SLURM_STEP_ID": "3"})))
+
+
+@pytest.mark.parametrize(
+    ("changed", "place"),
+    [
+        ({"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "29500"}, "10.1.1.1"),  # what the user says goes first
+        ({"SLURM_STEP_NODELIST": "gpu09", "SLURM_STEP_TASKS_PER_NODE": "5"}, "127.0.0.1"),  # its name need not be known
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # nobody to meet
+        *(({name: None}, None) for name in ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")),
+    ],
+)
+def test_where_tasks_meet_and_what_is_no_task(changed, place):
+    task = find_task({name: value for name, value in (TASK | changed).items() if value is not None})
+    assert (task and task.host) == place
+    assert "MASTER_PORT" not in changed or task.port == 29500
+
+
+def test_a_task_is_launched_without_mpi(monkeypatch):
+    def launched(**changed):
+        for name, value in changed.items():
+            monkeypatch.setenv(name, value)
+        launch = find_launch()
+        return launch.rank, launch.world, launch.local_rank, launch.local_world, launch.mpi
+
+    assert launched(**TASK) == (4, 5, 1, 2, False)
+    assert launched(PMI_RANK="4", PMI_SIZE="5") == (4, 5, 1, 2, True)  # srun --mpi=pmi2 says no more of MPI's own
+    inside = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "2")
+    assert launched(**inside) == (2, 2, 2, 2, False)  # torchrun inside a task
+
+
+def test_hosts_and_counts():
+    for hosts, first in (("a[01-03,7],b", "a01"), ("r[1-2]n[09-10]-ib", "r1n09-ib"), ("login,a[1-2]", "login")):
+        assert first_host(hosts) == first
+    assert list(expand_counts("2(x3),1")) == [2, 2, 2, 1]
+    assert tasks_of_node({"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}) == 4
+    assert tasks_of_node({}) is None
+    with pytest.raises(ValueError, match=r"Slurm gave 'a\[x-3\]'"):
+        first_host("a[x-3]")
+    with pytest.raises(ValueError, match=r"Slurm gave '4\(x'"):
+        list(expand_counts("4(x"))
+
+
+def test_every_schedule_can_be_asked_for():
     assert set(get_args(Parallel)) == {"auto", *WHOLE, "spatial", "subgraph", *SCHEDULES, *STALE}
 
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({}, ("single", 1, 1, 1)),
-        ({"ranks": 3}, ("ddp", 1, 3, 3)),
-        ({"parallel": "fsdp", "ranks": 3}, ("fsdp", 1, 3, 3)),
-        ({"parallel": "ddp", "ranks": 3, "zero": 3}, ("fsdp", 1, 3, 3)),
-        ({"parallel": "mp-basic", "ranks": 2}, ("mp-basic", 2, 1, 1)),
-        ({"parallel": "gpipe", "ranks": 2}, ("gpipe", 2, 1, 4)),
-        ({"parallel": "gpipe", "ranks": 4, "stages": 2}, ("gpipe", 2, 2, 8)),
-        ({"parallel": "1f1b", "ranks": 3, "batch": 5}, ("1f1b", 3, 1, 5)),
-        ({"parallel": "mast", "ranks": 8, "stages": 4}, ("mast", 4, 2, 4)),
-        ({"parallel": "bidirectional", "ranks": 2, "microbatches": 3}, ("bidirectional", 2, 1, 3)),
+        ("", ("single", 1, 1, 1)),
+        ("ranks=3", ("ddp", 1, 3, 3)),
+        ("fsdp ranks=3", ("fsdp", 1, 3, 3)),
+        ("ddp ranks=3 zero=3", ("fsdp", 1, 3, 3)),
+        ("mp-basic ranks=2", ("mp-basic", 2, 1, 1)),
+        ("gpipe ranks=2", ("gpipe", 2, 1, 4)),
+        ("gpipe ranks=4 stages=2", ("gpipe", 2, 2, 8)),
+        ("1f1b ranks=3 batch=5", ("1f1b", 3, 1, 5)),
+        ("mast ranks=8 stages=4", ("mast", 4, 2, 4)),
+        ("bidirectional ranks=2 microbatches=3", ("bidirectional", 2, 1, 3)),
+        # Minibatches that nobody named are of one size.
+        *((f"async ranks={n} batch={b}", ("async", 1, n, m)) for n, b, m in ((1, 8, 4), (2, 8, 8), (2, 24, 8))),
+        *((f"async ranks={n} batch={b}", ("async", 1, n, b)) for n, b in ((3, 10), (2, 7))),
+        ("spatial ranks=4 grid=2x1", ("spatial", 1, 2, 2)),
+        ("ddp ranks=3 device=mixed cpu_ranks=1", ("ddp", 1, 3, 3)),
+        ("ddp ranks=3 device=mixed cpu_ranks=1 shares=3,3,1", ("ddp", 1, 3, 7)),
+        ("ddp ranks=3 device=mixed cpu_ranks=1 precision=fp32", ("ddp", 1, 3, 3)),
+        ("ddp ranks=2 shares=3,1", ("ddp", 1, 2, 4)),
+        ("auto gradient_buckets=4MiB", ("single", 1, 1, 1)),
+        ("auto ranks=2 gradient_buckets=4MiB", ("ddp", 1, 2, 2)),
+        ("ddp ranks=2 gradient_buckets=4MiB", ("ddp", 1, 2, 2)),
+        ("master ranks=2 gradient_buckets=4MiB", ("master", 2, 1, 4)),
+        ("gpipe ranks=4 stages=2 gradient_buckets=4MiB", ("gpipe", 2, 2, 8)),
     ],
 )
-def test_what_is_not_asked_for_is_filled_in(asked: dict[str, Any], expected: tuple[str, int, int, int]) -> None:
-    settings = StrategySettings(**asked)
+def test_what_is_not_asked_for_is_filled_in(asked, expected):
+    settings = settings_of(asked)
     assert strategy_errors(settings) == []
     assert (settings.name, settings.depth, settings.groups, settings.m) == expected
+    assert settings.computed_precision == ("fp32" if "mixed" in asked else "auto")
 
 
 @pytest.mark.parametrize(
-    ("asked", "messages"),
+    ("asked", "shown"),
     [
-        ({"parallel": "gpipe"}, ["--parallel gpipe splits the model over 2 ranks or more; got --ranks 1"]),
-        ({"parallel": "fsdp"}, ["--parallel fsdp keeps parts of the model on 2 ranks or more; got --ranks 1"]),
-        (
-            {"parallel": "fsdp", "ranks": 2, "cuts": "fc"},
-            ["--cuts is about a model split into stages; --parallel fsdp"],
-        ),
-        (
-            {"parallel": "fsdp", "ranks": 2, "recompute": "optimal", "memory": "1GiB"},
-            ["--recompute optimal is not for --parallel fsdp, whose parameters come and go: use ddp"],
-        ),
-        ({"parallel": "gpipe", "ranks": 3, "stages": 2}, ["3 ranks cannot be divided into groups of --stages 2"]),
-        ({"parallel": "gpipe", "ranks": 2, "stages": 3}, ["--stages must be 2 to the number of ranks, 2; got 3"]),
-        ({"parallel": "gpipe", "ranks": 4, "stages": 2, "microbatches": 1}, ["each of 2 groups of 2 ranks needs a"]),
-        ({"parallel": "mast", "ranks": 2, "microbatches": 3}, ["mast computes 2 microbatches per group, 2 in all"]),
-        (
-            {"parallel": "1f1b", "ranks": 2, "chunks": 2},
-            ["--chunks is for --parallel interleaved; got"],
-        ),
-        ({"parallel": "interleaved", "ranks": 2, "chunks": 1}, ["--chunks must be at least 2; got 1"]),
-        (
-            {"parallel": "1f1b", "ranks": 2, "zero": 3, "schedule": Path("nowhere.csv")},
-            [
-                "--zero 3 divides a model that each rank computes whole: got --parallel 1f1b, use ddp",
-                "nowhere.csv is not a file",
-            ],
-        ),
-        (
-            {"parallel": "1f1b", "ranks": 2, "zero": 1},
-            ["--parallel 1f1b on 2 ranks with --zero 1: leave it out: each stage is on one rank alone"],
-        ),
-        (
-            {"parallel": "ddp", "ranks": 2, "zero": 2, "gradient_buckets": "0", "offload_state": "parameters"},
-            [
-                "--parallel ddp on 2 ranks with --zero 2: use --offload-state=optimizer: parameters on the",
-                "use --zero 1: with --gradient-buckets=0 gradients stay whole until all is computed",
-            ],
-        ),
-        (
-            {"parallel": "fsdp", "ranks": 2, "zero": 1},
-            ["--parallel fsdp is --zero 3; got --zero 1: use --parallel ddp"],
-        ),
-        (
-            {"parallel": "async", "ranks": 2, "zero": 1},
-            ["--parallel async on 2 ranks with --zero 1: leave it out: a parameter server has the only optimizer"],
-        ),
-        (
-            {"parallel": "ddp", "ranks": 2, "stages": 2, "cuts": "fc"},
-            [
-                "--stages is about a model split into stages; --parallel ddp does not split it",
-                "--cuts is about",
-            ],
-        ),
-        ({"ranks": 4, "stages": 3}, ["--stages must be 2 or more and divide the number of ranks, 4; got 3"]),
-        ({"batch": 4, "microbatches": 5}, ["--microbatches must be 1 to --batch 4; got 5"]),
-        ({"memory": "16G"}, ["--memory takes a size such as 512MiB or 16GiB; got '16G'"]),
-        (
-            {"ranks": 2, "stages": 2, "cuts": "fc", "recompute": "stage", "zero": 1, "compile": True},
-            [
-                "--cuts is about a model split into stages; --parallel auto chooses this itself",
-                "--recompute stage is about",
-                "--compile is about",
-                "--parallel auto chooses --zero itself: leave --zero 1 out, or name the strategy",
-            ],
-        ),
-        ({"stream": "0"}, ["--stream takes none, auto or the side of boxes in px, such as 512; got '0'"]),
-        (
-            {"stream": "512", "recompute": "block", "ranks": 2},
-            [
-                "--stream 512 computes a tile again box by box, and goes without --recompute block: leave that out",
-                "--stream 512 is not for --parallel auto, which does not plan boxes yet: name another strategy",
-            ],
-        ),
-        (
-            {"stream": "auto", "parallel": "1f1b", "ranks": 2, "memory": "1GiB"},
-            ["--stream auto is planned for --parallel single, ddp and spatial; got --parallel 1f1b: name the"],
-        ),
-        (
-            {"stream": "512", "parallel": "zero-bubble", "ranks": 2, "norm_statistics": "deferred"},
-            [
-                "--stream 512 computes a tile again box by box, and goes without --norm-statistics deferred",
-                "--stream 512 is not for --parallel zero-bubble, which splits a backward pass",
-            ],
-        ),
-        (
-            {"parallel": "pipedream", "ranks": 4, "stages": 2},
-            ["--parallel pipedream updates the weights after every microbatch, which was not tried with data-parallel"],
-        ),
-        (
-            {"parallel": "pipedream", "ranks": 2, "stream": "512", "norm_statistics": "per-microbatch"},
-            ["--parallel pipedream updates the weights after every microbatch, which was not tried with --stream 512"],
-        ),
-        (
-            {"parallel": "pipedream", "ranks": 4, "grid": "2x1"},
-            ["--parallel pipedream updates the weights after every microbatch, which was not tried with --grid"],
-        ),
-        (
-            {
-                "parallel": "pipedream",
-                "ranks": 2,
-                "offload": "overlap",
-                "offload_state": "optimizer",
-                "norm_statistics": "deferred",
-                "compile": True,
-            },
-            [
-                f"--parallel pipedream updates the weights after every microbatch, which was not tried with {what}"
-                for what in ("--compile", "--norm-stat", "--offload overlap", "--offload")
-            ],
-        ),
-        (
-            {"recompute": "block", "recompute_runs": "conv1:relu"},
-            ["--recompute-runs goes with --recompute optimal; got --recompute block"],
-        ),
-        (
-            {"recompute": "optimal", "offload": "overlap", "memory": "1GiB"},
-            ["--recompute optimal is planned for what stays on the device: use --recompute block"],
-        ),
-        (
-            {"recompute": "optimal", "recompute_runs": "conv1:relu,layer1"},
-            ["--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got 'conv1:relu,layer1'"],
-        ),
-        (
-            {"offload": "overlap", "offload_ahead": "some", "offload_host": "-1GiB"},
-            [
-                "--offload-ahead takes a size such as 512MiB or 16GiB; got 'some'",
-                "--offload-host takes a size such as 512MiB or 16GiB; got '-1GiB'",
-            ],
-        ),
-        (
-            {"offload_ahead": "1MiB", "offload_host": "1GiB"},
-            [
-                "--offload-ahead is about --offload overlap; got --offload none",
-                "--offload-host is about --offload overlap; got --offload none",
-            ],
-        ),
-        (
-            {
-                "parallel": "fsdp",
-                "ranks": 2,
-                "recompute": "block",
-                "offload": "overlap",
-                "offload_state": "parameters",
-            },
-            [
-                "--offload overlap is not for --parallel fsdp",
-                "--offload-state=parameters is not for --parallel fsdp",
-            ],
-        ),
+        ("spatial ranks=2 grid=2x1", "spatial 1 x 1 of 2x1, m=1"),
+        ("spatial ranks=3", "spatial 1 x 1 of 3x1, m=1"),
+        ("spatial ranks=40 grid=10x2", "spatial 2 x 1 of 10x2, m=2"),
+        ("1f1b ranks=4 grid=2x1", "1f1b 1 x 2 of 2x1, m=4"),
+        ("1f1b ranks=8 stages=2 grid=2x1", "1f1b 2 x 2 of 2x1, m=8"),
+        ("master ranks=4 grid=2x1", "master 1 x 2 of 2x1, m=4"),
+        ("1f1b ranks=4 grid=2x1 stream=16", "1f1b 1 x 2 of 2x1, m=4 +stream 16"),
     ],
 )
-def test_every_fault_is_named(asked: dict[str, Any], messages: list[str]) -> None:
-    found = strategy_errors(StrategySettings(**asked))
-    assert len(found) == len(messages)
-    for message, fault in zip(messages, found, strict=True):
-        assert message in fault
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"shares": "3,1", "microbatches": 6}, "gives 4 microbatches, and --microbatches is 6"),
-        ({"shares": "2,1,1"}, "is of 3 shares, and there are 2 ranks"),
-        ({"shares": "4,0"}, "every group computes a microbatch at least"),
-        ({"shares": "nowhere.csv"}, "there is no file nowhere.csv"),
-        (
-            {"shares": "tickets"},
-            "--shares takes equal, auto, counts such as 3,1, or a CSV file; there is no file tickets",
-        ),
-        ({"shares": "3,1", "parallel": "fsdp"}, "takes no --shares 3,1: use ddp"),
-        ({"shares": "3,1", "parallel": "auto"}, "of a strategy that nothing is planned for"),
-        ({"shares": "1,3", "parallel": "mast", "ranks": 4, "stages": 2}, "2 microbatches per group; got --shares 1,3"),
-        ({"shares": "auto", "parallel": "mast", "ranks": 4, "stages": 2}, "2 microbatches per group, whatever its"),
-        ({"shares": "auto", "parallel": "1f1b"}, "is between groups, and --parallel 1f1b has one of 2 ranks"),
-        ({"shares": "auto", "parallel": "1f1b", "ranks": 4, "stages": 2, "stream": "64"}, "leave --shares auto out"),
-        ({"shares": "auto", "parallel": "gpipe", "ranks": 4, "stages": 2, "memory": "1GiB"}, "exceeds --memory with"),
-    ],
-)
-def test_shares_that_do_not_fit(given: dict[str, Any], said: str) -> None:
-    asked = StrategySettings(**{"parallel": "ddp", "ranks": 2, **given})
-    assert [fault for fault in strategy_errors(asked) if said in fault], strategy_errors(asked)
-    assert not strategy_errors(StrategySettings(parallel="ddp", ranks=2, shares="3,1"))
+def test_what_teams_can_do_is_taken_as_it_is_asked_for(asked, shown):
+    settings = settings_of(asked)
+    assert strategy_errors(settings) == []
+    strategy = settings.to_strategy("cpu")
+    assert (str(strategy), strategy.mesh.groups) == (shown, settings.groups)
 
 
 @pytest.mark.parametrize(
     ("device", "given", "ahead"), [("cuda", None, None), ("cpu", None, 0), ("cuda", "3MiB", 3 << 20)]
 )
-def test_the_window_of_offloading_follows_the_largest_activation_on_a_gpu(
-    device: str, given: str | None, ahead: int | None
-) -> None:
+def test_the_window_of_offloading_follows_the_largest_activation_on_a_gpu(device, given, ahead):
     settings = StrategySettings("single", offload="overlap", offload_ahead=given)
     assert settings.to_strategy(device).policy.ahead == ahead
+
+
+@pytest.mark.parametrize(
+    ("asked", "size"), [(None, None), ("0", 0), ("4MiB", 4 << 20), ("1.5KiB", 1536), ("none", None), ("", None)]
+)
+def test_sizes_of_gradient_buckets(asked, size):
+    assert StrategySettings("ddp", ranks=2, gradient_buckets=asked).bucket_bytes == size

@@ -1,19 +1,15 @@
 """Steps on bags of tiles: gradients are those of the loss of all tiles of a bag at once, whatever the strategy."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from app.settings.optimization import OptimizerSettings
 from app.settings.run import DataSettings, ModelSettings, RunConfig, StreamSettings
@@ -22,7 +18,6 @@ from app.training.dataset import class_counts
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_run_model
 from models.bag import BagGradient, BagLoss, bag_logits, put_bag_head
-from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch, NonFiniteLoss, microbatch_seed
@@ -41,10 +36,10 @@ SGD = OptimizerSettings(optimizer="sgd", lr=LR, momentum=0.9, weight_decay=0.0)
 
 
 @functools.cache
-def model(dropout: float = 0.0) -> nn.Module:
+def model(dropout=0.0):
     torch.manual_seed(0)
     widths = (3, 6, 8)
-    layers: list[nn.Module] = []
+    layers = []
     for channels, out in itertools.pairwise(widths):
         layers += [nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU(), nn.MaxPool2d(2)]
     drop = [nn.Dropout(dropout)] if dropout else []
@@ -54,13 +49,13 @@ def model(dropout: float = 0.0) -> nn.Module:
 
 
 @functools.cache
-def tiles(step: int) -> tuple[Tensor, Tensor]:
+def tiles(step):
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(TILES, 3, PX, PX, generator=generator, dtype=torch.float64)
     return images, torch.tensor([1, 2]).repeat_interleave(BAG)
 
 
-def outputs_of(net: nn.Module, step: int) -> Tensor:
+def outputs_of(net, step):
     """All outputs, in microbatches as the engine has them."""
     images, _ = tiles(step)
     parts = []
@@ -70,7 +65,7 @@ def outputs_of(net: nn.Module, step: int) -> Tensor:
     return torch.cat(parts)
 
 
-def plain(dropout: float, steps: int = 2) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def plain(dropout, steps=2):
     """Losses, gradients and state of steps whose graph holds all tiles at once."""
     net = copy.deepcopy(model(dropout)).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
@@ -85,17 +80,17 @@ def plain(dropout: float, steps: int = 2) -> tuple[list[float], dict[str, Tensor
     return losses, {n: p.grad for n, p in net.named_parameters() if p.grad is not None}, net.state_dict()
 
 
-def engine_of(strategy: Strategy, communicator: Communicator, net: nn.Module, batch: int = TILES) -> Any:
+def engine_of(strategy, communicator, net, batch=TILES):
     make = functools.partial(build_optimizer, SGD, scales={})
     return build_engine(strategy, net, BagGradient(), make, communicator, batch=batch, tile=PX, seed=0, device=CPU)
 
 
-def rank(communicator: Communicator, case: tuple[Strategy, float]) -> dict[str, Any]:
+def rank(communicator, case):
     strategy, dropout = case
     engine = engine_of(strategy, communicator, copy.deepcopy(model(dropout)))
     bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, ranges=RANGES)
 
-    def microbatches(step: int) -> Any:
+    def microbatches(step):
         for i in engine.share:
             x, y = (part[RANGES[i].start : RANGES[i].stop] for part in tiles(step))
             wants = engine.wants(i)
@@ -108,7 +103,7 @@ def rank(communicator: Communicator, case: tuple[Strategy, float]) -> dict[str, 
     return {"losses": losses, "gradients": gradients, "state": state}
 
 
-def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+def error(expected, found):
     return max(float((found[k] - v).abs().max() / v.abs().max().clamp(min=1e-3)) for k, v in expected.items())
 
 
@@ -130,10 +125,10 @@ TEAM = Grid(2, 1)
     ],
     ids=lambda value: f"{value.name}{'-team' * (value.grid is not None)}" if isinstance(value, Strategy) else None,
 )
-def test_gradients_are_those_of_the_loss_of_all_tiles_at_once(strategy: Strategy, dropout: float) -> None:
+def test_gradients_are_those_of_the_loss_of_all_tiles_at_once(strategy, dropout):
     losses, gradients, state = plain(dropout)
     ranks = run_on_threads(strategy.ranks, rank, (strategy, dropout), timeout_s=60)
-    found: dict[str, Tensor] = {}
+    found = {}
     for result in ranks:
         assert result["losses"] == pytest.approx(losses, rel=1e-10)
         found |= result["gradients"]
@@ -142,7 +137,7 @@ def test_gradients_are_those_of_the_loss_of_all_tiles_at_once(strategy: Strategy
     assert error(state, ranks[0]["state"]["model"]) <= 1e-10
 
 
-def test_memory_does_not_grow_with_the_bag() -> None:
+def test_memory_does_not_grow_with_the_bag():
     """Two bags of 3 and one of 24 tiles, in microbatches of 2: all activations but those of one microbatch are gone."""
     images, labels, peaks = torch.randn(2, 3, PX, PX, dtype=torch.float64), torch.tensor([1, 1]), []
     for bag, bags in ((3, 2), (24, 1)):
@@ -157,7 +152,7 @@ def test_memory_does_not_grow_with_the_bag() -> None:
     assert peaks[1] <= peaks[0]
 
 
-def test_logits_of_a_bag_are_those_of_the_mean_feature() -> None:
+def test_logits_of_a_bag_are_those_of_the_mean_feature():
     """Ilse et al. 2018: attention averages features, and a linear classifier takes the average."""
     torch.manual_seed(0)
     classifier, features = nn.Linear(5, CLASSES).double(), torch.randn(1, 7, 5, dtype=torch.float64)
@@ -169,7 +164,7 @@ def test_logits_of_a_bag_are_those_of_the_mean_feature() -> None:
     torch.testing.assert_close(bag_logits(head(features[0])[None]), classifier(pooled))
 
 
-def test_a_loss_that_is_not_finite_updates_nothing() -> None:
+def test_a_loss_that_is_not_finite_updates_nothing():
     communicator = LocalCommunicator()
     engine = engine_of(Strategy("single", 1, 1, M), communicator, copy.deepcopy(model()))
     before = copy.deepcopy(engine.state_dict()["model"])
@@ -178,7 +173,7 @@ def test_a_loss_that_is_not_finite_updates_nothing() -> None:
     images[4] = torch.nan
     bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, ranges=RANGES)
 
-    def microbatches() -> Any:
+    def microbatches():
         return (Microbatch(images[r.start : r.stop], labels[r.start : r.stop], (2, 3, PX, PX)) for r in RANGES)
 
     with pytest.raises(NonFiniteLoss) as fault:
@@ -188,16 +183,16 @@ def test_a_loss_that_is_not_finite_updates_nothing() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_model_that_does_not_end_in_a_linear_layer_is_refused() -> None:
+def test_a_model_that_does_not_end_in_a_linear_layer_is_refused():
     with pytest.raises(ValueError, match="its last layer is no linear layer with one output for each of the 2 classes"):
         put_bag_head(nn.Sequential(nn.Conv2d(3, 2, 1)), "mine", 2)
 
 
-def test_weights_with_and_without_attention_scores_are_loaded(tmp_path: Path) -> None:
+def test_weights_with_and_without_attention_scores_are_loaded(tmp_path):
     """The head of ConvNeXt has a norm beside the classifier: a file without scores was refused as another model's."""
     name, path = "timm:convnext_atto", tmp_path / "weights.pt"
 
-    def built(bag: int) -> dict[str, Tensor]:
+    def built(bag):
         config = RunConfig(DataSettings(tmp_path), stream=StreamSettings(bag=bag))
         weights = str(path) if path.exists() else None
         config = replace(config, net=ModelSettings(name, weights=weights), seed=bag)
@@ -213,10 +208,10 @@ def test_weights_with_and_without_attention_scores_are_loaded(tmp_path: Path) ->
     assert all(torch.equal(again[key], in_bags[key]) for key in in_bags)
 
 
-def test_classes_of_bags_are_counted_by_slide() -> None:
+def test_classes_of_bags_are_counted_by_slide():
     tiles = SimpleNamespace(slides=("a", "b", "c"), slide=np.array([0] * 90 + [1] * 5 + [2] * 5))
     labels = {"a": 0, "b": 1, "c": 1}
-    dataset: Any = SimpleNamespace(
+    dataset = SimpleNamespace(
         tiles=tiles, slide_labels=labels, classes=("x", "y"), tile_labels=np.repeat([0, 1], [90, 10])
     )
     assert class_counts(dataset, np.arange(100)).tolist() == [90, 10]

@@ -1,254 +1,264 @@
 """``--resume``: what may change between two starts of a run, what may not, and a run without a checkpoint."""
 
-from __future__ import annotations
-
-import csv
 import errno
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from app.checkpoint.file import load_checkpoint, save_checkpoint
-from app.launch.rank_guard import Interrupt
+from app.planning.whole_slides import as_square
+from app.settings.run import DataSettings, RunConfig
 from app.training import run_folder
 from app.training.loop import TrainingLoop, _random_state, _set_random_state
 from app.training.run_folder import RunFolder
 from pipelines.stream.stream import TileStream
-from tests.app.conftest import QUICK, Train, summary_of
-from tests.app.test_train import equal, model_of
+from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tile_table import TileTable
+from tests.app.conftest import CLASSIFIER, QUICK, interrupted, losses_of, rows_of, same_weights, summary_of
 
 STEPS = 4
-
-
-def losses(run: Path, column: str = "loss") -> list[float]:
-    with (run / "metrics.csv").open() as file:
-        return [float(row[column]) for row in csv.DictReader(file)]
+LONG, PROCESS = pytest.mark.long, pytest.mark.process
 
 
 @pytest.fixture(scope="module")
-def command(classify_slides: Path) -> tuple[str | Path, ...]:
+def command(classify_slides):
     return "--slides", classify_slides, *QUICK, "--optimizer", "sgd", "--validation", "0", "--steps", str(STEPS)
 
 
-def interrupted(train: Train, command: tuple[str | Path, ...], out: Path) -> None:
-    """A run that is stopped by a signal after two steps."""
-    asked = iter([False, True])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Interrupt, "requested", property(lambda _: next(asked), lambda _, value: None), raising=False)
-        done = train(*command, "--out", out)
-    assert (done.returncode, summary_of(out)["steps"]) == (0, 2), done.stderr
-
-
 @pytest.fixture(scope="module")
-def whole(train: Train, command: tuple[str | Path, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(train, command, tmp_path_factory):
     """The run to its end, all in one go."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    done = train(*command, "--out", out)
-    assert done.returncode == 0, done.stderr
+    train(*command, "--out", out)
     return out
 
 
 @pytest.fixture(scope="module")
-def half(train: Train, command: tuple[str | Path, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def half(train, command, tmp_path_factory):
+    """A run that was stopped by a signal after two steps."""
     out = tmp_path_factory.mktemp("half") / "run"
-    interrupted(train, command, out)
+    with interrupted(2):
+        train(*command, "--out", out)
+    assert summary_of(out)["steps"] == 2
     return out
+
+
+@pytest.fixture
+def run(half, tmp_path):
+    """A copy of ``half``."""
+    return shutil.copytree(half, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         ("--stream", "96"),
-        pytest.param(("--stream", "auto"), marks=pytest.mark.long),
-        pytest.param(("--recompute", "block"), marks=pytest.mark.long),
+        pytest.param(("--stream", "auto"), marks=LONG),
+        pytest.param(("--recompute", "block"), marks=LONG),
         ("--offload", "overlap", "--offload-state=parameters"),
-        pytest.param(("--offload-state=optimizer",), marks=pytest.mark.long),
-        pytest.param(("--no-channels-last",), marks=pytest.mark.long),
-        pytest.param(("--ranks", "2", "--parallel", "ddp"), marks=pytest.mark.process),
-        pytest.param(("--ranks", "2", "--parallel", "spatial", "--stream", "64"), marks=pytest.mark.process),
+        pytest.param(("--offload-state=optimizer",), marks=LONG),
+        pytest.param(("--no-channels-last",), marks=LONG),
+        pytest.param(("--ranks", "2", "--parallel", "ddp"), marks=PROCESS),
+        pytest.param(("--ranks", "2", "--parallel", "spatial", "--stream", "64"), marks=PROCESS),
     ],
-    ids=lambda changes: " ".join(changes),
+    ids=" ".join,
 )
-def test_a_run_goes_on_in_another_way(
-    changes: tuple[str, ...],
-    half: Path,
-    whole: Path,
-    command: tuple[str | Path, ...],
-    train: Train,
-    train_ranks: Train,
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_in_another_way(changes, run, whole, command, train, train_ranks):
     """Under the default strategy, auto, unless another is named."""
-    shutil.copytree(half, tmp_path / "run")
-    start = train_ranks if "--ranks" in changes else train
-    done = start(*command, *changes, "--resume", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr + done.stdout
+    done = (train_ranks if "--ranks" in changes else train)(*command, *changes, "--resume", "--out", run)
     assert "warning" not in done.stderr
-    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-4)
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
-def test_a_run_that_ran_out_of_memory_goes_on_in_boxes(
-    whole: Path, command: tuple[str | Path, ...], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_memory(loop: TrainingLoop, batch: Any, step: int) -> Any:
+def test_a_run_that_ran_out_of_memory_goes_on_in_boxes(whole, command, train, tmp_path, monkeypatch):
+    def out_of_memory(loop, batch, step):
         if step == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return compute(loop, batch, step)
 
-    compute = TrainingLoop._step
+    compute, run = TrainingLoop._step, tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(TrainingLoop, "_step", out_of_memory)
-        failed = train(*command, "--checkpoint-every", "1", "--out", tmp_path / "run")
-    assert failed.returncode == 1
+        failed = train(*command, "--checkpoint-every", "1", "--out", run, code=1)
     assert "all of these but --tile may be added to --resume" in failed.stderr
-    assert summary_of(tmp_path / "run")["status"] == "failed"
-    done = train(*command, "--stream", "128", "--resume", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    summary = summary_of(tmp_path / "run")
+    assert summary_of(run)["status"] == "failed"
+    train(*command, "--stream", "128", "--resume", "--out", run)
+    summary = summary_of(run)
     assert (summary["status"], summary["strategy"], summary["stream_px"]) == ("completed", "single", 128)
-    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-4)
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
-def test_another_precision_is_taken_with_a_warning(
-    half: Path, command: tuple[str | Path, ...], train: Train, tmp_path: Path
-) -> None:
-    shutil.copytree(half, tmp_path / "run")
-    done = train(*command, "--precision", "bf16", "--resume", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+def test_another_precision_is_taken_with_a_warning(run, command, train):
+    done = train(*command, "--precision", "bf16", "--resume", "--out", run)
     assert "warning: precision bf16 from step 3 on, fp32 before" in done.stderr
 
 
 def test_a_checkpoint_with_states_of_eight_gpus_is_resumed_where_there_are_fewer(
-    half: Path,
-    whole: Path,
-    command: tuple[str | Path, ...],
-    train: Train,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    run, whole, command, train, monkeypatch
+):
     """Checkpoints of earlier versions hold a state for each GPU of the host; the numbers do not depend on them."""
-    shutil.copytree(half, tmp_path / "run")
-    last = tmp_path / "run" / "checkpoints" / "last.pt"
+    last = run / "checkpoints" / "last.pt"
     state = load_checkpoint(last)
     state["random"]["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 8
     save_checkpoint(last, state)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: [()[k] for k, _ in enumerate(states)])
-    done = train(*command, "--device", "cpu", "--resume", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run") == losses(whole)
-    assert equal(model_of(tmp_path / "run"), model_of(whole))
+    train(*command, "--device", "cpu", "--resume", "--out", run)
+    assert losses_of(run) == losses_of(whole)
+    assert same_weights(run, whole)
 
 
-def test_a_rank_sets_the_generator_of_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_sets_the_generator_of_its_own_gpu_alone(monkeypatch):
     device, given, seen = torch.device("cuda", 1), torch.zeros(16, dtype=torch.uint8), []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda where: given)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, where: seen.append((state, where)))
     state = _random_state(device)
-    _set_random_state(state, device)
-    _set_random_state(state | {"cuda": [given] * 8}, device)
-    _set_random_state(state | {"cuda": []}, device)  # of a run on the CPU
+    for cuda in (state["cuda"], [given] * 8, []):  # the last of a run on the CPU
+        _set_random_state(state | {"cuda": cuda}, device)
     assert seen == [(given, device)] * 2
 
 
-@pytest.mark.process
-def test_a_run_of_one_process_goes_on_under_ddp(
-    command: tuple[str | Path, ...], train: Train, train_ranks: Train, tmp_path: Path
-) -> None:
+@PROCESS
+def test_a_run_of_one_process_goes_on_under_ddp(command, train, train_ranks, tmp_path):
     """Of one microbatch, which two ranks cannot share: one message says how to go on, and what it changes."""
-    one = ("--microbatches", "1")
-    place = command.index("--microbatches")
-    asked = (*command[:place], *command[place + 2 :], "--out", tmp_path / "run")
-    interrupted(train, (*asked, *one), tmp_path / "run")
+    place, run = command.index("--microbatches"), tmp_path / "run"
+    asked = (*command[:place], *command[place + 2 :], "--out", run)
+    with interrupted(2):
+        train(*asked, "--microbatches", "1")
     ddp = ("--parallel", "ddp", "--ranks", "2", "--resume")
-    refused = train_ranks(*asked, *ddp)
-    assert refused.returncode == 2
+    refused = train_ranks(*asked, *ddp, code=2)
     assert "the run computes each batch in 1 microbatch: add --microbatches 2" in refused.stderr
-    assert "Traceback" not in refused.stderr
     done = train_ranks(*asked, *ddp, "--microbatches", "2")
-    assert done.returncode == 0, done.stderr + done.stdout
     assert "microbatches 2 from step 3 on, 1 before: batch norm" in done.stdout + done.stderr
-    assert len(losses(tmp_path / "run")) == STEPS
+    assert len(losses_of(run)) == STEPS
 
 
-def test_a_longer_run_has_the_rates_of_its_new_length(
-    half: Path, whole: Path, command: tuple[str | Path, ...], train: Train, tmp_path: Path
-) -> None:
-    shutil.copytree(half, tmp_path / "run")
-    longer = (*command[:-1], "8", "--resume", "--out", tmp_path / "run")
-    refused = train(*longer)
-    assert refused.returncode == 2
-    assert "--extend" in refused.stderr
-    done = train(*longer, "--extend")
-    assert done.returncode == 0, done.stderr
-    assert "the run ends at step 8 instead of 4" in done.stderr
-    rates = losses(tmp_path / "run", "lr")
-    assert rates[:2] == losses(whole, "lr")[:2]
+def test_a_longer_run_has_the_rates_of_its_new_length(run, whole, command, train):
+    longer = (*command[:-1], "8", "--resume", "--out", run)
+    assert "--extend" in train(*longer, code=2).stderr
+    assert "the run ends at step 8 instead of 4" in train(*longer, "--extend").stderr
+    rates = losses_of(run, "lr")
+    assert rates[:2] == losses_of(whole, "lr")[:2]
     assert rates[2:] == pytest.approx([0.005 * (1 + math.cos(k * math.pi / 8)) for k in range(2, 8)])
-    assert train(*longer).returncode == 0, "that is its length from now on"
+    train(*longer)  # that is its length from now on
 
 
 @pytest.mark.parametrize(
     ("is_new", "resume"), [(True, ("--resume",)), (False, ())], ids=["new, resumed", "begun, started again"]
 )
 def test_a_run_without_a_checkpoint_starts_from_its_beginning_and_says_so(
-    resume: tuple[str, ...], is_new: bool, whole: Path, command: tuple[str | Path, ...], train: Train, tmp_path: Path
-) -> None:
+    is_new, resume, whole, command, train, tmp_path
+):
     """Whether it was killed before its first checkpoint or never began; the rows of its steps are written anew."""
     if not is_new:
         shutil.copytree(whole, tmp_path / "run")
         shutil.rmtree(tmp_path / "run" / "checkpoints")
-    done = train(*command, *resume, "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert ("starts from its beginning" in done.stdout) == (bool(resume) or not is_new)
-    assert equal(model_of(tmp_path / "run"), model_of(whole))
-    assert losses(tmp_path / "run") == losses(whole)
+    assert "starts from its beginning" in train(*command, *resume, "--out", tmp_path / "run").stdout
+    assert same_weights(tmp_path / "run", whole)
+    assert losses_of(tmp_path / "run") == losses_of(whole)
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_a_full_disk_names_the_file_and_advises_resume_only_with_a_checkpoint(
-    has_checkpoint: bool, command: tuple[str | Path, ...], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    has_checkpoint, command, train, tmp_path, monkeypatch
+):
     """A write to an open file fails without the name of the file; the summary cannot be written either."""
 
-    def write_rows(file: Any, rows: Any) -> None:
+    def write_rows(file, rows):
         if any(row and row[0] == 3 for row in rows):
             monkeypatch.setattr(RunFolder, "write_json", refused)
             refused()
         write(file, rows)
 
-    def refused(*_: Any) -> None:
+    def refused(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     write = run_folder.write_rows
     monkeypatch.setattr(run_folder, "write_rows", write_rows)
     every = ("--checkpoint-every", "1" if has_checkpoint else "100")
-    done = train(*command, *every, "--out", tmp_path / "run")
-    assert done.returncode == 1
+    done = train(*command, *every, "--out", tmp_path / "run", code=1)
     assert f"{tmp_path / 'run' / 'metrics.csv'}: No space left on device" in done.stderr
-    assert ("--resume" in done.stderr) == has_checkpoint
-    assert ("start again" in done.stderr) != has_checkpoint
+    assert ("--resume" in done.stderr, "start again" in done.stderr) == (has_checkpoint, not has_checkpoint)
 
 
-def test_training_and_validation_share_the_memory_for_tiles_read_ahead(
-    classify_slides: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_and_validation_share_the_memory_for_tiles_read_ahead(classify_slides, train, tmp_path, monkeypatch):
     """What training has read ahead stays while a validation runs."""
 
-    def prefetch(stream: TileStream, max_bytes: int, *more: Any) -> TileStream:
+    def prefetch(stream, max_bytes, *more):
         budgets.append(max_bytes)
         return read(stream, max_bytes, *more)
 
-    budgets: list[int] = []
-    read = TileStream.prefetch
+    budgets, read = [], TileStream.prefetch
     monkeypatch.setattr(TileStream, "prefetch", prefetch)
-    limit = ("--read-ahead=64MiB", "--steps", "1")
-    assert train("--slides", classify_slides, *QUICK, *limit, "--out", tmp_path / "both").returncode == 0
+    limit = ("--slides", classify_slides, *QUICK, "--read-ahead=64MiB", "--steps", "1", "--out")
+    train(*limit, tmp_path / "both")
     assert (len(budgets), sum(budgets)) == (2, 64 << 20)
-    alone = train("--slides", classify_slides, *QUICK, *limit, "--validation", "0", "--out", tmp_path / "alone")
-    assert (alone.returncode, budgets[2:]) == (0, [64 << 20])
+    train(*limit, tmp_path / "alone", "--validation", "0")
+    assert budgets[2:] == [64 << 20]
+
+
+@LONG
+def test_a_run_is_the_same_with_a_cache_and_resumed_with_a_full_one(classify_slides, train, tmp_path):
+    common = ("--slides", classify_slides, *QUICK, "--mpp", "1", "--steps", "6")
+    plain, out = tmp_path / "plain", tmp_path / "cached"
+    train(*common, "--out", plain)
+    assert summary_of(plain)["tile_cache"] is None
+    cached = (*common, "--cache", tmp_path / "cache", "--out", out)
+    with interrupted(2):
+        train(*cached)
+    first = summary_of(out)["tile_cache"]
+    assert (summary_of(out)["steps"], first["damaged"]) == (2, 0)
+    assert first["stored"] == 36, "every tile of the training slides, once"
+    assert first["hits"] > 0 < first["slide_s"]
+    done = train(*cached, "--cache-bytes", "1KiB", "--resume")
+    assert same_weights(out, plain)
+    assert summary_of(out)["metrics"] == summary_of(plain)["metrics"]
+    last = summary_of(out)["tile_cache"]
+    assert last["hits"] > 0 == last["stored"]
+    assert last["full"] == "it has its 1024 bytes"
+    assert f"{last['hits']} of {last['hits'] + last['misses']} tiles read from it" in done.stdout
+    report = (out / "report.html").read_text()
+    assert "Tiles read from the cache" in report
+    assert "The cache takes no more tiles" in report
+
+
+CUT = ("--tile", "slide", "--mpp", "4", "--stride", "8", "--parallel", "single", "--batch", "2", "--microbatches", "2")
+CUT += ("--model", CLASSIFIER, "--norm", "frozen", "--head", "attention", "--twin-steps=0", "--validate-every=1000")
+
+
+@LONG
+def test_whole_slides_are_trained_in_boxes_and_resumed_bit_for_bit(classify_slides, train, tmp_path):
+    common = ("--slides", classify_slides, *CUT, "--lr", "0.01", "--stream", "64", "--steps", "4", "--out")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert "whole slides as tiles: " in train(*common, whole).stdout
+    table = TileTable.load(whole / "tiles.parquet")
+    assert len(table) == len(table.slides) == 6
+    summary = summary_of(whole)
+    assert (summary["tile_px"], summary["images"], summary["tile_sides_px"][2]) == ("slide", 8, list(table.largest))
+    per_image = summary["pixels_per_second"] / summary["images_per_second"]
+    assert table.pixels.min() <= per_image <= table.pixels.max()
+    assert all(row["tiles"] == "1" for row in rows_of(whole / "predictions.csv"))
+    assert summary["metrics"]["slide_auc"] == summary["metrics"]["tile_auc"]
+    assert "Whole slides: smallest, median, largest" in (whole / "report.html").read_text()
+    with interrupted(2):
+        train(*common, parts)
+    assert summary_of(parts)["steps"] == 2
+    train(*common, parts, "--resume")
+    assert same_weights(parts, whole)
+
+
+@pytest.mark.parametrize(("parallel", "memory"), [("single", "1MiB"), ("auto", "10KiB")])
+def test_whole_slides_that_cannot_fit_are_refused_with_what_to_do(parallel, memory, classify_slides, train, tmp_path):
+    asked = ("--parallel", parallel, "--memory", memory, "--steps", "1", "--out", tmp_path)
+    said = train("--slides", classify_slides, *CUT, *asked, code=1).stderr
+    assert "the largest slide has " in said
+    assert "and --stream 512, or ask for a coarser --mpp" in said
+
+
+def test_a_square_of_as_many_px_stands_for_the_largest_slide():
+    config = RunConfig(DataSettings(Path()), IndexSettings(tile="slide"))
+    assert (as_square(config, (4096, 1000)).index.side, as_square(config, (4096, 1000)).index.stride) == (2048, None)

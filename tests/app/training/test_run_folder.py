@@ -1,25 +1,37 @@
-from __future__ import annotations
+"""What a run writes and tells: its folder, its environment, its steps, MLflow."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
+import torch
 import yaml
 
 from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, ModelSettings, RunConfig
+from app.training import metrics_log
+from app.training.metrics_log import MlflowLog
 from app.training.run_folder import CsvLog, RunFolder
+from app.training.run_info import describe_environment, describe_gpus, describe_launcher, find_program
+from app.training.summary import write_step
+from parallel.comm.local import LocalCommunicator
+from parallel.schedule.text import from_csv
+from parallel.strategy import Strategy
+from tests.app.conftest import QUICK, ROOT, losses_of
+from tests.helpers.engine_runs import build, train
+from tests.helpers.small_nets import batch_of
 
 CONFIG = RunConfig(DataSettings(Path("slides")))
-
-
 RESUMED = replace(CONFIG, resume=True)
 
 
-def started(path: Path, config: RunConfig = CONFIG) -> RunFolder:
+def started(path, config=CONFIG):
     folder = RunFolder(path)
     folder.open(config)
     folder.last.parent.mkdir()
@@ -27,18 +39,19 @@ def started(path: Path, config: RunConfig = CONFIG) -> RunFolder:
     return folder
 
 
-def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run")
+@pytest.fixture
+def run(tmp_path):
+    return started(tmp_path / "run")
+
+
+def test_a_run_is_not_overwritten_and_resumed_with_the_same_settings_alone(run):
     with pytest.raises(ValueError, match="continue it with --resume, or name another --out"):
-        folder.open(CONFIG)
-    folder.open(RESUMED)
-
-
-def test_resuming_with_other_settings_names_each_that_differs(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run")
-    other = replace(CONFIG, resume=True, seed=3, net=ModelSettings(model="unet"))
+        run.open(CONFIG)
+    run.open(RESUMED)
+    run.open(replace(RESUMED, epochs=10.0))  # the default
+    other = replace(RESUMED, seed=3, net=ModelSettings(model="unet"))
     with pytest.raises(ValueError, match="model: the run has 'resnet50', asked is 'unet'") as caught:
-        folder.open(other)
+        run.open(other)
     assert "seed: the run has 0, asked is 3" in str(caught.value)
 
 
@@ -59,10 +72,9 @@ def test_resuming_with_other_settings_names_each_that_differs(tmp_path: Path) ->
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_where_and_how_a_run_computes_may_change(changes: dict[str, Any], tmp_path: Path) -> None:
-    folder = started(tmp_path / "run")
-    folder.open(with_values(RESUMED, changes))
-    assert folder.settings().items() >= changes.items()
+def test_where_and_how_a_run_computes_may_change(changes, run):
+    run.open(with_values(RESUMED, changes))
+    assert run.settings().items() >= changes.items()
 
 
 @pytest.mark.parametrize(
@@ -74,15 +86,14 @@ def test_where_and_how_a_run_computes_may_change(changes: dict[str, Any], tmp_pa
     ],
     ids=str,
 )
-def test_what_a_run_computes_may_not(changes: dict[str, Any], tmp_path: Path) -> None:
-    folder = started(tmp_path / "run")
-    before = folder.config.read_bytes()
+def test_what_a_run_computes_may_not(changes, run):
+    before = run.config.read_bytes()
     with pytest.raises(ValueError, match=next(iter(changes))):
-        folder.open(with_values(RESUMED, changes))
-    assert folder.config.read_bytes() == before
+        run.open(with_values(RESUMED, changes))
+    assert run.config.read_bytes() == before
 
 
-def test_a_run_gets_longer_only_with_extend(tmp_path: Path) -> None:
+def test_a_run_gets_longer_only_with_extend(tmp_path):
     folder = started(tmp_path / "run", replace(CONFIG, steps=10))
     folder.open(replace(RESUMED, steps=10))
     with pytest.raises(ValueError, match=r"ends after 10 steps, asked is 20 steps.*--extend"):
@@ -95,31 +106,23 @@ def test_a_run_gets_longer_only_with_extend(tmp_path: Path) -> None:
     assert any("--resume" in fault for fault in replace(CONFIG, extend=True).validate())
 
 
-def test_ten_epochs_are_the_default(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run")
-    folder.open(replace(RESUMED, epochs=10.0))
-
-
-def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> None:
+def test_a_run_from_before_a_setting_existed_has_its_default(run):
     """Only of weight decay it is another value that such a run computed with."""
-    folder = started(tmp_path / "run")
-    old = yaml.safe_load(folder.config.read_text())
-    for key in ("decay_all", "focal_gamma"):
-        del old[key]
-    del old["layer_decay"]
-    folder.config.write_text(yaml.safe_dump(old))
+    new = ("decay_all", "focal_gamma", "layer_decay")
+    old = {key: value for key, value in yaml.safe_load(run.config.read_text()).items() if key not in new}
+    run.config.write_text(yaml.safe_dump(old))
     with pytest.raises(ValueError, match="decay_all: the run has True, asked is False"):
-        folder.open(RESUMED)
-    folder.open(with_values(RESUMED, {"decay_all": True}))
+        run.open(RESUMED)
+    run.open(with_values(RESUMED, {"decay_all": True}))
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot be written .*name another with --out"):
         RunFolder(tmp_path / "file" / "run").open(CONFIG)
 
 
-def test_json_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_json_is_whole_or_not_there(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_json("summary.json", {"steps": 1})
     with pytest.raises(ValueError, match="Out of range float"):
@@ -127,7 +130,7 @@ def test_json_is_whole_or_not_there(tmp_path: Path) -> None:
     assert json.loads(folder.summary.read_text()) == {"steps": 1}
 
 
-def test_csv_log_is_cut_back_to_a_checkpoint_and_continued(tmp_path: Path) -> None:
+def test_csv_log_is_cut_back_to_a_checkpoint_and_continued(tmp_path):
     path = tmp_path / "metrics.csv"
     log = CsvLog(path, ("step", "loss"))
     for step in range(1, 5):
@@ -138,3 +141,180 @@ def test_csv_log_is_cut_back_to_a_checkpoint_and_continued(tmp_path: Path) -> No
     log.cut_after(2)
     log.add({"step": 3, "loss": 0.5})
     assert path.read_text().split() == ["step,loss", "1,0.1", "2,", "3,0.5"]
+
+
+def test_environment_is_json_and_tells_versions_and_nothing_of_the_user():
+    told = describe_environment()
+    text = json.dumps(told)
+    assert json.loads(text) == told
+    assert told["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert told["openslide_library"].startswith("4.")
+    assert told["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert len(told["gpus"]) == torch.cuda.device_count()
+    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert told["megatile"]["commit"] == (git.stdout.strip() or None)
+    assert str(Path.home()) not in text
+    assert '"/' not in text  # no value is a path
+
+
+def test_gpus_are_described_as_they_are_chosen(monkeypatch):
+    for name, fake in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,  # it asks no other process
+        "device_count": lambda: 2,
+        "get_device_properties": lambda k: SimpleNamespace(name="GPU", total_memory=1, major=(8, 7)[k], minor=0),
+        "get_device_capability": lambda index: ((8, 0), (7, 0))[index],
+        "get_device_name": lambda index: "GPU",
+        "get_arch_list": lambda: ["sm_75", "sm_80"],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    first, second = describe_gpus()["gpus"]
+    assert (first["bf16"], first["missing_kernels"]) == (True, "")
+    assert (second["bf16"], "cu126" in second["missing_kernels"]) == (False, True)
+
+
+def test_launcher_is_told_by_its_variables(monkeypatch):
+    assert describe_launcher()["started_by"] is None
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert describe_launcher()["started_by"] == "slurm"
+    monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun inside a Slurm job
+    told = describe_launcher()
+    assert told["started_by"] == "torchrun"
+    assert told["variables"] == {"WORLD_SIZE": "2", "SLURM_NTASKS": "4"}
+
+
+def test_programs_beside_python_are_found(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_program(Path(sys.executable).name) is not None
+    assert find_program("no-such-program") is None
+
+
+@pytest.mark.process
+def test_importing_it_loads_no_torch():
+    code = "import sys, app.training.run_info; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FAKE = Path(__file__).parents[2] / "helpers" / "fake_mlflow"
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The folder of a fake server, and its client where ``import mlflow`` finds it."""
+    monkeypatch.syspath_prepend(FAKE)
+    for name in ("mlflow", "mlflow.entities"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    folder = tmp_path / "server"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(folder))
+    return folder
+
+
+def calls(server):
+    return [json.loads(line) for line in (server / "calls").read_text().splitlines()]
+
+
+def scalars(server):
+    told = [metric for call, *rest in calls(server) if call == "log_batch" for metric in rest[1]]
+    return [(name, step, value) for name, value, _, step in told]
+
+
+def test_a_run_and_its_resumed_rest_are_one(server, classify_slides, train, tmp_path):
+    server.mkdir()
+    out = tmp_path / "run"
+    arguments = ("--slides", classify_slides, *QUICK, "--out", out, "--mlflow=study")
+    for more in (("--steps", "2"), ("--steps", "3", "--resume", "--extend")):
+        train(*arguments, *more)
+    told = calls(server)
+    assert [call for call in told if call[0] in ("create_experiment", "create_run", "update_run")] == [
+        ["create_experiment", "study"],
+        ["create_run", "7", "run"],
+        ["update_run", "run of run", "RUNNING"],
+    ]
+    losses = [(step, value) for name, step, value in scalars(server) if name == "train/loss"]
+    assert losses == [*zip(losses_of(out, "step"), losses_of(out), strict=True)]
+    assert {name for name, _, _ in scalars(server)} >= {"train/lr", "validation/loss", "validation/tile_auc"}
+    params = dict(param for call, *rest in told if call == "log_batch" for param in rest[2])
+    assert (params["tile"], params["mlflow"], params["steps"]) == ("256", "study", "2")
+    assert [call[2] for call in told if call[0] == "set_terminated"] == ["FINISHED", "FINISHED"]
+    sent = [call[2] for call in told if call[0] == "log_artifact"]
+    assert sent.count("summary.json") == sent.count("report.html") == sent.count("metrics.csv") == 2
+
+
+def test_a_server_that_comes_late_is_told_all(server, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(metrics_log, "RETRY_S", 0.05)
+    monkeypatch.setattr(metrics_log, "SEND_EVERY_S", 0.05)
+    log = MlflowLog(tmp_path, "study", {f"setting{k}": "x" * 600 for k in range(150)})
+    for step in range(1500):
+        log.scalars(step, {"train/loss": float(step), "train/none": None})
+    while "MLflow cannot be told" not in caplog.text:
+        pass
+    server.mkdir()
+    log.close("interrupted")
+    assert [step for _, step, _ in scalars(server)] == list(range(1500))
+    assert calls(server)[-1] == ["set_terminated", f"run of {tmp_path.name}", "KILLED"]
+    assert caplog.text.count("MLflow") == 1
+
+
+def test_a_server_that_is_not_there_ends_nothing(server, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(metrics_log, "MOST_WAITING", 3)
+    log = MlflowLog(tmp_path, "study", {})
+    for step in range(5):
+        log.scalars(step, {"train/loss": 1.0})
+    log.close("completed")
+    assert caplog.text.count("MLflow cannot be told, and is tried again every 30 s: connection refused") == 1
+    assert f"MLflow was not told 5 scalars and the last files; all are in {tmp_path}" in caplog.text
+
+
+def test_without_mlflow_it_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (fault,) = RunConfig(DataSettings(Path("slides")), mlflow="study").validate()
+    assert fault.startswith("--mlflow=study needs the package mlflow or mlflow-skinny, which is not installed")
+
+
+def test_every_scalar_is_sent_or_counted(tmp_path, monkeypatch):
+    """Scalars that come while a message is under way push others out of a full queue."""
+    monkeypatch.setattr(metrics_log, "MOST_WAITING", 10)
+    monkeypatch.setattr(metrics_log, "MOST_METRICS", 4)
+    monkeypatch.setattr(MlflowLog, "_start", lambda self: None)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *scalar: scalar, Param=None))
+    told = MlflowLog(tmp_path, "study", {})
+    sent = []
+
+    class Client:
+        def log_batch(self, run, metrics):
+            told.scalars(len(sent) + 100, {"more": 1.0, "again": 2.0})
+            sent.extend(metrics)
+
+    given = 14
+    for step in range(given):
+        told.scalars(step, {"loss": 0.5})
+    for _ in range(3):
+        told._send(Client(), "run")
+        given += 2
+    assert len(sent) == len(set(sent)) == 12
+    assert len(sent) + len(told._waiting) + told._dropped == given
+
+
+@pytest.mark.parametrize("strategy", ["1f1b", "single"])
+def test_schedule_picture_and_trace_are_of_the_step(strategy, tmp_path):
+    """Nothing is written where the model is whole."""
+    steps, local = [batch_of([2, 2, 2], 12, 1, torch.float32)], LocalCommunicator()
+    engine = build(local, "skips", Strategy(strategy, 1, 1, 3), steps)
+    train(engine, steps)
+    step = write_step(engine, local, strategy, tmp_path)
+    if strategy == "single":
+        assert step is None
+        assert not list(tmp_path.iterdir())
+        return
+    timeline = step.measured
+    assert sum(step.seconds.values()) == pytest.approx(timeline.makespan_s)
+    assert step.seconds["compute"] == pytest.approx(timeline.busy_s(0))
+    assert step.simulated.bubble == pytest.approx(0.0)
+    actions, spans = from_csv((tmp_path / "schedule.csv").read_text())[0], timeline.spans[0]
+    for found in (actions, [span.action for span in spans]):
+        assert [*map(str, found)] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
+    picture = (tmp_path / "schedule.svg").read_text()
+    ElementTree.fromstring(picture)
+    assert "measured" in picture
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "0B2" for event in events) == 2  # simulated, measured

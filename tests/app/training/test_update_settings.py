@@ -1,19 +1,16 @@
 """Layer-wise learning rates, weight decay, frozen parts and averaged weights: those of one process with torch's own
 means, whatever the strategy."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
 import math
 import types
-from typing import Any
 
 import pytest
 import torch
 from timm.optim import param_groups_weight_decay
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from app.settings.optimization import OptimizerSettings
@@ -23,7 +20,6 @@ from models.layer_depth import freeze, layer_decay_scales
 from models.losses import PixelClassLoss
 from models.registry import build_model
 from models.unet import UNet
-from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.engine.weight_average import averages_of
@@ -38,7 +34,7 @@ LOSS = PixelClassLoss()
 
 
 @functools.cache
-def model() -> nn.Module:
+def model():
     """A U-Net whose first level and deepest convolution are frozen, batch norm included."""
     torch.manual_seed(0)
     net = UNet(classes=3, norm="batch", base=4, depth=2).double()
@@ -49,25 +45,25 @@ def model() -> nn.Module:
 
 
 @functools.cache
-def microbatch(step: int, i: int) -> tuple[Tensor, Tensor]:
+def microbatch(step, i):
     generator = torch.Generator().manual_seed(100 * step + i)
     images = torch.randn(SIZES[i], 3, PX, PX, generator=generator, dtype=torch.float64)
     return images, torch.randint(0, 3, (SIZES[i], PX, PX), generator=generator, dtype=torch.uint8)
 
 
-def rate(step: int) -> float:
+def rate(step):
     return LR / (step + 1)
 
 
-def test_the_rate_rises_linearly_and_falls_as_a_cosine() -> None:
+def test_the_rate_rises_linearly_and_falls_as_a_cosine():
     config = types.SimpleNamespace(optimization=dataclasses.replace(SETTINGS, warmup=4))
-    session: Any = types.SimpleNamespace(config=config, total_steps=12)
+    session = types.SimpleNamespace(config=config, total_steps=12)
     rates = [Session.learning_rate(session, step) / LR for step in range(12)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, *((1 + math.cos(k * math.pi / 8)) / 2 for k in range(8))])
 
 
 @functools.cache
-def plain() -> dict[str, Any]:
+def plain():
     """The steps written out: groups by hand, torch's own average."""
     net = copy.deepcopy(model()).train()
     scales = layer_decay_scales(net, DECAY)
@@ -100,22 +96,29 @@ def plain() -> dict[str, Any]:
     }
 
 
-def rank(communicator: Communicator, strategy: Strategy) -> dict[str, Any]:
+def engine_of(strategy, net, make, communicator):
+    more = {"batch": sum(SIZES), "tile": PX, "seed": 0, "device": CPU}
+    return build_engine(strategy, copy.deepcopy(net), LOSS, make, communicator, **more)
+
+
+def parts_of(engine, step):
+    """What this rank reads of a step."""
+    given = [(microbatch(step, i), engine.wants(i)) for i in engine.share]
+    return [Microbatch(x if w.images else None, y if w.targets else None, x.shape) for (x, y), w in given]
+
+
+def rank(communicator, strategy):
     """What a rank has after the steps; two of them by one engine, the last by another from the checkpoint."""
     net = copy.deepcopy(model())
     make = functools.partial(build_optimizer, SETTINGS, scales=layer_decay_scales(net, DECAY))
-    losses: list[float] = []
-    state: dict[str, Any] = {}
+    losses = []
+    state = {}
     for steps in (range(STEPS - 1), range(STEPS - 1, STEPS)):
-        engine: Any = build_engine(
-            strategy, copy.deepcopy(net), LOSS, make, communicator, batch=sum(SIZES), tile=PX, seed=0, device=CPU
-        )
+        engine = engine_of(strategy, net, make, communicator)
         if losses:
             engine.load_state_dict(state)
         for step in steps:
-            given = [(microbatch(step, i), engine.wants(i)) for i in engine.share]
-            parts = [Microbatch(x if w.images else None, y if w.targets else None, x.shape) for (x, y), w in given]
-            losses.append(engine.step(parts, step, rate(step)).loss)
+            losses.append(engine.step(parts_of(engine, step), step, rate(step)).loss)
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         state = shared(communicator, copy.deepcopy(engine.state_dict()))
         with engine.averaged():
@@ -128,10 +131,10 @@ def rank(communicator: Communicator, strategy: Strategy) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "state": state, "predicted": predicted}
 
 
-SHARED: dict[int, dict[str, Any]] = {}
+SHARED = {}
 
 
-def shared(communicator: Communicator, state: dict[str, Any]) -> dict[str, Any]:
+def shared(communicator, state):
     """The first rank's state, on all: ranks are threads."""
     if communicator.rank == 0:
         SHARED[0] = state
@@ -141,7 +144,7 @@ def shared(communicator: Communicator, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+def error(expected, found):
     return max(float((found[k] - v).abs().max() / v.abs().max().clamp(min=1e-3)) for k, v in expected.items())
 
 
@@ -161,11 +164,11 @@ def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     ],
     ids=lambda s: f"{s.name}{'-host' * s.policy.optimizer}{'-zero' * s.zero}",
 )
-def test_updates_and_averages_are_those_of_one_process(strategy: Strategy) -> None:
+def test_updates_and_averages_are_those_of_one_process(strategy):
     expected = plain()
     ranks = run_on_threads(strategy.ranks, rank, strategy, timeout_s=60)
     frozen = {name for name, parameter in model().named_parameters() if not parameter.requires_grad}
-    found: dict[str, Tensor] = {}
+    found = {}
     for result in ranks:
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-10)
         found |= result["gradients"]
@@ -184,7 +187,7 @@ def test_updates_and_averages_are_those_of_one_process(strategy: Strategy) -> No
 
 
 @pytest.mark.parametrize("name", ["resnet18", "timm:convnext_atto", "unet"])
-def test_weights_decay_as_in_timm(name: str) -> None:
+def test_weights_decay_as_in_timm(name):
     net = build_model(name, classes=2, norm="batch", head="average")
     without, decaying = param_groups_weight_decay(net, WEIGHT_DECAY)
     for settings, expected in (
@@ -199,21 +202,17 @@ def test_weights_decay_as_in_timm(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "1f1b"])
-def test_optimizer_state_is_never_loaded_into_other_groups(kind: str) -> None:
+def test_optimizer_state_is_never_loaded_into_other_groups(kind):
     """Of a checkpoint from before biases and norms had no decay: as it was with ``decay_all``, else one message."""
 
-    def state_after_a_step(communicator: Communicator, settings: OptimizerSettings) -> tuple[Any, dict[str, Any]]:
+    def state_after_a_step(communicator, settings):
         strategy = Strategy(kind, 2, 2 if kind == "1f1b" else 1, 3)
         make = functools.partial(build_optimizer, settings)
-        engine: Any = build_engine(
-            strategy, copy.deepcopy(model()), LOSS, make, communicator, batch=sum(SIZES), tile=PX, seed=0, device=CPU
-        )
-        given = [(microbatch(0, i), engine.wants(i)) for i in engine.share]
-        parts = [Microbatch(x if w.images else None, y if w.targets else None, x.shape) for (x, y), w in given]
-        engine.step(parts, 0, LR)
+        engine = engine_of(strategy, model(), make, communicator)
+        engine.step(parts_of(engine, 0), 0, LR)
         return engine, shared(communicator, copy.deepcopy(engine.state_dict()))
 
-    def rank(communicator: Communicator, _: None) -> None:
+    def rank(communicator, _):
         everything = dataclasses.replace(SETTINGS, decay_all=True)
         engine, old = state_after_a_step(communicator, everything)
         engine.load_state_dict(old)
@@ -232,7 +231,7 @@ def test_optimizer_state_is_never_loaded_into_other_groups(kind: str) -> None:
 NAMES = [name for name, _ in model().named_parameters()]
 
 
-def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_state(found, expected):
     assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
     for number, state in expected["optimizer"]["state"].items():

@@ -1,0 +1,143 @@
+"""Parts of pages: charts, numbers, templates, and the page of all slides."""
+
+import base64
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jinja2 import UndefinedError
+
+from app.pages.charts import COLOURS, MARKERS, Chart, Series, line_chart
+from app.pages.html import format_value, rendered
+from tests.helpers.slides_page import write_many
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def series(y, kind="line"):
+    values = np.array(y, np.float64)
+    return Series("loss & <x>", np.arange(1.0, len(values) + 1), values, 0, kind)
+
+
+def drawing(chart):
+    return ElementTree.fromstring(base64.b64decode(chart.svg))
+
+
+def words(chart):
+    return ["".join(text.itertext()) for text in drawing(chart).iter(f"{SVG}text")]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=20), st.booleans())
+@example([1.0, 5e-324], False)
+@example([0.0, 5e-324], True)
+@example([5e-324, 1e-323], True)
+@example([0.0, 0.0], True)
+@example([1e9, 1e9 + 1e-6], False)
+@example([-2.0, -2.0], True)
+def test_whatever_the_values_there_is_a_picture_and_no_warning(y, from_zero):
+    shown = line_chart([series(y)], "t", "u", from_zero=from_zero, mark="max")
+    assert any(word.startswith("loss & <x>") for word in words(shown))
+
+
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("values", [(1.0, 1.0), (0.003, 4000.0), (5e-4, 6e-4)])
+def test_sizes_are_the_numbers_of_the_x_axis(values, log):
+    line = Series("a", np.array([512.0, 2048.0]), np.array(values), 0, "dots")
+    chart = line_chart([line], "t", "u", x_label="tile", sizes=(512, 2048), from_zero=not log, log=log)
+    assert {"512", "2048", "tile"} <= set(words(chart))
+    assert chart.alt.startswith("t. a: ")
+
+
+@pytest.mark.parametrize(("values", "powers"), [([1e-3, 1e-2, 1e-1, 1], True), ([1.0, 2.0], False)])
+def test_a_wide_span_of_positive_values_is_drawn_on_a_logarithmic_axis(values, powers):
+    shown = words(line_chart([series(values)], "t", "u"))
+    assert any("10−" in "".join(word.split()) for word in shown) == powers
+
+
+def test_the_extreme_value_is_marked_and_the_last_one_is_in_the_legend():
+    shown = words(line_chart([series([3.0, 1.25, 2.0])], "t", "u", mark="min"))
+    assert "min 1.25" in shown
+    assert "loss & <x> 2" in shown
+
+
+def test_gaps_stay_gaps_and_nothing_finite_has_no_picture():
+    chart = line_chart([series([3.0, np.nan, 2.5], "dots")], "t", "u", sizes=(1, 3))
+    assert chart.alt == "t. loss & <x>: 3 at 1, 2.5 at 3"
+    assert line_chart([series([np.nan, np.inf])], "Empty", "u") == Chart("Empty", "u", "", "Empty")
+
+
+def test_a_long_series_stays_small():
+    assert len(line_chart([series(np.random.default_rng(0).normal(size=20_000))], "t", "u").svg) < 400_000
+
+
+def test_lines_have_different_marks_or_colours():
+    looks = {(COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]) for number in range(30)}
+    assert len(looks) == 30
+
+
+def test_same_values_same_picture():
+    first, second = (line_chart([series([1.0, 2.0], "dots")], "t", "u").svg for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.123456, "0.1235"),
+        (1024.0, "1024"),
+        (40000.0, "40\u2009000"),
+        (12345678.0, "1.23e7"),
+        (1e-5, "1e-5"),
+        (25557032, "25\u2009557\u2009032"),
+        (-3.5, "−3.5"),
+        (float("nan"), "–"),
+    ],
+)
+def test_numbers_are_written_short(value, text):
+    assert format_value(value) == text
+
+
+def test_fewer_digits_round_but_never_lose_the_whole_part():
+    assert (format_value(0.46612, 3), format_value(1234.5, 3)) == ("0.466", "1234")
+
+
+def test_a_template_does_not_go_without_what_it_asks_for():
+    with pytest.raises(UndefinedError, match="settings"):
+        rendered("comparison.html.j2", runs=2)
+
+
+def test_the_page_of_all_slides_has_flags_orders_and_names(tmp_path):
+    html = write_many(tmp_path, 40).read_text()
+    root = ElementTree.fromstring(html.removeprefix("<!DOCTYPE html>"))  # well-formed, names escaped
+    cards = [item for item in root.iter("li") if "card" in item.get("class", "")]
+    slides = {"".join(item.find("h3").itertext()): item for item in cards}
+    assert len(slides) == 40
+
+    def flagged(name):
+        return {int(slide[7:10]) for slide, item in slides.items() if name in item.get("class", "").split()}
+
+    assert (flagged("fault"), flagged("pale"), flagged("drawn")) == (
+        {1, 10, 20, 30},
+        set(range(5)),
+        {0, 4, 8, 12, 16, 24, 28, 32, 36},
+    )
+    counts = re.findall(r"<span>([a-z ]+) <small>(\d+)</small>", html)
+    assert counts[:3] == [("all", "40"), ("with faults", "4"), ("little tissue", "5")]
+    for order, first in (
+        ("name", [0, 1, 2]),
+        ("faults", [1, 10, 20, 30]),
+        ("tissue", [10, 20]),
+        ("tiles", [10, 20, 30, 0]),
+    ):
+        place = {slide: int(re.findall(rf"--{order}:(\d+);", item.get("style"))[0]) for slide, item in slides.items()}
+        assert [int(slide[7:10]) for slide in sorted(place, key=place.get)][: len(first)] == first
+    picture = slides["slide <004>"].find(".//img")
+    assert (picture.get("src"), picture.get("loading")) == ("tissue/small/slide%20%3C004%3E.jpg", "lazy")
+    assert (
+        "".join(slides["slide <010>"].itertext()).split("open: ")[1].strip() == "/slides/10.svs: the file is cut short"
+    )

@@ -1,0 +1,188 @@
+"""What a run prepares: its split, tiles whose class is drawn on them, and the slides of a prediction."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.settings.run import DataSettings, RunConfig, SplitSettings
+from app.training.dataset import prepare
+from app.training.run_folder import RunFolder
+from app.training.run_slides import predicted_slides
+from app.training.split_choice import choose_splits
+from pipelines.catalog.catalog import find_slides
+from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.handles import SlideState
+from pipelines.labels.slide_labels import SlideLabels
+from pipelines.labels.splits import Splits
+from pipelines.tiles.index_settings import IndexSettings
+from tests.app.conftest import rows_of
+from tests.helpers.drawings import box, write_geojson
+
+SLIDES = [f"s{i}" for i in range(12)]
+LABELS = {slide: i % 2 for i, slide in enumerate(SLIDES)}
+
+
+def chosen(folder, said=None, given=None, patient=None, **split):
+    site = {slide: f"site{i // 3}" for i, slide in enumerate(SLIDES)}
+    patient = {s: s for s in SLIDES} if patient is None else patient
+    truth = SlideLabels(("a", "b"), LABELS, patient, "here", ("unlabelled",), site=site)
+    folder.mkdir(exist_ok=True)
+    config = RunConfig(DataSettings(folder), split=SplitSettings(**split), out=folder)
+    told = (said if said is not None else []).append
+    return choose_splits(config, RunFolder(folder), truth, SLIDES, LABELS, given or {}, told)
+
+
+def test_folds_and_sites_are_told_and_saved(tmp_path):
+    said = []
+    runs = [chosen(tmp_path / str(k), said, folds=4, fold=k, split_by="site") for k in range(4)]
+    assert sorted(slide for run in runs for slide in run.slides("val")) == sorted(SLIDES)
+    assert said[0].endswith("patients in more than one split: 0; sites in more than one split: 0")
+    assert Splits.load(tmp_path / "0" / "splits.csv") == runs[0]
+    chosen(tmp_path / "by patient", said, folds=4, fold=1)
+    assert "sites in more than one split: 2" in said[-1]
+
+
+def test_unknown_patients_are_said_and_saved(tmp_path):
+    said = []
+    none_known = chosen(tmp_path / "none", said, patient={})
+    assert "patients unknown: slides are split one by one" in said[-1]
+    assert "in more than one split: 0; sites" not in said[-1]
+    assert Splits.load(tmp_path / "none" / "splits.csv").unknown == none_known.unknown == frozenset(SLIDES)
+    chosen(tmp_path / "some", said, patient=dict.fromkeys(SLIDES[:2], "p"))
+    assert "patients in more than one split: 0; patients of 10 of 12 slides unknown: these are split one by" in said[-1]
+
+
+def test_slides_of_one_patient_share_a_split(tmp_path):
+    patient = {slide: f"p{i // 2}" for i, slide in enumerate(SLIDES)}
+    for seed in range(5):
+        splits = chosen(tmp_path / str(seed), patient=patient, validation=0.3)
+        assert not splits.patient_overlap()
+        assert all(splits.split[a] == splits.split[b] for a, b in zip(SLIDES[::2], SLIDES[1::2], strict=True))
+
+
+def test_a_folder_with_another_split_is_refused(tmp_path):
+    first = chosen(tmp_path, folds=3, fold=0)
+    assert chosen(tmp_path, folds=3, fold=0) == first
+    with pytest.raises(ValueError, match=r"splits\.csv holds another split than is asked for"):
+        chosen(tmp_path, folds=3, fold=1)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.pt").touch()  # resumed: its settings were compared before
+    assert chosen(tmp_path, folds=3, fold=0).split == first.split
+
+
+def test_a_file_decides_alone(tmp_path):
+    lines = [f"{slide},{'val' if i < 2 else 'train'}" for i, slide in enumerate(SLIDES)]
+    file = tmp_path / "own.csv"
+    file.write_text("\n".join(["slide,split", *lines, "unlabelled,test"]))
+    assert chosen(tmp_path / "run", splits=file).slides("val") == ("s0", "s1")
+    with pytest.raises(ValueError, match="folders called like splits, train, and --splits"):
+        chosen(tmp_path / "other", given=dict.fromkeys(SLIDES, "train"), splits=file)
+
+
+def prepared(slides, out, said, *, tile=128, **data):
+    config = RunConfig(DataSettings(slides, **data), IndexSettings(tile=tile), out=out)
+    return prepare(config, RunFolder(out), lambda line: said.append(str(line)))
+
+
+def test_folders_called_like_splits_are_the_split(classify_slides, tmp_path):
+    """They were once two classes, train and val."""
+    slides, said = tmp_path / "slides", []
+    label = {row["slide"]: row["label"] for row in rows_of(classify_slides / "labels.csv")}
+    paths = sorted(classify_slides.glob("*.tif"))
+    for k, path in enumerate(paths):
+        folder = slides / ("train" if k < 4 else "val") / label[path.stem.removesuffix(".ome")]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / path.name).symlink_to(path)
+    dataset = prepared(slides, tmp_path / "run", said)
+    assert set(dataset.classes) == set(label.values())
+    assert dataset.splits.slides("val") == tuple(path.stem for path in paths[4:])
+    assert "split by the folders train, val" in said
+    assert any(line.startswith("slides by split: train 4, val 2, test 0; patients unknown") for line in said)
+    assert prepared(slides, tmp_path / "run", said).splits == dataset.splits
+
+
+HALF = 768
+
+
+def drawn(slides, folder, said=None, more=(), **data):
+    """Tiles labelled by a tumour on the left half and a quarter of the next tiles; a corner is to be ignored."""
+    for spec in find_slides(slides):
+        write_geojson(
+            folder / "drawn" / f"{spec.slide_id}.geojson",
+            box(0, 0, HALF + 64, 2 * HALF, "Tumor"),
+            box(HALF, HALF, 2 * HALF, 2 * HALF, "Ignore*"),
+            *more,
+        )
+    data = {"annotations": folder / "drawn", "task": "classify", **data}
+    return prepared(slides, folder / "run", [] if said is None else said, tile=256, **data)
+
+
+@pytest.mark.parametrize(("rule", "quarter"), [("any", 1), ("0.3", 0)])
+def test_rules_and_ignored_tiles(segment_slides, tmp_path, rule, quarter):
+    said = []
+    dataset = drawn(segment_slides, tmp_path, said, tile_label=rule)
+    tiles = [dataset.tiles.region(row) for row in range(len(dataset.tiles))]
+    assert not any(tile.l0_x >= HALF and tile.l0_y >= HALF for tile in tiles)
+    assert any("as all that is drawn there is to be ignored" in line for line in said)
+    expected = [1 if tile.l0_x < HALF else quarter if tile.l0_x == HALF else 0 for tile in tiles]
+    np.testing.assert_array_equal(dataset.tile_labels, expected)
+    assert set(expected) == {0, 1}
+
+
+def test_any_counts_a_single_pixel(segment_slides, tmp_path):
+    dots = [box(x, 130, x + 1, 131, "Dot") for x in range(HALF + 256 + 101, 2 * HALF, 256)]
+    dataset = drawn(segment_slides, tmp_path, more=dots, tile_label="any")
+    tiles = [dataset.tiles.region(row) for row in range(len(dataset.tiles))]
+    dotted = [tile.l0_y == 0 and tile.l0_x > HALF for tile in tiles]
+    assert any(dotted)
+    np.testing.assert_array_equal(dataset.tile_labels == dataset.classes.index("Dot"), dotted)
+
+
+@pytest.mark.parametrize(
+    ("slides", "data", "message"),
+    [
+        ("segment", {"class_map": ("tumor=x",)}, r"--class-map names tumor, .*; classes are Ignore"),
+        ("segment", {"tile_label": "any", "task": "segment"}, "--tile-label any is for --task classify with annot"),
+        ("classify", {"annotations": None, "task": "auto", "class_map": ("a=b",)}, "--class-map names a, which no"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(slides, data, message, tmp_path, request):
+    with pytest.raises(ValueError, match=message):
+        drawn(request.getfixturevalue(f"{slides}_slides"), tmp_path, **data)
+
+
+def test_an_annotation_off_its_slide_costs_that_slide(segment_slides, tmp_path, caplog):
+    """Such a slide was once learned as background, without a word."""
+    off, *others = [spec.slide_id for spec in find_slides(segment_slides)]
+    write_geojson(tmp_path / "drawn" / f"{off}.geojson", box(90_000, 90_000, 90_100, 90_100, "Tumor"))
+    for slide in others:
+        write_geojson(tmp_path / "drawn" / f"{slide}.geojson", box(0, 0, HALF, HALF, "Tumor"))
+    dataset = prepared(segment_slides, tmp_path / "run", [], tile=256, annotations=tmp_path / "drawn")
+    assert set(dataset.tiles.slides) == set(others)
+    [(slide, step, error)] = FailedSlides(tmp_path / "run" / "failed_slides.csv").rows()
+    assert (slide, step) == (off, "annotation")
+    assert "completely outside" in error
+    assert f"{off} is left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("labels", "given", "mpp"),
+    [
+        ("other,1", {}, {"as_file": 0.5, "by_table": 0.25, "new": 0.5}),
+        ("as_file,4\nby_table,4\nnew,4", {}, {"as_file": 0.5, "by_table": 0.25, "new": 4}),
+        ("other,1", {"slide_mpp": 2.0}, {"as_file": 2, "by_table": 2, "new": 2}),
+    ],
+)
+def test_labels_beside_the_slides_of_a_prediction_give_mpp_to_new_slides_only(tmp_path, labels, given, mpp):
+    for name in mpp:
+        (tmp_path / f"{name}.svs").write_text(name)
+    (tmp_path / "labels.csv").write_text(f"slide,mpp\n{labels}\n")
+    digest = {name: SlideState.now(tmp_path / f"{name}.svs").digest for name in ("as_file", "by_table")}
+    columns = {"digest": digest, "mpp": {"by_table": 0.25, "new": 1.0}}
+    trained = DataSettings(Path("gone"), slide_mpp=0.5, mpp_table=Path("gone.csv"), scene=1)
+    specs = predicted_slides(trained, IndexSettings(), columns, {"slides": tmp_path, **given})
+    assert {spec.slide_id: spec.mpp for spec in specs} == mpp
+    assert {spec.scene for spec in specs} == {1}, "that of the run"
+    (other, *_) = predicted_slides(trained, IndexSettings(), columns, {"slides": tmp_path, "scene": 0, **given})
+    assert other.scene == 0
