@@ -1,5 +1,6 @@
-"""Work for processes that may die, by a number: what it does depends on it."""
+"""Work for processes that may die, by a number: what it does depends on it; and a function's result in a child."""
 
+import multiprocessing
 import os
 import resource
 import sys
@@ -37,3 +38,21 @@ def sleep_if_odd(number: int) -> int:
 def hold(mebibytes: int) -> int:
     """Takes that much memory, really."""
     return len(bytes(mebibytes << 20))
+
+
+def result_in_child(function, *arguments, method: str = "fork"):
+    """Return what ``function`` returns in a child process."""
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(sender, function, arguments))
+    child.start()
+    sender.close()
+    assert receiver.poll(60), "the child is silent"
+    result = receiver.recv()
+    child.join(60)
+    assert child.exitcode == 0
+    return result
+
+
+def _send(sender, function, arguments):
+    sender.send(function(*arguments))

@@ -1,7 +1,5 @@
 """The tile cache: the reader's pixels, whoever writes beside it, whatever is killed, full or damaged."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -11,20 +9,19 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import zarr
 
 from pipelines.backends.registry import open_slide
-from pipelines.cache import tile_cache
+from pipelines.cache import tile_cache, tile_kind
 from pipelines.cache.shard_folder import ABANDONED_S, LEDGER, ShardFolder
 from pipelines.cache.tile_cache import CacheCounts, CachedSlide, CachedSpec, TileCache
-from pipelines.cache.tile_kind import CacheSpec, Place
+from pipelines.cache.tile_kind import CacheSpec
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
-from pipelines.slides.slide import Pixels, SlideError
+from pipelines.slides.slide import SlideError
 from tests.helpers.real import SVS
 
 KIND = CacheSpec(40, 30, 0.5)
@@ -32,25 +29,25 @@ BOUND = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_shards(monkeypatch):
     """Eight tiles in a shard, and no wait before the folder is looked at again."""
-    monkeypatch.setattr("pipelines.cache.tile_kind.MOST_SLOTS", 8)
+    monkeypatch.setattr(tile_kind, "MOST_SLOTS", 8)
     monkeypatch.setattr(tile_cache, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(tile_cache, "LOOK_SHARE", 1e9)
 
 
-def place(number: int) -> Place:
+def place(number):
     return 7, -8, number, 5
 
 
-def pixels(number: int, kind: CacheSpec = KIND) -> Pixels:
+def pixels(number, kind=KIND):
     """Pixels that no other number has; half of them compress."""
     tile = np.random.default_rng(number).integers(0, 256, (kind.height, kind.width, 3)).astype(np.uint8)
     tile[kind.height // 2 :] = number % 251
     return tile
 
 
-def holds(cache: TileCache, number: int) -> bool:
+def holds(cache, number):
     """Whether the cache has tile ``number``; never other pixels than its own."""
     out = np.zeros((KIND.height, KIND.width, 3), np.uint8)
     there = cache.get(place(number), out)
@@ -58,54 +55,58 @@ def holds(cache: TileCache, number: int) -> bool:
     return there
 
 
-def bytes_in(folder: Path) -> int:
+def bytes_in(folder):
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def filled(folder: Path, count: int) -> ShardFolder:
+def add(cache, first, last):
+    for number in range(first, last):
+        cache.add(place(number), pixels(number))
+
+
+def filled(folder, count):
     """A cache that a process has left with tiles 0, 1, ...; its folder of shards."""
     with TileCache(folder, BOUND, KIND) as cache:
-        for number in range(count):
-            cache.add(place(number), pixels(number))
+        add(cache, 0, count)
     assert cache.counts.stored == count
     return ShardFolder(folder, KIND)
 
 
 @pytest.mark.parametrize("mpp", [0.499, 1.3])
-def test_tiles_are_those_of_the_reader_and_of_any_zarr_library(mpp: float, tmp_path: Path) -> None:
+def test_tiles_are_those_of_the_reader_and_of_any_zarr_library(mpp, tmp_path):
     kind = CacheSpec(60, 50, mpp)
     regions = [Region(x, y, 60, 50, mpp) for x in (-20, 333, 2200) for y in (11, 1500, 2960)]
     with open_slide(SVS) as slide, TileCache(tmp_path, BOUND, kind) as cache:
         truth = [slide.read(region) for region in regions]
         cached = CachedSlide(slide, cache)
-        assert (cached.path, cached.backend, cached.mpp) == (slide.path, slide.backend, slide.mpp)
-        assert (cached.levels, cached.bounds) == (slide.levels, slide.bounds)
+        for name in ("path", "backend", "mpp", "levels", "bounds"):
+            assert getattr(cached, name) == getattr(slide, name)
         for _ in range(2):
-            assert all((cached.read(region) == tile).all() for region, tile in zip(regions, truth, strict=True))
+            np.testing.assert_array_equal([cached.read(region) for region in regions], truth)
         assert (cache.counts.hits, cache.counts.misses) == (9, 9)
-        overview = cached.read(Region(0, 0, 30, 40, 30.0))  # no tile: as ever
-        assert (overview == slide.read(Region(0, 0, 30, 40, 30.0))).all()
+        overview = Region(0, 0, 30, 40, 30.0)  # no tile: as ever
+        np.testing.assert_array_equal(cached.read(overview), slide.read(overview))
         with pytest.raises(ValueError, match="out must be uint8"):
             cached.read(regions[0], np.empty((1, 1, 3), np.uint8))
-    with CachedSpec(SlideSpec("a", SVS), TileCache(tmp_path, BOUND, kind)).open() as again:
+    again_cache = TileCache(tmp_path, BOUND, kind)
+    with CachedSpec(SlideSpec("a", SVS), again_cache).open() as again:
         out = np.zeros((50, 60, 3), np.uint8)
         for region, tile in zip(regions, truth, strict=True):
             assert again.read(region, out) is out
             assert (out == tile).all()
-        assert isinstance(again, CachedSlide)
-        assert (again._cache.counts.hits, again._cache.counts.misses) == (9, 0)
-    group: Any = zarr.open_group(tmp_path / kind.name, mode="r")
+        assert (again_cache.counts.hits, again_cache.counts.misses) == (9, 0)
+    group = zarr.open_group(tmp_path / kind.name, mode="r")
     for tile, kept, (*_, l0_x, l0_y) in zip(truth, group["tiles"][:9], group["places"][:9].tolist(), strict=True):
         assert (kept == tile).all()
         assert Region(l0_x, l0_y, 60, 50, mpp) in regions
     assert dict(group.attrs)["megatile"]["mpp"] == mpp
 
 
-def test_a_slide_that_is_another_now_is_read_and_one_that_was_moved_is_not(tmp_path: Path) -> None:
-    path = Path(shutil.copy2(SVS, tmp_path / "slide.svs"))
+def test_a_slide_that_is_another_now_is_read_and_one_that_was_moved_is_not(tmp_path):
+    path = shutil.copy2(SVS, tmp_path / "slide.svs")
     cache = TileCache(tmp_path / "cache", BOUND, CacheSpec(60, 50, 0.499))
 
-    def hits(path: Path, mpp: float | None = None, backend: str = "auto") -> int:
+    def hits(path, mpp=None, backend="auto"):
         before = cache.counts.hits
         with CachedSpec(SlideSpec("a", path, mpp, backend), cache).open() as slide:
             slide.read(Region(300, 400, 60, 50, 0.499))
@@ -115,10 +116,10 @@ def test_a_slide_that_is_another_now_is_read_and_one_that_was_moved_is_not(tmp_p
     assert [hits(path, mpp=0.4), hits(path, backend="openslide")] == [0, 0]
     path = path.rename(tmp_path / "moved.svs")
     assert hits(path) == 1
-    with path.open("r+b") as file:  # in place: size and time of change as they were, other bytes at its end
-        status = path.stat()
-        file.seek(-9, os.SEEK_END)
-        file.write(b"changed!")
+    status, data = path.stat(), path.read_bytes()
+    path.write_bytes(
+        data[:-9] + b"changed!" + data[-1:]
+    )  # size and time of change as they were, other bytes at its end
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1000))
     assert hits(path) == 0
     with pytest.raises(SlideError, match="no such file"):
@@ -130,35 +131,32 @@ import sys
 from pathlib import Path
 from pipelines.cache import tile_kind
 tile_kind.MOST_SLOTS = 8
-from tests.pipelines.cache.test_tile_cache import KIND, TileCache, pixels, place
+from tests.pipelines.cache.test_tile_cache import KIND, TileCache, add
 folder, bound, first, last = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 cache = TileCache(folder, bound, KIND)
 print("ready", flush=True)
 sys.stdin.readline()
-for number in range(first, last):
-    cache.add(place(number), pixels(number))
+add(cache, first, last)
 cache.close()
 print(cache.counts.stored, bool(cache.full), flush=True)
 """
 
 
-def writer(folder: Path, bound: int, first: int, last: int) -> subprocess.Popen[str]:
+def writer(folder, bound, first, last):
     """A process that has opened the cache, and adds tiles once it is told to."""
     arguments = [sys.executable, "-c", WRITER, str(folder), *map(str, (bound, first, last))]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-def begin(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
+def begin(process):
     process.stdin.write("\n")
     process.stdin.flush()
 
 
 @pytest.mark.process
-def test_processes_write_into_one_folder_at_once_and_stay_within_its_size(tmp_path: Path) -> None:
+def test_processes_write_into_one_folder_at_once_and_stay_within_its_size(tmp_path):
     reader = TileCache(tmp_path, BOUND, KIND)
     bound = 1_000_000
     writers = [writer(tmp_path, bound, 0, 700), writer(tmp_path, bound, 600, 1300)]  # each has too many by itself
@@ -166,19 +164,18 @@ def test_processes_write_into_one_folder_at_once_and_stay_within_its_size(tmp_pa
         begin(process)
     told = [process.communicate()[0].split() for process in writers]
     assert [process.returncode for process in writers] == [0, 0]
-    assert all(full == "True" for _, full in told)
-    stored = sum(int(count) for count, _ in told)
+    assert [full for _, full in told] == ["True", "True"]
     shard = 8 * 2000
     assert bound - 2 * shard - 10_000 < bytes_in(tmp_path) <= bound + 3 * 2000, "but for zarr.json"
     places = [p for s in ShardFolder(tmp_path, KIND).shards() for p in reader._shards.places_of(s).tolist()]
     listed = [row[2] for row in places if any(row)]
-    assert len(listed) == stored
+    assert len(listed) == sum(int(count) for count, _ in told)
     assert [number for number in range(1300) if holds(reader, number)] == sorted(set(listed))
     assert reader.counts.damaged == 0
 
 
 @pytest.mark.process
-def test_a_process_killed_at_any_moment_leaves_nothing_that_is_wrong(tmp_path: Path) -> None:
+def test_a_process_killed_at_any_moment_leaves_nothing_that_is_wrong(tmp_path):
     process = writer(tmp_path, BOUND, 0, 10**6)
     begin(process)
     while bytes_in(tmp_path) < 300_000:
@@ -195,9 +192,7 @@ def test_a_process_killed_at_any_moment_leaves_nothing_that_is_wrong(tmp_path: P
 
 @pytest.mark.process
 @pytest.mark.parametrize("moment", ["tiles half written", "tiles not renamed", "places not renamed"])
-def test_what_a_killed_process_leaves_is_not_read_and_removed_later(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_process_leaves_is_not_read_and_removed_later(moment, tmp_path, monkeypatch):
     shards = filled(tmp_path, 8)
     child = os.fork()
     if not child:
@@ -207,8 +202,7 @@ def test_what_a_killed_process_leaves_is_not_read_and_removed_later(
     assert left == ({"c.1.0.0.0", ".1.writing"} if moment == "places not renamed" else {".1.writing"})
     with TileCache(tmp_path, BOUND, KIND) as cache:
         assert [number for number in range(20) if holds(cache, number)] == list(range(8))
-        for number in range(8, 16):
-            cache.add(place(number), pixels(number))
+        add(cache, 8, 16)
     assert shards.shards() == [0, 2]
     for file in tmp_path.rglob("*"):
         os.utime(file, (time.time() - ABANDONED_S - 1,) * 2)
@@ -218,10 +212,10 @@ def test_what_a_killed_process_leaves_is_not_read_and_removed_later(
     assert cache.counts.damaged == 0
 
 
-def _add_and_die(folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _add_and_die(folder, moment, monkeypatch):
     """In a forked process: add a shard, and be killed meanwhile."""
 
-    def die(*_: object) -> None:
+    def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     replace, calls = Path.replace, iter([lambda: None, die])
@@ -232,62 +226,44 @@ def _add_and_die(folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         monkeypatch.setattr(os, "ftruncate", lambda file, size: (os.pwrite(file, b"tile" * 99, 0), die()))
     try:
-        cache = TileCache(folder, BOUND, KIND)
-        for number in range(8, 16):
-            cache.add(place(number), pixels(number))
+        add(TileCache(folder, BOUND, KIND), 8, 16)
     finally:
         os._exit(1)
 
 
-def test_a_full_cache_serves_on_and_takes_no_more(tmp_path: Path) -> None:
+def test_a_full_cache_serves_on_and_takes_no_more(tmp_path):
     shard = bytes_in(filled(tmp_path / "size", 8).path)
     with TileCache(tmp_path / "cache", 2 * shard, KIND) as cache:
-        for number in range(40):
-            cache.add(place(number), pixels(number))
+        add(cache, 0, 40)
         assert cache.full == f"it has its {2 * shard} bytes"
         assert cache.counts.stored == 16
         assert [number for number in range(50) if holds(cache, number)] == list(range(16))
-    other = CacheSpec(40, 30, 1.0)  # counts what there is of other kinds
-    with TileCache(tmp_path / "cache", 2 * shard, other) as cache:
-        for number in range(8):
-            cache.add(place(number), pixels(number))
-        assert cache.counts.stored == 0
+    with TileCache(tmp_path / "cache", 2 * shard, CacheSpec(40, 30, 1.0)) as cache:
+        add(cache, 0, 8)
+        assert cache.counts.stored == 0, "tiles of another kind are counted"
     assert bytes_in(tmp_path / "cache" / KIND.name / "tiles") <= 2 * shard
 
 
-def test_shards_are_written_and_bounded_without_listing_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_written_and_bounded_without_listing_the_others(tmp_path, monkeypatch):
     """Each shard once listed all shards before it, to count bytes and to find its number."""
-    listed: list[str] = []
+    listed, counts = [], []
     for name in ("listdir", "scandir"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *path, real=real: (listed.append(str(path)), real(*path))[1])
-    counts = []
     for shards in (4, 32):
         listed.clear()
         with TileCache(tmp_path / str(shards), BOUND, KIND) as cache:
-            for number in range(8 * shards):
-                cache.add(place(number), pixels(number))
+            add(cache, 0, 8 * shards)
         assert cache.counts.stored == 8 * shards
-        counts.append(len(listed))
+        counts.append(sum(str(tmp_path) in path for path in listed))
     assert counts[0] == counts[1] < 12
-    assert int((tmp_path / "32" / LEDGER).read_bytes()) == bytes_in(tmp_path / "32" / KIND.name) - sum(
-        file.stat().st_size for file in (tmp_path / "32").rglob("zarr.json") if file.parent.name == KIND.name
-    ), "what is written down is what is there"
-
-
-@pytest.mark.parametrize("text", [b"", b"many", b"9" * 20, b"\xff" * 30])
-def test_a_rotten_ledger_is_counted_anew(text: bytes, tmp_path: Path) -> None:
-    with TileCache(tmp_path, BOUND, KIND) as cache:
-        (tmp_path / LEDGER).write_bytes(text)
-        for number in range(8):
-            cache.add(place(number), pixels(number))
-        assert (cache.counts.stored, cache.full) == (8, "")
+    metadata = (tmp_path / "32" / KIND.name / "zarr.json").stat().st_size
+    written = int((tmp_path / "32" / LEDGER).read_bytes())
+    assert written == bytes_in(tmp_path / "32" / KIND.name) - metadata, "what is written down is what is there"
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "tiles/zarr.json", "places/zarr.json"])
-def test_rotten_metadata_is_written_anew(name: str, tmp_path: Path) -> None:
+def test_rotten_metadata_is_written_anew(name, tmp_path):
     file = filled(tmp_path, 8).path / name
     expected = file.read_bytes()
     for text in (b"", b"{", b"\xff\x00"):
@@ -300,7 +276,15 @@ def test_rotten_metadata_is_written_anew(name: str, tmp_path: Path) -> None:
         TileCache(tmp_path, BOUND, KIND)
 
 
-def test_other_threads_read_while_the_folder_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", [b"", b"many", b"9" * 20, b"\xff" * 30])
+def test_a_rotten_ledger_is_counted_anew(text, tmp_path):
+    with TileCache(tmp_path, BOUND, KIND) as cache:
+        (tmp_path / LEDGER).write_bytes(text)
+        add(cache, 0, 8)
+        assert (cache.counts.stored, cache.full) == (8, "")
+
+
+def test_other_threads_read_while_the_folder_is_listed(tmp_path, monkeypatch):
     filled(tmp_path, 8)
     cache, listing, go_on = TileCache(tmp_path, BOUND, KIND), threading.Event(), threading.Event()
     monkeypatch.setattr(cache._shards, "shards", lambda: (listing.set(), go_on.wait(10), [])[2])
@@ -313,14 +297,13 @@ def test_other_threads_read_while_the_folder_is_listed(tmp_path: Path, monkeypat
     missing.join()
 
 
-def test_a_disk_that_is_full_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*_: object) -> int:
+def test_a_disk_that_is_full_ends_nothing(tmp_path, monkeypatch):
+    def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with TileCache(tmp_path, BOUND, KIND) as cache:
         monkeypatch.setattr(os, "ftruncate", no_space)
-        for number in range(20):
-            cache.add(place(number), pixels(number))
+        add(cache, 0, 20)
         assert "No space left on device" in cache.full
         assert not any(holds(cache, number) for number in range(20))
     assert not list(tmp_path.rglob("*.writing"))
@@ -330,34 +313,29 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("harm", ["tile", "index", "cut", "places", "gone"])
-def test_damage_is_counted_and_what_is_damaged_read_anew(harm: str, tmp_path: Path) -> None:
+def test_damage_is_counted_and_what_is_damaged_read_anew(harm, tmp_path):
     shards = filled(tmp_path, 16)
     file = shards.tiles_of(0) if harm != "places" else shards.path / "places" / "c.0.0"
     data = bytearray(file.read_bytes())
-    at = {"tile": 1900, "index": len(data) - 100, "cut": 0, "places": 40, "gone": 0}[harm]
-    data[at] ^= 0 if harm in ("cut", "gone") else 4
-    file.write_bytes(data[:-1] if harm == "cut" else data)
     if harm == "gone":
         file.unlink()
+    elif harm == "cut":
+        file.write_bytes(data[:-1])
+    else:
+        data[{"tile": 1900, "index": len(data) - 100, "places": 40}[harm]] ^= 4
+        file.write_bytes(data)
     for expected in (range(1, 2) if harm == "tile" else range(8), range(0)):  # of the first tile 1,816 bytes
         with TileCache(tmp_path, BOUND, KIND) as cache:
             missing = [number for number in range(16) if not holds(cache, number)]
             for number in missing:
                 cache.add(place(number), pixels(number))
-        if harm == "places":
-            assert (missing, cache.counts.damaged) == (list(expected), 1)
-        else:
-            assert (missing, cache.counts.damaged) == (list(expected), len(expected))
+        assert missing == list(expected)
+        assert cache.counts.damaged == (1 if harm == "places" else len(expected))
 
 
-def test_counts_of_ranks_add_up() -> None:
-    counts = CacheCounts(1, 2, 3, 4, 0.5, 0.25, 2.0)
+def test_counts_of_ranks_add_up_and_too_large_a_tile_is_refused():
     doubled = CacheCounts.of([2.0 * value for value in (1, 2, 3, 4, 0.5, 0.25, 2.0)])
     assert doubled == CacheCounts(2, 4, 6, 8, 1.0, 0.5, 4.0)
     assert isinstance(doubled.hits, int)
-    assert counts != doubled
-
-
-def test_a_tile_too_large_to_compress_in_one_piece_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tiles of up to 2147418112 bytes; 32768 x 32768 px are 3221225472"):
         CacheSpec(32768, 32768, 0.5)

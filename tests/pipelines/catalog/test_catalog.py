@@ -1,35 +1,29 @@
 """Folders as people have them, and which slides they hold."""
 
-from __future__ import annotations
-
 import os
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipelines.catalog.catalog import SlideNames, find_slides, slide_stem
 from pipelines.slides.slide import SlideError
+from tests.helpers.real import REAL
 
-REAL = Path(__file__).parents[3] / "data" / "real"
 
-
-def touch(root: Path, *names: str) -> None:
+def touch(root, *names):
     for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         if name.endswith("/"):
-            path.mkdir()
+            (root / name).mkdir()
         else:
-            path.touch()
+            (root / name).touch()
 
 
-def ids(root: Path) -> list[str]:
+def ids(root):
     return [spec.slide_id for spec in find_slides(root)]
 
 
-def dicom(path: Path, series: str, size: int, explicit: bool = True) -> None:
+def dicom(path, series, size, explicit=True):
     uid = series.encode() + b"\0" * (len(series) % 2)
     head = b"UI" + len(uid).to_bytes(2, "little") if explicit else len(uid).to_bytes(4, "little")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +35,7 @@ REFERENCED = b"\x20\0\x0e\0UI\x06\x001.9.9\0"
 
 
 @pytest.mark.parametrize("undefined", [False, True])
-def test_a_referenced_series_is_not_the_series_of_a_dicom_file(tmp_path: Path, undefined: bool) -> None:
+def test_a_referenced_series_is_not_the_series_of_a_dicom_file(tmp_path, undefined):
     length = b"\xff\xff\xff\xff" if undefined else len(REFERENCED).to_bytes(4, "little")
     item = b"\xfe\xff\x00\xe0" + length + REFERENCED + (b"\xfe\xff\x0d\xe0" + bytes(4)) * undefined
     sequence = b"\x08\0\x15\x11SQ\0\0" + (b"\xff" * 4 if undefined else len(item).to_bytes(4, "little")) + item
@@ -52,7 +46,7 @@ def test_a_referenced_series_is_not_the_series_of_a_dicom_file(tmp_path: Path, u
     assert ids(tmp_path) == ["1", "2"]
 
 
-def test_damaged_dicom_files_of_one_name_cost_no_other_slide(tmp_path: Path) -> None:
+def test_damaged_dicom_files_of_one_name_cost_no_other_slide(tmp_path):
     for case, uid in (("a", "1.2.3"), ("b", "1.2.4")):
         for name in ("1", "2"):
             dicom(tmp_path / case / f"{name}.dcm", uid, 500)
@@ -60,38 +54,45 @@ def test_damaged_dicom_files_of_one_name_cost_no_other_slide(tmp_path: Path) -> 
     assert ids(tmp_path) == ["a", "a/9", "b", "b/9"]
 
 
-def test_every_known_name_is_a_slide(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        *["a.svs", "b.tif", "c.TIFF", "d.btf", "e.ndpi", "f.mrxs", "g.scn", "h.bif", "i.vms", "j.vmu"],
-        *["k.svslide", "l.dcm", "m.png", "n.jpg", "o.jpeg", "t.qptiff"],
-        *["p.ome.tif", "q.ome.zarr/", "deep/er/r.zarr/", "deep/s.v2.svs"],
-    )
-    assert ids(tmp_path) == [*"abcdefghijklmnopqr", "s.v2", "t"]
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (
+            "a.svs b.tif c.TIFF d.btf e.ndpi f.mrxs g.scn h.bif i.vms j.vmu k.svslide l.dcm m.png n.jpg o.jpeg t.qptiff"
+            " p.ome.tif q.ome.zarr/ deep/er/r.zarr/ deep/s.v2.svs",
+            "a b c d e f g h i j k l m n o p q r s.v2 t",
+        ),
+        (
+            "a.svs a_mask.tif a-mask.png a_mask.ome.tif a_mask.zarr/0.png a.geojson labels.csv .hidden.svs ._a.svs"
+            " .cache/b.svs annotations/c.png x/Masks/d.png run/tissue/e.png f.mrxs f/Data0000.dat f/thumbnail.png"
+            " g.zarr/0/0.png .h.zarr/0.png",
+            "a f g",
+        ),
+        (
+            "a.tif pred/predict.json pred/overlays/a.png pred/heat_maps/a.Tumor.tif pred/masks/a.png predict.json"
+            " data/b.svs overlays/a.png heat_maps/a.b.tif masks/a.png run/tissue/a.png project.qpproj q/P.QPPROJ"
+            " data/1/thumbnail.jpg data/2/thumbnail.jpg q/data/1/thumbnail.jpg other/overlays/c.png other/data/1/d.png",
+            "a b c d",
+        ),
+    ],
+    ids=["every known name", "what is no slide", "outputs and QuPath projects"],
+)
+def test_which_names_are_slides(tmp_path, names, found):
+    touch(tmp_path, *names.split())
+    assert ids(tmp_path) == found.split()
 
 
-def test_what_is_no_slide(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        *["a.svs", "a_mask.tif", "a-mask.png", "a_mask.ome.tif", "a_mask.zarr/0.png", "a.geojson", "labels.csv"],
-        *[".hidden.svs", "._a.svs", ".cache/b.svs", "annotations/c.png", "x/Masks/d.png", "run/tissue/e.png"],
-        *["f.mrxs", "f/Data0000.dat", "f/thumbnail.png", "g.zarr/0/0.png", ".h.zarr/0.png"],
-    )
-    assert ids(tmp_path) == ["a", "f", "g"]
+def test_links_are_followed_and_pictures_of_a_vms_slide_are_its_own(tmp_path):
+    touch(tmp_path, "elsewhere/b.svs", "slides/a.svs", "vms/s.jpg", "vms/s_map.jpg", "vms/other.jpg")
+    (tmp_path / "slides" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "slides")
+    assert ids(tmp_path / "slides") == ["a", "b"]
+    about = "[Virtual Microscope Specimen]\r\nImageFile=s.jpg\r\nMapFile=s_map.jpg\r\n"
+    (tmp_path / "vms" / "s.vms").write_text(about)
+    assert ids(tmp_path / "vms") == ["other", "s"]
 
 
-def test_outputs_and_qupath_projects_among_slides_are_skipped(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        *["a.tif", "pred/predict.json", "pred/overlays/a.png", "pred/heat_maps/a.Tumor.tif", "pred/masks/a.png"],
-        *["predict.json", "overlays/a.png", "heat_maps/a.b.tif", "masks/a.png", "run/tissue/a.png"],
-        *["project.qpproj", "data/1/thumbnail.jpg", "data/2/thumbnail.jpg", "data/b.svs"],
-        *["q/P.QPPROJ", "q/data/1/thumbnail.jpg", "other/overlays/c.png", "other/data/1/d.png"],
-    )
-    assert ids(tmp_path) == ["a", "b", "c", "d"]
-
-
-def test_pictures_of_other_types_fail_by_name(tmp_path: Path) -> None:
+def test_pictures_of_other_types_fail_by_name(tmp_path):
     """A GIF in a class folder was once left out without a word."""
     touch(tmp_path, "x/a.png", "x/b.GIF", "x/a.bmp", "x/.c.gif", "x/notes.txt", "slides/s.svs", "slides/s.gif")
     found = {spec.slide_id: spec for spec in find_slides(tmp_path)}
@@ -101,25 +102,21 @@ def test_pictures_of_other_types_fail_by_name(tmp_path: Path) -> None:
         found["b.GIF"].open()
 
 
-def test_pictures_take_no_mpp_but_a_given_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "mpps"),
+    [
+        ({}, [None] * 4),
+        ({"mpp_by_slide": {"d": 0.3}}, [None, None, None, 0.3]),
+        ({"mpp": 0.25}, [0.25] * 4),
+        ({"whole_pictures": True}, [0.5, 0.5, None, 0.5]),  # which changes nothing of them
+    ],
+)
+def test_pictures_take_no_mpp_but_a_given_one(tmp_path, given, mpps):
     touch(tmp_path, "a.png", "b.JPG", "c.tif", "d.png")
-
-    def mpps(**given: Any) -> list[float | None]:
-        return [spec.mpp for spec in find_slides(tmp_path, **given)]
-
-    assert mpps() == [None] * 4
-    assert mpps(mpp_by_slide={"d": 0.3}) == [None, None, None, 0.3]
-    assert mpps(mpp=0.25) == [0.25] * 4
-    assert mpps(whole_pictures=True) == [0.5, 0.5, None, 0.5]  # which changes nothing of them
+    assert [spec.mpp for spec in find_slides(tmp_path, **given)] == mpps
 
 
-def test_the_pictures_of_a_vms_slide_are_its_own(tmp_path: Path) -> None:
-    touch(tmp_path, "s.jpg", "s_map.jpg", "other.jpg")
-    (tmp_path / "s.vms").write_text("[Virtual Microscope Specimen]\r\nImageFile=s.jpg\r\nMapFile=s_map.jpg\r\n")
-    assert ids(tmp_path) == ["other", "s"]
-
-
-def test_dicom_files_of_one_series_are_one_slide(tmp_path: Path) -> None:
+def test_dicom_files_of_one_series_are_one_slide(tmp_path):
     dicom(tmp_path / "case7" / "1.dcm", "1.2.3", 900)
     dicom(tmp_path / "case7" / "2.dcm", "1.2.3", 5000)
     for name, series, size in [("a", "1.2.4", 700), ("b", "1.2.5", 800), ("c", "1.2.4", 900)]:
@@ -129,7 +126,7 @@ def test_dicom_files_of_one_series_are_one_slide(tmp_path: Path) -> None:
     assert found == {"case7": "2.dcm", "b": "b.dcm", "c": "c.dcm", "x": "x.dcm", "y": "y.dcm"}
 
 
-def test_real_slides_open_under_their_id() -> None:
+def test_real_slides_open_under_their_id():
     found = find_slides(REAL, mpp_by_slide={"highdicom_sm_image.dcm": 0.5})
     assert {"CMU-1-Small-Region", "cmu-small", "test3-DAPI-2-387", "highdicom_sm_image"} <= {s.slide_id for s in found}
     by_id = {spec.slide_id: spec for spec in found}
@@ -138,54 +135,46 @@ def test_real_slides_open_under_their_id() -> None:
         assert (slide.levels[0].width, slide.levels[0].height) == (2220, 2967)
 
 
-def test_links_are_followed_and_loops_end(tmp_path: Path) -> None:
-    touch(tmp_path, "elsewhere/b.svs", "slides/a.svs")
-    (tmp_path / "slides" / "more").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "slides")
-    assert ids(tmp_path / "slides") == ["a", "b"]
-
-
-def test_mpp_for_all_and_for_one(tmp_path: Path) -> None:
+def test_mpp_for_all_and_for_one(tmp_path):
     touch(tmp_path, "a.svs", "b.svs")
     found = find_slides(tmp_path, mpp=0.5, mpp_by_slide={"B.svs": 0.25, "nobody": 1.0}, backend="openslide")
     assert [(s.mpp, s.backend) for s in found] == [(0.5, "openslide"), (0.25, "openslide")]
-    for arguments, complaint in [({"mpp": 0.0}, "--slide-mpp"), ({"mpp_by_slide": {"a": 1e9}}, "mpp of slide 'a'")]:
-        with pytest.raises(ValueError, match=rf"{complaint} must be between 0.05 and 100 um/px"):
-            find_slides(tmp_path, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="--slide-mpp is in um/px; got 40, which is a magnification"):
-        find_slides(tmp_path, mpp=40)
+    for arguments, words in (
+        ({"mpp": 0.0}, "--slide-mpp must be between 0.05 and 100 um/px"),
+        ({"mpp_by_slide": {"a": 1e9}}, "mpp of slide 'a' must be between 0.05 and 100 um/px"),
+        ({"mpp": 40}, "--slide-mpp is in um/px; got 40, which is a magnification"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            find_slides(tmp_path, **arguments)
 
 
-def test_two_slides_of_one_name(tmp_path: Path) -> None:
-    touch(tmp_path, "x/a.svs", "y/a.ome.tif", "y/b.svs")
-    with pytest.raises(ValueError, match=r"'a': .*x.a\.svs and .*y.a\.ome\.tif\nrename"):
-        find_slides(tmp_path)
-
-
-def test_folders_that_hold_nothing(tmp_path: Path) -> None:
-    touch(tmp_path, "file.svs", "empty/notes.txt", "s.zarr/0")
-    for name, complaint in [
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
         ("gone", "does not exist"),
         ("file.svs", "is a file. Give its folder"),
         ("s.zarr", "is one slide. Give its folder"),
         ("empty", "holds no slide: looked"),
-    ]:
-        with pytest.raises(ValueError, match=complaint):
-            find_slides(tmp_path / name)
+        ("two", r"'a': .*x.a\.svs and .*y.a\.ome\.tif\nrename"),
+    ],
+)
+def test_folders_without_slides_or_with_two_of_one_name(tmp_path, name, words):
+    touch(tmp_path, "file.svs", "empty/notes.txt", "s.zarr/0", "two/x/a.svs", "two/y/a.ome.tif", "two/y/b.svs")
+    with pytest.raises(ValueError, match=words):
+        find_slides(tmp_path / name)
 
 
-def test_names_in_tables() -> None:
-    known = {"a.1", "B", "b", "Case"}
+def test_names_in_tables():
     cases = {"a.1": "a.1", "a.1.svs": "a.1", "x/y/a.1.ome.tif": "a.1", "C:\\s\\a.1.tif": "a.1", "B.svs": "B", "b": "b"}
-    cases |= {"case.svs": "Case", "CASE": "Case", "c": None, "": None, "a": None}  # type: ignore[dict-item]
-    names = SlideNames(known)
+    cases |= {"case.svs": "Case", "CASE": "Case", "c": None, "": None, "a": None}
+    names = SlideNames({"a.1", "B", "b", "Case"})
     assert {name: names.match(name) for name in cases} == cases
     assert SlideNames({"x", "y"}).match("X") == "x"
     assert SlideNames({"ab", "AB"}).match("aB") is None
     assert slide_stem("x.ome.zarr") == slide_stem("x.SVS") == slide_stem("x") == "x"
 
 
-def test_odd_files_cost_themselves_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_files_cost_themselves_only(tmp_path, monkeypatch):
     touch(tmp_path, "ok.svs", "locked/s.svs")
     for name in (b"caf\xe9.svs", b"two\nlines.svs"):
         os.close(os.open(os.fsencode(tmp_path) + b"/" + name, os.O_CREAT, 0o644))
@@ -194,24 +183,21 @@ def test_odd_files_cost_themselves_only(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "gone.dcm").symlink_to(tmp_path / "nowhere.dcm")
     scandir = os.scandir
 
-    def locked(path: str) -> object:  # root may list everything
+    def locked(path):  # root may list everything
         if os.fspath(path).endswith("locked"):
             raise PermissionError(13, "Permission denied", os.fspath(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", locked)
     specs = {spec.slide_id: spec for spec in find_slides(tmp_path)}
-    said = {
+    faults = dict.fromkeys(("pipe", "series", "other"), "pipe, socket or device") | {
         "caf\\xe9": "must be UTF-8",
         "two\\x0alines": "without control characters",
-        "pipe": "pipe, socket or device",
-        "series": "pipe, socket or device",
-        "other": "pipe, socket or device",
         "gone": "a link that leads nowhere",
         "locked/": "cannot be listed: Permission denied",
     }
-    assert specs.keys() == {"ok", *said}
-    for slide_id, words in said.items():
-        with pytest.raises(SlideError, match=words) as fault:
+    assert specs.keys() == {"ok", *faults}
+    for slide_id, words in faults.items():
+        with pytest.raises(SlideError, match=words) as error:
             specs[slide_id].open()
-        str(fault.value).encode()
+        str(error.value).encode()

@@ -1,42 +1,24 @@
-"""The pool of open slides under many threads, forks and failures."""
+"""The pool of open slides under many threads, forks and failures; slides that were replaced."""
 
-from __future__ import annotations
-
-import multiprocessing
+import os
 import pickle
 import random
+import shutil
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
+from app.checks.slides import write_samples
 from pipelines.catalog import handles
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.handles import SlidePool
+from pipelines.catalog.handles import SlidePool, SlideState, digest
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
 from tests.helpers.real import PYRAMID_TIFF, SVS
-
-
-class CountedSlide:
-    """Knows whether it is open; complains when it is read closed or closed twice."""
-
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
-        self.closed = False
-
-    def touch(self) -> None:
-        assert not self.closed, "a leased slide was closed"
-
-    def close(self) -> None:
-        assert not self.closed, "a slide was closed twice"
-        self.closed = True
-        with self.counter.lock:
-            self.counter.open -= 1
+from tests.helpers.work import result_in_child
 
 
 @dataclass
@@ -50,21 +32,37 @@ class Counter:
 
 
 @dataclass
+class CountedSlide:
+    """Knows whether it is open; complains when it is read closed or closed twice."""
+
+    counter: Counter
+    closed: bool = False
+
+    def touch(self):
+        assert not self.closed, "a leased slide was closed"
+
+    def close(self):
+        assert not self.closed, "a slide was closed twice"
+        self.closed = True
+        with self.counter.lock:
+            self.counter.open -= 1
+
+
+@dataclass
 class Spec:
     slide_id: str
     counter: Counter
     delay_s: float = 0.0
     failures: int = 0
-
     changed: bool = False
     checks: int = 0
 
-    def verify_unchanged(self) -> None:
+    def verify_unchanged(self):
         self.checks += 1
         if self.changed:
             raise SlideError(f"{self.slide_id}: this is not the slide that was indexed")
 
-    def open(self) -> CountedSlide:
+    def open(self):
         time.sleep(self.delay_s)
         if self.failures:
             self.failures -= 1
@@ -76,97 +74,84 @@ class Spec:
         return CountedSlide(self.counter)
 
 
-def test_a_slide_that_changed_is_not_lent_even_when_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, counter, specs = make(1, 1)
-    with pool.lease("s0"):
-        pass
-    specs[0].changed = True
-    monkeypatch.setattr(handles, "CHECK_EVERY_S", 0.0)
-    with pytest.raises(SlideError, match="not the slide that was indexed"), pool.lease("s0"):
-        pass
+def make(n, capacity, delay_s=0.0):
+    counter = Counter()
+    specs = [Spec(f"s{i}", counter, delay_s) for i in range(n)]
+    return SlidePool(specs, capacity), counter, specs
+
+
+def lease(pool, slide_id, times=1):
+    for _ in range(times):
+        with pool.lease(slide_id) as slide:
+            slide.touch()
+
+
+def test_an_open_slide_is_compared_at_most_so_often_and_not_lent_when_it_changed(monkeypatch):
+    pool, counter, (spec,) = make(1, 1)
+    now = [100.0]
+    monkeypatch.setattr(handles.time, "monotonic", lambda: now[0])
+    lease(pool, "s0", 50)
+    assert spec.checks == 1, "when it was opened"
+    now[0] += handles.CHECK_EVERY_S
+    lease(pool, "s0", 50)
+    assert spec.checks == 2
+    spec.changed = True
+    now[0] += handles.CHECK_EVERY_S
+    with pytest.raises(SlideError, match="not the slide that was indexed"):
+        lease(pool, "s0")
+    pool.discard("s0")  # a read failed
+    with pytest.raises(SlideError, match="not the slide that was indexed"):
+        lease(pool, "s0")
     pool.close()
     assert counter.open == 0
 
 
-def test_an_open_slide_is_compared_at_most_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, _, (spec,) = make(1, 1)
-    now = [100.0]
-    monkeypatch.setattr(handles.time, "monotonic", lambda: now[0])
-    for _ in range(50):
-        with pool.lease("s0"):
-            pass
-    assert spec.checks == 1, "when it was opened"
-    now[0] += handles.CHECK_EVERY_S
-    for _ in range(50):
-        with pool.lease("s0"):
-            pass
-    assert spec.checks == 2
-    pool.discard("s0")  # a read failed
-    spec.changed = True
-    with pytest.raises(SlideError, match="not the slide that was indexed"), pool.lease("s0"):
-        pass
-    pool.close()
-
-
-def make(n: int, capacity: int, delay_s: float = 0.0) -> tuple[SlidePool, Counter, Sequence[Spec]]:
-    counter = Counter()
-    specs = [Spec(f"s{i}", counter, delay_s) for i in range(n)]
-    return SlidePool(specs, capacity), counter, specs  # type: ignore[arg-type]
-
-
-def test_a_slide_is_opened_once_and_kept() -> None:
+def test_a_slide_is_opened_once_and_the_least_recently_used_is_closed():
     pool, counter, _ = make(3, 2)
     assert counter.opened == 0
-    for _ in range(5):
-        with pool.lease("s0"):
-            pass
+    lease(pool, "s0", 5)
     assert (counter.opened, counter.open) == (1, 1)
-
-
-def test_the_least_recently_used_is_closed() -> None:
-    pool, counter, _ = make(3, 2)
-    for slide_id in ("s0", "s1", "s0", "s2"):
-        with pool.lease(slide_id):
-            pass
+    for slide_id in ("s1", "s0", "s2"):
+        lease(pool, slide_id)
     assert pool.open_ids == ("s0", "s2")
     assert (counter.open, counter.most) == (2, 2)
 
 
-def test_leased_slides_are_not_closed_and_the_excess_goes_when_they_come_back() -> None:
+def test_leased_slides_are_not_closed_and_the_excess_goes_when_they_come_back():
     pool, counter, _ = make(4, 1)
     with pool.lease("s0") as a, pool.lease("s1") as b, pool.lease("s2") as c:
         for slide in (a, b, c):
-            slide.touch()  # type: ignore[attr-defined]
+            slide.touch()
         assert counter.open == 3
     assert counter.open == 1
+    with pytest.raises(RuntimeError), pool.lease("s0"):
+        raise RuntimeError
+    lease(pool, "s1")
+    assert (pool.open_ids, counter.open) == (("s1",), 1), "an error inside a lease gives the slide back"
 
 
-def test_an_unknown_slide() -> None:
-    pool, _, _ = make(1, 1)
-    with pytest.raises(KeyError), pool.lease("other"):
-        pass
-
-
-def test_bad_settings_are_refused() -> None:
-    spec = Spec("s", Counter())
+def test_what_cannot_be_is_refused():
+    pool, _, (spec,) = make(1, 1)
+    with pytest.raises(KeyError):
+        lease(pool, "other")
     with pytest.raises(ValueError, match="at least 1 slide open; got capacity 0"):
-        SlidePool([spec], 0)  # type: ignore[list-item]
+        SlidePool([spec], 0)
     with pytest.raises(ValueError, match="must differ"):
-        SlidePool([spec, spec], 1)  # type: ignore[list-item]
+        SlidePool([spec, spec], 1)
 
 
-def test_a_slide_that_cannot_be_opened_is_tried_again() -> None:
+def test_a_slide_that_cannot_be_opened_is_tried_again():
     pool, counter, specs = make(2, 1)
     specs[0].failures = 2
     for _ in range(2):
-        with pytest.raises(SlideError, match="cannot be opened"), pool.lease("s0"):
-            pass
+        with pytest.raises(SlideError, match="cannot be opened"):
+            lease(pool, "s0")
         assert pool.open_ids == ()
     with pool.lease("s0"):
         assert counter.open == 1
 
 
-def test_a_discarded_slide_is_closed_by_its_last_holder_and_opened_anew() -> None:
+def test_a_discarded_slide_is_closed_by_its_last_holder_and_opened_anew():
     pool, counter, _ = make(1, 1)
     with pool.lease("s0") as first:
         with pool.lease("s0") as again:
@@ -174,73 +159,57 @@ def test_a_discarded_slide_is_closed_by_its_last_holder_and_opened_anew() -> Non
             pool.discard("s0")
             with pool.lease("s0") as fresh:
                 assert fresh is not first
-            first.touch()  # type: ignore[attr-defined]
-        first.touch()  # type: ignore[attr-defined]
-    assert first.closed  # type: ignore[attr-defined]
-    assert not fresh.closed  # type: ignore[attr-defined]
+            first.touch()
+        first.touch()
+    assert first.closed
+    assert not fresh.closed
     pool.discard("s0")
     pool.discard("s0")
     assert counter.open == 0
 
 
-def test_an_error_inside_a_lease_gives_the_slide_back() -> None:
-    pool, counter, _ = make(2, 1)
-    with pytest.raises(RuntimeError), pool.lease("s0"):
-        raise RuntimeError
-    with pool.lease("s1"):
-        pass
-    assert (pool.open_ids, counter.open) == (("s1",), 1)
-
-
-def test_close_waits_for_no_one_and_leaks_nothing() -> None:
+def test_close_waits_for_no_one_and_leaks_nothing():
     pool, counter, _ = make(3, 2)
-    with pool.lease("s1"):
-        pass
+    lease(pool, "s1")
     with pool.lease("s0") as slide:
         pool.close()
-        slide.touch()  # type: ignore[attr-defined]
+        slide.touch()
         assert counter.open == 1
     assert counter.open == 0
-    with pytest.raises(SlideError, match="closed pool"), pool.lease("s0"):
-        pass
+    with pytest.raises(SlideError, match="closed pool"):
+        lease(pool, "s0")
     pool.close()
 
 
-def test_two_threads_open_a_slide_once_and_different_slides_at_the_same_time() -> None:
+def test_two_threads_open_a_slide_once_and_different_slides_at_the_same_time():
     pool, counter, _ = make(8, 8, delay_s=0.2)
-
-    def lease(slide_id: str) -> None:
-        with pool.lease(slide_id) as slide:
-            slide.touch()  # type: ignore[attr-defined]
-
     start = time.perf_counter()
     with ThreadPoolExecutor(24) as threads:
-        list(threads.map(lease, [f"s{i % 8}" for i in range(24)]))
+        list(threads.map(lambda i: lease(pool, f"s{i % 8}"), range(24)))
     assert counter.opened == 8
     assert time.perf_counter() - start < 8 * 0.2  # one after another would take this long
 
 
-def test_many_threads_with_overlapping_leases_and_discards() -> None:
+def test_many_threads_with_overlapping_leases_and_discards():
     pool, counter, _ = make(10, 2)
     leases_per_thread, threads = 400, 16
 
-    def work(seed: int) -> None:
+    def work(seed):
         rng = random.Random(seed)
         for _ in range(leases_per_thread):
             first, second = rng.sample(range(10), 2)
             with pool.lease(f"s{first}") as a:
                 if rng.random() < 0.5:
                     with pool.lease(f"s{second}") as b:
-                        b.touch()  # type: ignore[attr-defined]
+                        b.touch()
                         if rng.random() < 0.1:
                             time.sleep(0.0005)
                 if rng.random() < 0.05:
                     pool.discard(f"s{first}")
-                a.touch()  # type: ignore[attr-defined]
+                a.touch()
 
     with ThreadPoolExecutor(threads) as executor:
-        for done in [executor.submit(work, seed) for seed in range(threads)]:
-            done.result()
+        list(executor.map(work, range(threads)))
     assert len(pool.open_ids) == counter.open <= 2
     assert counter.most <= 2 * threads + 2
     assert counter.opened > 10
@@ -248,11 +217,14 @@ def test_many_threads_with_overlapping_leases_and_discards() -> None:
     assert counter.open == 0
 
 
-def real_pool() -> SlidePool:
-    return SlidePool([SlideSpec("svs", SVS), SlideSpec("tiff", PYRAMID_TIFF, backend="openslide")], 2)
+@pytest.fixture
+def real_pool():
+    pool = SlidePool([SlideSpec("svs", SVS), SlideSpec("tiff", PYRAMID_TIFF, backend="openslide")], 2)
+    yield pool
+    pool.close()
 
 
-def read_sum(pool: SlidePool) -> int:
+def read_sum(pool):
     total = 0
     for slide_id in ("svs", "tiff"):
         with pool.lease(slide_id) as slide:
@@ -260,42 +232,31 @@ def read_sum(pool: SlidePool) -> int:
     return total
 
 
-def test_a_pickled_pool_is_empty_and_works() -> None:
-    pool = real_pool()
-    expected = read_sum(pool)
-    copy = pickle.loads(pickle.dumps(pool))
-    assert (len(pool.open_ids), copy.open_ids, copy.capacity) == (2, (), 2)
+def test_a_pickled_pool_is_empty_and_works(real_pool):
+    expected = read_sum(real_pool)
+    copy = pickle.loads(pickle.dumps(real_pool))
+    assert (len(real_pool.open_ids), copy.open_ids, copy.capacity) == (2, (), 2)
     assert read_sum(copy) == expected
     copy.close()
-    assert read_sum(pool) == expected
-    pool.close()
+    assert read_sum(real_pool) == expected
 
 
-def _in_child(pool: SlidePool, results: multiprocessing.SimpleQueue[tuple[tuple[str, ...], int]]) -> None:
-    before = pool.open_ids
-    results.put((before, read_sum(pool)))
+def ids_and_sum(pool):
+    return pool.open_ids, read_sum(pool)
 
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_starts_empty_and_leaves_the_parents_slides_alone(method: str) -> None:
+def test_a_child_process_starts_empty_and_leaves_the_parents_slides_alone(real_pool, method):
     """Forked while another thread of the parent holds the pool's lock and a lease."""
-    context = multiprocessing.get_context(method)
-    pool = real_pool()
-    expected = read_sum(pool)
-    results = context.SimpleQueue()
-    with pool.lease("svs"), pool._lock if method == "fork" else threading.Lock():
-        child = context.Process(target=_in_child, args=(pool, results))
-        child.start()
-        child.join(60)
-    assert child.exitcode == 0
-    assert results.get() == ((), expected)
-    assert read_sum(pool) == expected
-    pool.close()
+    expected = read_sum(real_pool)
+    with real_pool.lease("svs"), real_pool._lock if method == "fork" else threading.Lock():
+        assert result_in_child(ids_and_sum, real_pool, method=method) == ((), expected)
+    assert read_sum(real_pool) == expected
 
 
-def test_a_real_slide_that_fails_does_not_stay_failed(tmp_path: Path) -> None:
+def test_a_real_slide_that_fails_does_not_stay_failed(tmp_path):
     path = tmp_path / "slide.svs"
     pool = SlidePool([SlideSpec("slide", path)], 1)
     with pytest.raises(SlideError, match="no such file"), pool.lease("slide"):
@@ -304,3 +265,44 @@ def test_a_real_slide_that_fails_does_not_stay_failed(tmp_path: Path) -> None:
     with pool.lease("slide") as slide:
         assert slide.mpp == 0.499
     pool.close()
+
+
+def test_a_file_that_was_replaced_is_told_from_one_that_was_touched(tmp_path):
+    path = shutil.copyfile(SVS, tmp_path / "s.svs")
+    state = SlideState.of(path)
+    os.utime(path)
+    assert state.is_of(path), "touched"
+    whole = bytearray(path.read_bytes())
+    whole[100] ^= 1  # of the header
+    path.write_bytes(whole)
+    assert not state.is_of(path)
+    os.utime(path, ns=(state.modified_ns, state.modified_ns))
+    assert state.is_of(path), "size and time come first"
+    assert not state.is_of(path, thorough=True)
+    path.write_bytes(whole[:-1])
+    assert not state.is_of(path)
+    path.unlink()
+    assert not state.is_of(path)
+
+
+def test_of_folders_all_files_count_and_of_large_files_little_is_read(tmp_path):
+    path = write_samples(tmp_path)["zarr"]
+    state = SlideState.of(path)
+    os.utime(path / ".zattrs")
+    assert state.is_of(path), "touched"
+    chunk = path / "0" / "0.1.1"
+    data = chunk.read_bytes()
+    chunk.write_bytes(data[:5] + bytes([data[5] ^ 1]) + data[6:])
+    assert not state.is_of(path, thorough=True)
+    chunk.unlink()
+    assert not state.is_of(path, thorough=True)
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s.mrxs").write_bytes(b"slide")
+    digests = set()
+    for data in (b"pixels", b"others"):
+        (tmp_path / "s" / "Data0001.dat").write_bytes(data)
+        digests.add(digest(tmp_path / "s.mrxs"))
+    assert len(digests) == 2
+    with (tmp_path / "large.svs").open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    assert len(digest(tmp_path / "large.svs")) == 32

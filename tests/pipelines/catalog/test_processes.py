@@ -1,11 +1,17 @@
+"""Work in processes that may die, and failed slides in a file that threads and processes append to."""
+
+import csv
+import fcntl
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
+from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import Limits, WorkerCrashed, WorkerTimeout, map_isolated
 from tests.helpers.work import hold, main_module, process_of, sleep_if_odd, square
 
@@ -18,31 +24,23 @@ def children():
 def test_every_item_comes_back_with_its_result(workers):
     before = children()
     assert dict(map_isolated(square, range(12), workers)) == {i: i * i for i in range(12)}
+    assert list(map_isolated(square, [], workers)) == []
     assert children() == before
 
 
-def test_no_items_start_no_process():
-    assert list(map_isolated(square, [], 4)) == []
-
-
-def test_a_worker_serves_many_items():
-    used = {pid for _, pid in map_isolated(process_of, range(6), 2)}
-    assert len(used) == 2
+def test_a_worker_serves_many_items_and_does_not_import_the_callers_main():
+    assert len({pid for _, pid in map_isolated(process_of, range(6), 2)}) == 2
+    assert next(map_isolated(main_module, [0], 1))[1].endswith("pipelines/catalog/processes.py")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_process_that_dies_costs_its_item_only(workers):
-    items = [1, -signal.SIGABRT, 2, -signal.SIGKILL, 13, 3]
+    items = [1, -signal.SIGABRT, 2, -signal.SIGKILL, 13, 3, -signal.SIGTERM]
     results = dict(map_isolated(square, items, workers))
     assert {i: results[i] for i in (1, 2, 3)} == {1: 1, 2: 4, 3: 9}
-    assert results[-signal.SIGABRT] == WorkerCrashed("SIGABRT")
-    assert results[13] == WorkerCrashed("exit code 13")
+    for item, reason in ((-signal.SIGABRT, "SIGABRT"), (13, "exit code 13"), (-signal.SIGTERM, "SIGTERM")):
+        assert results[item] == WorkerCrashed(reason)
     assert "SIGKILL; the kernel does so when memory runs out" in str(results[-signal.SIGKILL])
-
-
-def test_all_may_die():
-    results = list(map_isolated(square, [-signal.SIGKILL] * 3, 2))
-    assert [result for _, result in results] == [WorkerCrashed("SIGKILL")] * 3
 
 
 def test_an_item_that_takes_too_long_is_given_up_and_the_others_go_on():
@@ -62,10 +60,6 @@ def test_memory_beyond_the_limit_is_refused_and_the_others_go_on():
     )
 
 
-def test_the_callers_main_is_not_imported():
-    assert next(map_isolated(main_module, [0], 1))[1].endswith("pipelines/catalog/processes.py")
-
-
 def test_leaving_early_ends_the_processes():
     before = children()
     running = map_isolated(sleep_if_odd, [0, 1], 2)
@@ -82,7 +76,6 @@ def test_a_killed_parent_leaves_no_worker():
         "running = map_isolated(sleep_if_odd, [0, 1], 2); print(next(running), flush=True); next(running)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     with parent.stdout:
         assert parent.stdout.readline() == "(0, 0)\n"
         (worker,) = psutil.Process(parent.pid).children()
@@ -92,3 +85,76 @@ def test_a_killed_parent_leaves_no_worker():
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s, "the worker sleeps on"
         time.sleep(0.1)
+
+
+MANY = """
+import sys
+import threading
+from pathlib import Path
+from pipelines.catalog.failures import FailedSlides
+failed = FailedSlides(Path(sys.argv[1]))
+for i in range(100):
+    failed.add(f"{sys.argv[2]}-{i}", "read", "x" * 500)
+"""
+
+
+@pytest.mark.process
+def test_threads_and_processes_append_whole_rows(tmp_path):
+    path = tmp_path / "failed_slides.csv"
+    started = [subprocess.Popen([sys.executable, "-c", MANY, str(path), f"p{k}"]) for k in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: FailedSlides(path).add(f"t-{i}", "read", "y" * 500), range(200)))
+    assert [process.wait() for process in started] == [0, 0]
+    assert path.read_text().count("slide,step,error") == 1
+    expected = {f"t-{i}" for i in range(200)} | {f"p{k}-{i}" for k in range(2) for i in range(100)}
+    rows = FailedSlides(path).rows()
+    assert len(rows) == len(expected)
+    assert {slide for slide, _, _ in rows} == expected
+
+
+@pytest.fixture
+def failed(tmp_path):
+    return FailedSlides(tmp_path / "failed_slides.csv")
+
+
+def test_a_file_appears_with_the_first_failure_and_goes_with_the_last(failed):
+    assert failed.rows() == []
+    failed.forget(["a"])
+    assert not failed.path.exists()
+    failed.add("a,b", "open", ValueError('two\nlines, "quoted"'))
+    failed.add("c", "tiles", MemoryError())
+    failed.add("a,b", "tiles", "bad")
+    with failed.path.open(newline="") as file:
+        assert list(csv.reader(file)) == [
+            ["slide", "step", "error"],
+            ["a,b", "open", 'two lines, "quoted"'],
+            ["c", "tiles", "MemoryError"],
+            ["a,b", "tiles", "bad"],
+        ]
+    failed.forget(["a,b", "x"])
+    assert failed.rows() == [("c", "tiles", "MemoryError")]
+    failed.forget(["c"])
+    assert not failed.path.exists()
+
+
+def test_a_row_is_not_written_to_a_file_that_was_taken_away_meanwhile(failed):
+    failed.add("a", "open", "bad")
+    with failed.path.open("rb+") as file, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = pool.submit(failed.add, "b", "open", "bad")
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        failed.path.unlink()  # as forget does, which holds the lock
+        fcntl.flock(file, fcntl.LOCK_UN)
+        waiting.result(20)
+    assert [slide for slide, _, _ in failed.rows()] == ["b"]
+
+
+def test_threads_that_meet_the_same_failure_write_it_once(failed, monkeypatch):
+    """Training and a validation beside it read the same slides."""
+    add = failed.add
+    monkeypatch.setattr(failed, "add", lambda *row: (time.sleep(0.2), add(*row)))
+    with ThreadPoolExecutor(2) as pool:
+        new = list(pool.map(lambda _: failed.add_once("a", "read", "damaged"), range(2)))
+    assert sorted(new) == [False, True]
+    assert failed.rows() == [("a", "read", "damaged")]

@@ -1,11 +1,8 @@
 """Tables as people and spreadsheet programs write them, and cells of ours that a spreadsheet would run."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,7 +18,7 @@ from pipelines.labels.splits import Splits
 from pipelines.slides.slide import printable
 
 
-def write(path: Path, text: str, encoding: str = "utf-8") -> Path:
+def write(path, text, encoding="utf-8"):
     path.write_bytes(text.encode(encoding))
     return path
 
@@ -29,7 +26,7 @@ def write(path: Path, text: str, encoding: str = "utf-8") -> Path:
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
-def test_separators_marks_and_line_ends(tmp_path: Path, delimiter: str, encoding: str, newline: str) -> None:
+def test_separators_marks_and_line_ends(tmp_path, delimiter, encoding, newline):
     lines = [["Slide", "other", " LABEL "], ["a", "1", " bösartig "], ["", "", ""], [f'"b{delimiter}c"', "2", "x"]]
     text = newline.join(["", *(delimiter.join(line) for line in lines), ""])
     table = read_table(write(tmp_path / "t.csv", text, encoding), ("slide", "label"))
@@ -40,14 +37,12 @@ def test_separators_marks_and_line_ends(tmp_path: Path, delimiter: str, encoding
     ]
 
 
-@pytest.mark.parametrize(("role", "name"), [(role, name) for role, names in ALIASES.items() for name in names])
-def test_every_name_of_a_column(tmp_path: Path, role: str, name: str) -> None:
-    header = name if role == "slide" else f"slide,{name.upper()}"
-    table = read_table(write(tmp_path / "t.csv", f"{header}\nv,v\n" if role != "slide" else f"{header}\nv\n"), (role,))
-    assert table.rows[0][role] == "v"
-
-
-def test_the_first_name_counts(tmp_path: Path) -> None:
+def test_every_name_of_a_column_is_known_and_the_first_counts(tmp_path):
+    for role, names in ALIASES.items():
+        for name in names:
+            columns = [name] if role == "slide" else ["slide", name.upper()]
+            text = ",".join(columns) + "\n" + ",".join("v" * len(columns)) + "\n"
+            assert read_table(write(tmp_path / "t.csv", text), (role,)).rows[0][role] == "v"
     table = read_table(write(tmp_path / "t.csv", "type,image,label,slide\nt,i,l,s\n"), ("slide", "label"))
     assert (table.rows[0]["slide"], table.rows[0]["label"]) == ("s", "l")
 
@@ -72,36 +67,34 @@ def test_the_first_name_counts(tmp_path: Path) -> None:
         (b'"slide,label\na,1\n', r"line 1: a double quote"),
     ],
 )
-def test_faults(tmp_path: Path, content: bytes, complaint: str) -> None:
+def test_faults(tmp_path, content, complaint):
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(ValueError, match=complaint):
         read_table(tmp_path / "t.csv", ("slide", "label"))
 
 
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gone\.csv cannot be read: No such file"):
-        read_table(tmp_path / "gone.csv", ("slide",))
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
-        read_table(tmp_path, ("slide",))
+def test_no_file_a_folder_and_a_pipe(tmp_path):
+    """A pipe once kept the command waiting for ever."""
+    os.mkfifo(tmp_path / "pipe.csv")
+    for path, words in (
+        (tmp_path / "gone.csv", r"gone\.csv cannot be read: No such file"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (tmp_path / "pipe.csv", "must be a file: it is read more than once"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_table(path, ("slide",))
 
 
-def test_listed() -> None:
+def test_listed():
     assert listed(["a", "b"]) == "a, b"
     assert listed([str(i) for i in range(10)], most=3) == "0, 1, 2 and 7 more"
 
 
-def test_a_cell_that_is_not_ours_to_read_may_have_line_breaks(tmp_path: Path) -> None:
+def test_a_cell_that_is_not_ours_to_read_may_have_line_breaks(tmp_path):
     """As Excel writes remarks of several lines; a form feed or Unicode's line separator ends no line."""
     text = 'slide,remark,label\na,"two\nlines",1\nb\x0c,x\u2028y,2\n'
     rows = read_table(write(tmp_path / "t.csv", text), ("slide", "label")).rows
     assert [(row.line, row["slide"], row["label"]) for row in rows] == [(2, "a", "1"), (4, "b", "2")]
-
-
-def test_a_pipe_is_no_table(tmp_path: Path) -> None:
-    """It once kept the command waiting for ever."""
-    os.mkfifo(tmp_path / "t.csv")
-    with pytest.raises(ValueError, match="must be a file: it is read more than once"):
-        read_table(tmp_path / "t.csv", ("slide",))
 
 
 FORMULAS = ("=1+1", "+cmd|' /C calc'!A0", "-2+SUM(A1)", "@SUM(A1)", "\t=1", "\r=1", "'=1", "''@x", "'-b")
@@ -109,7 +102,7 @@ PLAIN = ("slide 1", "a-b", "-TCGA-AA-0001", "+49", "'quoted'", "-0.5", "1e-5", "
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=1))
-def test_rows_come_back_as_they_were(cells: list[str]) -> None:
+def test_rows_come_back_as_they_were(cells):
     file = io.StringIO(newline="")
     names = [f"c{k}" for k in range(len(cells))]
     write_rows(file, [names, cells])
@@ -118,35 +111,23 @@ def test_rows_come_back_as_they_were(cells: list[str]) -> None:
 
 
 @pytest.mark.parametrize("cell", FORMULAS)
-def test_a_formula_is_marked(cell: str) -> None:
-    marked = as_text(cell)
-    assert isinstance(marked, str)
-    assert marked == "'" + cell
-    assert original(marked) == cell
-
-
-def test_marks_of_older_files_are_taken_off() -> None:
-    """They stood before every sign."""
-    assert original("'-TCGA-1") == "-TCGA-1"
+def test_a_formula_is_marked(cell):
+    assert as_text(cell) == "'" + cell
+    assert original("'" + cell) == cell
+    assert original("'-TCGA-1") == "-TCGA-1", "marks of older files stood before every sign"
 
 
 @pytest.mark.parametrize("cell", [*PLAIN, -0.5, 3, None])
-def test_what_computes_nothing_stays(cell: object) -> None:
+def test_what_computes_nothing_stays(cell):
     assert as_text(cell) == cell
     assert not isinstance(cell, str) or original(cell) == cell
 
 
-def cells_of(path: Path) -> list[str]:
-    with path.open(newline="") as file:
-        return [cell for row in csv.reader(file) for cell in row]
-
-
-def test_every_file_of_a_run(tmp_path: Path) -> None:
+def test_every_file_of_a_run(tmp_path):
     name = "=cmd|' /C calc'!A0"
     folder = RunFolder(tmp_path)
     failed = FailedSlides(folder.failed_slides)
     failed.add(name, "open", "@SUM(1)")
-    assert failed.rows() == [(name, "open", "@SUM(1)")]
     failed.forget(["another"])
     assert failed.rows() == [(name, "open", "@SUM(1)")]
     Splits({name: "train", "b": "val"}, {name: "+patient", "b": "b"}, {name: 0, "b": 1}).save(folder.splits)
@@ -156,7 +137,10 @@ def test_every_file_of_a_run(tmp_path: Path) -> None:
     with MetricsLog(folder, 0, (name, "-b"), writes=True) as log:
         log.validation(1, Scores({"loss": -0.5}, [{"slide": name, "label": "-b", "tiles": 1, "score_-b": -0.5}]))
     assert _rows(folder.predictions)[0] == {"slide": name, "label": "-b", "tiles": "1", "score_-b": "-0.5"}
+    cells = {}
     for path in (folder.failed_slides, folder.splits, folder.predictions, folder.validation):
-        assert not [cell for cell in cells_of(path) if cell[:1] in ("=", "@")]
-    assert "-b" in cells_of(folder.predictions)
-    assert "-0.5" in cells_of(folder.validation)
+        with path.open(newline="") as file:
+            cells[path] = [cell for row in csv.reader(file) for cell in row]
+        assert not [cell for cell in cells[path] if cell[:1] in ("=", "@")]
+    assert "-b" in cells[folder.predictions]
+    assert "-0.5" in cells[folder.validation]

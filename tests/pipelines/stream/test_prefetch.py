@@ -1,19 +1,14 @@
 """Reading ahead: within its bytes, in order, errors in their place, and no thread outlives its iterator."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from pipelines.stream.batch import BufferPool
 from pipelines.stream.iterator import MAX_BATCHES_AHEAD, BuffersHeldError, Readahead
@@ -24,62 +19,57 @@ from tests.helpers.tiles import TILE, pool_of, tile_table
 BATCH_BYTES = 2 * TILE * TILE * 3 + 2 * 8
 
 
-def stream_of(count: int = 40) -> TileStream:
+def stream_of(count=40):
     table = tile_table([count])
     return TileStream.over(table, epochs=1).read(pool_of(table)).label(np.arange(count)).batch(2)
 
 
-class Allocator:
-    """numpy's, counted."""
+def counting(allocated):
+    """numpy's allocator, which adds its bytes to ``allocated``."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def __call__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
+    def allocate(shape, dtype):
         array = np.zeros(shape, dtype)
-        self.bytes += array.nbytes
+        allocated.append(array.nbytes)
         return array
 
+    return allocate
 
-def reader_threads() -> list[threading.Thread]:
+
+def reader_threads():
     return [t for t in threading.enumerate() if t.name.startswith("tile-reader")]
 
 
 @pytest.mark.parametrize(("max_bytes", "buffers"), [(0, 1), (2 * BATCH_BYTES - 1, 1), (3 * BATCH_BYTES, 3)])
-def test_buffers_stay_within_max_bytes_and_are_reused(max_bytes: int, buffers: int) -> None:
-    allocate = Allocator()
-    seen = 0
-    for batch in iter(stream_of().prefetch(max_bytes, 2, allocate)):
+def test_buffers_stay_within_max_bytes_and_are_reused(max_bytes, buffers):
+    allocated, seen = [], 0
+    for batch in iter(stream_of().prefetch(max_bytes, 2, counting(allocated))):
         seen += len(batch)
         batch.release()
     assert seen == 40
-    assert allocate.bytes == buffers * BATCH_BYTES
+    assert sum(allocated) == buffers * BATCH_BYTES
 
 
-def test_asking_for_more_than_the_budget_allows_says_so_and_can_be_mended() -> None:
+def test_asking_for_more_than_the_budget_allows_says_so_and_can_be_mended():
     with iter(stream_of().prefetch(2 * BATCH_BYTES, 2)) as batches:
         held = [next(batches), next(batches)]
+        before = held[1].images.copy()
         assert not batches.ready()
         with pytest.raises(BuffersHeldError, match=r"holds all 2 batch buffers of 400 bytes .*batch\.release\(\)"):
             next(batches)
         assert [b.first_sample for b in held] == [0, 2]
         held[0].release()
         held[0].release()
-        assert next(batches).first_sample == 4
+        again = next(batches)
+        assert again.first_sample == 4
         with pytest.raises(BuffersHeldError):
             next(batches)
-
-
-def test_held_batches_are_not_overwritten() -> None:
-    with iter(stream_of().prefetch(4 * BATCH_BYTES, 3)) as batches:
-        kept = next(batches)
-        before = kept.images.copy()
+        again.release()
         for _ in range(10):
             next(batches).release()
-        assert (kept.images == before).all()
+        assert (held[1].images == before).all()
 
 
-def test_reading_goes_on_while_the_caller_computes() -> None:
+def test_reading_goes_on_while_the_caller_computes():
     with iter(stream_of().prefetch(3 * BATCH_BYTES, 1)) as batches:
         next(batches).release()
         deadline = time.monotonic() + 10
@@ -88,15 +78,15 @@ def test_reading_goes_on_while_the_caller_computes() -> None:
             time.sleep(0.001)
 
 
-def run(fill: Any, batches: int = 4, threads: int = 3) -> tuple[Readahead, BufferPool]:
+def run(fill, batches=4, threads=3):
     """Batches of 5 samples, filled by ``fill(sample)``, buffers for all of them."""
 
-    def requests() -> Iterator[BatchRequest]:
+    def requests():
         for first in range(0, 5 * batches, 5):
             samples, every = np.arange(first, first + 5), np.ones(5, bool)
             yield BatchRequest(samples, samples * 2, first, every, every)
 
-    def fill_one(sample: int, row: int, image: NDArray[np.uint8], target: NDArray[Any]) -> int:
+    def fill_one(sample, row, image, target):
         fill(sample)
         image[...], target[...] = sample, sample
         return row + 1
@@ -105,35 +95,32 @@ def run(fill: Any, batches: int = 4, threads: int = 3) -> tuple[Readahead, Buffe
     return Readahead(threads, pool, requests(), fill_one), pool
 
 
-def test_batches_come_in_order_whatever_takes_longest() -> None:
+def test_batches_come_in_order_whatever_takes_longest():
     readahead, _ = run(lambda sample: time.sleep(0.03 if sample == 0 else 0))
     for k in range(4):
-        batch = readahead.next()
-        assert batch is not None
-        assert batch.targets.tolist() == list(range(5 * k, 5 * k + 5))
-        assert batch.rows.tolist() == [2 * s + 1 for s in range(5 * k, 5 * k + 5)]
+        batch, samples = readahead.next(), range(5 * k, 5 * k + 5)
+        assert batch.targets.tolist() == list(samples)
+        assert batch.rows.tolist() == [2 * s + 1 for s in samples]
     assert readahead.next() is None
     readahead.close()
 
 
-def test_samples_of_several_batches_are_in_flight() -> None:
+def test_samples_of_several_batches_are_in_flight():
     first_may_end = threading.Event()
 
-    def fill(sample: int) -> None:
+    def fill(sample):
         if sample == 0:
             assert first_may_end.wait(10)
         if sample == 19:
             first_may_end.set()  # the last sample of the last batch ends before the first of all
 
     readahead, _ = run(fill)
-    batch = readahead.next()
-    assert batch is not None
-    assert batch.first_sample == 0
+    assert readahead.next().first_sample == 0
     readahead.close()
 
 
-def test_an_error_surfaces_at_its_batch_and_the_first_one_wins() -> None:
-    def fill(sample: int) -> None:
+def test_an_error_surfaces_at_its_batch_and_the_first_one_wins():
+    def fill(sample):
         if sample in (7, 8):
             time.sleep(0.02 if sample == 7 else 0)
             raise OSError(f"sample {sample}")
@@ -148,18 +135,18 @@ def test_an_error_surfaces_at_its_batch_and_the_first_one_wins() -> None:
     assert len(pool._free) == pool.made - 1  # all but the batch that was given
 
 
-def test_after_an_error_the_iterator_is_closed_and_its_state_is_that_of_the_batches_given() -> None:
+def test_after_an_error_the_iterator_is_closed_and_its_state_is_that_of_the_batches_given():
     class Target:
         dtype = np.int64
 
-        def shape(self, tile: int) -> tuple[int, ...]:
+        def shape(self, tile):
             return ()
 
-        def fill(self, row: int, *rest: Any) -> None:
+        def fill(self, row, *rest):
             if row == 5:
                 raise ZeroDivisionError("a fault of the target")
 
-        def fingerprint(self) -> str:
+        def fingerprint(self):
             return "test"
 
     batches = iter(replace(stream_of(8), target=Target()))
@@ -172,30 +159,24 @@ def test_after_an_error_the_iterator_is_closed_and_its_state_is_that_of_the_batc
     assert next(batches, None) is None
 
 
-def test_closing_early_ends_the_threads() -> None:
+def test_threads_end_with_an_iterator_that_is_closed_abandoned_or_exhausted():
     with iter(stream_of().prefetch(threads=3)) as batches:
         next(batches)
         assert len(reader_threads()) == 3
     assert reader_threads() == []
     assert next(batches, None) is None
-
-
-def test_an_abandoned_iterator_ends_its_threads() -> None:
     batches = iter(stream_of().prefetch(threads=3))
     next(batches)
     del batches
     gc.collect()
     assert reader_threads() == []
-
-
-def test_an_exhausted_iterator_has_no_threads() -> None:
     for batch in iter(stream_of()):
         batch.release()
     assert reader_threads() == []
 
 
 @pytest.mark.process
-def test_a_process_ends_with_an_iterator_still_open() -> None:
+def test_a_process_ends_with_an_iterator_still_open():
     script = """
 import numpy as np
 from tests.helpers.tiles import pool_of, tile_table
@@ -208,16 +189,16 @@ next(batches)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_small_batches_are_not_read_ahead_without_end() -> None:
-    allocate = Allocator()
-    table = tile_table([4])
-    with iter(TileStream.over(table).read(pool_of(table)).batch(2).prefetch(1 << 30, 2, allocate)) as batches:
+def test_small_batches_are_not_read_ahead_without_end():
+    allocated, table = [], tile_table([4])
+    stream = TileStream.over(table).read(pool_of(table)).batch(2)
+    with iter(stream.prefetch(1 << 30, 2, counting(allocated))) as batches:
         for _ in range(100):
             next(batches).release()
-    assert allocate.bytes <= (MAX_BATCHES_AHEAD + 1) * BATCH_BYTES
+    assert sum(allocated) <= (MAX_BATCHES_AHEAD + 1) * BATCH_BYTES
 
 
-def test_batches_can_be_released_from_another_thread() -> None:
+def test_batches_can_be_released_from_another_thread():
     total = 0
     for batch in iter(stream_of().prefetch(2 * BATCH_BYTES, 2)):
         total += len(batch)

@@ -1,9 +1,6 @@
 """Reading: pixels land in the given array, unreadable tiles are replaced the same way everywhere, pictures are cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,109 +27,80 @@ from pipelines.stream.read import (
     random_box,
 )
 from pipelines.stream.stream import TileStream
-from pipelines.tiles.index import TileTable
-from tests.helpers.tiles import TILE, MemorySpec, memory_specs, tile_table
+from tests.helpers.tiles import TILE, memory_specs, tile_table
 
 
-def reader(table: TileTable, bad: dict[str, set[int]], lost: set[str]) -> tuple[Read, SlidePool]:
-    def damage(spec: MemorySpec) -> MemorySpec:
+def specs_of(table, bad, lost):
+    def damage(spec):
         return replace(spec, bad=frozenset(bad.get(spec.slide_id, ())), opens=spec.slide_id not in lost)
 
-    pool = SlidePool(memory_specs(table, damage), 2)
-    return Read(table, pool, None), pool
+    return memory_specs(table, damage)
 
 
-def fill(read: Read, row: int, log: FaultLog | None = None) -> tuple[int, int, int, int]:
-    """Row used, slide and tile that the pixels tell, and the target."""
-    image, target = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64)
-    used = read.fill(0, row, Labels(np.arange(len(read.tiles)) * 10), image, target, log or FaultLog(None))
-    assert (image[..., 0] == image[0, 0, 0]).all()
-    assert (image[..., 1] == image[0, 0, 1]).all()
+def fill(table, row, bad=(), lost=(), log=None, times=1):
+    """Row used, slide and tile that the pixels tell, and the target; of tiles ``bad`` by slide and slides ``lost``."""
+    read = Read(table, SlidePool(specs_of(table, dict(bad), lost), 2), None)
+    image, target, log = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64), log or FaultLog(None)
+    for _ in range(times):
+        used = read.fill(0, row, Labels(np.arange(len(read.tiles)) * 10), image, target, log)
+    assert (image[..., :2] == image[0, 0, :2]).all()
     return used, int(image[0, 0, 0]), int(image[0, 0, 1]), int(target)
 
 
-def test_a_whole_tile_is_read_as_it_is() -> None:
-    read, _ = reader(tile_table([3, 4]), {}, set())
-    assert fill(read, 5) == (5, 1, 2, 50)
-
-
-def test_a_bad_tile_is_replaced_by_the_next_of_its_slide_and_the_target_follows() -> None:
-    read, _ = reader(tile_table([3, 4]), {"s0": {1}, "s1": {2, 3}}, set())
-    assert fill(read, 1) == (2, 0, 2, 20)
-    assert fill(read, 5) == (3, 1, 0, 30)  # around the end of the slide
-
-
-def test_a_lost_slide_is_replaced_by_the_next_slide_at_once() -> None:
-    told: list[tuple[str, Region | None]] = []
-    read, _ = reader(tile_table([3, 4, 2]), {}, {"s1", "s2"})
-    log = FaultLog(lambda slide_id, region, error: told.append((slide_id, region)))
-    assert fill(read, 4, log) == (0, 0, 0, 0)
-    assert told == [("s1", None), ("s2", None)]
-
-
-def test_after_some_bad_tiles_the_next_slide_is_tried() -> None:
-    read, _ = reader(tile_table([50, 2]), {"s0": set(range(50))}, set())
-    told: list[Region | None] = []
-    assert fill(read, 7, FaultLog(lambda slide_id, region, error: told.append(region)))[0] == 50
-    assert len(told) == MAX_FAULTS_PER_SLIDE
-
-
-def test_each_fault_is_told_once() -> None:
-    table = tile_table([3])
-    told: list[tuple[str, Region | None, str]] = []
-    read, _ = reader(table, {"s0": {1}}, set())
+@pytest.mark.parametrize(
+    ("counts", "row", "bad", "lost", "expected"),
+    [
+        ([3, 4], 5, {}, "", (5, 1, 2, 50)),
+        ([3, 4], 1, {"s0": {1}}, "", (2, 0, 2, 20)),  # the next of the slide, and the target follows
+        ([3, 4], 5, {"s1": {2, 3}}, "", (3, 1, 0, 30)),  # around the end of the slide
+        ([3, 4, 2], 4, {}, "s1 s2", (0, 0, 0, 0)),  # the next slide at once
+        ([50, 2], 7, {"s0": range(50)}, "", (50, 1, 0, 500)),  # after some bad tiles
+    ],
+)
+def test_what_cannot_be_read_is_replaced_and_each_fault_is_told_once(counts, row, bad, lost, expected):
+    table, told = tile_table(counts), []
     log = FaultLog(lambda slide_id, region, error: told.append((slide_id, region, str(error))))
-    for _ in range(3):
-        fill(read, 1, log)
-    assert told == [("s0", table.region(1), "s0: bad tile at 8")]
+    assert fill(table, row, bad, lost.split(), log, times=3) == expected
+    if lost:
+        assert [fault[:2] for fault in told] == [("s1", None), ("s2", None)]
+    elif counts == [50, 2]:
+        assert len(told) == MAX_FAULTS_PER_SLIDE
+    elif bad == {"s0": {1}}:
+        assert told == [("s0", table.region(1), "s0: bad tile at 8")]
 
 
-def test_a_failed_handle_is_opened_anew() -> None:
+def test_a_failed_handle_is_opened_anew_and_rows_of_a_slide_need_not_be_together():
     table = tile_table([3])
-    specs = memory_specs(table, lambda spec: replace(spec, bad=frozenset({1})))
-    read = Read(table, SlidePool(specs, 2), None)
-    fill(read, 1)
+    specs = specs_of(table, {"s0": {1}}, ())
+    image, target = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64)
+    Read(table, SlidePool(specs, 2), None).fill(0, 1, Labels(np.arange(3)), image, target, FaultLog(None))
     assert specs[0].opened == ["s0", "s0"]
+    apart = tile_table([3, 3]).select(np.array([0, 3, 1, 4, 2, 5]))
+    assert fill(apart, 3, {"s1": {1}})[:3] == (5, 1, 2)
 
 
-def test_a_table_without_readable_tiles_is_an_error_that_names_them() -> None:
-    read, _ = reader(tile_table([2, 1]), {"s0": {0, 1}}, {"s1"})
+def test_replacements_are_bounded_and_other_errors_are_not_taken_for_damage():
     with pytest.raises(SlideError, match=r"in place of row 0 .*3 tried(.|\n)*s0: bad tile at 8(.|\n)*s1 does not open"):
-        fill(read, 0)
-
-
-def test_replacements_are_bounded() -> None:
-    table = tile_table([1] * (MAX_FAULTS + 5))
-    read, _ = reader(table, {}, {f"s{k}" for k in range(MAX_FAULTS)})
+        fill(tile_table([2, 1]), 0, {"s0": {0, 1}}, ["s1"])
+    table, lost = tile_table([1] * (MAX_FAULTS + 5)), [f"s{k}" for k in range(MAX_FAULTS)]
     with pytest.raises(SlideError, match=f"{MAX_FAULTS} tried"):
-        fill(read, 0)
-    assert fill(read, 1)[0] == MAX_FAULTS
-
-
-def test_rows_of_a_slide_need_not_be_together_in_the_table() -> None:
-    table = tile_table([3, 3]).select(np.array([0, 3, 1, 4, 2, 5]))
-    read, _ = reader(table, {"s1": {1}}, set())
-    assert fill(read, 3)[:3] == (5, 1, 2)
-
-
-def test_other_errors_are_not_taken_for_damage() -> None:
+        fill(table, 0, lost=lost)
+    assert fill(table, 1, lost=lost)[0] == MAX_FAULTS
     table = tile_table([2])
-    finer = TileTable(table.slides, table.slide, table.l0_x, table.l0_y, table.tissue, replace(table.settings, mpp=0.1))
-    read, _ = reader(finer, {}, set())
     with pytest.raises(ValueError, match=r"mpp 0\.1 cannot be had"):
-        fill(read, 0)
+        fill(replace(table, settings=replace(table.settings, mpp=0.1)), 0)
 
 
 SIZES = [(500, 375), (375, 500), (150, 150), (61, 333), (1000, 90), (256, 256), (225, 224)]
 
 
-def picture(width: int, height: int) -> np.ndarray:
+def picture(width, height):
     return np.random.default_rng(width).integers(0, 256, (height, width, 3)).astype(np.uint8)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("side", [224, 64])
-def test_validation_is_torchvisions_resize_and_centre_crop(width: int, height: int, side: int) -> None:
+def test_validation_is_torchvisions_resize_and_centre_crop(width, height, side):
     pixels = picture(width, height)
     shorter = {224: 256, 64: 73}[side]
     expected = functional.center_crop(functional.resize(Image.fromarray(pixels), [shorter]), [side, side])
@@ -143,37 +111,30 @@ def test_validation_is_torchvisions_resize_and_centre_crop(width: int, height: i
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_training_is_torchvisions_crop_of_the_box_that_was_drawn(
-    width: int, height: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pixels, boxes = picture(width, height), []
+def test_training_is_torchvisions_crop_of_the_box_that_was_drawn(width, height, monkeypatch):
+    pixels, boxes, flips = picture(width, height), [], 0
+    monkeypatch.setattr(
+        "pipelines.stream.read.random_box", lambda *size: (boxes.append(random_box(*size)), boxes[-1])[1]
+    )
 
-    def told(*size: object) -> tuple[int, int, int, int]:
-        boxes.append(random_box(*size))  # type: ignore[arg-type]
-        return boxes[-1]
-
-    monkeypatch.setattr("pipelines.stream.read.random_box", told)
-    out = np.empty((32, 32, 3), np.uint8)
-    flips = 0
-    for sample in range(40):
-        PictureCrop(32, 3, varied=True).fill(sample, pixels, out)
+    def ours_and_theirs(sample, **options):
+        out = np.empty((32, 32, 3), np.uint8)
+        PictureCrop(32, 3, varied=True, **options).fill(sample, pixels, out)
         left, top, box_width, box_height = boxes[-1]
-        cut = functional.resized_crop(Image.fromarray(pixels), top, left, box_height, box_width, [32, 32])
+        return out, functional.resized_crop(Image.fromarray(pixels), top, left, box_height, box_width, [32, 32])
+
+    for sample in range(40):
+        out, cut = ours_and_theirs(sample)
         flipped = np.array_equal(out, np.asarray(functional.horizontal_flip(cut)))
         assert flipped or np.array_equal(out, np.asarray(cut))
         flips += flipped
-        again = np.empty_like(out)
-        PictureCrop(32, 3, varied=True).fill(sample, pixels, again)
-        assert np.array_equal(out, again)
+        assert np.array_equal(out, ours_and_theirs(sample)[0])
     assert 8 < flips < 32
     assert len(set(boxes)) > 5
-    PictureCrop(32, 3, varied=True, flip=False).fill(0, pixels, out)
-    left, top, box_width, box_height = boxes[-1]
-    cut = functional.resized_crop(Image.fromarray(pixels), top, left, box_height, box_width, [32, 32])
-    assert np.array_equal(out, np.asarray(cut))
+    assert np.array_equal(*ours_and_theirs(0, flip=False))
 
 
-def test_boxes_are_spread_as_torchvisions() -> None:
+def test_boxes_are_spread_as_torchvisions():
     """Means of area, ratio and corner over many draws; the fallback is the same box."""
     torch.manual_seed(0)
     image = torch.empty(3, 375, 500)
@@ -191,7 +152,7 @@ def test_boxes_are_spread_as_torchvisions() -> None:
         assert random_box(width, height, np.random.default_rng(1))[2:] == expected[2:]
 
 
-def test_shards_and_threads_give_the_same_pictures(tmp_path: Path) -> None:
+def test_shards_and_threads_give_the_same_pictures(tmp_path):
     """Each is named by its path: a.png is there twice."""
     for k, (width, height) in enumerate(SIZES[:4]):
         (tmp_path / f"class{k % 2}").mkdir(exist_ok=True)
@@ -204,7 +165,7 @@ def test_shards_and_threads_give_the_same_pictures(tmp_path: Path) -> None:
     table = replace(tile_table([1] * 4, tile=32), slides=tuple(ids))
     stream = TileStream.over(table, seed=3, epochs=2).read(SlidePool(specs, 2)).crop(varied=True).batch(4)
 
-    def images(shards: list[range], threads: int) -> np.ndarray:
+    def images(shards, threads):
         parts = []
         for rows in shards:
             with iter(stream.shard(rows).prefetch(threads=threads)) as batches:

@@ -1,15 +1,13 @@
-"""Collections: labels, patients, growing, refusing other files; painting: bytes of the seed alone, levels, memory."""
-
-from __future__ import annotations
+"""Collections of synthetic slides, how they are painted and what tissue they show; rows of the benchmark."""
 
 import csv
 import dataclasses
 import errno
 import itertools
+import operator
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -17,105 +15,98 @@ import openslide
 import pytest
 import tifffile
 
+from benchmarks.tile_size.row_slides import EVEN, GROUPED, SMALL_WINDOW
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_writer import TiffWriter, level_sizes
 from pipelines.slides.geometry import Region, Size
 from pipelines.synthetic.collection import MASK_SCALE, OVERVIEW, Collection, make_collection, paint, planned
-from pipelines.synthetic.tissue import BLOCK, Arrangement, Scene, SceneSpec
+from pipelines.synthetic.tissue import BLOCK, HALO, Arrangement, Scene, SceneSpec
 
 SMALL = Collection("classify", 4, 600, 7, 0.5)
 
 
-def _make(collection: Collection, out: Path) -> int:
-    return make_collection(collection, out, workers=1, report=lambda slide, done, total: None)
+def make(out, **changes):
+    return make_collection(dataclasses.replace(SMALL, **changes), out, workers=1, report=lambda *progress: None)
 
 
-def test_classes_and_patients_are_even() -> None:
+def test_classes_and_patients_are_even():
     plan = planned(dataclasses.replace(SMALL, slides=100))
     for n in range(2, 101, 2):
         labels = Counter(slide.label for slide in plan[:n])
-        assert abs(labels["crowded"] - labels["sparse"]) <= 0
-    classes = {patient: {s.label for s in plan if s.patient == patient} for patient in {s.patient for s in plan}}
-    assert all(len(labels) == 1 for labels in classes.values())
+        assert labels["crowded"] == labels["sparse"]
+    by_patient = {patient: {s.label for s in plan if s.patient == patient} for patient in {s.patient for s in plan}}
+    assert all(len(labels) == 1 for labels in by_patient.values())
     assert set(Counter(slide.patient for slide in plan).values()) == {1, 2}
 
 
-def test_a_collection_grows_without_changing(tmp_path: Path) -> None:
-    assert _make(dataclasses.replace(SMALL, slides=2), tmp_path) == 2
+def test_a_collection_grows_without_changing_and_is_not_mixed_with_another(tmp_path):
+    assert make(tmp_path, slides=2) == 2
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.tif")}
-    assert _make(SMALL, tmp_path) == 2
+    assert make(tmp_path) == 2
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     with (tmp_path / "labels.csv").open() as table:
         rows = list(csv.DictReader(table))
     assert [row["slide"] for row in rows] == [f"slide_{k:04d}" for k in range(4)]
     assert {row["label"] for row in rows} == {"crowded", "sparse"}
-    assert _make(dataclasses.replace(SMALL, slides=1), tmp_path) == 0
+    assert make(tmp_path, slides=1) == 0
     assert len((tmp_path / "labels.csv").read_text().splitlines()) == 5
+    for field, value in {"seed": 8, "size": 700, "mpp": 0.25, "task": "segment"}.items():
+        with pytest.raises(ValueError, match=f"other artificial slides \\({field} "):
+            make(tmp_path, **{field: value})
 
 
-def test_segment_writes_masks_and_patients_and_no_labels(tmp_path: Path) -> None:
-    _make(Collection("segment", 1, 1000, 7, 0.5), tmp_path)
+def test_segment_writes_masks_and_patients_and_no_labels(tmp_path):
+    make(tmp_path, task="segment", slides=1, size=1000)
     mask = tifffile.imread(tmp_path / "annotations" / "slide_0000.tif")
     assert set(mask.ravel()) == {0, 1}
     assert (tmp_path / "annotations" / "classes.txt").read_text() == "0 background\n1 gland\n"
     assert (tmp_path / "labels.csv").read_text().startswith("slide,patient\n")
 
 
-def test_another_collection_is_refused(tmp_path: Path) -> None:
-    _make(dataclasses.replace(SMALL, slides=1), tmp_path)
-    for field, value in {"seed": 8, "size": 700, "mpp": 0.25, "task": "segment"}.items():
-        with pytest.raises(ValueError, match=f"other artificial slides \\({field} "):
-            _make(dataclasses.replace(SMALL, slides=1, **{field: value}), tmp_path)
-
-
-def test_someone_elses_file_is_refused(tmp_path: Path) -> None:
+def test_someone_elses_file_and_a_file_in_place_of_the_folder_are_refused(tmp_path):
     (tmp_path / "slide_0001.tif").write_bytes(b"a real slide")
     with pytest.raises(ValueError, match=r"slide_0001\.tif is there already and was not made by app\.synth"):
-        _make(SMALL, tmp_path)
+        make(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["slide_0001.tif"]
+    with pytest.raises(OSError, match="cannot be written"):
+        make(tmp_path / "slide_0001.tif")
 
 
-def test_a_full_disk_leaves_whole_slides_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tile = TiffWriter.write_tile
-    written = Counter[str]()
+def test_a_full_disk_leaves_whole_slides_only(tmp_path, monkeypatch):
+    write_tile, written = TiffWriter.write_tile, itertools.count(1)
 
-    def until_full(self: object, *tile: object) -> None:
-        written["tiles"] += 1
-        if written["tiles"] > 15:  # a slide of 600 px has 9 tiles on level 0 and 4 on level 1
+    def until_full(self, *tile):
+        if next(written) > 15:  # a slide of 600 px has 9 tiles on level 0 and 4 on level 1
             raise OSError(errno.ENOSPC, "No space left on device")
         write_tile(self, *tile)
 
     monkeypatch.setattr(TiffWriter, "write_tile", until_full)
     with pytest.raises(OSError, match="is full"):
-        _make(SMALL, tmp_path)
+        make(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["labels.csv", "slide_0000.tif", "synthetic.json"]
     monkeypatch.undo()
-    assert _make(SMALL, tmp_path) == 3
+    assert make(tmp_path) == 3
 
 
-def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("")
-    with pytest.raises(OSError, match="cannot be written"):
-        _make(SMALL, tmp_path / "out")
-
-
-def _paint(path: Path, mask: Path | None = None, workers: int = 1, size: Size = Size(2600, 1300)) -> Scene:  # noqa: B008 - frozen
+def paint_scene(path, size, mask=None, workers=1):
     scene = Scene(SceneSpec(0, 5, size, Arrangement(0.8)))
     paint(scene, path, mask, mpp=0.5, description="", workers=workers)
     return scene
 
 
-def test_the_number_of_threads_does_not_show(tmp_path: Path) -> None:
+def test_the_number_of_threads_does_not_show_and_a_small_slide_has_one_level(tmp_path):
     for workers in (1, 3):
-        _paint(tmp_path / f"{workers}.tif", tmp_path / f"{workers}_mask.tif", workers, Size(700, 600))
+        paint_scene(tmp_path / f"{workers}.tif", Size(700, 600), tmp_path / f"{workers}_mask.tif", workers)
     for kind in ("", "_mask"):
         assert (tmp_path / f"1{kind}.tif").read_bytes() == (tmp_path / f"3{kind}.tif").read_bytes()
+    paint_scene(tmp_path / "s.tif", Size(512, 512))
+    with open_slide(tmp_path / "s.tif") as slide:
+        assert [(level.width, level.height) for level in slide.levels] == [(512, 512)]
 
 
-def test_slide_and_mask_hold_what_was_drawn(tmp_path: Path) -> None:
+def test_slide_and_mask_hold_what_was_drawn(tmp_path):
     path, mask_path = tmp_path / "s.tif", tmp_path / "m.tif"
-    scene = _paint(path, mask_path)
-    block = scene.draw(2, 1)
+    block = paint_scene(path, Size(2600, 1300), mask_path).draw(2, 1)
     with open_slide(path) as slide:
         seen = slide.read(Region(2 * BLOCK, BLOCK, BLOCK, BLOCK, 0.5))
     assert np.abs(seen.astype(int) - block.pixels).mean() < 4  # JPEG
@@ -128,18 +119,14 @@ def test_slide_and_mask_hold_what_was_drawn(tmp_path: Path) -> None:
     assert (part[~inside] == 0).mean() > 0.98
 
 
-def test_every_level_is_the_mean_of_the_one_before(tmp_path: Path) -> None:
+def test_every_level_is_the_mean_of_the_one_before(tmp_path):
     size = Size(4200, 1100)
-    _paint(tmp_path / "s.tif", size=size)
-    slide = openslide.OpenSlide(tmp_path / "s.tif")
-    sizes = level_sizes(size, OVERVIEW)
-    assert slide.level_dimensions == tuple((level.width, level.height) for level in sizes)
+    paint_scene(tmp_path / "s.tif", size)
+    sizes = [(level.width, level.height) for level in level_sizes(size, OVERVIEW)]
     assert len(sizes) == 5
-    levels = [
-        np.asarray(slide.read_region((0, 0), level, dimensions))[..., :3]
-        for level, dimensions in enumerate(slide.level_dimensions)
-    ]
-    slide.close()
+    with openslide.OpenSlide(tmp_path / "s.tif") as slide:
+        assert slide.level_dimensions == tuple(sizes)
+        levels = [np.asarray(slide.read_region((0, 0), k, sizes[k]))[..., :3] for k in range(5)]
     for finer, coarser in itertools.pairwise(levels):
         height, width = finer.shape[0] // 2, finer.shape[1] // 2
         mean = cv2.resize(finer[: 2 * height, : 2 * width], (width, height), interpolation=cv2.INTER_AREA)
@@ -147,14 +134,8 @@ def test_every_level_is_the_mean_of_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("side", "levels"), [(512, 1), (513, 2), (1024, 2), (100_000, 9)])
-def test_levels_go_down_to_an_overview(side: int, levels: int) -> None:
+def test_levels_go_down_to_an_overview(side, levels):
     assert len(level_sizes(Size(side, side), OVERVIEW)) == levels
-
-
-def test_a_small_slide_of_one_level(tmp_path: Path) -> None:
-    _paint(tmp_path / "s.tif", size=Size(512, 512))
-    with open_slide(tmp_path / "s.tif") as slide:
-        assert [(level.width, level.height) for level in slide.levels] == [(512, 512)]
 
 
 TALL = """
@@ -171,15 +152,131 @@ print(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) *
 
 
 @pytest.mark.process
-def test_memory_does_not_grow_with_the_height(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_height(tmp_path):
     """60 Mpx are 184 MB as pixels; drawing them may take a few MB more than drawing 2 Mpx."""
-    peaks = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", TALL, str(height), tmp_path / "s.tif"], capture_output=True, check=True
-            ).stdout
-        )
-        for height in (1024, 30_000)
-    ]
-    assert peaks[1] < 600e6
-    assert peaks[1] - peaks[0] < 50e6
+    commands = [[sys.executable, "-c", TALL, str(height), tmp_path / "s.tif"] for height in (1024, 30_000)]
+    low, high = (int(subprocess.run(command, capture_output=True, check=True).stdout) for command in commands)
+    assert high < 600e6
+    assert high - low < 50e6
+
+
+CROWDED = Arrangement(0.9)
+TILE = 256
+SIDE = 12_288
+
+
+def scene_of(arrangement, seed=1, side=4096):
+    return Scene(SceneSpec(0, seed, Size(side, side), arrangement))
+
+
+def test_a_block_is_the_same_whenever_it_is_drawn():
+    first, second = scene_of(CROWDED), scene_of(CROWDED)
+    alone = first.draw(2, 1)
+    for column, row in ((0, 0), (3, 3), (1, 1)):
+        second.draw(column, row)
+    later = second.draw(2, 1)
+    assert np.array_equal(alone.pixels, later.pixels)
+    assert np.array_equal(alone.mask, later.mask)
+
+
+def test_glands_go_on_across_the_border_of_blocks():
+    scene = scene_of(CROWDED)
+    left, right = scene.draw(3, 3), scene.draw(4, 3)
+    seam = np.abs(left.pixels[:, -1].astype(int) - right.pixels[:, 0]).mean()
+    inside = np.abs(left.pixels[:, -2].astype(int) - left.pixels[:, -1]).mean()
+    assert seam < 1.5 * inside
+    assert (left.mask[:, -1] == right.mask[:, 0]).mean() > 0.97
+
+
+def test_the_mask_agrees_with_the_glands_drawn():
+    scene = scene_of(CROWDED)
+    block = scene.draw(3, 3)
+    centres = [(g.l0_x - 3 * BLOCK, g.l0_y - 3 * BLOCK) for g in scene.glands(3 * BLOCK, 3 * BLOCK, BLOCK)]
+    assert all(block.mask[y, x] == 1 for x, y in centres if 0 <= x < BLOCK and 0 <= y < BLOCK)
+    gland_px, other = block.pixels[block.mask == 1], block.pixels[block.mask == 0]
+    assert gland_px.mean() < other.mean() - 10  # epithelium is darker than stroma
+    ys, xs = np.nonzero(block.mask)
+    nearest = np.min([np.hypot(xs - x, ys - y) for x, y in centres], axis=0)
+    assert nearest.max() <= scene.spec.arrangement.radii[1] + 1
+
+
+def test_glass_lies_around_the_tissue_and_is_even():
+    scene = scene_of(EVEN, side=8192)
+    places = [(x, y) for x in range(scene.columns) for y in range(0, scene.rows, 3)]
+    glass = [(x, y) for x, y in places if (scene.draw(x, y).pixels == scene.glass).all()]
+    assert all(x in (0, scene.columns - 1) or y in (0, scene.rows - 1) for x, y in glass)
+    assert (scene.draw(0, 0).pixels[:8, :8] == scene.glass).all()
+
+
+def blocks_of(arrangement, seeds):
+    scenes = [scene_of(arrangement, seed) for seed in seeds]
+    return [scene.draw(column, row) for scene in scenes for column in (3, 4) for row in (3, 4)]
+
+
+@pytest.mark.long
+def test_tiles_of_256_px_have_the_same_colours_in_both_classes():
+    """Window statistics by class differ by no more than two halves of one class do."""
+    statistics = []
+    for arrangement, seeds in ((EVEN, range(8)), (GROUPED, range(8)), (EVEN, range(8, 16))):
+        tiles = [
+            block.pixels[y : y + TILE, x : x + TILE]
+            for block in blocks_of(arrangement, seeds)
+            for x in range(0, BLOCK, TILE)
+            for y in range(0, BLOCK, TILE)
+        ]
+        histogram = np.mean([np.bincount(tile[..., 1].ravel() // 16, minlength=16) / TILE**2 for tile in tiles], axis=0)
+        darkness = np.percentile([(tile[..., 0] < 140).mean() for tile in tiles], (10, 25, 50, 75, 90))
+        statistics.append((histogram, darkness))
+    (even, even_dark), (grouped, grouped_dark), (others, others_dark) = statistics
+    noise, dark_noise = np.abs(even - others).max(), np.abs(even_dark - others_dark).max()
+    assert np.abs(even - grouped).max() < 2 * noise + 0.005
+    assert np.abs(even_dark - grouped_dark).max() < 2 * dark_noise + 0.01
+
+
+def centres_of(arrangement, seed):
+    return np.array([(gland.l0_x, gland.l0_y) for gland in arrangement.glands(seed, 0, 0, SIDE, SIDE)])
+
+
+@pytest.mark.parametrize("arrangement", [EVEN, GROUPED, CROWDED])
+def test_boxes_that_tile_the_plane_give_each_gland_once(arrangement):
+    whole = arrangement.glands(3, -1000, 500, 3000, 3500)
+    corners = [(x, y) for x in range(-1000, 3000, 500) for y in range(500, 3500, 1000)]
+    parts = [gland for x, y in corners for gland in arrangement.glands(3, x, y, x + 500, y + 1000)]
+    key = operator.attrgetter("l0_x", "l0_y", "stamp")
+    assert sorted(whole, key=key) == sorted(parts, key=key)
+    assert len(whole) > 20
+    assert arrangement is CROWDED or len(scene_of(arrangement).glands(0, 0, 4096)) > 100
+
+
+@pytest.mark.parametrize("arrangement", [EVEN, GROUPED])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_small_window_touches_two_rows(arrangement, seed):
+    """Glands that share a window are of one row: nearly on one line along the rows' direction."""
+    centres = centres_of(arrangement, seed)
+    dx, dy = (np.abs(centres[:, None, k] - centres[None, :, k]) for k in (0, 1))
+    reach = SMALL_WINDOW + 2 * (arrangement.radii[1] + HALO)  # glands nearer than this on both axes can share one
+    share = (np.maximum(dx, dy) < reach) & (dx + dy > 0)
+    assert np.minimum(dx, dy)[share].max() < 40
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_small_windows_hold_as_many_glands_in_both_classes(seed):
+    counts = []
+    for arrangement in (EVEN, GROUPED):
+        centres = centres_of(arrangement, seed)
+        bins = np.arange(0, SIDE + 1, SMALL_WINDOW)
+        grid, _, _ = np.histogram2d(centres[:, 0], centres[:, 1], bins=(bins, bins))
+        counts.append(np.bincount(grid.astype(int).ravel(), minlength=6)[:6] / grid.size)
+    assert np.abs(counts[0] - counts[1]).max() < 0.03
+
+
+def test_wide_windows_tell_the_classes_apart():
+    """576 px: even rows leave no such window empty, grouped rows leave many."""
+    places = np.random.default_rng(0).integers(0, SIDE - 576, (1000, 2))
+    empty = []
+    for arrangement in (EVEN, GROUPED):
+        centres = centres_of(arrangement, 0)
+        inside = [((centres >= place) & (centres < place + 576)).all(1).any() for place in places]
+        empty.append(1 - np.mean(inside))
+    assert empty[0] == 0
+    assert empty[1] > 0.08
