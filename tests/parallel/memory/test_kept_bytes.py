@@ -14,7 +14,7 @@ from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
 from parallel.memory.offload_window import HostBytes
 from parallel.memory.policy import LEAST, ActivationPolicy, Segment, segments_of
-from parallel.memory.rank_bytes import host_bytes, rank_bytes
+from parallel.memory.rank_bytes import host_bytes
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.offload.live_bytes import LiveBytes
@@ -23,7 +23,6 @@ from parallel.schedule.passes import add_recompute
 from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.stage.batchnorm import running_statistics
 from parallel.stage.stage import Compute, Stage
-from parallel.strategy import Strategy
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced, trace
 from tests.helpers.random_graphs import random_graph
@@ -35,27 +34,13 @@ KIB = 1024
 
 def chain(*, twice: bool = False) -> LayerGraph:
     """Three layers. With ``twice``, b keeps what it gives, as c does."""
-    return LayerGraph(
-        (
-            Layer("images", INPUT, (), output_bytes=100, differentiable=False, output_storages=((0, 100),)),
-            Layer(
-                "a", "work", ("images",), output_bytes=40, param_bytes=16, saved=((0, 100),), output_storages=((1, 40),)
-            ),
-            Layer(
-                "b", "work", ("a",), output_bytes=60, saved=((1, 40), *(((2, 60),) * twice)), output_storages=((2, 60),)
-            ),
-            Layer(
-                "c",
-                "work",
-                ("b",),
-                output_bytes=20,
-                param_bytes=10,
-                saved=((2, 60), (9, 8)),
-                output_storages=((3, 20),),
-            ),
-            Layer("output", OUTPUT, ("c",), output_bytes=20, output_storages=((3, 20),)),
-        )
-    )
+    storages = [((k, size),) for k, size in enumerate((100, 40, 60, 20))]
+    saved = ((0, 100),), ((1, 40), *(((2, 60),) * twice)), ((2, 60), (9, 8))
+    layers = [Layer("images", INPUT, (), output_bytes=100, differentiable=False, output_storages=storages[0])]
+    for k, (name, size, parameters) in enumerate((("a", 40, 16), ("b", 60, 0), ("c", 20, 10)), 1):
+        form = {"output_bytes": size, "param_bytes": parameters, "saved": saved[k - 1], "output_storages": storages[k]}
+        layers.append(Layer(name, "work", (layers[-1].name,), **form))
+    return LayerGraph((*layers, Layer("output", OUTPUT, ("c",), output_bytes=20, output_storages=storages[3])))
 
 
 def only(graph: LayerGraph, policy: ActivationPolicy) -> StageBytes:
@@ -92,12 +77,8 @@ def test_segments_by_hand() -> None:
     both, there = arrays.stage_bytes(segments, ActivationPolicy("block", offload="overlap", smallest=0))
     assert (both.activations, both.forward, both.backward) == (0, 200, stage.backward)
     assert there == HostBytes(3 * LEAST, LEAST, 2 * LEAST)
-
-
-def test_a_segment_that_keeps_nothing_is_not_recomputed() -> None:
-    arrays = StageMemory(chain()).arrays((0, 5))
     kept, plain = (arrays.stage_bytes([Segment(0, 4, False), Segment(4, 5, again)]) for again in (True, False))
-    assert kept == plain
+    assert kept == plain  # what keeps nothing is not recomputed
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -112,31 +93,16 @@ def test_bytes_that_are_remembered_are_those_worked_out_anew(seed: int) -> None:
 
 
 def test_what_leaves_is_neither_lost_nor_counted_twice() -> None:
+    moved = [ActivationPolicy(offload="overlap", smallest=0, ahead=n) for n in (0, 60, 10**6)]
     for seed in range(150):
         graph = random_graph(seed, most=12)
         partition, memory = Partition(graph, (0, 2)), StageMemory(graph)
-        for plain, none, few, all_ in zip(
-            memory.kept(partition),
-            *(memory.kept(partition, ActivationPolicy(offload="overlap", smallest=0, ahead=n)) for n in (0, 60, 10**6)),
-            strict=True,
-        ):
-            assert none.activations == few.activations == all_.activations == 0
+        for stages in zip(*(memory.kept(partition, policy) for policy in (*moved, ActivationPolicy())), strict=True):
+            assert not any(each.activations for each in stages[:3])
             for of in ("forward", "backward", "first_backward"):
-                sizes = [getattr(each, of) for each in (none, few, all_, plain)]
-                assert sizes[0] <= sizes[1] <= sizes[3], (seed, of, sizes)
-                assert sizes[2] <= sizes[3], (seed, of, sizes)
-
-
-def test_whole_models_under_a_policy() -> None:
-    graph = chain()
-    strategy = Strategy("single", 1, 1, 1)
-    (plain,), (moved,) = (
-        rank_bytes([only(graph, rule)], strategy.mesh, strategy.schedule({}), slots=2)
-        for rule in (ActivationPolicy(), ActivationPolicy(offload="overlap", smallest=0))
-    )
-    assert (plain.activations, moved.activations) == (208, 0)
-    assert plain.total - moved.total > 50
-    assert plain.optimizer == moved.optimizer == 2 * 26
+                none, few, everything, plain = (getattr(each, of) for each in stages)
+                assert none <= few <= plain, (seed, of)
+                assert everything <= plain, (seed, of)
 
 
 def test_the_host_holds_what_is_in_flight() -> None:
@@ -169,16 +135,17 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "rule"),
-    [(*model, rule) for model in (("skips", 2), ("unet_w8", 3), ("torchvision:resnet18", 2)) for rule in RULES.values()]
-    + [(*model, RULES["none"]) for model in (("skips", 1), ("unet_w8", 1))],
-)
+MEASURED = [("skips", 1, RULES["none"]), ("unet_w8", 1, RULES["none"])]
+MEASURED += [
+    (*net, rule) for net in (("skips", 2), ("unet_w8", 3), ("torchvision:resnet18", 2)) for rule in RULES.values()
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "rule"), MEASURED)
 def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: ActivationPolicy) -> None:
     traced, shape = traced_net(name)
-    partition = partition_equal(traced.graph, stages)
+    partition, memory = partition_equal(traced.graph, stages), StageMemory(traced.graph)
     traced.model.zero_grad()
-    memory = StageMemory(traced.graph)
     there = memory.host(partition, rule)
     values: dict[str, Tensor] = {partition.inputs_of(0)[0]: torch.randn(shape)}
     for number, told in enumerate(memory.kept(partition, rule)):
@@ -187,8 +154,7 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         saved_tensors = SavedTensors(rule, CPU)
         stage = Stage(module, Compute(CPU), statistics=statistics, saved_tensors=saved_tensors)
         statistics.begin_step(1)
-        given = {key: values[key].detach().clone() for key in module.inputs}
-        given = {key: value.requires_grad_(values[key].requires_grad) for key, value in given.items()}
+        given = {key: values[key].detach().clone().requires_grad_(values[key].requires_grad) for key in module.inputs}
         watch = LiveBytes()
         watch.add(given.values())
         with watch:
@@ -199,8 +165,7 @@ def test_a_stage_takes_what_is_predicted(name: str, stages: int, rule: Activatio
         sizes = {key: out.shape for key, out in outputs.items() if out.requires_grad}
         del outputs
         stage.flush(0)
-        kept = watch.bytes
-        watch.peak_bytes = watch.bytes
+        kept = watch.peak_bytes = watch.bytes
         with watch:
             stage.backward(0, {key: [torch.ones(size)] for key, size in sizes.items()})
         # 5 KiB: the state of the random generator, of segments that draw.

@@ -1,4 +1,4 @@
-"""Bytes of stages and ranks: against the matrices of all windows, against formulas."""
+"""Bytes of stages and ranks: against the matrices of all windows, against formulas, counted tensor by tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.planning.workload import with_loss
+from models.losses import PixelClassLoss, TileClassLoss
 from models.registry import build_model
+from parallel.build import assemble
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.step import Microbatch
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
-from parallel.memory.rank_bytes import BUCKET_BYTES, RankBytes, in_flight, rank_bytes, sharded_bytes
+from parallel.memory.policy import ActivationPolicy
+from parallel.memory.rank_bytes import BUCKET_BYTES, in_flight, rank_bytes, sharded_bytes
+from parallel.memory.recompute_ranks import chosen_runs
 from parallel.memory.stage_bytes import StageBytes
 from parallel.memory.stage_memory import StageMemory
 from parallel.memory.windows import Windows
@@ -28,7 +37,7 @@ from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 from tests.helpers.lanes import long_where
 from tests.helpers.random_graphs import kept_bytes, random_graph
-from tests.helpers.small_nets import SkipNet
+from tests.helpers.small_nets import SkipNet, drawn_once
 
 
 def stage_bytes(partition: Partition) -> list[StageBytes]:
@@ -45,10 +54,8 @@ class WithLoss(nn.Module):
 
 
 def net(name: str) -> tuple[nn.Module, tuple[int, ...]]:
-    if name == "skips":
-        return WithLoss(SkipNet(), lambda out: F.log_softmax(out, 1).mean()), (2, 3, 64, 64)
-    model = build_model(name, classes=3)
-    return WithLoss(model, lambda out: F.log_softmax(out, 1).mean()), (1, 3, 64, 64)
+    model = SkipNet() if name == "skips" else build_model(name, classes=3)
+    return WithLoss(model, lambda out: F.log_softmax(out, 1).mean()), (1 + (name == "skips"), 3, 64, 64)
 
 
 @functools.cache
@@ -76,17 +83,6 @@ def test_windows_agree_with_stages(name: str) -> None:
     assert -0.15 < min(deviations) <= max(deviations) < 0.4, (min(deviations), max(deviations))
 
 
-MATRICES = (
-    "seconds",
-    "param_bytes",
-    "received_bytes",
-    "returned_bytes",
-    "entered_bytes",
-    "kept_bytes",
-    "peak_bytes",
-)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_windows_among_some_places_are_those_of_these_places(seed: int) -> None:
     graph = random_graph(seed)
@@ -97,7 +93,8 @@ def test_windows_among_some_places_are_those_of_these_places(seed: int) -> None:
     assert among.positions == alone.positions
     assert len(among) == len(alone)
     above = np.triu_indices(len(some), 1)
-    for name in MATRICES:
+    sizes = ("param", "received", "returned", "entered", "kept", "peak")
+    for name in ("seconds", *(f"{each}_bytes" for each in sizes)):
         assert (getattr(among, name)[above] == getattr(alone, name)[above]).all(), name
 
 
@@ -126,25 +123,22 @@ def test_formulas_of_microbatches_in_flight() -> None:
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_ranks_of_every_schedule(name: str) -> None:
-    graph = resnet50()
     mesh = mesh_for(name, groups=1, depth=2, chunks=2 if SCHEDULES[name].chunks else 1)
-    partition = partition_equal(graph, mesh.stages)
-    schedule = build_schedule(name, mesh, 2 if name == "mast" else 4)
-    lowered = lower(schedule, mesh, partition.links)
-    ranks = rank_bytes(stage_bytes(partition), mesh, schedule, slots=2)
-    assert ranks == rank_bytes(stage_bytes(partition), mesh, lowered, slots=2)
+    partition, schedule = (
+        partition_equal(resnet50(), mesh.stages),
+        build_schedule(name, mesh, 2 if name == "mast" else 4),
+    )
     stages = stage_bytes(partition)
+    ranks = rank_bytes(stages, mesh, schedule, slots=2)
+    assert ranks == rank_bytes(stages, mesh, lower(schedule, mesh, partition.links), slots=2)
     for rank, found in enumerate(ranks):
         held = {stage for stage, _ in mesh.held_by(rank)}
         assert found.parameters == sum(stages[stage].parameters for stage in held)
         assert found.optimizer == 2 * found.parameters
-        most = max(stages[stage].activations for stage in held)
-        assert found.total >= found.parameters * 3 + most
-    half = [
-        rank_bytes(stage_bytes(partition), mesh, schedule, slots=2, weights=[w] * 4)[0].activations for w in (1.0, 0.5)
-    ]
-    assert half[1] <= half[0]
-    again = rank_bytes(stage_bytes(partition), mesh, add_recompute(schedule), slots=2)
+        assert found.total >= found.parameters * 3 + max(stages[stage].activations for stage in held)
+    whole, half = (rank_bytes(stages, mesh, schedule, slots=2, weights=[w] * 4)[0].activations for w in (1.0, 0.5))
+    assert half <= whole
+    again = rank_bytes(stages, mesh, add_recompute(schedule), slots=2)
     assert sum(rank.total for rank in again) <= sum(rank.total for rank in ranks)
 
 
@@ -163,52 +157,29 @@ def test_versions_of_the_weights_are_counted() -> None:
         assert found.total >= least
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_holders_of_a_stage_keep_equal_slices_of_the_optimizer(groups: int) -> None:
-    graph = resnet50()
-    mesh = mesh_for("master", groups=1, depth=2)
-    partition, schedule = partition_equal(graph, 2), build_schedule("master", mesh, 2)
-    stages = stage_bytes(partition)
-    whole, divided = (rank_bytes(stages, mesh, schedule, slots=2, zero=zero, copies=groups) for zero in (0, 1))
-    assert [rank.optimizer for rank in whole] == [2 * (stages[0].parameters + stages[1].parameters)] * 2
-    slices = [-(-stage.parameters // (2 * groups)) for stage in stages]
-    assert [rank.optimizer for rank in divided] == [2 * sum(slices)] * 2
-
-
 def test_whole_models() -> None:
-    graph = resnet50()
-    size = StageMemory(graph).of_layers((0, len(graph.layers))).parameters
+    stage = StageMemory(resnet50()).of_layers((0, len(resnet50().layers)))
 
-    def taken(name: str, ranks: int, m: int, slots: int = 0) -> RankBytes:
-        strategy, stage = Strategy(name, ranks, 1, m), StageMemory(graph).of_layers((0, len(graph.layers)))
-        if name == "fsdp":
-            return sharded_bytes(stage, ranks, several=m > ranks, slots=slots)
-        return rank_bytes([stage], strategy.mesh, strategy.schedule({}), slots=slots)[0]
+    def taken(name: str, ranks: int, m: int) -> int:
+        strategy = Strategy(name, ranks, 1, m)
+        return rank_bytes([stage], strategy.mesh, strategy.schedule({}), slots=0)[0].total
 
-    assert taken("single", 1, 2).total >= taken("single", 1, 1).total
+    assert taken("single", 1, 2) >= taken("single", 1, 1)
     # Buckets hold all gradients from the beginning, and later microbatches add to them.
-    assert 0 < taken("ddp", 2, 2).total - taken("single", 1, 1).total <= size
-    assert taken("ddp", 2, 4).total == taken("ddp", 2, 2).total == taken("single", 1, 2).total
-    sharded = taken("fsdp", 4, 8, slots=2)
-    assert sharded.parameters == sharded.gradients == -(-size // 4)
+    assert 0 < taken("ddp", 2, 2) - taken("single", 1, 1) <= stage.parameters
+    assert taken("ddp", 2, 4) == taken("ddp", 2, 2) == taken("single", 1, 2)
+    sharded = sharded_bytes(stage, 4, several=True, slots=2)
+    assert sharded.parameters == sharded.gradients == -(-stage.parameters // 4)
     assert sharded.optimizer == 2 * sharded.parameters
 
 
-@pytest.mark.parametrize(
-    ("make", "slots"),
-    [
-        (functools.partial(torch.optim.AdamW, weight_decay=1e-4), 2),
-        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4), 1),
-    ],
-    ids=["adamw", "sgd"],
-)
-def test_an_update_takes_copies_of_the_largest_parameter(
-    make: Callable[..., torch.optim.Optimizer], slots: int
-) -> None:
+@pytest.mark.parametrize(("make", "slots"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 1)])
+def test_an_update_takes_copies_of_the_largest_parameter(make: Any, slots: int) -> None:
     model = WithLoss(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 512), nn.Linear(512, 4)), torch.mean)
     strategy, stages = Strategy("single", 1, 1, 1), stage_bytes(Partition(trace(model, (1, 4)).graph, (0,)))
     (told,) = rank_bytes(stages, strategy.mesh, strategy.schedule({}), slots=slots)
-    optimizer, watch = make(model.parameters()), LiveBytes()
+    optimizer = make(model.parameters(), weight_decay=1e-4, **({"lr": 0.1, "momentum": 0.9} if slots == 1 else {}))
+    watch = LiveBytes()
     watch.add(model.parameters())
     for _ in range(2):
         with watch:
@@ -245,3 +216,101 @@ def test_a_stage_without_parameters_has_none_to_gather(zero: int) -> None:
     rank, *_ = rank_bytes([bare, last], mesh, schedule, slots=2, zero=zero)
     assert (rank.parameters, rank.gradients, rank.optimizer) == (0, 0, 0)
     assert rank.total > 0
+
+
+CLASSES, KIB = 3, 1024
+SHAPES = {"unet_w8": (1, 3, 96, 96), "resnet18": (1, 3, 64, 64)}
+ADAM, SGD = functools.partial(torch.optim.AdamW, lr=0.01), functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def model(name: str) -> torch.nn.Module:
+    return drawn_once(("rank bytes", name), 3, lambda: build_model(name, classes=CLASSES))
+
+
+@functools.cache
+def graph(name: str) -> LayerGraph:
+    return with_loss(trace(model(name), SHAPES[name]).graph, CLASSES, SHAPES[name][-1] if name == "unet_w8" else None)
+
+
+def measured(communicator: Communicator, name: str, strategy: Strategy, make: Any) -> tuple[int, int]:
+    """Return the bytes of this rank between two steps, and at most in the second."""
+    shape, masks = SHAPES[name], name == "unet_w8"
+    loss, cpu = PixelClassLoss() if masks else TileClassLoss(), torch.device("cpu")
+    engine = assemble(model(name), loss, make, communicator, strategy, shape=shape, batch=strategy.m, device=cpu)
+    targets = torch.zeros((1, *shape[2:]), dtype=torch.uint8) if masks else torch.zeros(1, dtype=torch.int64)
+
+    def tiles() -> Iterator[Microbatch]:
+        for i in engine.share:
+            images = torch.ones(shape) if engine.wants(i).images else None  # made when asked for: it counts then
+            yield Microbatch(images, targets if masks or engine.wants(i).targets else None, shape)
+
+    engine.step(tiles(), 0, 0.01)
+    watch = LiveBytes()
+    watch.add(engine.on_device())
+    between = watch.bytes
+    with watch:
+        engine.step(tiles(), 1, 0.01)
+    engine.close()
+    return between, watch.peak_bytes
+
+
+def predicted(strategy: Strategy, policy: ActivationPolicy) -> list[int]:
+    partition = strategy.partition(graph("unet_w8"))
+    stages = StageMemory(partition.graph).kept(partition, policy)
+    return [r.total for r in rank_bytes(stages, strategy.mesh, strategy.schedule(partition.links), slots=1)]
+
+
+def rules(strategy: Strategy) -> dict[str, ActivationPolicy]:
+    partition = strategy.partition(graph("unet_w8"))
+    forward_s = [1e-9 * layer.flops + 1e-9 * layer.output_bytes + 1e-6 for layer in partition.graph.layers]
+    limit = 0.85 * max(predicted(strategy, ActivationPolicy()))
+    runs = chosen_runs(partition, strategy.mesh, strategy.schedule(partition.links), forward_s, limit, slots=1)
+    assert runs
+    return {
+        "optimal": ActivationPolicy("optimal", runs),
+        "offload, ahead": ActivationPolicy(offload="overlap", smallest=16 * KIB, ahead=1024 * KIB),
+        "block and offload": ActivationPolicy("block", offload="overlap", smallest=16 * KIB),
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_ranks_take_what_is_predicted(schedule: str) -> None:
+    plain = Strategy(schedule, 2, 2, 3)
+    partition = plain.partition(graph("unet_w8"))
+    message = max(stage.returned for stage in StageMemory(partition.graph).kept(partition))
+    for rule, policy in rules(plain).items():
+        strategy = dataclasses.replace(plain, policy=policy)
+        found = run_on_threads(2, lambda c, each: measured(c, "unet_w8", each, SGD), strategy, timeout_s=60)
+        for told, (_, taken) in zip(predicted(strategy, policy), found, strict=True):
+            assert told <= 1.1 * taken, (rule, told, taken)
+            # A rank that is ahead of its neighbour has gradients that wait for it, which is a question of time.
+            assert taken <= 1.05 * told + 2 * message, (rule, told, taken)
+
+
+DIVIDED = {
+    "ddp": Strategy("ddp", 4, 1, 4),
+    "ddp, two microbatches a rank": Strategy("ddp", 4, 1, 8),
+    "1f1b": Strategy("1f1b", 4, 2, 4),
+    "master": Strategy("master", 4, 2, 8),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_state_takes_what_the_formulas_say(name: str, zero: int) -> None:
+    """P + 3 P / N between two steps where N ranks hold a stage: slices of gradients and of the two moments of AdamW."""
+    strategy = dataclasses.replace(DIVIDED[name], zero=zero)
+    partition, mesh = strategy.partition(graph("resnet18")), strategy.mesh
+    stages = StageMemory(partition.graph).kept(partition)
+    told = rank_bytes(stages, mesh, strategy.schedule(partition.links), slots=2, zero=zero)
+    found = run_on_threads(4, lambda c, _: measured(c, "resnet18", strategy, ADAM), timeout_s=120)
+    for rank, (between, peak) in enumerate(found):
+        held = {stage for stage, _ in mesh.held_by(rank)}
+        holders = {stage: len(mesh.ranks_with(stage)) if zero else 1 for stage in held}
+        expected = sum(stages[stage].parameters * (1 + 3 / holders[stage]) for stage in held)
+        assert between == pytest.approx(expected, rel=0.03)
+        # Buckets end at borders of parameters, and are up to a parameter smaller than told; so are slices of them.
+        slack = 1.5 * max(stages[stage].largest_parameter for stage in held)
+        assert told[rank].total / 1.03 - bool(zero) * slack <= peak <= 1.03 * told[rank].total, (peak, told[rank])

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from parallel.comm.grad_reducer import GradReducer
-from parallel.comm.local import LocalCommunicator
 from parallel.offload import packing
 from parallel.offload.copies import Copies, Mark
 from parallel.offload.host_optimizer import HostOptimizer
@@ -42,7 +38,7 @@ class Awkward(nn.Module):
         self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
         self.drop = nn.Dropout(0.3)
         self.head = nn.Conv2d(8, 3, 1)
-        self.head.bias.requires_grad_(False)  # type: ignore[union-attr]
+        self.head.bias.requires_grad_(False)
         self.scale = nn.Parameter(torch.randn(3, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -55,8 +51,6 @@ class Awkward(nn.Module):
 
 
 class Counted(Copies):
-    """Counts the bytes of copies on the device that are still held, by anyone."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak_bytes = 0
@@ -90,22 +84,21 @@ def saving(host: HostParameters | None) -> contextlib.AbstractContextManager[Any
     return packing.saving(host.packer(SavedTensor), ()) if host else contextlib.nullcontext()
 
 
-def train(net: nn.Module, loss: Loss, host: HostParameters | None, steps: int = 2, flight: int = 3) -> Any:
+def train(net: nn.Module, loss: Loss, host: HostParameters | None) -> Any:
     """All forward passes of a step before all backward passes. Gradients of the last step, and the state after it."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
+    for step in range(2):
         optimizer.zero_grad()
         waiting = []
-        for i, (images, targets) in enumerate(batch_of([2] * flight, 8, step, torch.float64)):
+        for i, (images, targets) in enumerate(batch_of([2] * 3, 8, step, torch.float64)):
             torch.manual_seed(10 * step + i)
             with saving(host):
                 waiting.append(loss(net(images), targets))
-            if host:
-                assert not host._present, "only what is computed now is on the device"
+            assert not host or not host._present, "only what is computed now is on the device"
         for value in reversed(waiting):
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
         optimizer.step()
-    return {name: p.grad for name, p in net.named_parameters()}, net.state_dict()
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, net.state_dict()
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["as written", "traced"])
@@ -113,25 +106,19 @@ def train(net: nn.Module, loss: Loss, host: HostParameters | None, steps: int = 
 def test_the_plain_models_numbers(name: str, traced: bool) -> None:
     (plain, loss), (net, _) = model(name), model(name)
     if traced:  # its parameters outside of layers are asked for from outside, too
-        net = fx.symbolic_trace(net)
-        plain = fx.symbolic_trace(plain)
+        net, plain = fx.symbolic_trace(net), fx.symbolic_trace(plain)
     expected = train(plain, loss, None)
     host, copies = counted(net)
-    found = train(net, loss, host)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(train(net, loss, host), expected, rtol=1e-12, atol=1e-13)
     assert copies.bytes == 0
     assert 0 < copies.peak_bytes < sum(p.nbytes for p in net.parameters())
 
 
 def deep(layers: int = 6, width: int = 16) -> nn.Sequential:
-    return drawn_once(
-        ("deep", layers, width),
-        5,
-        lambda: nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh()))),
-    )  # type: ignore[return-value]
+    def make() -> nn.Sequential:
+        return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())))
+
+    return drawn_once(("deep", layers, width), 5, make)
 
 
 LAYER = 4 * (16 * 16 + 16)
@@ -172,18 +159,7 @@ def test_a_step_makes_nothing_else_on_the_device_than_activations_and_one_layers
         assert live.bytes < layer, "gradients and the optimizer's state are on the host"
 
 
-def test_without_claims_autograd_holds_the_copies_and_gives_them_back() -> None:
-    net = deep()
-    _, copies = counted(net)
-    loss = net(torch.randn(4, 16)).sum()
-    assert copies.bytes >= 5 * 4 * 16 * 16
-    loss.backward()
-    assert copies.bytes == 0
-
-
 class Noting(Copies):
-    """Notes copies to the device and when layers compute."""
-
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.names = {p.data_ptr(): name for name, p in net.named_parameters()}
@@ -210,27 +186,13 @@ def test_the_next_layers_copies_are_begun_before_they_are_waited_for() -> None:
         net(torch.randn(4, 16))  # the order is learned here
         copies.notes.clear()
         loss = net(torch.randn(4, 16, requires_grad=True)).sum()
-    assert [note for note in copies.notes if "weight" in note] == [
-        "copy 0.weight",
-        "copy 2.weight",
-        "wait 0.weight",
-        "copy 4.weight",
-        "wait 2.weight",
-        "wait 4.weight",
-    ]
+    notes = [note.removesuffix(".weight") for note in copies.notes if "weight" in note]
+    assert notes == ["copy 0", "copy 2", "wait 0", "copy 4", "wait 2", "wait 4"]
     copies.notes.clear()
     loss.backward()
-    assert copies.notes == [
-        "copy 4.weight",
-        "copy 2.weight",
-        "wait 4.weight",
-        "backward",
-        "copy 0.weight",
-        "wait 2.weight",
-        "backward",
-        "wait 0.weight",
-        "backward",
-    ]
+    notes = [note.removesuffix(".weight") for note in copies.notes]
+    assert notes[:5] == ["copy 4", "copy 2", "wait 4", "backward", "copy 0"]
+    assert notes[5:] == ["wait 2", "backward", "wait 0", "backward"]
 
 
 def test_another_way_through_the_layers_than_last_time_costs_copies_and_nothing_else() -> None:
@@ -247,47 +209,29 @@ def test_another_way_through_the_layers_than_last_time_costs_copies_and_nothing_
             value.sum().backward()
         assert copies.bytes == 0
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
     assert copies.peak_bytes <= 3 * LAYER
 
 
-def test_gradients_go_where_their_sum_over_ranks_wants_them() -> None:
-    net, plain = deep(2), deep(2)
-    HostParameters(net, CPU, Copies())
-    exchange = GradReducer(net.parameters(), LocalCommunicator(), overlap=True)
-    x = torch.randn(4, 16)
-    exchange.begin_step()
-    places = [p.grad.data_ptr() for p in net.parameters() if p.grad is not None]
-    exchange.expect_final_grads()
-    for layers in (net, plain):
-        layers(x).sum().backward()
-    assert all(bucket.pending == 0 for bucket in exchange.buckets)
-    exchange.finish()
-    assert [p.grad.data_ptr() for p in net.parameters() if p.grad is not None] == places
-    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-
-
-def test_a_parameter_that_is_changed_before_backward_is_refused() -> None:
+def test_what_cannot_be_computed_is_refused_and_leaves_nothing_on_the_device() -> None:
     net = deep(2)
-    host = HostParameters(net, CPU, Copies())
+    host, copies = counted(net)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net(torch.randn(4, 17))
+    assert copies.bytes == 0
+    assert net[0].weight is dict(net.named_parameters())["0.weight"], "nothing runs now"
+    loss = net(torch.randn(4, 16)).sum()  # without claims autograd holds the copies, and gives them back
+    assert copies.bytes >= 4 * 16 * 16
+    loss.backward()
+    assert copies.bytes == 0
     with saving(host):
         loss = net(torch.randn(4, 16)).sum()
     with torch.no_grad():
         net[2].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_pass_that_fails_leaves_nothing_on_the_device() -> None:
-    net = deep(2)
-    _, copies = counted(net)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        net(torch.randn(4, 17))
-    assert copies.bytes == 0
-    assert net[0].weight is dict(net.named_parameters())["0.weight"], "nothing runs now"
+    with pytest.raises(ValueError, match="rnn keeps a list of its own"):
+        HostParameters(nn.ModuleDict({"rnn": nn.LSTM(2, 2)}), CPU, Copies())
 
 
 def test_outside_of_a_pass_the_module_is_what_it_was() -> None:
@@ -300,7 +244,7 @@ def test_outside_of_a_pass_the_module_is_what_it_was() -> None:
         for parameter in net.parameters():
             parameter.zero_()
     net.load_state_dict(plain.state_dict())
-    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in net.state_dict().items())
+    torch.testing.assert_close(net.state_dict(), plain.state_dict(), rtol=0, atol=0)
     assert copies.peak_bytes == 0
 
 
@@ -319,11 +263,6 @@ def test_what_is_not_a_copy_is_packed_by_others() -> None:
     assert all(p.grad is not None for p in net.parameters())
 
 
-def test_a_layer_that_keeps_its_parameters_in_a_list_is_refused() -> None:
-    with pytest.raises(ValueError, match="rnn keeps a list of its own"):
-        HostParameters(nn.ModuleDict({"rnn": nn.LSTM(2, 2)}), CPU, Copies())
-
-
 def test_only_buffers_are_moved() -> None:
     norm = nn.BatchNorm2d(2)
     pair = nn.ModuleList([norm, norm])
@@ -332,47 +271,3 @@ def test_only_buffers_are_moved() -> None:
     assert {buffer.device.type for buffer in pair.buffers()} == {"meta"}
     assert pair.mean is norm.running_mean
     assert {p.device.type for p in pair.parameters()} == {"cpu"}
-
-
-def test_the_loss_is_that_of_the_plain_model_when_evaluated() -> None:
-    (net, _), (plain, _) = model("skips"), model("skips")
-    _, copies = counted(net)
-    ((x, targets),) = batch_of([2], 8, 1, torch.float64)
-    with torch.no_grad():
-        assert torch.equal(F.cross_entropy(net.eval()(x), targets), F.cross_entropy(plain.eval()(x), targets))
-    assert copies.bytes == 0
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("resident", [True, False], ids=["parameters too", "optimizer"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_gpus_host_gives_the_plain_steps_numbers(name: str, resident: bool) -> None:
-    device = torch.device("cuda")
-    (plain, loss), (net, _) = model(name), model(name)
-    plain.to(device)
-    copies = Copies.for_device(device)
-    host = HostParameters(net, device, copies) if resident else None
-    if not resident:
-        net.to(device)
-    make = functools.partial(torch.optim.AdamW, lr=0.05)
-    ours, theirs = (
-        HostOptimizer(make, dict(net.named_parameters()), copies, resident=resident),
-        make(plain.parameters()),
-    )
-    for step in range(3):
-        for layers in (plain, net):
-            layers.zero_grad()
-            ours.begin_step()
-            values = []
-            for i, (images, targets) in enumerate(batch_of([2] * 3, 8, step, torch.float64)):
-                torch.manual_seed(10 * step + i)
-                with saving(host if layers is net else None):
-                    values.append(loss(layers(images.to(device)), targets.to(device)))
-            for i, value in enumerate(values):
-                if layers is net and i == 2:
-                    ours.expect_final_grads(0.05)
-                value.backward()  # type: ignore[no-untyped-call]
-        ours.apply(0.05)
-        theirs.step()
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[key].cpu(), value.cpu(), rtol=1e-9, atol=1e-10)

@@ -1,27 +1,31 @@
-"""Forecasts of steps whose time can be worked out by hand."""
+"""Forecasts of steps whose time can be worked out by hand; plans for devices that differ."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
 
+from app.planning.command import PlanCommand
+from app.planning.machine import devices_named, named_machine
+from app.planning.report import report
+from app.planning.unequal import unequal_notes
+from app.planning.workload import Workload
+from app.settings.cli import OK
 from parallel.cost.cluster import Cluster
 from parallel.cost.devices import LinkSpec
 from parallel.cost.stage_cost import Costs, LayerCost, stage_costs
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.graph.partition import Partition
+from parallel.graph.partition import Partition, partition_equal
 from parallel.memory.liveness import pieces
 from parallel.memory.policy import MIB, ActivationPolicy, segments_of
+from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.policy_cost import moved_bytes, policy_costs
-from parallel.plan.step_time import (
-    ADDING_PASSES,
-    DDP_BUCKET,
-    UPDATE_PASSES,
-    step_time,
-)
+from parallel.plan.search import Planner
+from parallel.plan.step_time import ADDING_PASSES, DDP_BUCKET, UPDATE_PASSES, step_time
 from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
 
@@ -36,14 +40,6 @@ def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: Any) -
     costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)] * depth
     links = {(stage, stage + 1): LinkCost(0.0, 0.0) for stage in range(depth - 1)}
     return step_time(Strategy(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
-
-
-@pytest.mark.parametrize(
-    ("name", "m", "expected"),
-    [("mp-basic", 3, 36), ("gpipe", 4, 21), ("1f1b", 4, 21), ("mast", 2, 21), ("master", 4, 4 * (4 * 2 + 1) + 3)],
-)
-def test_formulas_of_the_papers(name: str, m: int, expected: float) -> None:
-    assert split(name, 4, 4, m, cluster()) == pytest.approx(expected)
 
 
 def test_recomputation_takes_a_forward_pass_more() -> None:
@@ -98,9 +94,8 @@ def test_slices_take_as_many_messages_as_sums_of_whole_gradients() -> None:
 
 
 def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:
-    return step_time(
-        Strategy(name, ranks, 1, m), batch, [StageCost(1.0, 2.0, 1.0, 1.0, 10)], {}, [params], 2, on
-    ).step_s
+    costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)]
+    return step_time(Strategy(name, ranks, 1, m), batch, costs, {}, [params], 2, on).step_s
 
 
 def test_whole_models() -> None:
@@ -108,6 +103,7 @@ def test_whole_models() -> None:
     assert whole("ddp", 2, 4, cluster()) == pytest.approx(6)
     assert whole("ddp", 2, 4, cluster(lanes=1)) == pytest.approx(12)
     assert whole("ddp", 2, 3, cluster(), batch=3) == pytest.approx(6)  # rank 0 has two of three microbatches
+    assert whole("single", 1, 30, cluster(), batch=100) == pytest.approx(100 / 4 * 3)  # 10 of 4 tiles, 20 of 3
 
 
 def test_data_parallel_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> None:
@@ -139,31 +135,17 @@ def test_a_long_step_whose_layers_are_not_estimated_takes_no_time() -> None:
     assert (step.step_s, step.bubble) == (0, 0)
 
 
-def test_smaller_microbatches_of_a_long_step_take_less() -> None:
-    assert whole("single", 1, 30, cluster(), batch=100) == pytest.approx(100 / 4 * 3)  # 10 of 4 tiles, 20 of 3
-
-
 RUNS = (("x", "conv1"),)
 
 
 def chain() -> LayerGraph:
     """x -> conv0 -> ... -> conv3: each keeps its input, 2 MiB, and ``conv3`` besides 1 KiB."""
-    found = [Layer("x", INPUT, (), differentiable=False, output_bytes=2 * MIB, output_storages=((0, 2 * MIB),))]
+    form = [{"output_bytes": 2 * MIB, "output_storages": ((n, 2 * MIB),)} for n in range(5)]
+    found = [Layer("x", INPUT, (), differentiable=False, **form[0])]
     for n in range(4):
         saved = ((n, 2 * MIB), *(((9, 1024),) if n == 3 else ()))
-        found.append(
-            Layer(
-                f"conv{n}",
-                "Conv2d",
-                (found[-1].name,),
-                module=f"conv{n}",
-                output_bytes=2 * MIB,
-                saved=saved,
-                output_storages=((n + 1, 2 * MIB),),
-            )
-        )
-    found.append(Layer("output", OUTPUT, (found[-1].name,), output_bytes=2 * MIB, output_storages=((4, 2 * MIB),)))
-    return LayerGraph(tuple(found))
+        found.append(Layer(f"conv{n}", "Conv2d", (found[-1].name,), module=f"conv{n}", saved=saved, **form[n + 1]))
+    return LayerGraph((*found, Layer("output", OUTPUT, (found[-1].name,), **form[4])))
 
 
 GRAPH = chain()
@@ -171,7 +153,7 @@ COSTS = Costs((LayerCost(0, 0, 0), *[LayerCost(1.0, 2.0, 1.0)] * 4, LayerCost(0,
 
 
 def cost(
-    policy: ActivationPolicy, *, starts: tuple[int, ...] = (0,), copy_s: float = 0.0, beside: bool = False
+    policy: ActivationPolicy, starts: tuple[int, ...] = (0,), copy_s: float = 0.0, beside: bool = False
 ) -> StageCost:
     """Of the first stage; ``copy_s`` of a piece."""
     partition = Partition(GRAPH, starts)
@@ -180,12 +162,9 @@ def cost(
     return policy_costs(partition, given, COSTS, policy, copy_bandwidth=bandwidth, beside=beside)[0]
 
 
-def test_nothing_is_added_where_all_is_kept() -> None:
+def test_computing_again_is_part_of_the_backward_pass() -> None:
     assert cost(ActivationPolicy()) == stage_costs(Partition(GRAPH, (0,)), COSTS)[0]
     assert cost(ActivationPolicy("stage")).backward_s == 8  # an action of its own computes again
-
-
-def test_computing_again_is_part_of_the_backward_pass() -> None:
     found = cost(ActivationPolicy("optimal", RUNS))
     assert (found.forward_s, found.backward_s, found.backward_input_s) == (4, 8 + 2, 4 + 2)
     assert cost(ActivationPolicy("block")).backward_s == 8 + 3  # what is last is kept
@@ -217,3 +196,93 @@ def test_copies_on_a_cpu_are_added() -> None:
 def test_copies_beside_a_gpu_count_where_they_take_longer(copy_s: float, expected: tuple[float, float]) -> None:
     found = cost(ActivationPolicy(offload="overlap"), copy_s=copy_s, beside=True)
     assert (found.forward_s, found.backward_s) == expected
+
+
+MIXED = "rtxa6000-48gb:2,rtx2080ti-11gb:2"
+
+
+def planner(device: str, ranks: int, batch: int = 32) -> Planner:
+    work, machine = Workload("resnet18", 256, 2, "batch", False, "sgd", None, "average"), named_machine(device, ranks)
+    task = work.task(batch, machine.estimate)
+    return Planner(task, dataclasses.replace(machine.cluster, speeds=machine.speeds(work.in_float32)))
+
+
+def test_shares_by_speed_make_the_step_of_the_formula() -> None:
+    mixed = planner(MIXED, 4)
+    fast, slow = mixed.cluster.speeds[0], mixed.cluster.speeds[3]
+    assert mixed.cluster.speeds == (fast, fast, 1.0, 1.0)
+    assert 1.2 < fast < 3
+    rows = list(mixed.search(["ddp"], ranks=4, m=32))
+    equal, shared = rows
+    assert [len(share) for share in shared.strategy.shares] == [10, 10, 6, 6]
+    alone = planner("rtx2080ti-11gb", 1).forecast(Strategy("single", 1, 1, 32))
+    each_s = alone.step_s / 32
+    assert equal.step_s - shared.step_s == pytest.approx((8 / slow - max(10 / fast, 6)) * each_s, rel=0.05)
+    assert best_of(rows) is shared
+
+
+def test_stages_follow_the_speeds_of_their_ranks() -> None:
+    mixed = planner("rtxa6000-48gb,rtx2080ti-11gb", 2)
+    candidate = Strategy("1f1b", 2, 2, 16)
+    uneven = mixed.forecast(candidate)
+    costs = mixed.stages.stage_costs(uneven.strategy, mixed.partition_of(uneven))
+    first, second = (cost.forward_s + cost.backward_s for cost in costs)
+    fast = mixed.cluster.speeds[0]
+    assert first / fast == pytest.approx(second, rel=0.25), "the first device takes more of the model"
+    equal_speeds = Planner(mixed.task, dataclasses.replace(mixed.cluster, speeds=()))
+    cut_alike = equal_speeds.forecast(candidate)
+    as_cut = mixed.forecast(candidate, partition=equal_speeds.partition_of(cut_alike))
+    assert uneven.images_per_second > 1.1 * as_cut.images_per_second
+    assert partition_equal(mixed.task.graph, 2).starts != mixed.partition_of(uneven).starts
+
+
+@pytest.mark.parametrize("name", ["master", "bidirectional"])
+def test_shares_by_speed_leave_work_for_both_replicas_of_a_group(name: str) -> None:
+    """Shares of 3 and 1 microbatches were timed, where the second replica of the slower group has none: KeyError."""
+    mixed = planner("h100-80gb:2,rtx2080ti-11gb:2", 4, batch=8)
+    rows = list(mixed.search([name], ranks=4, depth=2))
+    assert rows
+    assert all(len(share) >= 2 for row in rows for share in row.strategy.shares)
+
+
+def test_groups_of_unequal_devices_share_by_speed() -> None:
+    mixed = planner(MIXED, 4)
+    rows = list(mixed.search(["gpipe"], ranks=4, depth=2, m=16))
+    equal, shared = rows
+    assert [len(share) for share in shared.strategy.shares] == [10, 6]
+    assert shared.images_per_second > equal.images_per_second
+    assert 0 <= shared.bubble < 1
+    assert PlanRow.from_json(shared.to_json()).strategy == shared.strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "said"),
+    [
+        (MIXED, 3, "names 4 devices, one a rank: give --ranks 4"),
+        ("a40-48gb:x", 2, "names devices as a40-48gb:2,t4-16gb:2; got a40-48gb:x"),
+        ("a40-48gb:1,t5-16gb:1", 2, "'t5-16gb' is no device whose data sheet is known; close are t4-16gb"),
+    ],
+)
+def test_devices_that_are_refused(text: str, ranks: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        devices_named(text, ranks)
+
+
+def test_slow_devices_are_advised_against_where_they_add_little() -> None:
+    row = PlanRow(Strategy("ddp", 2, 1, 8, shares=((0, 1, 2, 3, 4, 5, 6), (7,))), images_per_second=10.2, step_s=1.0)
+    equal = PlanRow(Strategy("ddp", 2, 1, 8), images_per_second=6.0, step_s=1.0)
+    notes = [list(unequal_notes(["fast", "slow"], [7.0, 1.0], [equal, row], lambda _, n=n: n)) for n in (10.0, 8.0)]
+    speeds, shares, advice = notes[0]
+    assert speeds == "speeds: 1 x fast 7.00, 1 x slow 1.00"
+    assert all(words in shares for words in ("--shares 7,1: 10.2 images/s", "1.70 times", "within 12%"))
+    assert re.match("without 1 x slow: 10 images/s.*leave them out", advice)
+    assert notes[1][-1].endswith("they add 27%")
+
+
+def test_a_processor_beside_fast_gpus_is_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
+    command = PlanCommand("resnet18", 256, ranks=3, batch=48, parallel="ddp", device_spec="h100-80gb:2,epyc7742-64c:1")
+    assert report(command) == OK
+    said = capsys.readouterr().out
+    assert "1 x epyc7742-64c 1.00" in said
+    assert "without 1 x epyc7742-64c" in said
+    assert said.rstrip().endswith("leave them out")

@@ -1,4 +1,4 @@
-"""What cannot be kept is used all the same."""
+"""What cannot be kept is used all the same; which GPUs a build of torch supports, by faked lists."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from parallel.profile import cache, link_speed
 from parallel.profile import calibrate as calibration
 from parallel.profile.cache import keep, kept_at, kept_text
 from parallel.profile.calibrate import DeviceUse, load_or_calibrate
+from parallel.profile.gpu import has_bf16, is_device_fault, lacks_memory, missing_kernels, set_tf32
 from parallel.profile.link_speed import CopySpeed, load_or_measure_copies
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-SAID = "what was measured of this machine is used now and not kept; XDG_CACHE_HOME names another folder"
+SAID = "used now and not kept; XDG_CACHE_HOME names another folder"
 
 
 class Measured:
-    """A cost model as far as keeping it goes."""
-
     seconds_taken = 45.0
     others = 0.0
 
@@ -41,28 +40,24 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is said when both kinds of measurement are made."""
     assert isinstance(load_or_calibrate(DeviceUse(CPU)), Measured)
     assert load_or_measure_copies(CPU) == CopySpeed(1e9, 1e9)
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as for the number of a user that no list knows
-    assert kept_at({}) is None
-    assert measure(caplog) == [f"this user has no home folder: {SAID}"]
-
-
-@pytest.mark.parametrize("home", ["/proc/none", "/dev/null"])
-def test_a_home_that_cannot_be_written(
-    home: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("home", [None, "/proc/none", "/dev/null"])
+def test_a_home_that_is_not_there_or_cannot_be_written(
+    home: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", home)
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if home is None:
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as for the number of a user that no list knows
+        assert kept_at({}) is None
+    else:
+        monkeypatch.setenv("HOME", home)
     (said,) = measure(caplog)
-    assert said.startswith(f"{home}/.cache/megatile cannot be written (No")  # such file; a directory
+    assert said.startswith("this user has no home" if home is None else f"{home}/.cache/megatile cannot be written (No")
     assert said.endswith(SAID)
 
 
@@ -74,7 +69,8 @@ def test_a_cache_whose_disk_is_full(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(os, "replace", full)
-    assert measure(caplog) == [f"{tmp_path}/megatile cannot be written (No space left on device): {SAID}"]
+    (said,) = measure(caplog)
+    assert said.startswith(f"{tmp_path}/megatile cannot be written (No space left on device)")
     assert list((tmp_path / "megatile").iterdir()) == []
     monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
     keep(kept_at({}), "text")
@@ -143,3 +139,78 @@ def test_what_is_damaged_is_named_and_measured_anew(
     assert kept_text(path) is None
     (record,) = caplog.records
     assert str(path) in record.getMessage()
+
+
+CU130 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
+CU126 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
+
+
+def be_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built: str = CU130) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+KERNELS = [
+    (CU130, (7, 0), False),  # V100
+    (CU130, (6, 0), False),  # P100
+    *((CU126, (7, 0), True), (CU126, (12, 0), False), (CU130, (7, 5), True)),
+    (CU130, (8, 9), True),  # code for 8.6
+    *(("sm_80 sm_90", (8, 6), True), ("sm_86 sm_90", (8, 0), False), ("sm_80", (9, 0), False)),
+    ("sm_80 compute_80", (9, 0), True),  # PTX is compiled for it when it is loaded
+    *(("sm_50 compute_90", (8, 0), False), ("sm_90a", (9, 0), True), ("sm_100a", (10, 3), False)),
+    *(("sm_100f", (10, 3), True), ("compute_100f", (12, 0), False), ("compute_90a", (10, 0), False)),
+    *(("gfx90a", (9, 0), True), ("", (7, 0), True)),  # not to be judged
+]
+
+
+@pytest.mark.parametrize(("built", "capability", "runs"), KERNELS)
+def test_kernels_for_a_gpu(built: str, capability: tuple[int, int], runs: bool, monkeypatch) -> None:
+    be_gpu(monkeypatch, capability, built)
+    assert (missing_kernels(0) == "") == runs
+
+
+def test_the_gpu_and_what_to_install_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_gpu(monkeypatch, (7, 0))
+    for word in ("GPU 1", "Tesla V100-SXM2-16GB", "7.0", "sm_70", CU130, "cu126"):
+        assert word in missing_kernels(1)
+    monkeypatch.setattr(torch.version, "cuda", None)  # of ROCm
+    assert missing_kernels(1) == ""
+
+
+@pytest.mark.parametrize(("capability", "native"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_bf16_that_a_gpu_only_emulates_does_not_count(capability: tuple[int, int], native: bool, monkeypatch) -> None:
+    be_gpu(monkeypatch, capability)
+    assert has_bf16(torch.device("cuda", 0)) == has_bf16(1) == native
+    assert not has_bf16(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "of_device", "of_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True, True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True, True),  # of page-locked memory
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True, False),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, True),
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), False, False),
+        (ValueError("cuda"), False, False),
+        (RuntimeError("this slide is out of memory"), False, False),
+    ],
+    ids=str,
+)
+def test_faults_of_a_device(fault: Exception, of_device: bool, of_memory: bool) -> None:
+    assert (is_device_fault(fault), lacks_memory(fault)) == (of_device, of_memory)
+
+
+def test_tf32_is_switched_for_products_and_convolutions() -> None:
+    places = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [place.allow_tf32 for place in places]
+    try:
+        for allowed in (True, False):
+            set_tf32(allowed)
+            assert [place.allow_tf32 for place in places] == [allowed] * 2
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +24,7 @@ from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced, trace
 from tests.helpers.awkward_nets import SMALL, Named, RandomModel
 from tests.helpers.lanes import long_where
-
-
-def stages_of(traced: Traced, partition: Partition) -> list[StageModule]:
-    return [cut_stage(traced, partition, stage) for stage in range(partition.depth)]
+from tests.helpers.small_nets import Made
 
 
 def in_a_row(stages: list[StageModule], example: Tensor) -> Any:
@@ -79,67 +78,45 @@ def assert_same(traced: Traced, partition: Partition, model: nn.Module, example:
         assert all(torch.equal(buffer, buffers_[name]) for name, buffer in buffers.items())
 
 
-OURS = ["resnet18", "resnet110_v2", "unet_w4", "unet(2,4)"]
-THEIRS = {
-    "densenet121": 32,
-    "googlenet": 64,
-    "mobilenet_v3_small": 32,
-    "efficientnet_b0": 32,
-    "convnext_tiny": 32,
-    "swin_t": 32,
-    "swin_v2_t": 32,
-    "regnet_y_400mf": 32,
-    "shufflenet_v2_x0_5": 32,
-    "squeezenet1_0": 64,
-    "mnasnet0_5": 32,
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "googlenet": {"aux_logits": True, "init_weights": False},
-}
+def stages_of(traced: Traced, partition: Partition) -> list[StageModule]:
+    return [cut_stage(traced, partition, stage) for stage in range(partition.depth)]
 
 
-@pytest.mark.parametrize("name", long_where(OURS, "resnet110_v2"))
-def test_stages_of_our_models(name: str) -> None:
-    model = build_model(name, classes=3).double()
-    traced = trace(model, (2, 3, 32, 32), torch.float64)
-    example = torch.rand(2, 3, 32, 32, dtype=torch.float64)
-    for stages in (2, 3, 4):
-        assert_same(traced, partition_equal(traced.graph, stages), model, example)
-
-
-@pytest.mark.parametrize("name", long_where(THEIRS, *set(THEIRS) - {"mobilenet_v3_small", "squeezenet1_0"}))
-def test_stages_of_torchvision_models(name: str) -> None:
-    model = torchvision.models.get_model(name, num_classes=3, **OPTIONS.get(name, {})).double()
-    shape = (2, 3, THEIRS[name], THEIRS[name])
-    traced = trace(model, shape, torch.float64)
-    assert_same(traced, partition_equal(traced.graph, 3), model, torch.rand(shape, dtype=torch.float64))
-
-
-@pytest.mark.long
-def test_stages_of_inception() -> None:
-    """Its auxiliary classifier needs tiles of 299 px in training."""
-    model = torchvision.models.inception_v3(num_classes=3, aux_logits=True, init_weights=False).double()
-    traced = trace(model, (2, 3, 299, 299), torch.float64)
-    assert_same(traced, partition_equal(traced.graph, 3), model, torch.rand(2, 3, 299, 299, dtype=torch.float64))
-
-
-def test_stages_of_vision_transformer() -> None:
-    model = torchvision.models.VisionTransformer(
-        image_size=32, patch_size=16, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=3, dropout=0.1
-    ).double()
-    traced = trace(model, (2, 3, 32, 32), torch.float64)
-    assert_same(traced, partition_equal(traced.graph, 4), model, torch.rand(2, 3, 32, 32, dtype=torch.float64))
-
-
-def test_stages_of_vgg() -> None:
+def vgg() -> nn.Module:
     with torch.device("meta"):  # its own classifier has 120 million parameters
         model = torchvision.models.vgg11_bn(num_classes=3)
-    vgg = torchvision.models.vgg
-    model.features = vgg.make_layers(vgg.cfgs["A"], batch_norm=True)
+    made = torchvision.models.vgg
+    model.features = made.make_layers(made.cfgs["A"], batch_norm=True)
     model.classifier = nn.Sequential(nn.Linear(25088, 16), nn.ReLU(True), nn.Dropout(), nn.Linear(16, 3))
-    model.double()
-    traced = trace(model, (2, 3, 32, 32), torch.float64)
-    assert_same(traced, partition_equal(traced.graph, 3), model, torch.rand(2, 3, 32, 32, dtype=torch.float64))
+    return model
+
+
+def theirs(name: str) -> Callable[[], nn.Module]:
+    more = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    return functools.partial(torchvision.models.get_model, name, num_classes=3, **more)
+
+
+SMALL_VIT = {"image_size": 32, "patch_size": 16, "num_layers": 4, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
+OURS = ("resnet18", "resnet110_v2", "unet_w4", "unet(2,4)")
+THEIRS = ("densenet121", "mobilenet_v3_small", "efficientnet_b0", "convnext_tiny", "swin_t", "swin_v2_t")
+THEIRS += ("regnet_y_400mf", "shufflenet_v2_x0_5", "mnasnet0_5")
+LARGER = {"googlenet": 64, "squeezenet1_0": 64, "inception_v3": 299}  # auxiliary classifiers need as much in training
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...]]] = {
+    **{name: (functools.partial(build_model, name, classes=3), 32, (2, 3, 4)) for name in OURS},
+    **{name: (theirs(name), LARGER.get(name, 32), (3,)) for name in (*THEIRS, *LARGER)},
+    "vit": (lambda: torchvision.models.VisionTransformer(**SMALL_VIT, num_classes=3, dropout=0.1), 32, (4,)),
+    "vgg": (vgg, 32, (3,)),
+}
+QUICK = {"resnet18", "unet_w4", "unet(2,4)", "mobilenet_v3_small", "squeezenet1_0", "vit", "vgg"}
+
+
+@pytest.mark.parametrize("name", long_where(MODELS, *set(MODELS) - QUICK))
+def test_stages_of_models(name: str) -> None:
+    make, px, counts = MODELS[name]
+    model, example = make().double(), torch.rand(2, 3, px, px, dtype=torch.float64)
+    traced = trace(model, (2, 3, px, px), torch.float64)
+    for stages in counts:
+        assert_same(traced, partition_equal(traced.graph, stages), model, example)
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -168,18 +145,7 @@ def test_random_cuts_of_random_models(seed: int, data: st.DataObject) -> None:
     assert_same(traced, partition_at(traced.graph, cuts), model, torch.rand(3, 4, dtype=torch.float64))
 
 
-def test_the_rest_of_the_model_can_go() -> None:
-    model = build_model("resnet18", classes=3)
-    traced = trace(model, (2, 3, 32, 32))
-    stage = cut_stage(traced, partition_equal(traced.graph, 2), 1)
-    gone, kept = weakref.ref(model.conv1.weight), weakref.ref(model.fc.weight)
-    del model, traced
-    gc.collect()
-    assert gone() is None
-    assert kept() is stage.get_parameter("fc.weight")
-
-
-def test_modules_are_the_users() -> None:
+def test_a_stage_has_the_users_modules_and_the_rest_of_the_model_can_go() -> None:
     model = build_model("resnet18", classes=3)
     traced = trace(model, (2, 3, 32, 32))
     stage = cut_stage(traced, partition_at(traced.graph, ["layer3"]), 1)
@@ -188,6 +154,11 @@ def test_modules_are_the_users() -> None:
     stage.eval()
     assert not model.layer3[0].bn1.training
     assert model.layer2[0].bn1.training
+    gone, kept = weakref.ref(model.conv1.weight), weakref.ref(model.fc.weight)
+    del model, traced
+    gc.collect()
+    assert gone() is None
+    assert kept() is stage.get_parameter("fc.weight")
 
 
 def test_buffers_replaced_after_the_trace() -> None:
@@ -219,16 +190,11 @@ def test_frozen_normalisation_stays_frozen() -> None:
 
 
 def test_evaluation_that_needs_what_training_does_not_send() -> None:
-    class Shortcut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = torch.relu(m.b(torch.tanh(m.a(x))))
+        return y if m.training else y + x
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.relu(self.b(torch.tanh(self.a(x))))
-            return y if self.training else y + x
-
-    traced = trace(Shortcut(), (4, 6))
+    traced = trace(Made(compute, a=nn.Linear(6, 6), b=nn.Linear(6, 6)), (4, 6))
     partition = partition_at(traced.graph, ["b"])
     with pytest.raises(ValueError, match=r"evaluation would send values .*x from stage 0 to 1.*begin at b"):
         cut_stage(traced, partition, 1)

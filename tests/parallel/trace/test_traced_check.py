@@ -1,8 +1,9 @@
-"""Graphs held against their models before a run: what is traced wrongly is found, named, and kept whole."""
+"""What is traced wrongly, or decides by what a value is, is found, named, and kept whole or refused."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from parallel.graph.partition import partition_equal
 from parallel.trace.trace import Traced, trace, trace_exclusively
 from parallel.trace.traced_check import first_difference
 from tests.helpers.awkward_nets import SMALL
-from tests.helpers.deciding_nets import DECIDING
-from tests.parallel.trace.test_cut import assert_same
+from tests.helpers.deciding_nets import DECIDING, ByBatch, ByWidth, Gated, OfWaves, Unpacks
+from tests.parallel.trace.test_cut import assert_same, in_a_row, stages_of
 
 
 class AsksHowItIsRun(nn.Module):
@@ -42,18 +43,14 @@ def test_a_module_that_is_traced_wrongly_stays_whole(how: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), AsksHowItIsRun(how), nn.Linear(6, 6))
     state = copy.deepcopy(model.state_dict())
     difference = first_difference(trace(model, (2, 6)), (2, 6), torch.float32)
-    assert difference is not None
     assert "1" in difference.paths
     assert "in training, at module '1'" in difference.text
     assert "test_traced_check.py:" in difference.text
     traced = trace_exclusively(model, (2, 6), LocalCommunicator())
     assert [layer.kind for layer in traced.graph.layers] == ["input", "Linear", "AsksHowItIsRun", "Linear", "output"]
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
-
-
-def test_a_model_that_is_traced_wrongly_is_refused() -> None:
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"AsksHowItIsRun does not follow .* in training.*test_traced_check.py:\d+"):
-        trace_exclusively(AsksHowItIsRun("type"), (2, 6), LocalCommunicator())
+        trace_exclusively(AsksHowItIsRun(how), (2, 6), LocalCommunicator())
 
 
 @pytest.mark.parametrize("kind", [*SMALL, *DECIDING])
@@ -86,18 +83,15 @@ def changed(traced: Traced, name: str, change: str) -> Traced:
     """``traced``, whose layer ``name`` in training takes another value, is left out, or lets nothing flow back."""
     graph = copy.deepcopy(traced.training.graph)
     node = next(node for node in graph.nodes if node.name == name)
-    with graph.inserting_after(node):
-        match change:
-            case "left out":
-                node.replace_all_uses_with(node.args[0])
-            case "detached":
-                detached = graph.call_method("detach", (node,))
-                node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
-            case "other argument":
-                node.args = (node.args[0].args[0], *node.args[1:])
-    return Traced(
-        traced.graph, fx.GraphModule(traced.model, graph), traced.evaluation, traced.model, traced.modes
-    )  # fmt: skip
+    if change == "left out":
+        node.replace_all_uses_with(node.args[0])
+    elif change == "other argument":
+        node.args = (node.args[0].args[0], *node.args[1:])
+    else:
+        with graph.inserting_after(node):
+            detached = graph.call_method("detach", (node,))
+        node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+    return dataclasses.replace(traced, training=fx.GraphModule(traced.model, graph))
 
 
 @pytest.mark.parametrize("change", ["left out", "detached", "other argument"])
@@ -127,17 +121,7 @@ class TwoNames(nn.Module):
         return self.b(torch.tanh(y)) + before
 
 
-def test_sums_in_place_that_show_elsewhere_are_traced_as_such() -> None:
-    torch.manual_seed(0)
-    model = TwoNames().double()
-    assert first_difference(trace(model, (2, 6), torch.float64), (2, 6), torch.float64) is not None
-    traced = trace_exclusively(model, (2, 6), LocalCommunicator())
-    assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(3, 6, dtype=torch.float64))
-
-
 class UnderTwoNames(nn.Module):
-    """One batch norm is a part of two modules."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
@@ -148,9 +132,68 @@ class UnderTwoNames(nn.Module):
         return y
 
 
-def test_a_module_under_two_names() -> None:
-    model = UnderTwoNames().double()
+@pytest.mark.parametrize(("kind", "stages"), [(TwoNames, 2), (UnderTwoNames, 2), (OfWaves, 1)])
+def test_what_shows_under_two_names_and_complex_values_are_traced_as_such(kind: type[nn.Module], stages: int) -> None:
+    torch.manual_seed(0)
+    model = kind().double()
     state = copy.deepcopy(model.state_dict())
+    plain = trace(model, (3, 6), torch.float64)
+    assert (first_difference(plain, (3, 6), torch.float64) is None) == (kind is not TwoNames)
     traced = trace_exclusively(model, (3, 6), LocalCommunicator())
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
-    assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(3, 6, dtype=torch.float64))
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert_same(traced, partition_equal(traced.graph, stages), model, torch.rand(3, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", DECIDING)
+def test_deciding_models_in_stages(kind: type[nn.Module]) -> None:
+    """Also for another number of tiles than was traced."""
+    torch.manual_seed(0)
+    model = kind().double()
+    for tiles in (1, 3) if kind is not Unpacks else (3,):
+        traced = trace(model, (tiles, 6), torch.float64)
+        for stages in (2, 4):
+            partition = partition_equal(traced.graph, stages)
+            assert_same(traced, partition, model, torch.rand(3, 6, dtype=torch.float64) - 0.5)
+            if kind.__name__ != "FrozenTrunk":  # batch norm needs two
+                assert_same(traced, partition, model, torch.rand(1, 6, dtype=torch.float64) - 0.5)
+
+
+def test_what_is_decided_by_the_number_of_tiles_stays_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), ByBatch(), nn.Linear(6, 6)).double()
+    traced = trace(model, (2, 6), torch.float64)
+    assert [layer.kind for layer in traced.graph.layers] == ["input", "Linear", "ByBatch", "Linear", "output"]
+    for tiles in (1, 2, 3):
+        example = torch.rand(tiles, 6, dtype=torch.float64) - 0.5
+        assert_same(traced, partition_equal(traced.graph, 2), model, example)
+    with pytest.raises(ValueError, match=r"ByBatch itself .* number of tiles in a microbatch.*deciding_nets.py:\d+"):
+        trace(ByBatch(), (2, 6))
+
+
+def test_tiles_for_which_another_path_would_be_taken_are_refused() -> None:
+    model = ByWidth()
+    traced = trace(model, (2, 3, 8))
+    stages = stages_of(traced, partition_equal(traced.graph, 2))
+    with torch.no_grad():
+        for shape in ((2, 3, 8), (1, 3, 8), (2, 3, 9)):
+            example = torch.rand(shape)
+            assert torch.equal(in_a_row(stages, example), model(example))
+        with pytest.raises(ValueError, match=r"decides by the shape .*deciding_nets.py:\d+, .*is False; got True"):
+            in_a_row(stages, torch.rand(2, 3, 16))
+
+
+def test_a_decision_by_data_is_refused_and_wrapping_it_as_advised_works() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"Gated itself .*values of tensors. Where: forward, .*py:\d+.*submodule"):
+        trace(Gated(wrapped=False), (2, 6))
+    model = Gated(wrapped=True).double()
+    traced = trace(model, (2, 6), torch.float64)
+    for stages in (2, 4):
+        for offset in (0, 1):
+            example = torch.rand(2, 6, dtype=torch.float64) - offset
+            assert_same(traced, partition_equal(traced.graph, stages), model, example)
+    traced = trace(nn.Sequential(Gated(wrapped=False)), (2, 6))
+    with pytest.raises(
+        ValueError, match=r"1 to 1 stages; got 2.* 0 \(Gated\): .*values of tensors, at forward, .*py:\d+"
+    ):
+        partition_equal(traced.graph, 2)
