@@ -13,7 +13,6 @@ from parallel.graph.partition import Partition
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.rng import get_random_state, set_random_state
 from parallel.space.team import Grid
-from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import PlannedRegion
 from parallel.team.team_comm import TeamComm
@@ -28,14 +27,14 @@ class BoxedModel(TeamStage):
 
     _under_way = False
 
-    def forward(self, *values: Any, sums: BoxSums | None = None) -> Any:
-        """Return the model's output, or the ``sums`` of it."""
+    def forward(self, *values: Any) -> Any:
+        """Return the model's output."""
         if self._under_way:
             return super().forward(*values)
         self._under_way = True
         try:
             with self.context(tuple(values[0].shape), get_random_state(self.device)) as context:
-                value = super().forward(*values)[0] if sums is None else self.sums_in_parts(values, sums)
+                value = super().forward(*values)[0]
         finally:
             self._under_way = False
         set_random_state(context.end, self.device)

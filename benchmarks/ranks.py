@@ -1,7 +1,7 @@
-"""A function on several ranks of this machine, as a user's run is started: one process a rank, one thread each.
+"""Run a function on several ranks of this machine, each a process of one thread, as a user's run is started.
 
-Takes the function as ``package.module:function`` and one argument that JSON can hold; gives what each rank returned,
-which JSON can hold too. Ranks talk over Gloo or MPI. What they print goes to the terminal.
+Takes the function as ``package.module:function`` and one argument that JSON can hold; gives what each rank returned, as
+JSON. Ranks talk over Gloo, NCCL or MPI. What they print goes to the terminal.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.launching import AS_IN_A_CONTAINER
 from parallel.comm.communicator import Communicator
 from parallel.comm.launch import kill_tree
 
 ROOT = Path(__file__).parents[1]
+AS_IN_A_CONTAINER = {
+    # Open MPI refuses to run as root, and more ranks than cores; MPICH reads none of these.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 TIMEOUT_S = 900
-"""How long a rank waits for another: longer than one rank alone computes while the others stand by."""
+"""Seconds that a rank waits for another: more than one rank computes alone while the others stand by."""
 
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
@@ -43,17 +48,17 @@ def run_on_ranks(
     device: str = "cpu",
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Any]:
-    """Results of ``target(communicator, argument)``, in order of rank.
+    """Return ``target(communicator, argument)`` of each rank, in order of rank.
 
     Args:
-        launcher: torch: Gloo or NCCL; mpi: the mpirun beside this Python.
-        timeout_s: how long a rank waits for another.
-        limit_s: seconds after which ranks that are still at it are ended; None: no limit.
-        device: cuda: of torch's ranks each takes a GPU, in turn, and talks over NCCL if each has its own.
-        env: variables beside those of this process.
+        launcher: torch: Gloo or NCCL; mpi: the mpirun next to this Python.
+        timeout_s: that a rank waits for another.
+        limit_s: after which ranks that still run are ended; None: no limit.
+        device: cuda: each rank of torch takes a GPU, in turn, and talks over NCCL if no other rank has the same.
+        env: added to the variables of this process.
 
     Raises:
-        RuntimeError: a rank failed, and has printed why: the first line of its error; or the limit was reached.
+        RuntimeError: a rank failed, with the first line of its error; or the limit was reached.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -74,8 +79,8 @@ def run_on_ranks(
             raise RuntimeError(f"still running after {limit_s:.0f} s") from None
         if code:
             errors = sorted(folder.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
-            told = f": {errors[0].read_text()}" if errors else ""
-            raise RuntimeError(f"{target} on {world} ranks ended with exit code {code}{told}")
+            reason = f": {errors[0].read_text()}" if errors else ""
+            raise RuntimeError(f"{target} on {world} ranks ended with exit code {code}{reason}")
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -1,20 +1,36 @@
-"""Command line and results of a benchmark: JSON in ``bench-data``, and tables between two markers of a README.
+"""Command line, JSON rows and tables of a benchmark.
 
-Takes tables as rows of text; gives Markdown, and puts it into the README of the benchmark's folder.
+Takes rows; keeps them as JSON in ``bench-data``, prints a Markdown table, and with ``--write`` puts it between two
+markers of the README in the benchmark's folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import statistics
+import sys
 from collections.abc import Iterable, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from benchmarks.machine import measured_on
+import torch
 
-OUT = Path(__file__).parents[1] / "bench-data"
+from app.launch.host import cpu_model, usable_cores
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "bench-data"
 BEGIN, END = "<!-- results: written by the run -->\n", "<!-- end of results -->"
+
+
+def measured_on() -> str:
+    """Return date, processor, cores, Python and torch as one line."""
+    return (
+        f"{date.today().isoformat()}, {cpu_model()}, {usable_cores()} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}"
+    )
 
 
 def parser_of(doc: str | None, *, writes: bool = True) -> argparse.ArgumentParser:
@@ -35,6 +51,12 @@ def write_json(name: str, result: Any) -> None:
     (OUT / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
+def read_json(name: str) -> Any:
+    """Return what ``bench-data/NAME.json`` holds; {} if there is no such file."""
+    path = OUT / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def publish(script: str, text: str, write: bool, part: str = "") -> None:
     """Print ``text``, and with ``write`` put it into the README next to ``script``.
 
@@ -46,8 +68,15 @@ def publish(script: str, text: str, write: bool, part: str = "") -> None:
         write_results(Path(script).with_name("README.md"), text, part)
 
 
+def finish(missed: Iterable[str]) -> NoReturn:
+    """Print the targets that were missed and end with exit code 1, or with 0 if there are none."""
+    lines = list(missed)
+    print("\n".join(["missed:", *lines]) if lines else "all targets were reached")
+    sys.exit(bool(lines))
+
+
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, columns padded so that it reads well as plain text too."""
+    """Return a Markdown table whose columns are padded to one width."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     texts = [
@@ -56,13 +85,18 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([texts[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *texts[1:]]) + "\n"
 
 
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Return the median and the range of ``values`` as text."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
 def results(command: str, *parts: str) -> str:
-    """``parts``, which are tables and paragraphs, with where, when and how they were measured."""
+    """Return ``parts``, which are tables and paragraphs, with the command, the date and the machine."""
     return "\n".join([*parts, f"Written by `{command}`: {measured_on()}.\n"])
 
 
 def write_results(readme: Path, text: str, part: str = "") -> None:
-    """Put ``text`` between the markers of ``readme``; of its results of ``part``, where it has several."""
+    """Put ``text`` between the markers of ``readme``, or between those of ``part`` if the page has several tables."""
     of_part = f"results of {part}" if part else "results"
     opening, closing = BEGIN.replace("results", of_part), END.replace("results", of_part)
     before, begin, rest = readme.read_text().partition(opening)

@@ -17,18 +17,9 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("benchmarks.schedules.engine --tile 64 --steps 1", "engine_over_plain"),
-        ("benchmarks.schedules.replicas --model resnet11_v2 --tile 64 --rounds 1", "4 microbatches a rank"),
         ("benchmarks.tile_reading.data_wait --tile 256 --steps 1 --side 1536", "data_wait_fraction"),
-        ("benchmarks.many_slides.big_slide --size 3000 --tile 512 --steps 1", "1 tiles trained on"),
+        ("benchmarks.many_slides.run --slides 1 --size 3000 --steps 1", "trained on 1 tiles"),
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
-        ("benchmarks.tile_reading.parts --side 5000 --tile 1024 --rounds 1", "2x2, bytes of all ranks over the whole"),
-        ("benchmarks.tile_reading.stream --side 9000 --rounds 0.02", "2048 px, one thread"),
-        ("benchmarks.tile_reading.exactness data/real --regions 40", "largest difference 0"),
-        (
-            "benchmarks.model_zoo.run --only torchvision:squeezenet1_1 --again",
-            "torchvision 1 of 1 models exact in 2 and 4",
-        ),
         (
             "benchmarks.plan_accuracy.layer_times --px 64 --nets plain12 --seconds 0.5",
             "predicted by the calibration of 0.5 s",
@@ -38,7 +29,7 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
         ("benchmarks.tile_reading.cache --tiles 2 --side 2000 --px 512", "pays from epoch"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
-        ("benchmarks.tile_size.context --slides 8 --steps 1 --seeds 1", "| whole slide |"),
+        ("benchmarks.tile_size.run rooms --slides 8 --steps 1 --seeds 1", "| whole slide |"),
         (
             "benchmarks.offload_study.run --models squeezenet1_1 --modes none naive --epochs 1 --pictures 12 --batch 4",
             "to the host",
@@ -54,7 +45,6 @@ def test_benchmark_runs(command: str, says: str) -> None:
     ("command", "says"),
     [
         ("benchmarks.bags.run noise --slides 8 --steps 1 --seeds 1", "| --tile slide --head attention"),
-        ("benchmarks.bags.memory --sizes 4", "tiles of a bag"),
     ],
 )
 def test_benchmark_that_forks_its_runs(command: str, says: str) -> None:

@@ -49,7 +49,7 @@ def _one_thread() -> None:
 def test_command_writes_what_it_measured(tmp_path: Path) -> None:
     command = ["benchmarks/gpu/run.sh", "--quick", "--seconds", "2", "--out", str(tmp_path), "--parts", "copies"]
     done = subprocess.run(
-        ["bash", *command, "ranks"],
+        ["bash", *command, "precision"],
         cwd=ROOT,
         env={**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

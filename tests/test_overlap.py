@@ -17,14 +17,12 @@ from benchmarks.overlap.findings import (
     verdict,
 )
 from benchmarks.overlap.settings import (
-    CASES,
     EXHAUSTIVE,
     MACHINES,
     OFF,
     ON,
     Setting,
     Window,
-    estimated_s,
     level_settings,
     turned_on,
     windows_of,
@@ -66,8 +64,6 @@ def test_one_rank_has_no_buckets_and_pipedream_is_measured_by_name() -> None:
     assert all(w.setting.buckets == 0 for w in windows if w.parallel == "single")
     assert sum(w.parallel == "pipedream" for w in windows) == 4
     assert Window(BUSY, "ddp", OFF._replace(every=20)).steps == 20
-    lengths = [estimated_s(CASES["resnet18@32"], windows, rounds) for rounds in (1, 5)]
-    assert lengths[1] == pytest.approx(5 * lengths[0])
 
 
 @pytest.mark.parametrize(
@@ -106,10 +102,9 @@ def test_the_hypothesis_is_answered_from_the_table() -> None:
     rounds = Rounds.of(small + large)
     said = answer(rounds)
     assert "slower than the best knob alone in 1 of 2" in said
-    assert "does not hold here; on 1 of 1 machines" in said
-    assert "it is shown to be worse above all for small models" in said
+    assert "resnet18@32 0.75, resnet50@224 1.04. The hypothesis does not hold here" in said
     assert [row[3] for row in hypothesis_rows(rounds)] == ["slower", "faster"]
-    assert "holds here; models were not compared" in answer(Rounds.of(small))
+    assert answer(Rounds.of(small)).endswith("The hypothesis holds here.")
     assert "too few rounds" in answer(Rounds.of(row for row in small if row["round"] < 4))
 
 

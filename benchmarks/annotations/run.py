@@ -1,7 +1,7 @@
 """A million vertices drawn on a slide: seconds to read the file, microseconds for the mask of a tile after that.
 
 Takes nothing; makes two drawings on a slide of 100,000 px, many nuclei and one ragged outline, as GeoJSON and as ASAP
-XML, and asks for masks of tiles at random places. Beside it the usual way: shapely's STRtree and OpenCV's fillPoly.
+XML, and asks for masks of tiles at random places. Next to it the usual way: shapely's STRtree and OpenCV's fillPoly.
 
     python -m benchmarks.annotations.run [--vertices 1000000] [--tiles 200] [--write]
 """

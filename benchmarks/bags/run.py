@@ -32,9 +32,8 @@ import app.training.session
 from app.prediction.trained_model import load_model
 from app.training.metrics import auc, slide_scores
 from benchmarks.bags.slides import PX, TILES, make_noise_slides, make_tissue_slides
-from benchmarks.results import markdown_table, parser_of, results, write_results
+from benchmarks.results import ROOT, markdown_table, parser_of, results, write_results
 
-ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "bags"
 README = Path(__file__).with_name("README.md")
 NUCLEI = ROOT / "data" / "nuclei"

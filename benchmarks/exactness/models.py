@@ -1,6 +1,7 @@
-"""Models of the table that the registry has not: with auxiliary heads, with dropout in many stages, with two outputs.
+"""Models that the registry does not have: with auxiliary heads, dropout in many stages, two outputs.
 
 Each takes the number of classes and gives a module for images (n, 3, h, w), as ``--model package.module:factory`` asks.
+The registry's ``torchvision:NAME`` have no auxiliary heads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,22 @@ def googlenet(classes: int) -> nn.Module:
     from torchvision.models import GoogLeNet
 
     network: nn.Module = GoogLeNet(num_classes=classes, aux_logits=True, init_weights=True)
+    return network
+
+
+def inception_v3(classes: int) -> nn.Module:
+    """Inception v3 for 299 px and larger: outputs (n, classes) of both heads in training, of the main one otherwise."""
+    from torchvision.models import Inception3
+
+    network: nn.Module = Inception3(num_classes=classes, aux_logits=True, init_weights=True)
+    return network
+
+
+def fcn_resnet50(classes: int) -> nn.Module:
+    """FCN: an ordered dict of the logits (n, classes, h, w) of its two heads."""
+    from torchvision.models.segmentation import fcn_resnet50
+
+    network: nn.Module = fcn_resnet50(weights=None, weights_backbone=None, num_classes=classes, aux_loss=True)
     return network
 
 

@@ -1,103 +1,115 @@
-"""Is every schedule exact, for every kind of model, on every mesh, over every communicator? The whole table.
+"""Compare the steps of every strategy with the plain step, for every kind of model.
 
-Takes nothing; gives a row a cell in ``bench-data/exactness.csv`` as they come, so that it may be stopped and continued,
-and the largest errors in the README. Exit code 0 when no cell is inexact or has failed.
+Takes the name of a table: schedules, keeping (recomputation and offload), teams (tiles divided among ranks, or computed
+in boxes), zoo (models of libraries), deep (larger ones), families (of timm, on even and odd tiles). Rows are added to
+``bench-data/exactness_TABLE.jsonl`` as they come, so that a run may be stopped and continued. Exit code 1 if a cell is
+inexact or has failed.
 
-    python -m benchmarks.exactness.run [--only WORD ...] [--again | --known] [--write]
+    python -m benchmarks.exactness.run [schedules] [--only WORD ...] [--again | --known] [--jobs N] [--write]
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import sys
-import time
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
 
-import torch
+from benchmarks.exactness.cells import TABLES, Cell
+from benchmarks.exactness.measure import ERRORS, FAULTS, Row, largest, measured
+from benchmarks.results import OUT, markdown_table, parser_of, results, write_results
 
-from benchmarks.exactness.cells import Cell, all_cells
-from benchmarks.exactness.measure import PATIENCE_S, Row, failed, on_ranks, on_threads
-from benchmarks.exactness.table import append, read, summary
-from benchmarks.ranks import run_on_ranks
-from benchmarks.results import parser_of, results, write_results
-from parallel.comm.communicator import CommunicationError, Communicator
-
-CSV = Path(__file__).parents[2] / "bench-data" / "exactness.csv"
+STATUSES = ("passed", "refused", *FAULTS)
+PAGES = {"zoo": "ZOO.md", "deep": "ZOO.md", "families": "ZOO.md"}
 
 
-def measure(communicator: Communicator, argument: dict[str, Any]) -> None:
-    """On each rank: the cells, one after the other. A rank that fails says so in the file, and all end."""
-    for values in argument["cells"]:
-        cell = Cell(**values)
-        try:
-            row = on_ranks(cell, communicator)
-        except CommunicationError:  # another rank has failed and says why
-            raise
-        except Exception as fault:
-            append(CSV, failed(cell, fault))
-            raise
-        if row is not None:
-            _note(row)
+def read(path: Path) -> dict[str, Row]:
+    """Return the last row of each cell in the file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {row["cell"]: row for row in map(json.loads, lines)}
 
 
-def _note(row: Row) -> None:
-    append(CSV, row)
-    print(f"{row.status:8}{row.largest:9.1e}{row.seconds:7.1f} s  {row.cell}  {row.note}", flush=True)
+def summary(rows: Sequence[Row], wanted: int) -> str:
+    """Return a table of models by ways, counts, and every cell that did not pass.
+
+    Args:
+        wanted: cells that were to be computed; there may be fewer rows.
+    """
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    lines = [
+        (model, *(_entry(row for row in rows if (row["model"], row["way"]) == (model, way)) for way in ways))
+        for model in dict.fromkeys(row["model"] for row in rows)
+    ]
+    counts = ", ".join(f"{sum(row['status'] == status for row in rows)} {status}" for status in STATUSES)
+    computed = f"{wanted} cells" if len(rows) == wanted else f"{len(rows)} of {wanted} cells"
+    worst = [
+        f"{dtype}: " + ", ".join(f"{error} {max(row[error] for row in done):.1e}" for error in ERRORS)
+        for dtype in ("float64", "float32")
+        if (done := [row for row in rows if row["dtype"] == dtype and "loss" in row])
+    ]
+    parts = [
+        "Largest relative error (cells passed of all):\n",
+        markdown_table(("model", *ways), lines),
+        f"{computed}: {counts}. Largest errors, {'; '.join(worst)}.\n",
+    ]
+    others = [(row["cell"], row["status"], row["note"].replace("|", "/")) for row in rows if row["status"] != "passed"]
+    return "\n".join([*parts, *([markdown_table(("cell", "status", "why"), others)] if others else [])])
 
 
-def _on_processes(cells: list[Cell]) -> None:
-    """All ``cells``, which have ranks and communicator in common; the rest are started again after one that fails."""
-    while cells:
-        launcher: Literal["torch", "mpi"] = "mpi" if cells[0].communicator == "mpi" else "torch"
-        earlier = len(read(CSV))
-        argument = {"cells": [asdict(cell) for cell in cells]}
-        fault = None
-        try:
-            target = "benchmarks.exactness.run:measure"
-            run_on_ranks(cells[0].ranks, target, argument, launcher=launcher, timeout_s=PATIENCE_S)
-        except RuntimeError as ended:
-            fault = ended
-        rows = [row for row in read(CSV)[earlier:] if row.cell in cells]
-        done = {row.cell for row in rows}
-        cells = [cell for cell in cells if cell not in done]
-        if fault and cells and not (rows and rows[-1].status == "failed"):
-            _note(failed(cells.pop(0), fault))
+def _entry(rows: Iterable[Row]) -> str:
+    every = list(rows)
+    if not every:
+        return ""
+    errors = [error for row in every if math.isfinite(error := largest(row))]
+    passed = sum(row["status"] == "passed" for row in every)
+    return f"{max(errors):.1e} ({passed} of {len(every)})" if errors else every[0]["status"]
 
 
-def chosen(only: list[str]) -> list[Cell]:
-    """The cells whose description has all of the words ``only``; all cells without any."""
-    return [cell for cell in all_cells() if all(f" {word} " in f" {cell} " for word in only)]
+def chosen(table: str, only: Iterable[str]) -> list[Cell]:
+    """Return the cells of ``table`` whose description has all of the parts ``only``."""
+    return [cell for cell in TABLES[table]() if set(only) <= set(str(cell).split(" / "))]
+
+
+def _launch(cell: Cell) -> tuple[str, int, str]:
+    """Return what cells that run in the same processes have in common."""
+    return cell.over, cell.ranks if cell.over != "threads" else 1, cell.factory
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help="cells that have all of these, such as: gloo mast 2x2"
-    )
+    parser.add_argument("table", nargs="?", choices=TABLES, default="schedules")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="cells with all of these: resnet18 gloo")
     parser.add_argument("--again", action="store_true", help="also those that the file already has")
     parser.add_argument("--known", action="store_true", help="compute nothing, sum up what the file has")
+    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds for a cell; default 600")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models at once, a core each; default 1")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    wanted = chosen(arguments.only)
-    known = set() if arguments.again else {row.cell for row in read(CSV) if row.status != "failed"}
-    todo = [] if arguments.known else [cell for cell in wanted if cell not in known]
-    begun = time.perf_counter()
-    for (communicator, _), group in itertools.groupby(todo, key=lambda cell: (cell.communicator, cell.ranks)):
-        cells = list(group)
-        if communicator == "threads":
-            for cell in cells:
-                _note(on_threads(cell))
-        else:
-            _on_processes(cells)
-    last = {row.cell: row for row in read(CSV)}
-    rows = [last[cell] for cell in wanted if cell in last]
-    text = results("python -m benchmarks.exactness.run --write", summary(rows, len(wanted)))
-    print(f"\n{text}\n{time.perf_counter() - begun:.0f} s")
+    wanted = chosen(arguments.table, arguments.only)
+    if not wanted:
+        parser.error(f"--only names no cell: a cell is described as '{next(TABLES[arguments.table]())}'")
+    path = OUT / f"exactness_{arguments.table}.jsonl"
+    found = {} if arguments.again else {name: row for name, row in read(path).items() if row["status"] != "failed"}
+    left = [] if arguments.known else [cell for cell in wanted if str(cell) not in found]
+    groups = [list(group) for _, group in itertools.groupby(sorted(left, key=_launch), key=_launch)]
+    OUT.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(arguments.jobs) as pool, path.open("a") as file:
+        for rows in pool.map(lambda cells: list(measured(cells, arguments.limit)), groups):
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                print(f"{row['status']:8}{largest(row):9.1e}{row['seconds']:7.1f} s  {row['cell']}  {row['note']}")
+    found = read(path)
+    rows = [found[str(cell)] for cell in wanted if str(cell) in found]
+    command = f"python -m benchmarks.exactness.run {arguments.table} --write"
+    text = results(command, summary(rows, len(wanted)))
+    print(f"\n{text}")
     if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text)
-    sys.exit(any(row.status in ("inexact", "failed") for row in rows))
+        page = Path(__file__).with_name(PAGES.get(arguments.table, "README.md"))
+        write_results(page, text, arguments.table)
+    sys.exit(any(row["status"] in FAULTS for row in rows))
 
 
 if __name__ == "__main__":

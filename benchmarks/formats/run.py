@@ -1,4 +1,4 @@
-"""Every format that can be opened here: what the slide is taken for, and 200 regions of it beside two other readers.
+"""Open every format: what the slide is taken for, and 200 regions of it compared with two other readers.
 
 Takes the slides of ``data/real``, generated ones, and those of any folders given; prints for each its size, um/px,
 levels, backend, a checksum of the regions, and the largest difference to OpenSlide and to the format's own library.
@@ -131,7 +131,7 @@ def slides_of(folders: list[Path]) -> Iterator[SlideSpec]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--extra", type=Path, nargs="+", default=[], help="folders of slides beside the shipped ones")
+    parser.add_argument("--extra", type=Path, nargs="+", default=[], help="further folders of slides")
     parser.add_argument("--regions", type=int, default=200, help="of each slide")
     arguments = parser.parse_args()
     rows, refused = [], []

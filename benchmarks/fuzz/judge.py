@@ -1,7 +1,7 @@
-"""Whether other readers see in a damaged file what the project saw: OpenSlide, tifffile, OpenCV, pydicom.
+"""Compare what the project read of a damaged file with other readers: OpenSlide, tifffile, OpenCV, pydicom.
 
 Takes the file and what was read; gives True when one of them agrees. A file that was changed into another whole file
-is then no fault of whoever reads it. Runs in a process of its own: these readers die of such files.
+is then no fault of its reader. Runs in a process of its own: these readers die of such files.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in a whole file.
+    """Places of tags and pixels in a whole file.
 
     Attributes:
         entries: of all TIFF directories; none in other files.

@@ -1,4 +1,4 @@
-"""What the process that variants are forked from has loaded: all readers, no torch."""
+"""Modules of the process that variants are forked from: all readers, no torch."""
 
 from __future__ import annotations
 

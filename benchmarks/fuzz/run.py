@@ -1,6 +1,6 @@
 """Damaged slides, pictures, masks and tables, thousands of them: is any of them wrong without a word, or fatal?
 
-Takes nothing (whole files are made, or are those in ``data/``); gives one line per format in the README beside this
+Takes nothing (whole files are made, or are those in ``data/``); gives one line per format in the README next to this
 file. Every variant is opened, indexed and read in a process of its own with 3 GiB of address space and 30 s of
 processor time.
 
@@ -142,7 +142,7 @@ def judged(format_name: str, report: Report, reference: Report, payload: bool, p
 
 
 def _differs(name: str, report: Report, reference: Report) -> bool:
-    """Whether pixels are not those of the whole file; two backends may round coarser levels apart."""
+    """Return whether pixels are not those of the whole file; two backends may round coarser levels apart."""
     pixels, whole = report.reads[name], reference.reads.get(name)
     if pixels is None or whole is None or whole.shape != pixels.shape:
         return True

@@ -1,4 +1,4 @@
-"""What a user's command does with one file, done in a process that may die: opened, described, indexed, read.
+"""Do with one file what a user's command does, in a process that may die: opened, described, indexed, read.
 
 Takes a file and what its whole original gave; gives a ``Report``. The index is that of ``app.index``; the reads are
 those of a training run, of every level. Annotations, masks and tables of labels go through what ``app.train`` calls.
@@ -38,7 +38,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a file.
+    """Outcome of reading a file.
 
     Attributes:
         fault: why it, or its first unreadable part, was refused; empty when nothing was.

@@ -1,4 +1,4 @@
-"""Copies between device and host: bytes per second by kind of memory, direction and size, beside the link's peak.
+"""Copies between device and host: bytes per second by kind of memory, direction and size, next to the link's peak.
 
 Takes nothing; gives a row per kind of host memory, direction and size. Both directions at once are two threads, each
 with a stream of its own. On a CPU, copies within its memory, which say nothing about a link.
@@ -62,7 +62,7 @@ def _seconds(copies: list[Callable[[int], None]], count: int) -> float:
 
 
 def _copier(setting: Setting, direction: str, size: int, *, pinned: bool) -> Callable[[int], None]:
-    """Copies as often as it is told, and waits for them."""
+    """Return a function that copies a number of times and waits for the copies."""
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
     device = torch.zeros(size, dtype=torch.uint8, device=setting.device)
     source, target = (device, host) if direction == "out" else (host, device)

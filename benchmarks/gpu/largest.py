@@ -15,7 +15,7 @@ import torch
 
 from app.planning.workload import Workload
 from benchmarks.gpu.offload_time import USUAL
-from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, seconds_of, told
+from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, fault_line, forget, seconds_of
 from benchmarks.gpu.work import CLASSES, Problem, Work
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
@@ -68,7 +68,7 @@ def rows(setting: Setting) -> Iterator[Row]:
             try:
                 problem = Problem(setting, model, setting.of(FIRST_PX, TINY_FIRST_PX))
             except Exception as fault:  # see ``attempt``
-                yield {**what, "fault": told(fault)}
+                yield {**what, "fault": fault_line(fault)}
                 left -= len(asked)
                 continue
             for way, policy in asked.items():
@@ -115,7 +115,7 @@ def _trial(problem: Problem, limit: int, px: int, policy: ActivationPolicy) -> t
     try:
         return None, (_step_on_gpu if problem.setting.full else _step_counted)(problem, limit, px, policy)
     except Exception as fault:  # see ``attempt``
-        return told(fault), 0.0
+        return fault_line(fault), 0.0
     finally:
         forget()
 

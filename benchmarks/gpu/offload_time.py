@@ -1,7 +1,7 @@
-"""What keeping less costs: the step with offload, recomputation or both over the plain step, and the bytes it keeps.
+"""Cost of keeping less: the step with offload, recomputation or both over the plain step, and the bytes it keeps.
 
 Takes nothing; gives a row per model, tile and way. Steps take turns with plain ones, and the ratio is the median over
-the turns. Each copy is timed in a step of its own: beside the bandwidth of the link, that tells whether copies or
+the turns. Each copy is timed in a step of its own: next to the bandwidth of the link, that tells whether copies or
 computation bound the step. Asked: at most 1.10 times the plain step at half of its activation bytes or less.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, forget, seconds_of, told
+from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, fault_line, forget, seconds_of
 from benchmarks.gpu.work import Problem, Work, kept_bytes
 from parallel.memory.policy import ActivationPolicy
 
@@ -49,7 +49,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def ways(kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, ActivationPolicy]:
-    """By name. Parts of the activations are moved by giving the host room for no more.
+    """Return policies by name. Parts of the activations are moved by giving the host room for no more.
 
     Args:
         kept_bytes: of the plain step.
@@ -59,7 +59,7 @@ def ways(kept_bytes: int, tiny: bool, thorough: bool) -> dict[str, ActivationPol
     smallest = {"smallest": 1} if tiny else {}
     usual = ActivationPolicy(offload="overlap", ahead=0 if tiny else USUAL, **smallest)
     found = {
-        "plain": ActivationPolicy(),  # beside itself: what the other ratios are sure to
+        "plain": ActivationPolicy(),  # next to itself: what the other ratios are sure to
         "offload": usual,
         "offload half": ActivationPolicy(offload="overlap", ahead=usual.ahead, host_bytes=kept_bytes // 2, **smallest),
         "recompute block": ActivationPolicy(recompute="block"),
@@ -82,7 +82,7 @@ def _case(setting: Setting, model: str, px: int, *, thorough: bool) -> Iterator[
         problem = Problem(setting, model, px)
         plain_bytes = kept_bytes(problem, ActivationPolicy())
     except Exception as fault:  # see ``attempt``
-        yield {**what, "way": "plain", "fault": told(fault)}
+        yield {**what, "way": "plain", "fault": fault_line(fault)}
         forget()
         return
     asked = ways(plain_bytes, not setting.full, thorough)

@@ -1,4 +1,4 @@
-"""Precision: images per second and memory in TF32 and bfloat16 beside float32, with and without offload.
+"""Precision: images per second and memory in TF32 and bfloat16 compared with float32, with and without offload.
 
 Takes nothing; gives a row per model and type. Steps take turns. float32 is without TF32, as ``--precision fp32``. A
 CPU has no TF32: there it is float32.

@@ -24,7 +24,7 @@ def write(out: Path, result: dict[str, Any], parts: Mapping[str, ModuleType]) ->
 
 
 def text_of(result: dict[str, Any], parts: Mapping[str, ModuleType]) -> str:
-    """What was measured, part by part."""
+    """Return the measurements, part by part."""
     lines = [f"Device: {result['device']}; driver {result['driver']}. {result['link']}\n", _verdict(result)]
     if not result["gpu"]:
         lines.append("No GPU was there: sizes are tiny, and these figures show that everything runs, nothing more.\n")
@@ -66,5 +66,5 @@ def _table(rows: list[Row], part: ModuleType) -> str:
 
 
 def _named(row: Row) -> str:
-    """What was tried."""
+    """Return the fields of a row but its fault."""
     return ", ".join(f"{key} {value}" for key, value in row.items() if key != "fault" and value is not None)

@@ -27,14 +27,12 @@ import torch
 
 from app.training.run_info import output_of
 from benchmarks.gpu import report
-from benchmarks.gpu.setting import GIB, Row, Setting, told
-from benchmarks.machine import measured_on
-from benchmarks.results import write_results
+from benchmarks.gpu.setting import GIB, Row, Setting, fault_line
+from benchmarks.results import ROOT, measured_on, write_results
 from parallel.profile.gpu import set_tf32
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-SHARES = {"copies": 0.04, "offload_time": 0.34, "ranks": 0.09, "study": 0.23, "precision": 0.08, "largest": 0.22}
+SHARES = {"copies": 0.04, "offload_time": 0.37, "study": 0.25, "precision": 0.09, "largest": 0.25}
 """Part -> of the time, in the order in which they run. What a part leaves goes to those after it."""
 PARTS = ("smoke", *SHARES)
 SMOKE_S, SEVERAL_S, SMOKE_CPU_S = 120.0, 180.0, 400.0
@@ -170,7 +168,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _run_part(arguments: argparse.Namespace) -> None:
-    """In the part's own process."""
+    """Run a part in this process, which is its own."""
     device = _device(arguments)
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -182,7 +180,7 @@ def _run_part(arguments: argparse.Namespace) -> None:
             for row in part.rows(setting):
                 _put(file, row)
         except Exception as fault:
-            _put(file, {"part": arguments.part, "fault": told(fault)})
+            _put(file, {"part": arguments.part, "fault": fault_line(fault)})
             raise
 
 

@@ -1,4 +1,4 @@
-"""What every part of the GPU benchmark is given, and how it says what came of an attempt.
+"""Setting of a part of the GPU benchmark, and rows of its attempts.
 
 Takes a device and seconds; gives sizes to choose from and rows. Whatever goes wrong is a row too: out of memory is a
 result.
@@ -22,7 +22,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Setting:
-    """Of one part.
+    """Device and time of one part.
 
     Attributes:
         device: what is measured.
@@ -50,7 +50,7 @@ class Setting:
             torch.cuda.synchronize(self.device)
 
     def part(self, seconds: float) -> Setting:
-        """For one of several attempts: ``seconds`` from now, or what is left."""
+        """Return the setting of one of several attempts: ``seconds`` from now, or the time that is left."""
         return Setting(self.device, min(self.until_s, time.perf_counter() + seconds))
 
 
@@ -59,13 +59,13 @@ def attempt(what: Row, run: Callable[[], Row]) -> Row:
     try:
         return {**what, **run()}
     except Exception as fault:  # whatever happens on a device that nobody has tried is what was to be found out
-        return {**what, "fault": told(fault)}
+        return {**what, "fault": fault_line(fault)}
     finally:
         forget()
 
 
-def told(fault: BaseException) -> str:
-    """In a line."""
+def fault_line(fault: BaseException) -> str:
+    """Return a fault as one line."""
     if isinstance(fault, torch.OutOfMemoryError):
         return "out of memory"
     return f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"

@@ -1,4 +1,4 @@
-"""What runs on this machine with the numbers of the plain step, before anything is timed.
+"""Run every feature on this machine and compare it with the plain step, before anything is timed.
 
 Takes nothing; gives a row per feature, the same rows under torch's CUDA sanitizer, and counts of host synchronisations.
 A row has passed, has not (NO), or was not run: a package is missing, there are too few GPUs, or its time was used up.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.setting import Row, Setting, told
+from benchmarks.gpu.setting import Row, Setting, fault_line
 from benchmarks.gpu.smoke_commands import Commands, run_process
 from benchmarks.ranks import run_on_ranks
 
@@ -41,6 +41,8 @@ TOGETHER: tuple[tuple[str, str, str, str], ...] = (
     ("spatial, bf16", "bf16", NET, "--parallel spatial --grid 2x1"),
     ("1f1b, stream, bf16", "bf16", NET, "--parallel 1f1b --stream BOX"),
     ("1f1b, dropout in two stages", "plain", DROPPING, "--parallel 1f1b"),
+    ("gpipe, offload", "plain", NET, "--parallel gpipe --offload overlap"),
+    ("master, offload", "plain", NET, "--parallel master --offload overlap"),
     ("ddp, parameters on the host", "plain", NET, "--parallel ddp --offload-state=parameters"),
     ("syncs, ddp", "syncs", "resnet", "--parallel ddp"),
     ("syncs, 1f1b", "syncs", "resnet", "--parallel 1f1b"),
@@ -137,7 +139,7 @@ def _commanded(setting: Setting, case: Row, gpus: int, run: Callable[[], Row]) -
     except subprocess.TimeoutExpired:
         return {**case, **_failed(USED_UP)}
     except Exception as fault:  # see ``setting.attempt``
-        return {**case, **_failed(told(fault)), "seconds": time.perf_counter() - began}
+        return {**case, **_failed(fault_line(fault)), "seconds": time.perf_counter() - began}
 
 
 def _failed(failure: str) -> Row:

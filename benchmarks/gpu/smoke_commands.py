@@ -32,7 +32,7 @@ class Commands:
 
     Args:
         folder: for slides and runs, which later cases compare themselves with.
-        env: variables beside those of this process.
+        env: added to the variables of this process.
         run: runs ``python -m module words`` as ``run_process`` does.
     """
 

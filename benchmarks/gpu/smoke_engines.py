@@ -138,7 +138,7 @@ def _against_cpu(communicator: Communicator, case: Row, device: torch.device) ->
 
 
 def _checkpoint(communicator: Communicator, case: Row, device: torch.device) -> Row:
-    """Write a checkpoint in two phases beside a step; load it into another engine, whose next steps are compared."""
+    """Write a checkpoint in two phases during a step; load it into another engine, whose next steps are compared."""
     trial = _trial(case, device, torch.float32)
     engine, resumed = _engine(communicator, case, trial), _engine(communicator, case, trial)
     checkpoints = TwoPhaseCheckpoints(device)

@@ -1,21 +1,19 @@
 """The published study of CPU offload: each network in each mode, training time over that without offload.
 
-Takes slide tiles of the shipped slides, or made pictures where slides cannot be read; gives a row per network and mode.
-``benchmarks.offload_study`` measures, here with few pictures and few epochs.
+Takes nothing; gives a row per network and mode. ``benchmarks.offload_study`` measures, here with few made pictures and
+few epochs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
-from benchmarks.gpu.setting import Row, Setting, attempt, told
+from benchmarks.gpu.setting import Row, Setting, attempt
 from benchmarks.offload_study import run as study
-from benchmarks.offload_study.pictures import Pictures, made_pictures, pictures_of_slides
+from benchmarks.offload_study.pictures import made_pictures
 from benchmarks.offload_study.published import SECONDS
 
-SLIDES = Path(__file__).parents[2] / "data" / "real"
 HEADER = (
     "model",
     "mode",
@@ -39,7 +37,7 @@ def rows(setting: Setting) -> Iterator[Row]:
             result = study.study(
                 [model],
                 setting.of(study.MODES, ("none", "naive", "overlap")),
-                functools.partial(_pictures, most=setting.of(160, 10)),
+                functools.partial(made_pictures, most=setting.of(160, 10)),
                 epochs=setting.of(4, 1),
                 batch=setting.of(32, 4),
                 px=setting.of(224, 64),
@@ -50,14 +48,6 @@ def rows(setting: Setting) -> Iterator[Row]:
 
         found = attempt({"model": model}, run)
         yield from found.get("rows", [found])
-
-
-def _pictures(px: int, most: int) -> Pictures:
-    try:
-        return pictures_of_slides(SLIDES, px, most, study.HERE / "labels.csv")
-    except Exception as fault:  # no slide library, or one that fails: the work is the same with other pictures
-        print(f"made pictures in place of slide tiles: {told(fault)}", flush=True)
-        return made_pictures(px, most)
 
 
 def line(row: Row) -> tuple[str, ...]:

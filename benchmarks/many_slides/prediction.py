@@ -1,4 +1,4 @@
-"""Whole slides predicted: px per second beside MONAI's sliding window on the same model, and memory on a large slide.
+"""Whole slides predicted: px per second compared with MONAI's sliding window, and memory on a large slide.
 
 Takes nothing; draws two slides, writes a checkpoint of an untrained narrow U-Net, predicts the small slide with
 ``app.predict`` and with MONAI's ``sliding_window_inference``, holds the two maps against each other, and predicts the
@@ -23,10 +23,9 @@ import numpy as np
 import psutil
 import tifffile
 
-from benchmarks.many_slides.big_slide import resident
-from benchmarks.results import markdown_table, parser_of, results, write_results
+from benchmarks.many_slides.run import resident
+from benchmarks.results import ROOT, markdown_table, parser_of, results, write_results
 
-ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "prediction"
 README = Path(__file__).with_name("README.md")
 MODEL, MPP, BATCH = "unet_w4", 0.5, 4

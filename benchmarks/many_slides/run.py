@@ -1,9 +1,10 @@
 """Five hundred slides from index to report: time of each command, and whether its memory grows with what it has done.
 
-Takes nothing (slides are made); runs ``app.index``, ``app.train`` for an epoch of one tile in ``1 / --part``,
-``app.predict`` and ``app.evaluate`` on all of them, and samples what their processes hold, four times a second.
+Takes nothing (slides are made); runs ``app.index``, ``app.train`` for an epoch of one tile in ``--part``,
+``app.predict`` and ``app.evaluate`` on all of them, and samples what their processes hold, four times a second. With
+``--slides 1 --size 100000 --tile 2048 --steps 20`` it shows what one large slide takes.
 
-    python -m benchmarks.many_slides.run [--slides 500] [--size 1536] [--write]
+    python -m benchmarks.many_slides.run [--slides 500] [--size 1536] [--tile 512] [--steps N] [--write]
 """
 
 from __future__ import annotations
@@ -17,30 +18,27 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
-from benchmarks.many_slides.big_slide import resident
-from benchmarks.results import markdown_table, parser_of, results, write_results
+import benchmarks.results
+from benchmarks.results import ROOT, markdown_table, parser_of, publish, results
 
-ROOT = Path(__file__).parents[2]
-OUT = ROOT / "bench-data" / "many_slides"
-README = Path(__file__).with_name("README.md")
+OUT = benchmarks.results.OUT / "many_slides"
 EVERY_S = 0.25
-MODEL, TILE, BATCH = "unet_w4", 512, 4
+MODEL, BATCH = "unet_w4", 4
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one command took: wall seconds, and bytes of all of its processes over time, (s, bytes)."""
+    """Wall seconds of one command, and bytes of all of its processes over time, (s, bytes)."""
 
     name: str
     wall_s: float
     held: tuple[tuple[float, int], ...]
 
     def median_bytes(self, first: float, last: float) -> float:
-        """Of the part ``first`` to ``last``, 0 to 1, of its time."""
+        """Return the median bytes from ``first`` to ``last``, parts of its time."""
         inside = [held for at, held in self.held if first * self.wall_s <= at <= last * self.wall_s]
         return statistics.median(inside or [held for _, held in self.held])
 
@@ -50,6 +48,15 @@ class Stage:
         most = max(held for _, held in self.held)
         shown = (f"{held / 1e9:.2f} GB" for held in (early, late, most))
         return self.name, f"{self.wall_s:.0f}", f"{slides / self.wall_s:.1f}", *shown, f"{late / early:.2f}"
+
+
+def resident(root: psutil.Process) -> list[int]:
+    """Return the resident bytes of a process and of all its descendants that still live."""
+    sizes = []
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sizes.append(process.memory_info().rss)
+    return sizes
 
 
 def watched(name: str, *arguments: str) -> Stage:
@@ -77,12 +84,13 @@ def watched(name: str, *arguments: str) -> Stage:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, writes=False)
+    parser = parser_of(__doc__)
     parser.add_argument("--slides", type=int, default=500)
     parser.add_argument("--size", type=int, default=1536, help="px of a slide's side")
     parser.add_argument("--part", type=int, default=2, help="an epoch is one in so many training tiles")
     parser.add_argument("--go-on", action="store_true", help="keep the commands that an earlier call has finished")
-    parser.add_argument("--write", action="store_true", help="put the results into the README")
+    parser.add_argument("--tile", type=int, default=512, help="px")
+    parser.add_argument("--steps", type=int, help="of training, in place of the part of an epoch")
     given = parser.parse_args()
     if not given.go_on:
         shutil.rmtree(OUT, ignore_errors=True)
@@ -91,13 +99,15 @@ def main() -> None:
     made = ["app.synth", str(slides), "--slides", str(given.slides), "--size", str(given.size), "--task", "segment"]
     stages = [
         watched("synth", *made),
-        watched("index", "app.index", "--slides", str(slides), "--tile", str(TILE), "--out", str(run)),
+        watched("index", "app.index", "--slides", str(slides), "--tile", str(given.tile), "--out", str(run)),
     ]
-    training = ["--slides", str(slides), "--model", MODEL, "--tile", str(TILE), "--batch", str(BATCH), "--lr", "0.003"]
-    training += ["--epochs", str(1 / given.part), "--parallel", "single", "--out", str(run)]
+    length = ["--steps", str(given.steps)] if given.steps else ["--epochs", str(1 / given.part)]
+    batch, validation = (BATCH, []) if given.slides > 1 else (1, ["--validation", "0"])
+    training = ["--slides", str(slides), "--model", MODEL, "--tile", str(given.tile), "--batch", str(batch)]
+    training += [*validation, *length, "--lr", "0.003", "--parallel", "single", "--out", str(run)]
     training += ["--twin-steps=0", "--validation-tiles=1"]
     stages.append(watched("train", "app.train", *training))
-    checkpoint = str(run / "checkpoints" / "best.pt")
+    checkpoint = str(run / "checkpoints" / "last.pt")
     where = ["--slides", str(slides), "--checkpoint", checkpoint, "--out", str(predicted)]
     stages.append(watched("predict", "app.predict", *where))
     truth = ["--annotations", str(slides / "annotations"), "--slides", str(slides)]
@@ -112,10 +122,8 @@ def main() -> None:
         f"{given.slides} slides of {given.size:,} px, {hours:.2f} hours; trained on {summary['images']:,} tiles; "
         f"Dice {dice:.3f} over {scores['annotated_slides']} slides; report.html {page_mb:.1f} MB.\n"
     )
-    print(table, said, sep="\n")
-    if given.write:
-        shown = f"python -m benchmarks.many_slides.run --slides {given.slides} --size {given.size} --write"
-        write_results(README, results(shown, table, said))
+    shown = f"python -m benchmarks.many_slides.run --slides {given.slides} --size {given.size} --write"
+    publish(__file__, results(shown, table, said), given.write)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Nuclei segmented in five folds: ``app.train`` and ``app.predict`` beside a plain training loop over smp.
+"""Nuclei segmented in five folds: ``app.train`` and ``app.predict`` compared with a plain training loop over smp.
 
 Takes images and masks of the same names; gives Dice of the nuclei for each image, when it was held out, of a U-Net
 trained by MegaTile and of ``segmentation_models_pytorch.Unet`` trained by a plain loop (crops, flips, quarter turns,
@@ -30,9 +30,8 @@ from segmentation_models_pytorch.losses import DiceLoss
 
 from app.evaluation.areas import score_areas
 from app.prediction.prediction_folder import PredictionFolder
-from benchmarks.results import markdown_table, parser_of, results, write_results
+from benchmarks.results import ROOT, markdown_table, parser_of, results, write_results
 
-ROOT = Path(__file__).parents[2]
 OUT = ROOT / "bench-data" / "nuclei"
 README = Path(__file__).with_name("README.md")
 FOLDS, TILE, BATCH, RESAMPLES = 5, 256, 8, 1000

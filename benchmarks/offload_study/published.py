@@ -1,4 +1,4 @@
-"""What the study published: seconds for 20 epochs on a V100, batch 32, 398 pictures of ants and bees.
+"""Published figures of the study: seconds for 20 epochs on a V100, batch 32, 398 pictures of ants and bees.
 
 Takes nothing; gives figures by model, in the order of ``MODES``. Its copies did not overlap with computation, which it
 left as future work.

@@ -1,18 +1,16 @@
 """The published study of CPU offload, run again: four networks, five ways to offload activations, and ours.
 
-Takes nothing (tiles are cut from the shipped slides), a folder of slides, or any folder of pictures with a sub-folder
-per class, such as the study's own. Gives seconds of training, best validation accuracy and times of the copies.
+Takes nothing (pictures are made), or any folder of pictures with a sub-folder per class, such as the study's own. Gives
+seconds of training, best validation accuracy and times of the copies.
 
-    python -m benchmarks.offload_study.run [--images DIR | --slides DIR [--labels CSV]] [--models vgg19 ...]
-        [--modes none overlap ...] [--epochs N] [--batch N] [--px N] [--pictures N] [--device auto] [--write]
+    python -m benchmarks.offload_study.run [--images DIR] [--models vgg19 ...] [--modes none overlap ...] [--epochs N]
+        [--batch N] [--px N] [--pictures N] [--device auto] [--write]
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -22,14 +20,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import measured_on
 from benchmarks.offload_study import published
 from benchmarks.offload_study.measure import Trained, measure_model
-from benchmarks.offload_study.pictures import Pictures, pictures_of_folder, pictures_of_slides
-from benchmarks.results import OUT, markdown_table, parser_of, publish, results
+from benchmarks.offload_study.pictures import Pictures, made_pictures, pictures_of_folder
+from benchmarks.results import markdown_table, measured_on, parser_of, publish, results, write_json
 
-ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
 MODES = (*published.MODES, "overlap")
 SMALL = {"epochs": 3, "px": 64, "pictures": 64}
 """On a CPU."""
@@ -50,15 +45,6 @@ ROW_HEADER = (
 COPY_HEADER = ("model", "mode", "direction", "mean, ms", "max", "min", "median", "mean, GB/s", "max", "min", "median")
 
 
-def load(arguments: argparse.Namespace, px: int) -> Pictures:
-    """The pictures asked for, at ``px``."""
-    if arguments.images is not None:
-        return pictures_of_folder(arguments.images, px, arguments.pictures)
-    shipped = arguments.slides is None
-    labels = HERE / "labels.csv" if shipped else arguments.labels
-    return pictures_of_slides(ROOT / "data" / "real" if shipped else arguments.slides, px, arguments.pictures, labels)
-
-
 def study(
     models: Sequence[str],
     modes: Sequence[str],
@@ -76,7 +62,7 @@ def study(
     Args:
         pictures_at: takes a side in px.
         seconds: after which a model gets no further epochs, in equal parts; None: no limit.
-        report: told what there is after each model.
+        report: called with the table after each model.
     """
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {"rows": rows, "batch": batch, "px": px, "epochs_asked": epochs}
@@ -100,7 +86,7 @@ def study(
 
 
 def row_of(model: str, one: Trained, trained: Sequence[Trained]) -> dict[str, Any]:
-    """A mode's figures beside those without offload."""
+    """Return a mode's figures and their ratio to those without offload."""
     (none,) = [other for other in trained if other.mode == "none"] or [None]
     return {
         "model": model,
@@ -120,7 +106,7 @@ def row_of(model: str, one: Trained, trained: Sequence[Trained]) -> dict[str, An
 
 
 def table(result: dict[str, Any]) -> str:
-    """As Markdown: training, then the copies."""
+    """Return the tables of training and of copies."""
     lines = [
         (
             row["model"],
@@ -165,9 +151,8 @@ def _moved(row: dict[str, Any]) -> str:
 
 
 def _command() -> str:
-    """As it was given, without the names of folders."""
-    flags = {"--images": "DIR", "--slides": "DIR", "--labels": "CSV"}
-    words = [flags.get(before, word) for before, word in itertools.pairwise(["", *sys.argv[1:]])]
+    """Return the command as it was given, without the names of folders."""
+    words = ["DIR" if before == "--images" else word for before, word in itertools.pairwise(["", *sys.argv[1:]])]
     return " ".join(["python -m benchmarks.offload_study.run", *words])
 
 
@@ -184,10 +169,7 @@ def device_text(device: torch.device) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--images", type=Path, help="folder with a sub-folder per class, below train/ and val/ or not")
-    source.add_argument("--slides", type=Path, help="folder of slides; default: the shipped ones")
-    parser.add_argument("--labels", type=Path, help="table with columns slide and label, with --slides")
+    parser.add_argument("--images", type=Path, help="folder with a sub-folder per class, below train/ and val/ or not")
     parser.add_argument("--models", nargs="+", default=list(published.SECONDS), help="of torchvision")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--epochs", type=int, help="of each mode; default: 20 on a GPU, 3 on a CPU")
@@ -200,17 +182,19 @@ def main() -> None:
     for key, value in (FULL if device.type == "cuda" else SMALL).items():
         if getattr(arguments, key) is None:
             setattr(arguments, key, value)
-    OUT.mkdir(exist_ok=True)
 
     def keep(result: dict[str, Any]) -> None:
-        text = json.dumps({**result, "device": device_text(device), "environment": measured_on()}, indent=2)
-        (OUT / "offload_study.json").write_text(text + "\n")
+        write_json("offload_study", {**result, "device": device_text(device), "environment": measured_on()})
         print(f"{result['rows'][-1]['model']}: done", flush=True)
 
     result = study(
         arguments.models,
         arguments.modes,
-        lambda px: load(arguments, px),
+        lambda px: (
+            pictures_of_folder(arguments.images, px, arguments.pictures)
+            if arguments.images
+            else made_pictures(px, arguments.pictures)
+        ),
         epochs=arguments.epochs,
         batch=arguments.batch,
         px=arguments.px,

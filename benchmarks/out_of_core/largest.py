@@ -93,8 +93,8 @@ def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile
 
 
 def _errors(model: str, px: int, ours: Path, folder: Path) -> tuple[float | None, float | None]:
-    """How far our gradients are from the plain step's, and, where that is beyond the rounding of one operation, how
-    far those of the plain step on two threads are."""
+    """Return the error of our gradients, and if it is beyond the rounding of one operation, that of the plain step on
+    two threads."""
     made = planner(model, px, 1, 1)
     candidate = Strategy("single", 1, 1, BATCH)
     partition = made.stages.partition(candidate, within=False)
@@ -113,7 +113,7 @@ def _errors(model: str, px: int, ours: Path, folder: Path) -> tuple[float | None
 
 
 def _next(model: str, budget: int, ranks: int, planned: LargestTile) -> str:
-    """What stands in the way of twice the side."""
+    """Return the limit that twice the side exceeds."""
     if planned.doubled is None:
         return ""
     away = planned.savings.offload == (True,)

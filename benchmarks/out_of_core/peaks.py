@@ -1,4 +1,4 @@
-"""Most bytes of activations on a device at a time, kept in four ways, beside what is predicted.
+"""Most bytes of activations on a device at a time, kept in four ways, measured and predicted.
 
 Takes models and tile sides; gives a row for each and for none, recompute, offload and both: bytes of all tensors on the
 device at most but parameters and the optimizer's state, and growth of the resident memory. One tile, one rank, AdamW.
@@ -26,7 +26,7 @@ ROOM = 19 * GIB
 
 
 def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """With what is predicted for each."""
+    """Yield cases with their predictions."""
     for model in models:
         for px in sizes:
             for way, policy in WAYS.items():

@@ -1,4 +1,4 @@
-"""What is trained within how many bytes, and the settings a planner finds for it; no tensor is made here.
+"""Plan what trains within a number of bytes; no tensor is made here.
 
 Takes names and numbers; gives rows of a plan whose usable memory is exactly the budget, since what is counted is
 tensors and not an allocator's reserve. Times are those of a nominal device: only bytes matter.
@@ -36,7 +36,7 @@ HOST = {1: 15.5, 2: 7.75, 4: 4.5}
 def planner(
     model: str, px: int, ranks: int, budget: int, batch: int = BATCH, *, state_on_host: bool = False
 ) -> Planner:
-    """For ranks of ``budget`` usable bytes each, and ``batch`` tiles a step.
+    """Return a planner for ranks of ``budget`` usable bytes each, and ``batch`` tiles a step.
 
     Args:
         state_on_host: the optimizer and its state are there.

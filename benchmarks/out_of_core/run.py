@@ -1,6 +1,6 @@
-"""What can be trained within a budget of device memory: peak bytes by way of keeping, the largest tile, checkpoints.
+"""Measure what trains within a budget of device memory: peak bytes by what is kept, and the largest tile.
 
-    python -m benchmarks.out_of_core.run [--parts peaks largest checkpoint] [--models resnet50 unet] [--px 1024 2048]
+    python -m benchmarks.out_of_core.run [--parts peaks largest] [--models resnet50 unet] [--px 1024 2048]
         [--ranks 1 2 4] [--budget 2GiB] [--write]
 
 With ``--write``, rows measured before stay in the tables until they are measured again.
@@ -8,18 +8,14 @@ With ``--write``, rows measured before stay in the tables until they are measure
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from app.settings.fields import bytes_of
-from benchmarks.machine import measured_on
-from benchmarks.out_of_core import checkpoint, largest, peaks
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.out_of_core import largest, peaks
+from benchmarks.results import markdown_table, measured_on, parser_of, publish, read_json, results, write_json
 
-OUT = Path(__file__).parents[2] / "bench-data" / "out_of_core.json"
 MIB = 2**20
-PARTS = ("peaks", "largest", "checkpoint")
+PARTS = ("peaks", "largest")
 
 
 def _peak_line(row: dict[str, Any]) -> tuple[str, ...]:
@@ -88,17 +84,12 @@ def report(found: dict[str, dict[str, Any]], budget: str) -> str:
         ),
         [_largest_line(row, plain.get(row["model"])) for row in rows],
     )
-    third = [
-        "Checkpoints between two steps, one rank, AdamW, `--offload overlap`:\n",
-        markdown_table(checkpoint.HEADER, map(checkpoint.line, found["checkpoint"].values())),
-    ]
     return results(
         "python -m benchmarks.out_of_core.run --write",
         "Peak bytes of one tile, on one rank:\n",
         first,
         f"Largest tile within {budget} of device bytes a rank, {largest.BATCH} tiles a step, AdamW:\n",
         second,
-        *(third if found["checkpoint"] else ()),
     )
 
 
@@ -116,14 +107,13 @@ def main() -> None:
     budget = bytes_of(asked.budget)
     if budget is None:
         parser.error(f"--budget takes a size such as 2GiB; got {asked.budget!r}")
-    known = json.loads(OUT.read_text()) if asked.write and OUT.exists() else {}
+    known = read_json("out_of_core") if asked.write else {}
     found = {part: known.get(part, {}) for part in PARTS}
 
     def note(part: str, key: tuple[Any, ...], row: dict[str, Any]) -> None:
         found[part]["|".join(map(str, key))] = row
         if asked.write:
-            OUT.parent.mkdir(exist_ok=True)
-            OUT.write_text(json.dumps({**found, "environment": measured_on()}, indent=2) + "\n")
+            write_json("out_of_core", {**found, "environment": measured_on()})
 
     if "peaks" in asked.parts:
         for case in peaks.cases(asked.models, asked.px):
@@ -138,11 +128,6 @@ def main() -> None:
                     row = largest.measure(model, budget, name, ranks, planned)
                     note("largest", (model, ranks, name), row)
                     print(*_largest_line(row, found["largest"].get(f"{model}|1|plain")), flush=True)
-    if "checkpoint" in asked.parts:
-        for case in checkpoint.cases(asked.models[0]):
-            row = checkpoint.measure(case)
-            note("checkpoint", (row["model"], row["place"]), row)
-            print(*checkpoint.line(row), flush=True)
     text = report(found, asked.budget)
     publish(__file__, text, asked.write)
 

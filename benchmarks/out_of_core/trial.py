@@ -21,7 +21,7 @@ from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from app.training.outcome import peak_resident_bytes
 from benchmarks.out_of_core.problem import CLASSES, strategy_of
-from benchmarks.plan_accuracy.memory import resident, settle
+from benchmarks.resident import resident, settle
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
@@ -140,8 +140,8 @@ def _write(engine: TrainingEngine, communicator: Communicator, file: Path) -> No
 
 
 def largest_error(file: Path, plain: Path) -> float:
-    """Of the gradients, relative to the largest value of each tensor; one that is nothing but rounding beside the
-    others counts relative to the largest of all."""
+    """Return the largest error of a gradient, relative to the largest value of its tensor. One that is nothing but
+    rounding next to the others counts relative to the largest of all."""
     ours, theirs = torch.load(file), torch.load(plain)
     assert ours.keys() == theirs.keys()
     most = max(float(value.abs().max()) for value in theirs.values())

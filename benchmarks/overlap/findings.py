@@ -177,30 +177,7 @@ def answer(rounds: Rounds) -> str:
         f"Everything at once is slower than the best knob alone in {counts[SLOWER]} of {len(verdicts)} combinations of "
         f"model, size and machine, faster in {counts[FASTER]}, and no different in {counts[SAME]}. "
     )
-    medians = {case: statistics.median(_of_case(measured, case)) for case in rounds.cases}
-    smallest, largest = min(medians, key=_size), max(medians, key=_size)
-    text += f"Median ratio by model: {', '.join(f'{case} {ratio:.2f}' for case, ratio in medians.items())}. "
     holds = counts[SLOWER] > len(verdicts) / 2
-    text += f"The hypothesis that it is worse {'holds' if holds else 'does not hold'} here"
-    if smallest == largest:
-        return text + "; models were not compared."
-    pairs = [(_of(measured, smallest, machine), _of(measured, largest, machine)) for machine in MACHINES]
-    apart = [max(small) < min(large) for small, large in pairs if small and large]
-    return text + (
-        f"; on {sum(apart)} of {len(apart)} machines all rounds of the smallest model lie below all of the largest, so "
-        f"it is {'' if apart and all(apart) else 'not '}shown to be worse above all for small models."
-    )
-
-
-def _of(measured: Mapping[tuple[str, str], Ratios], case: str, machine: str) -> Ratios:
-    return measured.get((case, machine), ())
-
-
-def _of_case(measured: Mapping[tuple[str, str], Ratios], case: str) -> list[float]:
-    return [ratio for machine in MACHINES for ratio in _of(measured, case, machine)]
-
-
-def _size(case: str) -> tuple[int, int]:
-    """Return px and depth of a case, in the order of the work of an image."""
-    model, px = case.split("@")
-    return int(px), int(model.removeprefix("resnet"))
+    of_case = {case: [r for (of, _), ratios in measured.items() if of == case for r in ratios] for case in rounds.cases}
+    medians = ", ".join(f"{case} {statistics.median(ratios):.2f}" for case, ratios in of_case.items() if ratios)
+    return f"{text}Median ratio by model: {medians}. The hypothesis {'holds' if holds else 'does not hold'} here."

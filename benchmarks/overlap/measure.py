@@ -31,9 +31,9 @@ from app.training.batches import microbatches_of
 from app.training.dataset import Dataset, prepare
 from app.training.run_folder import RunFolder
 from app.training.session import Session, build_session
-from benchmarks.machine import measured_on
+from benchmarks.overlap.delayed import Delayed
 from benchmarks.overlap.settings import MACHINES, WARM_UP, Case, Setting, Window
-from benchmarks.teams.delayed import Delayed
+from benchmarks.results import measured_on
 from benchmarks.tile_reading.cache import SHARE
 from parallel.comm.communicator import Communicator
 from parallel.comm.local import LocalCommunicator
@@ -88,7 +88,6 @@ class Ranks(contextlib.ExitStack):
         take_cores(CPU)
         self._communicator, self._case, self._folder = communicator, case, folder
         self._links = Delayed(communicator, 0.0)
-        self._links.noted = False
         self._sessions: dict[tuple[str, int], Session] = {}
         self._watchdog = Watchdog(communicator.rank, stuck_s=1800.0)
         self._two_phase = TwoPhaseCheckpoints(CPU)

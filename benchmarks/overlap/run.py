@@ -1,9 +1,9 @@
 """Levels of what overlaps with computation, alone and together, on small and large models: images/s round by round.
 
-    python -m benchmarks.overlap.run [--cases CASE ...] [--rounds 5] [--exhaustive] [--length] [--tables] [--write]
+    python -m benchmarks.overlap.run [--cases CASE ...] [--rounds 5] [--exhaustive] [--tables] [--write]
 
-Draws class folders of pictures shaped as CIFAR's (32 px) or ImageNet's (500 x 375 px), prints about how long it will
-take, and measures every window once a round in an order of the round, on two ranks. Rows are appended to
+Draws class folders of pictures shaped as CIFAR's (32 px) or ImageNet's (500 x 375 px), and measures every window once a
+round in an order of the round, on two ranks. Rows are appended to
 ``bench-data/overlap/rows.jsonl``; the tables are made from the file. Wants an otherwise idle machine.
 """
 
@@ -33,17 +33,16 @@ from benchmarks.overlap.findings import (
     hypothesis_rows,
     level_rows,
 )
-from benchmarks.overlap.settings import CASES, EXHAUSTIVE_WINDOWS, MACHINES, ON, Case, Window, estimated_s, windows_of
+from benchmarks.overlap.settings import CASES, EXHAUSTIVE_WINDOWS, MACHINES, ON, Case, Window, windows_of
 from benchmarks.overlap.tune import TUNED_COLUMNS, tuned_rows
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 
-OUT, ROWS = Path(__file__).parents[2] / "bench-data" / "overlap", "rows.jsonl"
-README = Path(__file__).with_name("README.md")
+FOLDER, ROWS = OUT / "overlap", "rows.jsonl"
 RANKS, CLASSES, PER_CLASS, LONGEST_S = 2, 8, 48, 6 * 3600.0
 
 
-def read_rows(out: Path = OUT) -> list[dict[str, Any]]:
+def read_rows(out: Path = FOLDER) -> list[dict[str, Any]]:
     """Return the rows measured so far."""
     rows = out / ROWS
     return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
@@ -121,7 +120,6 @@ def main() -> None:
     parser.add_argument("--knobs", nargs="+", choices=ON, default=[*ON])
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
     parser.add_argument("--exhaustive", action="store_true", help="all combinations of levels, no core to spare")
-    parser.add_argument("--length", action="store_true", help="print about how long it takes, and end")
     parser.add_argument("--tables", action="store_true", help="make the tables of what was measured, measure nothing")
     parser.add_argument("--quick", action="store_true", help="one round of a few windows: does it run?")
     asked = parser.parse_args()
@@ -131,14 +129,10 @@ def main() -> None:
     for case in map(CASES.__getitem__, () if asked.tables else asked.cases):
         windows = EXHAUSTIVE_WINDOWS if asked.exhaustive else windows_of(asked.machines or case.machines, asked.knobs)
         measured[case] = [*windows]
-    lengths_s = {case: estimated_s(case, windows, asked.rounds) for case, windows in measured.items()}
     for case, windows in measured.items():
-        print(f"{case.name}: {len(windows)} windows, {asked.rounds} rounds, about {lengths_s[case] / 60:.0f} min")
-    print(f"about {sum(lengths_s.values()) / 60:.0f} min in all, on two idle cores", flush=True)
-    if asked.length:
-        return
+        print(f"{case.name}: {len(windows)} windows, {asked.rounds} rounds", flush=True)
     with tempfile.TemporaryDirectory() as quick:
-        out = Path(quick) if asked.quick else OUT
+        out = Path(quick) if asked.quick else FOLDER
         out.mkdir(parents=True, exist_ok=True)
         for case, windows in measured.items():
             measure(case, windows, asked.rounds, out)

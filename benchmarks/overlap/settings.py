@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,19 +57,20 @@ MACHINES = ("busy", "spare-core", "2ms-links", "slow-disk")
 and go as over a slow network."""
 
 
+SIZES = ((32, 16), (224, 4))
+"""Side of a picture in px, and pictures of a step."""
+
+
 class Case(NamedTuple):
-    """A model and pictures, and what a step of it costs.
+    """A model and pictures.
 
     Attributes:
         batch: tiles of a step over all ranks, in 4 microbatches.
-        step_s, checkpoint_s: of one rank among two, and of a blocking checkpoint, for the estimate of the length.
     """
 
     model: str
     px: int
     batch: int
-    step_s: float
-    checkpoint_s: float
 
     @property
     def name(self) -> str:
@@ -81,15 +82,7 @@ class Case(NamedTuple):
         return MACHINES if self.px == 32 else MACHINES[:2]
 
 
-CASES = {
-    case.name: case
-    for case in (
-        Case("resnet18", 32, 16, 0.15, 0.2),
-        Case("resnet18", 224, 4, 0.4, 0.2),
-        Case("resnet50", 32, 16, 0.3, 0.4),
-        Case("resnet50", 224, 4, 0.9, 0.4),
-    )
-}
+CASES = {case.name: case for case in (Case(model, *size) for model in ("resnet18", "resnet50") for size in SIZES)}
 
 
 @dataclass(frozen=True)
@@ -109,10 +102,6 @@ class Window:
     def steps(self) -> int:
         """Steps from one checkpoint to the next, 5 at least."""
         return max(self.setting.every, 5)
-
-    @property
-    def checkpoints(self) -> int:
-        return self.steps // self.setting.every
 
 
 WARM_UP = 1
@@ -148,12 +137,3 @@ def windows_of(machines: Collection[str], knobs: Collection[str]) -> Iterator[Wi
 
 
 EXHAUSTIVE_WINDOWS = [Window(MACHINES[0], "ddp", setting) for setting in EXHAUSTIVE]
-
-
-def estimated_s(case: Case, windows: Iterable[Window], rounds: int) -> float:
-    """Return about how many seconds ``rounds`` of ``windows`` take."""
-    steps, checkpoints = 0, 0
-    for window in windows:
-        steps += window.steps + WARM_UP
-        checkpoints += window.checkpoints * (5 if window.machine == "slow disk" else 1)
-    return rounds * (steps * case.step_s + checkpoints * case.checkpoint_s)

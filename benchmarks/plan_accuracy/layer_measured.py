@@ -24,22 +24,21 @@ from parallel.trace.trace import Traced
 from parallel.trace.without_data import preserve_module_state
 
 
-def measure(
-    traced: Traced,
-    shape: tuple[int, ...],
-    device: torch.device,
-    *,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = True,
-    repeats: int = 3,
-) -> Costs:
-    """Return the seconds of every layer. Weights, buffers and random state stay as they are.
+class Runs(NamedTuple):
+    """The seconds of every run of a layer: forward, backward, and the half of backward for what went in."""
+
+    forward: list[float]
+    backward: list[float]
+    backward_input: list[float]
+
+
+def measure(traced: Traced, shape: tuple[int, ...], device: torch.device, *, repeats: int = 3) -> Costs:
+    """Return the seconds of every layer. Weights, buffers, modes and random state stay as they are.
 
     Args:
-        traced: a model whose weights are on ``device``, in the memory layout of training.
+        traced: a model whose weights are on ``device``, in channels_last.
         shape: (n, c, h, w) of a microbatch.
-        channels_last: memory layout of images.
-        repeats: runs of each pass that count; their median is taken.
+        repeats: runs of each pass that count, after one that does not; their median is taken.
 
     Raises:
         ValueError: the weights have no values.
@@ -49,12 +48,21 @@ def measure(
             "only layers that have weights can be measured; got a model on the meta device. Build it on "
             f"{device}, or estimate its layers from a calibration"
         )
-    images = torch.rand(shape, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
-    if channels_last and len(shape) == 4:
-        images = images.contiguous(memory_format=torch.channels_last)
-    readings = time_layers(traced, images, repeats)
+    images = torch.rand(shape, device=device, generator=torch.Generator(device).manual_seed(0))
+    with (
+        preserve_module_state(traced.model, parameters=True),
+        preserve_module_state(traced.training),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.enable_grad(),
+    ):
+        traced.training.train()
+        for path, (mode, _) in traced.modes.items():
+            traced.model.get_submodule(path).training = mode
+        interpreter = _Interpreter(traced, device, repeats)
+        interpreter.run(images.contiguous(memory_format=torch.channels_last))
+    readings = [interpreter.runs[layer.name] for layer in traced.graph.layers]
     layers = tuple(LayerCost(*map(statistics.median, runs)) for runs in readings)
-    return Costs(layers, f"measured at {_side(shape)}", _spread(readings))
+    return Costs(layers, f"measured at {shape[-1]} px", _spread(readings))
 
 
 def _spread(readings: Sequence[Runs]) -> float | None:
@@ -62,42 +70,6 @@ def _spread(readings: Sequence[Runs]) -> float | None:
     sums = [[sum(run) for run in zip(runs.forward, runs.backward, strict=True)] for runs in readings]
     spreads = [float(np.median(runs)) / min(runs) - 1 for runs in sums if min(runs) > 0]
     return float(np.median(spreads)) if spreads else None
-
-
-def _side(shape: tuple[int, ...]) -> str:
-    height, width = shape[2:] if len(shape) == 4 else (0, shape[-1])
-    return f"{width} px" if height in (0, width) else f"{height} x {width} px"
-
-
-class Runs(NamedTuple):
-    """The seconds of every run of a layer: forward, backward, and the half of backward for what went in."""
-
-    forward: list[float]
-    backward: list[float]
-    backward_input: list[float]
-
-
-def time_layers(traced: Traced, images: Tensor, repeats: int) -> list[Runs]:
-    """Return the runs of each layer, by position in the graph. Buffers, modes and random state of the model stay as
-    they are.
-
-    Args:
-        images: a microbatch, (n, c, h, w).
-        repeats: runs of each layer, after one that is not counted.
-    """
-    devices = [images.device] if images.device.type == "cuda" else []
-    with (
-        preserve_module_state(traced.model, parameters=True),
-        preserve_module_state(traced.training),
-        torch.random.fork_rng(devices=devices),
-        torch.enable_grad(),
-    ):
-        traced.training.train()
-        for path, (mode, _) in traced.modes.items():
-            traced.model.get_submodule(path).training = mode
-        interpreter = _Interpreter(traced, images.device, repeats)
-        interpreter.run(images)
-    return [interpreter.runs[layer.name] for layer in traced.graph.layers]
 
 
 class _Interpreter(fx.Interpreter):

@@ -1,129 +1,116 @@
-"""Is the planner right? Step time and bytes of each rank that it predicts, and what it chooses, beside measurements.
+"""Compare a plan with measurements: step time and bytes of each rank, and the planner's choice.
 
 Takes nothing; gives ``bench-data/plan_accuracy.json``, problem by problem as they come, and the tables of the README.
-Wants an otherwise idle machine. Exit code 0 when everything asked was reached.
+The machine is calibrated before each problem, as a shared one has another speed each hour. Wants an otherwise idle
+machine. Exit code 1 if a target was missed.
 
     python -m benchmarks.plan_accuracy.run [--only PROBLEM ...] [--steps N] [--tables] [--write] [--quick]
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import fnmatch
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.machine import measured_on
-from benchmarks.plan_accuracy.predict import predicted
-from benchmarks.plan_accuracy.problems import PROBLEMS, QUICK, TEAMS, Problem
-from benchmarks.plan_accuracy.tables import Outcome, choices_table, errors_table, missed
+from app.planning.machine import named_machine, this_machine
+from app.planning.workload import Workload
+from benchmarks.plan_accuracy.problems import ALL, CLASSES, PROBLEMS, QUICK, Problem
+from benchmarks.plan_accuracy.tables import Row, choices_table, errors_table, missed
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import OUT, parser_of, publish, results
-from parallel.plan.plan import PlanRow
+from benchmarks.results import finish, measured_on, parser_of, publish, read_json, results, write_json
+from parallel.plan.plan import PlanRow, best_of
+from parallel.plan.search import Planner
+from parallel.schedule.registry import SCHEDULES, SPATIAL
+from parallel.strategy import WHOLE
 
-MEASURE = "benchmarks.plan_accuracy.measure:measure"
+NAMES = (*WHOLE, SPATIAL.name, *SCHEDULES)
+"""Strategies that the planner chooses from."""
+FIXED = ("boxes-", "scaling-")
+"""Problems in which the planner chooses nothing."""
 
 
-def compared(problem: Problem, steps: int) -> dict[str, Any]:
-    """Predictions and measurements of ``problem``, as JSON can hold them.
+def predicted(problem: Problem) -> tuple[list[PlanRow], PlanRow | None]:
+    """Return a plan's row for each strategy of the problem, whatever it takes, and the planner's choice of all that it
+    knows, within the memory."""
+    # A calibration would take longer than all the rest of the quick problem.
+    machine = named_machine("v100-16gb", problem.ranks) if problem is QUICK else this_machine(problem.ranks)
+    work = Workload(problem.model, problem.tile, CLASSES, problem.norm, problem.segments, problem.optimizer)
+    task = work.task(problem.batch, machine.estimate)
+    planner = Planner(task, dataclasses.replace(machine.cluster, memory_bytes=problem.memory_bytes))
+    rows = [planner.forecast(candidate) for candidate in problem.candidates]
+    choice = None if problem.name.startswith(FIXED) else best_of(planner.search(NAMES, ranks=problem.ranks))
+    return [row for row in rows if row is not None], choice
 
-    The machine is calibrated just before: on one that is shared, its speed of an hour ago is another.
-    """
+
+def compared(problem: Problem, steps: int) -> list[Row]:
+    """Return a row for each strategy of ``problem`` and for the planner's choice: predicted and measured."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        rows, choice = predicted(problem)
-    asked = [*rows, *([choice] if choice is not None and not _among(choice, rows) else [])]
-    ranks = run_on_ranks(
-        problem.ranks,
-        MEASURE,
+        plans, choice = predicted(problem)
+    new = choice is not None and all(row.strategy != choice.strategy for row in plans)
+    every = [*plans, *([choice] if choice is not None and new else [])]
+    argument = {"problem": problem.name, "steps": steps, "rows": [row.to_json() for row in every]}
+    ranks = run_on_ranks(problem.ranks, "benchmarks.plan_accuracy.measure:measure", argument)
+    return [
         {
             "problem": problem.name,
-            "steps": steps,
-            "rows": [row.to_json() for row in asked],
-        },
-    )
-    return {
-        "chosen": _name(choice, rows) if choice else None,
-        "entries": [
-            {
-                "name": _name(row, rows),
-                "listed": row in rows,
-                "predicted_s": row.step_s,
-                "predicted_bytes": list(row.peak_bytes),
-                **_measured([told[number] for told in ranks]),
-            }
-            for number, row in enumerate(asked)
-        ],
-    }
+            "name": _name(row, plans),
+            "listed": row in plans,
+            "chosen": choice is not None and row.strategy == choice.strategy,
+            "predicted_s": row.step_s,
+            "predicted_bytes": list(row.peak_bytes),
+            **_measured([rank[number] for rank in ranks]),
+        }
+        for number, row in enumerate(every)
+    ]
 
 
-def _among(choice: PlanRow, rows: Sequence[PlanRow]) -> bool:
-    """It is measured anyway: the same way to train, cut at the same places."""
-    return any(row.strategy == choice.strategy for row in rows)
+def _name(row: PlanRow, plans: Sequence[PlanRow]) -> str:
+    """Return the strategy; the planner's may be one of the problem's, cut elsewhere to fit the memory."""
+    same = any(str(row.strategy) == str(other.strategy) for other in plans)
+    return f"{row.strategy}" + ", other cuts" * (same and row not in plans)
 
 
-def _name(row: PlanRow, rows: Sequence[PlanRow]) -> str:
-    """The candidate; the planner's own may be one of the problem's, cut elsewhere to fit the memory."""
-    same = any(str(row.strategy) == str(other.strategy) for other in rows)
-    return f"{row.strategy}" + ", other cuts" * (same and not _among(row, rows))
-
-
-def _measured(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One candidate, from what every rank told of it. A step lasts until its last rank is done."""
-    of_steps = zip(*(rank["times"] for rank in told), strict=True)
-    return {
-        "steps_s": [max(end for _, end in step) - min(begin for begin, _ in step) for step in of_steps],
-        "growth_bytes": [rank["growth_bytes"] for rank in told],
-        "in_use_bytes": [rank["in_use_bytes"] for rank in told],
-        "kept_bytes": [rank["kept_bytes"] for rank in told],
-    }
-
-
-def report(found: dict[str, Any]) -> str:
-    """The tables of the README."""
-    outcomes = _outcomes(found)
-    return results(
-        "python -m benchmarks.plan_accuracy.run --write",
-        "Choices:",
-        choices_table(outcomes),
-        "Predictions:",
-        errors_table(outcomes),
-    )
-
-
-def _outcomes(found: dict[str, Any]) -> list[Outcome]:
-    """In the order of the problems."""
-    names = [problem.name for problem in (*PROBLEMS, *TEAMS, QUICK)]
-    return [Outcome.from_json(name, found[name]) for name in sorted(found, key=names.index)]
+def _measured(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one strategy's figures from those of every rank. A step lasts until its last rank is done."""
+    of_steps = zip(*(rank["times"] for rank in ranks), strict=True)
+    steps_s = [max(end for _, end in step) - min(begin for begin, _ in step) for step in of_steps]
+    keys = ("growth_bytes", "in_use_bytes", "kept_bytes")
+    return {"steps_s": steps_s, **{key: [rank[key] for rank in ranks] for key in keys}}
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    problems = (*PROBLEMS, *TEAMS)
-    names = [problem.name for problem in problems]
-    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PROBLEM", help=", ".join(names))
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each candidate")
+    usual = [problem.name for problem in PROBLEMS]
+    parser.add_argument(
+        "--only", nargs="+", default=usual, metavar="PROBLEM", help=f"patterns such as 'teams-*', of {', '.join(ALL)}"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each strategy")
     parser.add_argument("--tables", action="store_true", help="measure nothing, make the tables of what is there")
     parser.add_argument("--quick", action="store_true", help="one tiny problem, times by a data sheet: does it run?")
     arguments = parser.parse_args()
-    OUT.mkdir(exist_ok=True)
-    path = OUT / ("plan_accuracy_quick.json" if arguments.quick else "plan_accuracy.json")
-    found: dict[str, Any] = {} if arguments.quick or not path.exists() else json.loads(path.read_text())
-    asked = [QUICK] if arguments.quick else [problem for problem in problems if problem.name in arguments.only]
-    for problem in [] if arguments.tables else asked:
+    only = [QUICK.name] if arguments.quick else arguments.only
+    asked = [name for name in ALL if any(fnmatch.fnmatchcase(name, pattern) for pattern in only)]
+    if not asked:
+        parser.error(f"--only names no problem; got {' '.join(only)}, and there are {', '.join(ALL)}")
+    found = {} if arguments.quick else read_json("plan_accuracy")
+    for name in () if arguments.tables else asked:
         begun = time.perf_counter()
-        found[problem.name] = compared(problem, arguments.steps) | {"environment": measured_on()}
-        path.write_text(json.dumps(found, indent=2) + "\n")
-        print(f"{problem.name}: {time.perf_counter() - begun:.0f} s", flush=True)
-        print(errors_table(_outcomes({problem.name: found[problem.name]})), flush=True)
-    text = report(found)
+        found[name] = {"rows": compared(ALL[name], arguments.steps), "environment": measured_on()}
+        if not arguments.quick:
+            write_json("plan_accuracy", found)
+        print(f"{name}: {time.perf_counter() - begun:.0f} s\n{errors_table(found[name]['rows'])}", flush=True)
+    rows = [row for name in asked if name in found for row in found[name]["rows"]]
+    choices = [row for row in rows if not row["problem"].startswith(FIXED)]
+    tables = [*(["Choices:", choices_table(choices)] if choices else []), "Predictions:", errors_table(rows)]
+    text = results("python -m benchmarks.plan_accuracy.run --write", *tables)
     publish(__file__, text, arguments.write)
-    faults = missed(_outcomes(found))
-    print("\n".join(["missed:", *faults] if faults else ["everything asked was reached"]))
-    sys.exit(bool(faults))
+    finish(missed(rows))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""What runs on the ranks: all contenders in turn, round after round; and one contender alone, for its memory.
+"""Measure all contenders in turn, round after round, on this rank; and one contender alone, for its memory.
 
-Takes a communicator and numbers from ``run.py``; gives when each contender's steps began and ended on this rank.
+Takes a communicator and numbers from ``run.py``; gives when each contender's steps began and ended.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from benchmarks.resident import resident, settle
 from benchmarks.schedules.on_paper import simulated_steps_s
 from benchmarks.schedules.ours import Ours
 from benchmarks.schedules.peers import DataParallel, PlainLoop, TorchPipeline
@@ -35,6 +33,7 @@ def contenders(model: str, px: int, m: int, communicator: Communicator) -> Itera
     yield Ours("bidirectional", pair, communicator)
     yield Ours("bidirectional", whole, communicator)
     yield DataParallel(whole, communicator)
+    yield Ours("ddp", whole, communicator)
     for schedule in ("master", "mp-basic", "interleaved", "zero-bubble", "pipedream"):
         yield Ours(schedule, whole, communicator)
     if communicator.rank == 0:
@@ -53,7 +52,7 @@ class StandBy:
         self.ranks: tuple[int, ...] = (0,)
 
     def step(self, number: int) -> None:
-        """Nothing; the barrier after it waits."""
+        """Do nothing; the barrier after it waits."""
 
 
 def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
@@ -79,13 +78,13 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, A
     simulated = {
         ours.name: simulated_steps_s(ours, communicator)
         for ours in entered
-        if isinstance(ours, Ours) and len(ours.ranks) == communicator.world
+        if isinstance(ours, Ours) and ours.strategy.depth == communicator.world
     }
     return {"rounds": rounds, "simulated": simulated}
 
 
 def measure_memory(communicator: Communicator, argument: dict[str, Any]) -> dict[str, int]:
-    """Of one contender alone in its processes: peak bytes kept for backward, and growth of the process in its steps.
+    """Return peak bytes kept for backward, and growth of the process, of one contender alone in its processes.
 
     The first step is not counted: it loads code, and allocates gradients that stay.
     """
@@ -95,17 +94,9 @@ def measure_memory(communicator: Communicator, argument: dict[str, Any]) -> dict
     contender = build(argument["schedule"], work, communicator, meter)
     for number in range(WARM_UP):
         contender.step(number)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later would hide growth
+    settle()  # what the allocator keeps for later would hide growth
     communicator.barrier()
-    before = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    before = resident("VmRSS")
     for number in range(WARM_UP, WARM_UP + MEMORY_STEPS):
         contender.step(number)
-    return {"activation_bytes": meter.peak_bytes, "growth_bytes": _status_bytes("VmHWM") - before}
-
-
-def _status_bytes(field: str) -> int:
-    """A field of this process's status that the kernel gives in kB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])
+    return {"activation_bytes": meter.peak_bytes, "growth_bytes": resident("VmHWM") - before}

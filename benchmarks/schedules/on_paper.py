@@ -52,7 +52,7 @@ def simulated_steps_s(ours: Ours, communicator: Communicator) -> list[float] | N
 
 
 def _costs(of_ranks: Sequence[Durations], stages: int) -> list[StageCost]:
-    """What the actions of each stage took in one step, on average over its microbatches and the ranks that hold it."""
+    """Return the seconds of the actions of each stage in one step, on average over microbatches and holders."""
 
     def mean_s(key: str) -> float:
         durations = [seconds for own in of_ranks for seconds in own.get(key, [])]

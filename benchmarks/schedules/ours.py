@@ -1,7 +1,6 @@
-"""The engine as a contender, under any schedule.
+"""The engine under any schedule.
 
-Takes the workload and the schedule's name; keeps how long each action took in each measured step, which is what the
-simulation is fed with.
+Takes the workload and the schedule's name; keeps how long each action took in each measured step, for the simulation.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class Ours:
         communicator: Communicator,
         meter: ActivationMeter | None = None,
     ) -> None:
-        self.name = f"{schedule} m={work.m}" if communicator.world > 1 else "engine on one rank"
+        whole = schedule == "ddp"
+        self.name = f"{'engine ' * whole}{schedule} m={work.m}" if communicator.world > 1 else "engine on one rank"
         self.ranks = tuple(range(communicator.world))
         self.work = work
-        self.strategy = Strategy(
-            schedule, communicator.world, communicator.world, work.m, chunks=2 if schedule == "interleaved" else 1
-        )
+        depth, chunks = 1 if whole else communicator.world, 2 if schedule == "interleaved" else 1
+        self.strategy = Strategy(schedule, communicator.world, depth, work.m, chunks=chunks)
         self.engine = assemble(
             work.build(),
             loss,

@@ -1,4 +1,4 @@
-"""Whom the engine is measured against: torch's own pipelines on the same stages, data parallelism, and a plain loop.
+"""Peers of the engine: torch's own pipelines on the same stages, data parallelism, and a plain loop.
 
 Each takes the workload and builds its part of it on this rank. The stages of torch's pipelines are cut from the model
 at the very places where the engine cuts it, so that both compute the same.
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
@@ -27,8 +26,7 @@ TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class TheirStage(nn.Module):
-    """A stage as torch's pipelines take it. Gloo sends what is contiguous, forward and back: images of a model with
-    channels last travel as (n, h, w, c), which are the same bytes.
+    """A stage as torch's pipelines take it. Gloo sends what is contiguous, forward and back.
 
     Args:
         gives: names of the values that the next stage takes, in its order; none of the last stage.
@@ -39,17 +37,13 @@ class TheirStage(nn.Module):
         stage: StageModule,
         first: bool,
         gives: tuple[str, ...],
-        channels_last: bool,
         counted: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self.stage = stage
-        self._first, self._gives, self._turned = first, gives, channels_last
-        self._counted = counted
+        self._first, self._gives, self._counted = first, gives, counted
 
     def forward(self, *values: Tensor) -> Any:
-        if self._turned and self._first:
-            values = tuple(value.contiguous(memory_format=torch.channels_last) for value in values)
         if not self._first:
             values = tuple(map(self._received, values))
         with self._counted():
@@ -57,24 +51,17 @@ class TheirStage(nn.Module):
         if not self._gives:
             return given[0]
         made = dict(zip(self.stage.outputs, given, strict=True))
-        given = tuple(made[name] for name in self._gives)
-        if self._turned:
-            return tuple((v.permute(0, 2, 3, 1) if v.dim() == 4 else v).contiguous() for v in given)
-        return given
+        return tuple(made[name] for name in self._gives)
 
     def _received(self, value: Tensor) -> Tensor:
         value = value.view_as(value)
         if value.requires_grad:
             value.register_hook(lambda gradient: gradient.contiguous())
-        return value.permute(0, 3, 1, 2) if self._turned and value.dim() == 4 else value
+        return value
 
 
 class TorchPipeline:
-    """torch.distributed.pipelining, one stage a rank.
-
-    Attributes:
-        state: parameters and buffers of this rank.
-    """
+    """torch.distributed.pipelining, one stage a rank."""
 
     def __init__(
         self, schedule: str, work: Workload, communicator: Communicator, meter: ActivationMeter | None = None
@@ -89,10 +76,9 @@ class TorchPipeline:
             raise ValueError(
                 f"torch's pipelines send values to the next stage alone; {', '.join(sorted(past))} pass one"
             )
-        self.state = (*stage.parameters(), *stage.buffers())
         counted: Callable[[], AbstractContextManager[None]] = nullcontext
         if meter:
-            meter.exclude(self.state)
+            meter.exclude((*stage.parameters(), *stage.buffers()))
             counted = meter.watching
 
         def weighted_loss(output: Tensor, labels: Tensor) -> Tensor:
@@ -104,7 +90,7 @@ class TorchPipeline:
         self._optimizer = work.make_optimizer(stage.named_parameters())
         self._images, self._labels = work.batch()
         self._pipeline = TORCH_SCHEDULES[schedule](
-            PipelineStage(TheirStage(stage, self._first, gives, work.channels_last, counted), rank, depth, CPU),
+            PipelineStage(TheirStage(stage, self._first, gives, counted), rank, depth, CPU),
             work.m,
             loss_fn=weighted_loss,
             scale_grads=False,

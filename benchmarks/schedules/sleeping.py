@@ -1,7 +1,7 @@
 """Schedules on stages that sleep: the step of the real engine against the papers' formulas and against `simulate`.
 
 Takes nothing; gives step times in units of the forward pass of a stage, for F = 1 and B = 2 on four ranks, a picture
-of three schedules simulated beside measured, and a trace of all of them for ui.perfetto.dev.
+of three schedules simulated next to measured, and a trace of all of them for ui.perfetto.dev.
 
     python -m benchmarks.schedules.sleeping [--steps 5] [--unit 0.05] [--write]
 """
@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.results import (
+    OUT,
+    ROOT,
+    finish,
+    markdown_table,
+    measured_on,
+    parser_of,
+    publish,
+    results,
+    write_json,
+)
 from benchmarks.schedules.sleeping_model import SleepingModel
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
@@ -36,8 +43,7 @@ from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import Span, StageCost, Timeline, chrome_trace
 from parallel.strategy import Strategy
 
-ROOT = Path(__file__).parents[2]
-OUT, PICTURES = ROOT / "bench-data", ROOT / "docs" / "pictures"
+PICTURES = ROOT / "docs" / "pictures"
 DEPTH, FORWARD, BACKWARD = 4, 1, 2
 WARM_UP = 1
 SHAPE = (1, 3, 2, 2)
@@ -89,7 +95,7 @@ CASES = (
 
 
 def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[str, Any]]:
-    """On each rank: the makespans of every case's steps, and the spans of the median one; on rank 0 alone."""
+    """Return the makespans of every case's steps, and the spans of the median one; on rank 0 alone."""
     measured = []
     for case in CASES:
         unit_s = argument["unit_s"] / case.chunks
@@ -177,7 +183,7 @@ def report(unit_s: float, steps: int, table: list[dict[str, Any]]) -> str:
 
 
 def draw(case: Case, unit_s: float, measured: Timeline) -> str:
-    """The picture of a case, simulated beside measured."""
+    """The picture of a case, simulated next to measured."""
     title = f"{case.schedule}, {DEPTH} ranks, {case.m} microbatches, stages that sleep"
     return schedule_svg(case.simulated(unit_s), title=title, compare=measured)
 
@@ -193,7 +199,6 @@ def main() -> None:
     measured = run_on_ranks(DEPTH, "benchmarks.schedules.sleeping:measure", argument)[0]
     table = rows(unit_s, measured)
     timelines = {case: _timeline(of_case["spans"]) for case, of_case in zip(CASES, measured, strict=True)}
-    OUT.mkdir(exist_ok=True)
     trace = chrome_trace(
         {
             f"{case.schedule} m={case.m} {kind}": timeline
@@ -201,9 +206,9 @@ def main() -> None:
             for kind, timeline in (("simulated", case.simulated(unit_s)), ("measured", timeline))
         }
     )
-    (OUT / "sleeping_stages.trace.json").write_text(json.dumps(trace))
     result = {"unit_s": unit_s, "steps": steps, "rows": table, "environment": measured_on()}
-    (OUT / "sleeping_stages.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json("sleeping_stages", result)
+    (OUT / "sleeping_stages.trace.json").write_text(json.dumps(trace))
     text = report(unit_s, steps, table)
     publish(__file__, text, arguments.write, "sleeping")
     if arguments.write:
@@ -211,10 +216,8 @@ def main() -> None:
         for case, timeline in timelines.items():
             if case.schedule in PICTURED:
                 (PICTURES / f"{case.schedule}.svg").write_text(draw(case, unit_s, timeline))
-    missed = [row for row in table if abs(row["deviation"]) > DEVIATION]
-    for row in missed:
-        print(f"missed: {row['schedule']} m={row['m']} deviates by {row['deviation']:+.1%}")
-    sys.exit(bool(missed))
+    far = [row for row in table if abs(row["deviation"]) > DEVIATION]
+    finish(f"{row['schedule']} m={row['m']} deviates by {row['deviation']:+.1%}" for row in far)
 
 
 if __name__ == "__main__":

@@ -70,5 +70,5 @@ class SleepingModel(nn.Module):
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """What begins each stage but the first."""
+        """Return the modules that begin each stage but the first."""
         return tuple(f"stages.{number}" for number in range(1, len(self.stages)))

@@ -1,4 +1,4 @@
-"""What every contender of this benchmark computes: a model, one batch, a loss and an update, the same for all.
+"""Workload of every contender: a model, one batch, a loss and an update, the same for all.
 
 Takes the name of the model, the side of its tiles and the number of microbatches; a microbatch is one tile.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from models.registry import build_model
 from parallel.graph.partition import Partition, partition_equal
@@ -44,15 +44,11 @@ class Workload:
     Attributes:
         px: side of a tile.
         m: microbatches, and so tiles.
-        segments: a class per pixel instead of one per tile.
     """
 
     model: str
     px: int
     m: int
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    segments: bool = False
-    channels_last: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -62,24 +58,20 @@ class Workload:
     def build(self) -> nn.Module:
         """The model, with the same weights whoever asks."""
         torch.manual_seed(0)
-        model = build_model(self.model, classes=CLASSES)
-        return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload,no-any-return]
+        return build_model(self.model, classes=CLASSES)
 
     @functools.cache  # noqa: B019  (as many as the benchmark has numbers of stages)
     def partition(self, stages: int) -> Partition:
-        """Where the engine cuts the model."""
+        """Return the engine's cuts of the model."""
         return partition_equal(trace(self.build(), self.shape).graph, stages)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Images (m, 3, px, px) and labels (m,), or (m, px, px) of pixels."""
+        """Return images (m, 3, px, px) and labels (m,)."""
         generator = torch.Generator().manual_seed(1)
-        labels = torch.arange(self.m) % CLASSES
-        if self.segments:
-            labels = labels[:, None, None].expand(-1, self.px, self.px).contiguous()
-        return torch.randn(self.m, *self.shape[1:], generator=generator), labels
+        return torch.randn(self.m, *self.shape[1:], generator=generator), torch.arange(self.m) % CLASSES
 
     def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        return (AdamW if self.optimizer == "adamw" else SGD)(parameters, lr=LEARNING_RATE)
+        return SGD(parameters, lr=LEARNING_RATE)
 
 
 def loss(output: Tensor, labels: Tensor) -> Tensor:

@@ -1,40 +1,29 @@
 """Which models can be computed box by box down to their pooling: torchvision's classifiers, and 50 CNNs of timm.
 
-Takes nothing; gives ``results/coverage.json`` beside it and the tables of the README. Models are built without
-numbers, traced (without the comparison of graph and model that a run makes), and their region is read at one size:
-seconds a model. A model counts where all that leaves its region is sums, or the fixed number of cells that it is pooled
-to; of the others the layer and the reason are told.
+Takes nothing; gives the tables of the README. Models are built without numbers and traced, and their region is read at
+one size: seconds a model. A model counts if all that leaves its region is sums, or the fixed number of cells that it is
+pooled to; of the others the layer and the reason are given. Exit code 1 if fewer models count than asked.
 
-    python -m benchmarks.streaming.coverage [--only NAME ...] [--again]
+    python -m benchmarks.streaming.coverage [--only NAME ...] [--write]
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 import warnings
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.machine import measured_on
-from benchmarks.model_zoo.zoo import TIMM
-from benchmarks.results import markdown_table, parser_of, results, write_results
+from benchmarks.exactness.zoo import TIMM
+from benchmarks.results import finish, markdown_table, measured_on, parser_of, publish, results, write_json
 from models.external import freeze_norms
 from models.registry import build_model
 from parallel.graph.partition import Partition
 from parallel.streaming.read_region import read_region
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced, trace
-
-OUT = Path(__file__).with_name("results")
-README = Path(__file__).with_name("README.md")
-COMMAND = "python -m benchmarks.streaming.coverage"
 
 TILE = 288
 """px: 9 px after a stride of 32, more than the 7 cells that networks of 2014 pool to."""
@@ -52,15 +41,6 @@ def torchvision_classifiers() -> list[str]:
     return [f"torchvision:{name}" for name in models.list_models(module=models)]
 
 
-def build(name: str) -> nn.Module:
-    """Return the model, without numbers where it is built so."""
-    try:
-        with torch.device("meta"):
-            return build_model(name, classes=2)
-    except NotImplementedError:  # it looks at numbers while it is built
-        return build_model(name, classes=2)
-
-
 def traced_at(model: nn.Module) -> tuple[Traced, int]:
     """Return the model's graphs, and the side of the tile that they are of."""
     try:
@@ -72,7 +52,12 @@ def traced_at(model: nn.Module) -> tuple[Traced, int]:
 def refusals(name: str) -> tuple[str, str]:
     """Return the layer at which boxes end and why, with frozen norms and as the model is; "" where they get to the
     pooling."""
-    model = build(name).train()
+    try:
+        with torch.device("meta"):
+            model: nn.Module = build_model(name, classes=2)
+    except NotImplementedError:  # it looks at numbers while it is built
+        model = build_model(name, classes=2)
+    model.train()
     traced, tile = traced_at(model)
     own = _refusal(traced, tile)
     if any(isinstance(part, _BatchNorm) and part.track_running_stats for part in model.modules()):
@@ -96,56 +81,39 @@ def _refusal(traced: Traced, tile: int) -> str:
 
 def measure(name: str) -> dict[str, Any]:
     """Return the refusal of a model with frozen norms and as it is, "" for none."""
-    row: dict[str, Any] = {"model": name}
-    start = time.perf_counter()
     try:
-        row["frozen"], row["own"] = refusals(name)
+        frozen, own = refusals(name)
     except ValueError as fault:  # it cannot be traced
-        row["frozen"] = row["own"] = str(fault)
-    row["seconds"] = time.perf_counter() - start
-    print(f"{name:45} {row['seconds']:5.1f} s  {row['frozen'] or 'yes':.100}", flush=True)
-    return row
+        frozen = own = str(fault)
+    print(f"{name:45} {frozen or 'yes':.100}", flush=True)
+    return {"model": name, "frozen": frozen, "own": own}
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Return the shares, and a line for each model that is refused."""
     shares = []
     for library in ("torchvision", "timm"):
-        of_library = [row for row in rows if row["model"].startswith(library)]
-        if of_library:
-            counts = [sum(not row[norm] for row in of_library) for norm in ("frozen", "own")]
-            shares.append([library, str(len(of_library)), *(f"{n} ({n / len(of_library):.0%})" for n in counts)])
+        if own := [row for row in rows if row["model"].startswith(library)]:
+            counts = [sum(not row[norm] for row in own) for norm in ("frozen", "own")]
+            shares.append([library, str(len(own)), *(f"{n} ({n / len(own):.0%})" for n in counts)])
     refused = [[row["model"], row["frozen"] or row["own"]] for row in rows if row["frozen"] or row["own"]]
     header = ["of", "models", "to their pooling, `--norm frozen`", "with their own norms, in training"]
     return "\n".join([markdown_table(header, shares), markdown_table(["refused", "layer and reason"], refused)])
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = parser_of(__doc__, writes=False)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="models, as --model takes them; no README is written")
-    parser.add_argument("--again", action="store_true", help="also models that an earlier call looked at")
-    asked = parser.parse_args(argv)
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="models, as --model takes them")
+    asked = parser.parse_args()
     warnings.simplefilter("ignore")
     names = asked.only or [*torchvision_classifiers(), *(f"timm:{name}" for name in TIMM)]
-    path = OUT / "coverage.json"
-    known = {}
-    if path.exists() and not asked.again:
-        known = {row["model"]: row for row in json.loads(path.read_text())["rows"]}
-    for name in names:
-        if name not in known:
-            known[name] = measure(name)
-            OUT.mkdir(exist_ok=True)
-            result = {"environment": measured_on(), "tile_px": TILE, "rows": list(known.values())}
-            path.write_text(json.dumps(result, indent=1) + "\n")
-    rows = [known[name] for name in names]
-    streamed = sum(not row["frozen"] for row in rows)
-    print(f"{streamed} of {len(rows)} models are computed box by box to their pooling; asked {ASKED:.0%}")
-    reasons = Counter(row["frozen"].partition(": ")[2][:90] for row in rows if row["frozen"])
-    print("\n".join(f"{count:3} {reason}" for reason, count in reasons.most_common()))
-    if not asked.only:
-        write_results(README, results(COMMAND, tables(rows)), "coverage")
-    return 0 if streamed >= ASKED * len(rows) else 1
+    rows = [measure(name) for name in names]
+    write_json("streaming_coverage", {"rows": rows, "tile_px": TILE, "environment": measured_on()})
+    text = results("python -m benchmarks.streaming.coverage --write", tables(rows))
+    publish(__file__, text, asked.write, "coverage")
+    share = sum(not row["frozen"] for row in rows) / len(rows)
+    finish(() if share >= ASKED else [f"{share:.0%} of models get to their pooling, asked {ASKED:.0%}"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

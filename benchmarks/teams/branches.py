@@ -1,4 +1,4 @@
-"""Branches shared by the ranks of a team beside data parallelism: images/s in turns, bytes sent, and a simulated curve.
+"""Branches shared by the ranks of a team, and data parallelism: images/s in turns, bytes sent, and a simulated curve.
 
 Takes nothing; gives the table of branches of the README. The curve is the planner's forecast for V100s of a data sheet.
 

@@ -1,15 +1,14 @@
-"""What a tile cache saves, and costs: tiles read from slides, read and kept, and read from the cache.
+"""Measure what a tile cache saves and costs: tiles read from slides, read and kept, and read from the cache.
 
-Takes nothing; makes slides of real tissue and reads tiles of a grid from each three times, in an order of its own, on
-one thread: as ever, with an empty cache, and with a full one. Slow storage is this machine's with a wait after every
-read: so many bytes a second, so long a request. Figures are of the clock on the wall.
+Takes nothing; makes slides of real tissue and reads tiles of a grid from each three times, in an order without a
+pattern, on one thread: without a cache, with an empty one, and with a full one. Slow storage is this machine's with a
+wait after every read: so many bytes a second, so long a request. Figures are of the clock on the wall.
 
     python -m benchmarks.tile_reading.cache [--tiles 150] [--side 9000] [--px 512 2048] [--write]
 """
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 import time
@@ -41,30 +40,16 @@ Read = Callable[[Region, NDArray[np.uint8]], object]
 
 @dataclass(frozen=True)
 class Storage:
-    """What a read costs beside the reading itself.
+    """Cost of a read in addition to the reading itself.
 
     Attributes:
-        name: memory: files that the machine still holds; disk: its disk, nothing held; share: a slow network.
         bytes_s: bytes a second; 0: as this machine has it.
         wait_s: seconds for each request.
-        forgets: nothing stays in the machine's memory between two reads.
     """
 
     name: str
     bytes_s: float = 0.0
     wait_s: float = 0.0
-    forgets: bool = False
-
-    def delayed(self, read: Read) -> Read:
-        """Return ``read`` as it would be on this storage, on the calling thread."""
-        if not self.bytes_s:
-            return read
-
-        def slowly(region: Region, out: NDArray[np.uint8]) -> None:
-            with self.waiting():
-                read(region, out)
-
-        return slowly
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -72,16 +57,17 @@ class Storage:
         bytes_before, calls_before = _bytes_and_calls()
         yield
         bytes_after, calls_after = _bytes_and_calls()
-        time.sleep((bytes_after - bytes_before) / self.bytes_s + (calls_after - calls_before - 1) * self.wait_s)
+        if self.bytes_s:
+            time.sleep((bytes_after - bytes_before) / self.bytes_s + (calls_after - calls_before - 1) * self.wait_s)
 
 
 MEMORY = Storage("memory")
-DISK = Storage("disk", forgets=True)
 SHARE = Storage("share", 100e6, 2e-3)
+"""Files that the machine still holds, and a slow network."""
 
 
 def _bytes_and_calls() -> tuple[int, int]:
-    """Bytes that this thread has read from files, and in how many calls."""
+    """Return the bytes that this thread has read from files, and the number of calls."""
     values = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
     return int(values["rchar"]), int(values["syscr"])
 
@@ -91,8 +77,8 @@ class Case:
     """Tiles of one slide.
 
     Attributes:
-        slides, cache: where they lie.
-        mpp: that tiles are asked at.
+        slides, cache: storage of each.
+        mpp: at which tiles are read.
     """
 
     title: str
@@ -127,53 +113,34 @@ def regions(side: int, tile: int, case: Case, count: int) -> list[Region]:
     return grid[:count]
 
 
-def seconds(read: Read, tiles: Sequence[Region], forget: Callable[[], None]) -> float:
-    """Seconds to read ``tiles`` into one array; ``forget`` is called before each, and not counted."""
+def seconds(read: Read, tiles: Sequence[Region], storage: Storage) -> float:
+    """Return the seconds to read ``tiles`` from ``storage`` into one array."""
     out = np.zeros((tiles[0].height, tiles[0].width, 3), np.uint8)
-    taken = 0.0
+    begun = time.perf_counter()
     for region in tiles:
-        forget()
-        begun = time.perf_counter()
-        read(region, out)
-        taken += time.perf_counter() - begun
-    return taken
-
-
-def forgetting(*paths: Path) -> Callable[[], None]:
-    """Return what drops files from the machine's memory; the files of a folder are listed once."""
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("c.*"))]
-
-    def forget() -> None:
-        for file in files:
-            descriptor = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-    return forget
+        with storage.waiting():
+            read(region, out)
+    return time.perf_counter() - begun
 
 
 def measured(case: Case, tile: int, side: int, count: int) -> tuple[str, ...]:
-    """A row of the table."""
+    """Return a row of the table."""
     tiles = regions(side, tile, case, count)
     with tempfile.TemporaryDirectory(dir=OUT) as name, open_slide(case.path, backend=case.backend) as slide:
         folder, kind = Path(name), CacheSpec(tile, tile, case.mpp)
-        read = case.slides.delayed(slide.read)
-        slow = _Slow(slide, read)
-        forget_slide = forgetting(case.path) if case.slides.forgets else _nothing
-        seconds(read, tiles[:WARM_UP], _nothing)
-        direct_s = seconds(read, tiles, forget_slide)
+        slow = _Slow(slide, case.slides)
+        seconds(slide.read, tiles[:WARM_UP], MEMORY)
+        direct_s = seconds(slide.read, tiles, case.slides)
         with TileCache(folder, 1 << 40, kind) as cache:
-            keep_s = seconds(CachedSlide(slow, cache).read, tiles, forget_slide)
+            keep_s = seconds(CachedSlide(slow, cache).read, tiles, MEMORY)
             begun = time.perf_counter()
             cache.close()
             keep_s += time.perf_counter() - begun
-        os.sync()
         cache_bytes = sum(file.stat().st_size for file in folder.rglob("c.*"))
         with TileCache(folder, 0, kind) as cache:
-            cached = case.cache.delayed(CachedSlide(slow, cache).read)
-            forget_cache = forgetting(folder) if case.cache.forgets else _nothing
-            cached(tiles[0], np.zeros((tile, tile, 3), np.uint8))
-            hit_s = seconds(cached, tiles, forget_cache)
+            cached = CachedSlide(slow, cache).read
+            seconds(cached, tiles[:1], MEMORY)
+            hit_s = seconds(cached, tiles, case.cache)
             assert cache.counts.misses == 0, "the cache has every tile"
     mpx = len(tiles) * tile * tile / 1e6
     pays = (keep_s - direct_s) / (direct_s - hit_s) if hit_s < direct_s else None
@@ -192,19 +159,14 @@ def measured(case: Case, tile: int, side: int, count: int) -> tuple[str, ...]:
 
 
 class _Slow(CachedSlide):
-    """A slide that is read by another function."""
+    """A slide on other storage."""
 
-    def __init__(self, slide: Slide, read: Read) -> None:
-        self._slide, self._read = slide, read
+    def __init__(self, slide: Slide, storage: Storage) -> None:
+        self._slide, self._storage = slide, storage
 
     def read(self, region: Region, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        assert out is not None
-        self._read(region, out)
-        return out
-
-
-def _nothing() -> None:
-    """Nothing is forgotten."""
+        with self._storage.waiting():
+            return self._slide.read(region, out)
 
 
 def main() -> None:
@@ -223,10 +185,7 @@ def main() -> None:
         Case("JPEG, mpp 1.25 from 0.5", jpeg, mpp=2.5 * MPP),
         Case("read by OpenSlide", jpeg, backend="openslide"),
         Case("JPEG 2000", jpeg2000),
-        Case("JPEG at its own mpp", jpeg, slides=DISK, cache=DISK),
-        Case("JPEG 2000", jpeg2000, slides=DISK, cache=DISK),
         Case("JPEG at its own mpp", jpeg, slides=SHARE),
-        Case("JPEG at its own mpp", jpeg, slides=SHARE, cache=DISK),
         Case("JPEG at its own mpp", jpeg, slides=SHARE, cache=SHARE),
         Case("JPEG, mpp 1.0 from 0.5", jpeg, mpp=2 * MPP, slides=SHARE, cache=SHARE),
     ]
@@ -238,11 +197,11 @@ def main() -> None:
     header = ("tiles", "slides on", "cache on", "px", "slide", "slide, and kept", "cache", "gain")
     table = markdown_table((*header, "pays from epoch", "bytes a px"), rows)
     share = f"{jpeg.stat().st_size / side**2:.2f} and {jpeg2000.stat().st_size / side**2:.2f}"
-    told = (
+    about = (
         f"Mpx/s, one thread. A share gives {SHARE.bytes_s / 1e6:.0f} MB/s and takes {1e3 * SHARE.wait_s:.0f} ms for a "
         f"request. The slides, JPEG and JPEG 2000, have {share} bytes a px.\n"
     )
-    text = results("python -m benchmarks.tile_reading.cache --write", table, told)
+    text = results("python -m benchmarks.tile_reading.cache --write", table, about)
     publish(__file__, text, arguments.write, "cache")
 
 

@@ -1,4 +1,4 @@
-"""How much training waits for tiles: the step fed from slides beside the same step fed from memory.
+"""Measure how long training waits for tiles: steps fed from slides, and the same steps fed from memory.
 
 Takes nothing (slides are made); gives images/s of both, alternating in one run, and the share of waiting.
 
@@ -22,8 +22,7 @@ from app.training.dataset import prepare
 from app.training.outcome import Stopwatch
 from app.training.run_folder import RunFolder
 from app.training.session import build_session
-from benchmarks.machine import measured_on
-from benchmarks.results import OUT, parser_of, write_json
+from benchmarks.results import OUT, measured_on, parser_of, write_json
 from pipelines.catalog.failures import FailedSlides
 from pipelines.tiles.index_settings import IndexSettings
 

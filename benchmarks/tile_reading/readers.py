@@ -1,14 +1,12 @@
-"""The readers under comparison: each takes a square of level 0 and gives the seconds it took.
+"""Readers under comparison: each takes a square of level 0 and gives the seconds it took.
 
-Everyone opens the file once and keeps it open, uses one thread, and ends with RGB pixels in an array. The bare decoder
-is the bound: libjpeg-turbo on the compressed tiles that the square touches, already in memory, into one reused buffer.
+All open the file once and keep it open, use one thread, and end with RGB pixels in an array. The bare decoder is the
+bound: libjpeg-turbo on the compressed tiles that the square touches, already in memory, into one reused buffer.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,33 +33,16 @@ class Took(NamedTuple):
 Reader: TypeAlias = Callable[[int, int, int], Took]
 """(l0_x, l0_y, side) in px to seconds."""
 
-CUCIM_WORKER = """
-import sys, time
-import numpy as np
-from cucim import CuImage
-image = CuImage(sys.argv[1])
-for line in sys.stdin:
-    x, y, side = map(int, line.split())
-    wall, cpu = time.perf_counter(), time.process_time()
-    pixels = np.asarray(image.read_region((x, y), (side, side), level=0, num_workers=1))
-    took = time.perf_counter() - wall, time.process_time() - cpu
-    assert pixels.shape == (side, side, 3), pixels.shape
-    print(*took, flush=True)
-"""
 
-
-def readers(path: Path, largest: int, cucim_python: str | None) -> dict[str, Reader]:
-    """All readers by name; cuCIM runs in an interpreter of its own, when one that has it is given."""
-    found = {
+def readers(path: Path, largest: int) -> dict[str, Reader]:
+    """Return all readers by name; squares are of ``largest`` px at most."""
+    return {
         "megatile": megatile(path),
         "megatile into a given array": megatile_into(path, largest),
         "bare decoder": bare_decoder(path),
         "openslide": openslide_rgb(path),
         "tifffile + zarr": tifffile_zarr(path),
     }
-    if cucim_python:
-        found["cucim"] = cucim(path, cucim_python)
-    return found
 
 
 def megatile(path: Path) -> Reader:
@@ -70,7 +51,7 @@ def megatile(path: Path) -> Reader:
 
 
 def megatile_into(path: Path, largest: int) -> Reader:
-    """As the stream does it: pixels go into memory that is used again."""
+    """Read into memory that is used again, as the stream does."""
     slide = open_slide(path, backend="tiled")
     memory = np.ones(3 * largest * largest, np.uint8)
     return _timed(
@@ -112,26 +93,6 @@ def bare_decoder(path: Path) -> Reader:
             simplejpeg.decode_jpeg(tile, "RGB", buffer=pixels)
 
     return lambda x, y, side: clocked(decode, compressed(x, y, side))
-
-
-def cucim(path: Path, python: str) -> Reader:
-    worker = subprocess.Popen(
-        [python, "-c", CUCIM_WORKER, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=sys.stderr,
-        text=True,
-    )
-    questions, answers = worker.stdin, worker.stdout
-    assert questions is not None
-    assert answers is not None
-
-    def read(x: int, y: int, side: int) -> Took:
-        questions.write(f"{x} {y} {side}\n")
-        questions.flush()
-        return Took(*map(float, answers.readline().split()))
-
-    return read
 
 
 def _timed(read: Callable[[int, int, int], object]) -> Reader:

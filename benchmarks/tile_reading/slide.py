@@ -1,6 +1,6 @@
 """The slide of the tile-reading benchmark: one level of 256 px JPEG tiles made of real tissue.
 
-Takes the pixels of the shipped slide, or of another, mirrored so that no edge shows, and repeats them; gives a tiled
+Takes the pixels of the shipped slide, mirrored so that no edge shows, and repeats them; gives a tiled
 TIFF of any size. The content of a tile, and so the work of its decoder, is that of a stained section and not of noise
 or of flat colour.
 """
@@ -21,21 +21,14 @@ SOURCE = Path(__file__).parents[2] / "data" / "real" / "CMU-1-Small-Region.svs"
 TILE, QUALITY = 256, 80
 
 
-def make_slide(path: Path, side: int, source: Path = SOURCE, *, turned: bool = False) -> Path:
-    """Write ``side`` x ``side`` px to ``path`` unless it is there.
-
-    Args:
-        source: a slide; its level 0 is taken.
-        turned: by a quarter.
-    """
+def make_slide(path: Path, side: int) -> Path:
+    """Write ``side`` x ``side`` px to ``path`` unless it is there."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_slide(source) as slide:
+    with open_slide(SOURCE) as slide:
         level = slide.levels[0]
         tissue = slide.read(Region(0, 0, level.width, level.height, slide.mpp))
-    if turned:
-        tissue = np.rot90(tissue)
     tissue = np.concatenate([tissue, tissue[:, ::-1]], axis=1)
     tissue = np.concatenate([tissue, tissue[::-1]], axis=0)
 

@@ -1,10 +1,11 @@
-"""What a larger tile sees: held-out AUC over tile size on slides whose class is in the arrangement of glands.
+"""Measure held-out slide AUC over tile size, on slides whose class is an arrangement of glands.
 
-Takes nothing (slides are made); gives ``bench-data/tile_size/result.json``, ``.md`` and ``.png``. Every tile size is
-trained by ``app.train`` with the same number of steps and of tiles per step; slides of 40% of the patients are held
-out and looked at once, after the last step. A U-Net on slides with gland masks follows.
+Takes a study; slides are made. ``rows``: the class is in how rows of glands are spaced over 1,536 px. ``rooms``: the
+class is a relation of two places 6,000 px apart. Every window is trained by ``app.train`` with as many
+steps and px in each; a part of the slides is held out and looked at once, after the last step. Runs that an earlier
+call finished are kept (remove ``bench-data/tile_size`` to start anew). Exit code 1 if a target was missed.
 
-    python -m benchmarks.tile_size.run [--tiles 256 512 1024 2048] [--seeds 3] [--steps 300]
+    python -m benchmarks.tile_size.run [rows] [--slides N] [--steps N] [--seeds N] [--windows NAME ...] [--write]
 """
 
 from __future__ import annotations
@@ -14,40 +15,75 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import measured_on
-from benchmarks.results import parser_of
-from benchmarks.tile_size import row_slides
-from benchmarks.tile_size.picture import draw_picture
+from benchmarks.results import OUT, ROOT, finish, markdown_table, measured_on, parser_of, publish, results, write_json
+from benchmarks.tile_size import context_slides, row_slides
 
-ROOT = Path(__file__).parents[2]
-OUT = ROOT / "bench-data" / "tile_size"
-
-CLASSIFY_SLIDES, SEGMENT_SLIDES, SIZE = 96, 12, 4096
-
-MOST_AT_256, LEAST_FROM_1024, LEAST_DICE = 0.70, 0.90, 0.85
-"""What is asked."""
-
-COMMON = ["--validate-every=1000000", "--warmup", "30", "--lr", "0.002"]
-CLASSIFY = [*COMMON, "--model", "benchmarks.tile_size.model:CoarseResNet", "--batch", "16", "--weight-decay", "0.01"]
-CLASSIFY += ["--min-tissue", "0.75", "--validation", "0.4", "--validation-tiles=16"]
-SEGMENT = [*COMMON, "--model", "unet_w16", "--batch", "4", "--tile", "512", "--mpp", "1", "--steps", "60"]
-SEGMENT += ["--validation", "0.34", "--validation-tiles=4"]
+FOLDER = OUT / "tile_size"
+SIDE = 4096
+"""Px of the slides of ``rows``."""
 
 
-def make_slides() -> tuple[Path, Path]:
-    """Slides of both tasks; those of an earlier call are kept (remove ``bench-data/tile_size`` to start anew)."""
-    folders = OUT / "classify", OUT / "segment"
-    row_slides.make_slides(folders[0], CLASSIFY_SLIDES, SIZE)
-    command = [sys.executable, "-m", "app.synth", str(folders[1]), "--slides", str(SEGMENT_SLIDES), "--size", str(SIZE)]
-    subprocess.run([*command, "--task", "segment"], cwd=ROOT, check=True)
-    return folders
+@dataclass(frozen=True)
+class Study:
+    """Slides, and windows that a network is trained on.
+
+    Attributes:
+        make: writes so many slides into a folder.
+        windows: name -> its own settings of ``app.train``.
+        common: settings of all windows.
+        asked: name of a window -> (least, most) mean slide AUC.
+    """
+
+    make: Callable[[Path, int], object]
+    windows: dict[str, tuple[str, ...]]
+    common: tuple[str, ...]
+    asked: dict[str, tuple[float, float]]
+    slides: int = 96
+    steps: int = 300
+
+
+def _rows(tile: int) -> tuple[str, ...]:
+    """Return settings of 16 tiles a step; large ones overlap, so that no size runs out of them."""
+    return ("--tile", str(tile), "--stride", str(min(tile, 512)), "--microbatches", str(max(1, tile // 512)))
+
+
+COMMON = ("--validate-every=1000000", "--twin-steps=0", "--weight-decay", "0.01")
+STUDIES = {
+    "rows": Study(
+        lambda folder, count: row_slides.make_slides(folder, count, SIDE),
+        {f"{tile:,} px": _rows(tile) for tile in (256, 512, 1024, 2048)},
+        (
+            *COMMON, "--model", "benchmarks.tile_size.model:coarse", "--batch", "16", "--lr", "0.002", "--warmup", "30",
+            "--min-tissue", "0.75", "--validation", "0.4", "--validation-tiles=16",
+        ),
+        {"256 px": (0.0, 0.70), "1,024 px": (0.90, 1.0), "2,048 px": (0.90, 1.0)},
+    ),
+    "rooms": Study(
+        context_slides.make_slides,
+        {
+            # Px at 8 um/px, a sixteenth of those of level 0: 1.05 million of each step.
+            "1,024 px": ("--tile", "64", "--batch", "256"),
+            "4,096 px": ("--tile", "256", "--stride", "128", "--batch", "16"),
+            "whole slide": ("--tile", "slide", "--batch", "8"),
+        },
+        (
+            *COMMON, "--model", "benchmarks.tile_size.model:joining", "--parallel", "single", "--microbatches", "8",
+            "--mpp", "8", "--lr", "0.003", "--warmup", "20", "--validation", "0.33",
+            "--stain-jitter=0", "--brightness=0",
+        ),
+        {"1,024 px": (0.0, 0.70), "4,096 px": (0.0, 0.70), "whole slide": (0.90, 1.0)},
+        steps=240,
+    ),
+}  # fmt: skip
 
 
 def train(slides: Path, out: Path, *arguments: str) -> dict[str, Any]:
-    """The summary of one run of ``app.train``; one that an earlier call finished is kept, as its slides are."""
+    """Return the summary of one run of ``app.train``."""
     if not _completed(out):
         shutil.rmtree(out, ignore_errors=True)
         command = [sys.executable, "-m", "app.train", "--slides", str(slides), "--out", str(out), *arguments]
@@ -63,60 +99,63 @@ def _completed(out: Path) -> bool:
     return summary.exists() and json.loads(summary.read_text())["status"] == "completed"
 
 
-def classify(slides: Path, tile: int, seed: int, steps: int) -> dict[str, Any]:
-    """Held-out scores of one tile size and seed. Tiles overlap from 1,024 px on, so that no size runs out of them."""
-    stride = min(tile, 512)
-    name = f"classify_{tile}_seed{seed}_steps{steps}"
-    sizes = ("--tile", str(tile), "--stride", str(stride), "--microbatches", str(max(1, tile // 512)))
-    result = train(slides, OUT / name, *CLASSIFY, *sizes, "--steps", str(steps), "--seed", str(seed))
-    scores = {key: result["metrics"][key] for key in ("slide_auc", "tile_auc")}
-    return {"tile_px": tile, "seed": seed, **scores, "images": result["images"], "wall_s": result["wall_s"]}
+def measure(name: str, windows: Sequence[str], slides: int, steps: int, seeds: int) -> Iterator[dict[str, Any]]:
+    """Yield the held-out scores of each seed and window; a seed is of weights, order and split."""
+    study, folder = STUDIES[name], FOLDER / f"{name}_of{slides}"
+    study.make(folder, slides)
+    for seed in range(seeds):
+        for window in windows:
+            run = FOLDER / f"{folder.name}_{window.replace(' ', '_').replace(',', '')}_seed{seed}_steps{steps}"
+            more = (*study.common, *study.windows[window], "--steps", str(steps), "--seed", str(seed))
+            summary = train(folder, run, *more)
+            scores = {key: summary["metrics"][key] for key in ("slide_auc", "tile_auc")}
+            kept = {key: summary[key] for key in ("final_loss", "images", "wall_s")}
+            yield {"window": window, "seed": seed, **scores, **kept}
 
 
-def table(rows: list[dict[str, Any]], dice: float, steps: int) -> str:
-    lines = ["| tile px | slide AUC, mean (each seed) | tile AUC, mean | minutes per run |", "|---|---|---|---|"]
-    for tile in sorted({row["tile_px"] for row in rows}):
-        of_size = [row for row in rows if row["tile_px"] == tile]
-        slide = [row["slide_auc"] for row in of_size]
-        tiles_auc = statistics.mean(row["tile_auc"] for row in of_size)
-        each = ", ".join(f"{auc:.2f}" for auc in slide)
-        wall_s = statistics.mean(row["wall_s"] for row in of_size)
-        lines.append(f"| {tile} | **{statistics.mean(slide):.2f}** ({each}) | {tiles_auc:.2f} | {wall_s / 60:.1f} |")
-    lines += [
-        "",
-        f"U-Net, 512 px tiles at 1 um/px, 60 steps of 4: Dice of gland on held-out slides **{dice:.3f}**.",
-        "",
-    ]
-    return "\n".join([*lines, f"{steps} steps of 16 tiles for every size. {measured_on()}."])
+def table(rows: Sequence[dict[str, Any]], about: str) -> str:
+    """Return a line for each window."""
+    lines = []
+    for window in dict.fromkeys(row["window"] for row in rows):
+        own = [row for row in rows if row["window"] == window]
+        slide_auc, tile_auc, loss, wall_s = (
+            statistics.mean(row[key] for row in own) for key in ("slide_auc", "tile_auc", "final_loss", "wall_s")
+        )
+        each = ", ".join(f"{row['slide_auc']:.2f}" for row in own)
+        figures = (f"{tile_auc:.2f}", f"{loss:.3f}", f"{own[0]['images']:,}", f"{wall_s / 60:.1f}")
+        lines.append((window, f"**{slide_auc:.2f}** ({each})", *figures))
+    header = ("window, level-0 px", "slide AUC, mean (each seed)", "tile AUC", "last loss", "tiles seen", "min a run")
+    return f"{about}\n\n{markdown_table(header, lines)}"
 
 
-def main() -> int:
-    parser = parser_of(__doc__, writes=False)
-    parser.add_argument("--tiles", type=int, nargs="+", default=[256, 512, 1024, 2048], help="px")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of every size up to 1024 px; larger ones: one run")
-    parser.add_argument("--steps", type=int, default=300, help="of every run")
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="rows")
+    parser.add_argument("--slides", type=int, help="how many; default: 96")
+    parser.add_argument("--steps", type=int, help="of every run; default: 300, of rooms 240")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of every window")
+    parser.add_argument("--windows", nargs="+", metavar="NAME", help="of the study, such as '256 px'; default: all")
     asked = parser.parse_args()
-    classify_slides, segment_slides = make_slides()
-    rows = [
-        classify(classify_slides, tile, seed, asked.steps)
-        for tile in asked.tiles
-        for seed in range(asked.seeds if tile <= 1024 else 1)
-    ]
-    dice = train(segment_slides, OUT / "segment_unet", *SEGMENT)["metrics"]["dice_gland"]
-    (OUT / "result.json").write_text(
-        json.dumps({"rows": rows, "dice": dice, "steps": asked.steps, "environment": measured_on()}, indent=2) + "\n"
+    study = STUDIES[asked.study]
+    slides, steps = asked.slides or study.slides, asked.steps or study.steps
+    windows = asked.windows or list(study.windows)
+    if unknown := [window for window in windows if window not in study.windows]:
+        parser.error(f"--windows of {asked.study} are {', '.join(map(repr, study.windows))}; got {unknown[0]!r}")
+    rows = []
+    for row in measure(asked.study, windows, slides, steps, asked.seeds):
+        rows.append(row)
+        write_json(f"tile_size_{asked.study}", {"rows": rows, "environment": measured_on()})
+    command = f"python -m benchmarks.tile_size.run {asked.study} --write"
+    text = results(command, table(rows, f"{slides} slides, {steps} steps."))
+    publish(__file__, text, asked.write, asked.study)
+    means = {w: statistics.mean(row["slide_auc"] for row in rows if row["window"] == w) for w in windows}
+    bounds = {window: study.asked[window] for window in windows if window in study.asked}
+    finish(
+        f"{window}: slide AUC {means[window]:.2f}, asked {least} to {most}"
+        for window, (least, most) in bounds.items()
+        if not least <= means[window] <= most
     )
-    text = table(rows, dice, asked.steps)
-    (OUT / "result.md").write_text(text + "\n")
-    draw_picture(rows, classify_slides, OUT / "result.png")
-    print(text)
-    met = [dice >= LEAST_DICE]
-    met += [row["slide_auc"] <= MOST_AT_256 for row in rows if row["tile_px"] == 256]
-    met += [row["slide_auc"] >= LEAST_FROM_1024 for row in rows if row["tile_px"] >= 1024]
-    print(f"asked: AUC at most {MOST_AT_256} at 256 px and at least {LEAST_FROM_1024} from 1024 px, Dice {LEAST_DICE}:",
-          "met by every run" if all(met) else "NOT met")  # fmt: skip
-    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,7 @@
-"""Weak scaling on paper: images/s of groups of ranks, as many as there are, each with the same number of tiles.
+"""Forecast the images/s of many groups of ranks, each with the same number of tiles.
 
 Takes a model and a machine of a data sheet; gives ``Curve``. A group is as small as the memory allows, and its cuts are
-the same however many groups there are. What the simulation leaves out stands in README.md.
+the same however many groups there are. README.md says what the simulation leaves out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -29,15 +28,10 @@ FEW, MORE = 2, 8
 """Tiles of a group in each step. mast takes two by definition, and is master where there are no more."""
 DEPTHS = (2, 4, 8, 16, 32)
 """Ranks of a group."""
-STRATEGIES = (
-    ("mp-basic", FEW),
-    ("mast", FEW),
-    ("1f1b", FEW),
-    ("bidirectional", FEW),
-    ("mp-basic", MORE),
-    ("master", MORE),
-    ("1f1b", MORE),
-    ("bidirectional", MORE),
+STRATEGIES = tuple(
+    (name, tiles)
+    for tiles, replicas in ((FEW, "mast"), (MORE, "master"))
+    for name in ("mp-basic", replicas, "1f1b", "bidirectional")
 )
 
 
@@ -48,7 +42,7 @@ class Changed:
     Attributes:
         network: its bandwidth, as a part of what is assumed otherwise.
         devices: their speed, likewise.
-        overlap: gradients are summed beside backward passes.
+        overlap: gradients are summed during backward passes.
         spread: standard deviation of the time of a group, as a part of it; all wait for the slowest group.
     """
 
@@ -59,22 +53,19 @@ class Changed:
     spread: float = 0.0
 
 
-ASSUMED = Changed("as assumed")
-NO_OVERLAP = Changed("no overlap", overlap=False)
-SPREAD = Changed("groups vary by 1 %", spread=0.01)
 CHANGES = (
-    ASSUMED,
+    Changed("as assumed"),
     Changed("network half as fast", network=0.5),
     Changed("devices twice as fast", devices=2.0),
     Changed("both", network=0.5, devices=2.0),
-    NO_OVERLAP,
-    SPREAD,
+    Changed("no overlap", overlap=False),
+    Changed("groups vary by 1 %", spread=0.01),
 )
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one strategy.
+    """Forecast of one strategy.
 
     Attributes:
         strategy: of a single group.
@@ -94,26 +85,22 @@ class Curve:
     efficiency: dict[str, tuple[float, ...]]
 
     @property
-    def images_per_second(self) -> float:
-        """At the most ranks."""
-        return self.tiles * self.ranks[-1] / self.strategy.depth / self.step_s[-1]
+    def name(self) -> str:
+        return f"{self.strategy.name} {self.strategy.savings}".rstrip()
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    @property
+    def images_per_s(self) -> list[float]:
+        """Return images/s by number of ranks."""
+        depth = self.strategy.depth
+        return [self.tiles * n / depth / step_s for n, step_s in zip(self.ranks, self.step_s, strict=True)]
 
 
-def simulated(model: str, tile: int, most: int, strategies: tuple[tuple[str, int], ...] = STRATEGIES) -> list[Curve]:
-    """Curves up to ``most`` ranks.
-
-    Args:
-        strategies: names, and tiles of a group in each step.
-    """
+def simulated(model: str, tile: int, most: int) -> list[Curve]:
+    """Return curves up to ``most`` ranks."""
     machine = named_machine(DEVICE, most, per_node=PER_NODE, link=LINK, network=NETWORK)
     task = Workload(model, tile, 2, optimizer="sgd").task(MORE, machine.estimate)
-    planners = {
-        tiles: Planner(dataclasses.replace(task, batch=tiles), machine.cluster) for tiles in {n for _, n in strategies}
-    }
-    return [_curve(planners[tiles], name, tiles, most) for name, tiles in strategies]
+    planners = {n: Planner(dataclasses.replace(task, batch=n), machine.cluster) for n in (FEW, MORE)}
+    return [_curve(planners[tiles], name, tiles, most) for name, tiles in STRATEGIES]
 
 
 def _curve(planner: Planner, name: str, tiles: int, most: int) -> Curve:
@@ -121,7 +108,7 @@ def _curve(planner: Planner, name: str, tiles: int, most: int) -> Curve:
     partition = planner.partition_of(row)
     depth = row.strategy.depth
     ranks = tuple(depth * 2**k for k in range(int(math.log2(most // depth)) + 1))
-    found = [_step(ASSUMED, planner, row.strategy, partition, n) for n in ranks]
+    found = [_step(CHANGES[0], planner, row.strategy, partition, n) for n in ranks]
     assert math.isclose(found[0][0], row.step_s or 0.0), (found[0], row)
     efficiency = {}
     for change in CHANGES:

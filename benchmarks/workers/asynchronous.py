@@ -1,6 +1,6 @@
 """Asynchronous updates with a worker that takes twice as long, next to synchronous training and the fast rank alone.
 
-Takes nothing; gives the held-out loss over seconds and over tiles, of five seeds. Ranks are real, over Gloo; beside a
+Takes nothing; gives the held-out loss over seconds and over tiles, of five seeds. Ranks are real, over Gloo; next to a
 small model they sleep, so that their speeds are known and no core is shared.
 
     python -m benchmarks.workers.asynchronous [--seeds 5] [--unit 0.02] [--write]
@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import OUT, markdown_table, results, write_results
+from benchmarks.results import OUT, markdown_table, measured_on, results, write_results
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine

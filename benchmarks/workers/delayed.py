@@ -1,4 +1,4 @@
-"""Delayed gradients on real data: held-out loss over seconds and over tiles of pipedream and async beside plain ways.
+"""Delayed gradients on real data: held-out loss over seconds and over tiles of pipedream and async next to plain ways.
 
 Takes images of nuclei with masks, and makes slides whose class is how dense their glands are; gives a table for
 each. ``app.train`` trains in every way on as many tiles, at the learning rate of ``RATES`` that is best for the way on
@@ -20,9 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.results import OUT, markdown_table, parser_of, results, write_json, write_results
+from benchmarks.results import OUT, ROOT, markdown_table, parser_of, results, write_json, write_results
 
-ROOT = Path(__file__).parents[2]
 NUCLEI = ROOT / "data" / "nuclei"
 README = Path(__file__).with_name("README.md")
 BATCH, M = 16, 4

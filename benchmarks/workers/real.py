@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import OUT, markdown_table, parser_of, results, write_json, write_results
+from benchmarks.results import markdown_table, measured_on, parser_of, results, write_json, write_results
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
@@ -137,9 +136,7 @@ def main() -> None:
     arguments = parser.parse_args()
     argument = {"tile": arguments.tile, "tiles": arguments.tiles, "rounds": arguments.rounds}
     found = run_on_ranks(2, "benchmarks.workers.real:measure", argument)[0]
-    OUT.mkdir(exist_ok=True)
-    kept = {**found, **argument, "environment": measured_on()}
-    write_json("workers_real", kept)
+    write_json("workers_real", {**found, **argument, "environment": measured_on()})
     text = report(found, arguments.tile, arguments.tiles, arguments.rounds)
     print(text)
     fast, slow = found["seconds"]

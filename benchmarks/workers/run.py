@@ -1,6 +1,6 @@
 """Workers of unequal and drifting speed that sleep instead of computing: fixed and rebalanced shares.
 
-Takes nothing; gives step times of real ranks over Gloo beside the formulas, the steps at which shares change, and what
+Takes nothing; gives step times of real ranks over Gloo next to the formulas, the steps at which shares change, and what
 a step takes over the ideal one, in which all workers would end at once.
 
     python -m benchmarks.workers.run [--unit 0.1] [--write]
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,9 +23,8 @@ from torch import Tensor
 
 from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
-from benchmarks.machine import measured_on
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import OUT, markdown_table, parser_of, publish, results
+from benchmarks.results import finish, markdown_table, measured_on, parser_of, publish, results, write_json
 from benchmarks.schedules.sleeping_model import SleepingModel
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
@@ -234,7 +231,7 @@ def report(found: dict[str, Any], unit_s: float) -> str:
 
 
 def missed(found: dict[str, Any]) -> list[str]:
-    """What is not as asked."""
+    """Return the missed targets."""
     faults = [
         f"shares {row['counts']}, units of {row['unit_s'] * 1000:g} ms: "
         f"{row['measured_s'] / row['formula_s'] - 1:+.1%} off the formula"
@@ -256,14 +253,9 @@ def main() -> None:
     arguments = parser.parse_args()
     argument = {"unit_s": arguments.unit, "steps": arguments.steps}
     found = run_on_ranks(WORLD, "benchmarks.workers.run:measure", argument)[0]
-    OUT.mkdir(exist_ok=True)
-    (OUT / "workers.json").write_text(json.dumps({**found, **argument, "environment": measured_on()}, indent=2) + "\n")
-    text = report(found, arguments.unit)
-    publish(__file__, text, arguments.write)
-    faults = missed(found)
-    for fault in faults:
-        print(f"missed: {fault}")
-    sys.exit(bool(faults))
+    write_json("workers", {**found, **argument, "environment": measured_on()})
+    publish(__file__, report(found, arguments.unit), arguments.write)
+    finish(missed(found))
 
 
 if __name__ == "__main__":

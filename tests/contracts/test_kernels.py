@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.exactness import team_error as team_errors
 from parallel.comm.thread_comm import run_on_threads
 from parallel.space.team import Grid
 from parallel.team.team_stage import TeamStage
 from tests.contracts.kernel_calls import KERNELS, PRODUCT, Call, RecordedCalls, cuda_faults, form_faults
+from tests.helpers import team_error as team_errors
 from tests.helpers.streaming import in_boxes
 
 ROOMS = ("app", "models", "parallel", "pipelines")

@@ -243,3 +243,18 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
     if process.name() == "slurmstepd":
         return any(Path(file.path).is_relative_to(folder) for file in process.open_files())
     return process.environ().get("SLURM_CONF") == str(folder / "slurm.conf")
+
+
+def rank_of(out: Path, rank: int) -> psutil.Process:
+    """Return the process of a job's ``rank``, of the run in ``out``.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            is_rank = "app.train" in words and str(out) in words and "srun" not in words[0]
+            if is_rank and process.environ().get("SLURM_PROCID") == str(rank):
+                return process
+    raise LookupError(f"no process of rank {rank} of {out} was found")

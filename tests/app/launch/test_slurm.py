@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from app.settings.launcher import first_host
-from benchmarks.faults.starts import rank_of
 from tests.app.conftest import QUICK, ROOT, losses_of, summary_of, train_command
-from tests.helpers.slurm import NODES
+from tests.helpers.slurm import NODES, rank_of
 
 pytestmark = pytest.mark.slurm
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu.counts import STRATEGIES, Counts, count
+from tests.helpers.device_counts import STRATEGIES, Counts, count
 from tests.helpers.streaming import in_boxes
 
 M = 2

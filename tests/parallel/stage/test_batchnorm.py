@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.counts import Counts
 from parallel.comm.local import LocalCommunicator
 from parallel.stage.batchnorm import DeferredStatistics, RunningStatistics, running_statistics
+from tests.helpers.device_counts import Counts
 
 SIZES = (3, 1, 4, 2)
 M = len(SIZES)

@@ -12,9 +12,9 @@ from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torchvision.ops import SqueezeExcitation, StochasticDepth
 
-from benchmarks.exactness.spatial_ops import Call, Network
 from models.blocks import ChannelNorm, FrozenBatchNorm2d
 from tests.helpers.streaming import streaming_error
+from tests.helpers.team_operations import Call, Network
 
 EXACT = 1e-12
 numbers = st.integers

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.exactness.spatial_ops import Call
 from benchmarks.in_boxes import streamed
 from models.blocks import FrozenBatchNorm2d
 from parallel.space.grid import Span
@@ -20,6 +19,7 @@ from parallel.streaming import part_plan
 from parallel.streaming.local_ops import resample
 from parallel.streaming.patch import Patch
 from tests.helpers.streaming import end_of_boxes, in_boxes, streaming_error
+from tests.helpers.team_operations import Call
 
 EXACT = 1e-12
 

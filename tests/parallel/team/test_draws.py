@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.exactness.spatial_ops import OPERATIONS, Call
-from benchmarks.exactness.team_error import team_error
 from parallel.space.team import Grid
+from tests.helpers.team_error import team_error
+from tests.helpers.team_operations import OPERATIONS, Call
 
 EXACT = 1e-12
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.exactness.spatial_ops import OPERATIONS, Network
-from benchmarks.exactness.team_error import team_error
 from parallel.space.team import Grid, SpatialMesh
 from parallel.team.team_plan import BoxedParts
+from tests.helpers.team_error import team_error
+from tests.helpers.team_operations import OPERATIONS, Network
 
 EXACT = 1e-12
 SHAPE = (2, 2, 37, 29)

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.exactness.spatial_ops import OPERATIONS, Call, Together
-from benchmarks.exactness.team_error import team_error
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.offload.rng import DRAWING
@@ -25,6 +23,8 @@ from parallel.team import node_compiler, program
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, patch_of
 from parallel.team.team_comm import TeamComm, Wait
+from tests.helpers.team_error import team_error
+from tests.helpers.team_operations import OPERATIONS, Call, Together
 
 EXACT, WRONG = 1e-12, 1e-7
 SHAPE, GRID = (2, 2, 37, 29), Grid(2, 1)
