@@ -171,7 +171,12 @@ def before_update(change):
 
     def fault(patch):
         right = OptimizerStep.apply
-        patch.setattr(OptimizerStep, "apply", lambda update, *given: (change(update), right(update, *given))[1])
+
+        def apply(update, *given, **more):
+            change(update)
+            right(update, *given, **more)
+
+        patch.setattr(OptimizerStep, "apply", apply)
 
     return fault
 
@@ -313,8 +318,8 @@ def test_rounding_in_float32_is_called_so(capsys, monkeypatch):
 def test_a_loss_that_is_not_finite_is_never_rounding(monkeypatch):
     right = OptimizerStep.apply
 
-    def apply(update, *given):
-        right(update, *given)
+    def apply(update, *given, **more):
+        right(update, *given, **more)
         for parameter in update.owned.values():
             if parameter.dtype == torch.float32:
                 parameter.data.fill_(torch.inf)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from app.settings.launcher import first_host
-from tests.app.conftest import QUICK, ROOT, losses_of, summary_of, train_command
+from tests.app.conftest import QUICK, ROOT, losses_of, rows_of, summary_of, train_command
 from tests.helpers.slurm import NODES, rank_of
 
 pytestmark = pytest.mark.slurm
@@ -141,7 +141,7 @@ def test_a_run_that_is_preempted_and_then_loses_a_node_is_requeued_and_goes_on(
         cwd=ROOT,
         environment={**ENVIRONMENT, "RUN": str(out), "RANKS": "1"},
     )
-    wait_for(lambda: (out / "metrics.csv").exists() and len(losses_of(out)) >= 2, output)
+    wait_for(lambda: (out / "metrics.csv").exists() and len(rows_of(out / "metrics.csv")) >= 2, output)
     # As Slurm does before the time is up: to the steps, not the script.
     sent = slurm.run("scancel", "--signal=USR1", job)
     assert sent.returncode == 0, sent.stderr

@@ -199,8 +199,8 @@ def test_a_run_chooses_by_its_tiles_and_its_memory(classify_slides, train, tmp_p
         raise RunError(f"{strategy.name} {fixed=} {limited=}")
 
     monkeypatch.setattr("app.training.session.choose_algorithms", choose)
-    done = train("--slides", classify_slides, *QUICK, "--steps", "1", "--memory", "4GiB", "--out", tmp_path / "run")
-    assert "single fixed=True limited=True" in done.stderr
+    command = (*QUICK, "--steps", "1", "--memory", "4GiB", "--out", tmp_path)
+    assert "single fixed=True limited=True" in train("--slides", classify_slides, *command, code=1).stderr
 
 
 @pytest.mark.parametrize("tile", [64, "slide"])
