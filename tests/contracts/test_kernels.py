@@ -3,23 +3,19 @@
 A CPU takes more than a GPU does: a kernel that runs here may stop there in its first backward pass.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from parallel.comm.thread_comm import run_on_threads
 from parallel.space.team import Grid
 from parallel.team.team_stage import TeamStage
-from tests.contracts.kernel_calls import KERNELS, PRODUCT, Call, RecordedCalls, cuda_faults, form_faults
+from tests.contracts.kernel_calls import KERNELS, PRODUCT, RecordedCalls, cuda_faults, form_faults
 from tests.helpers import team_error as team_errors
 from tests.helpers.streaming import in_boxes
 
@@ -31,7 +27,7 @@ TYPES = ("float32", "float64", "autocast")
 BY_HAND = ("torch.ops.aten.", "torch.native_", "torch.batch_norm", "torch._C._nn.", "torch._VF")
 
 
-def hand_made_calls() -> set[tuple[str, str, str]]:
+def hand_made_calls():
     """Return (path, function, kernel) of the calls of ATen's operations in the product."""
     found = set()
     for path in (path for room in ROOMS for path in sorted((PRODUCT / room).rglob("*.py"))):
@@ -47,24 +43,24 @@ def hand_made_calls() -> set[tuple[str, str, str]]:
 
 
 @contextlib.contextmanager
-def precision(kind: str) -> Iterator[None]:
+def precision(kind):
     with torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else contextlib.nullcontext():
         yield
 
 
-def dtype_of(kind: str) -> torch.dtype:
+def dtype_of(kind):
     return torch.float64 if kind == "float64" else torch.float32
 
 
-def tiles(kind: str, layout: torch.memory_format, shape: tuple[int, ...] = SHAPE) -> Tensor:
+def tiles(kind, layout, shape=SHAPE):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype_of(kind))
     return x.contiguous(memory_format=layout).requires_grad_()
 
 
 @functools.cache
-def autograd_calls(kind: str) -> list[Call]:
+def autograd_calls(kind):
     """Calls that functional batch norm and convolutions make, forward and backward."""
-    calls: list[Call] = []
+    calls = []
     weight = torch.ones(4, dtype=dtype_of(kind), requires_grad=True)
     mean, variance = torch.zeros_like(weight).detach(), torch.ones_like(weight).detach()
     filters = [torch.randn(4, 4 // groups, 3, 3, dtype=dtype_of(kind), requires_grad=True) for groups in (1, 2, 4)]
@@ -95,7 +91,7 @@ def autograd_calls(kind: str) -> list[Call]:
 class Layers(nn.Module):
     """Convolutions and batch norms of every form, with a norm whose parameters are frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(4, 4, 3, padding=1),
@@ -109,14 +105,13 @@ class Layers(nn.Module):
         )
         self.body[6].weight.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.body(x)
-        return y
+    def forward(self, x):
+        return self.body(x)
 
 
 @functools.cache
-def streaming_calls(kind: str, layout: torch.memory_format) -> list[Call]:
-    calls: list[Call] = []
+def streaming_calls(kind, layout):
+    calls = []
     module = Layers().to(dtype_of(kind)).to(memory_format=layout)
     run = in_boxes(module, 8)
     with RecordedCalls(calls), precision(kind):
@@ -125,11 +120,11 @@ def streaming_calls(kind: str, layout: torch.memory_format) -> list[Call]:
 
 
 @functools.cache
-def team_calls(kind: str, layout: torch.memory_format) -> list[Call]:
-    calls: list[Call] = []
+def team_calls(kind, layout):
+    calls = []
 
-    def recorded(world: int, function: Callable[..., Any], arguments: Any, **more: Any) -> Any:
-        def member(communicator: Any, argument: Any) -> Any:
+    def recorded(world, function, arguments, **more):
+        def member(communicator, argument):
             with RecordedCalls(calls):
                 return function(communicator, argument)
 
@@ -137,7 +132,7 @@ def team_calls(kind: str, layout: torch.memory_format) -> list[Call]:
 
     forward = TeamStage.forward
 
-    def in_precision(stage: TeamStage, *values: Any) -> Any:
+    def in_precision(stage, *values):
         with precision(kind):
             return forward(stage, *values)
 
@@ -156,14 +151,14 @@ RUNS = {"streaming": streaming_calls, "team": team_calls}
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("run", RUNS)
-def test_arguments_have_the_form_that_autograd_passes(run: str, kind: str, layout: torch.memory_format) -> None:
+def test_arguments_have_the_form_that_autograd_passes(run, kind, layout):
     calls = RUNS[run](kind, layout)
     assert {call.kernel for call in calls if call.site}
     assert form_faults(calls, autograd_calls(kind)) == []
     assert [fault for call in calls for fault in cuda_faults(call)] == []
 
 
-def test_every_call_in_the_product_is_covered() -> None:
+def test_every_call_in_the_product_is_covered():
     static = hand_made_calls()
     assert {kernel for _, _, kernel in static} == set(KERNELS)
     calls = [
@@ -174,56 +169,3 @@ def test_every_call_in_the_product_is_covered() -> None:
     ]
     recorded = {(*call.site, call.kernel) for call in calls if call.site}
     assert static - recorded == set()
-
-
-def call_of(kernel: str, **changed: Any) -> Call:
-    """A call that CUDA takes, but for what is ``changed``; without data."""
-    maps, vector = torch.empty(2, 4, 8, 8, device="meta"), torch.empty(4, device="meta")
-    norm = {"input": maps, "weight": vector, "running_mean": vector, "running_var": vector, "eps": 1e-5}
-    geometry = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "output_padding": [0, 0], "groups": 4}
-    filters = torch.empty(4, 1, 1, 1, device="meta")
-    arguments: dict[str, Any] = {
-        "native_batch_norm": norm | {"bias": vector, "training": False},
-        "native_batch_norm_backward": norm
-        | {"grad_out": maps, "save_mean": vector[:0], "save_invstd": vector[:0], "train": False}
-        | {"output_mask": [True] * 3},
-        "batch_norm_update_stats": {"input": maps, "running_mean": None, "running_var": None, "momentum": 0.1},
-        "convolution_backward": geometry
-        | {"grad_output": maps, "input": maps, "weight": filters, "bias_sizes": [4], "output_mask": [True] * 3},
-    }[kernel]
-    return Call(kernel, None, arguments | changed)
-
-
-HALF, WIDE = torch.empty(4, dtype=torch.bfloat16, device="meta"), torch.empty(1, 4, 2**15, 2**15, device="meta")
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("native_batch_norm_backward", {"save_mean": None, "save_invstd": None}, "defined save_mean"),
-    ("native_batch_norm_backward", {"train": True}, "values in save_mean"),
-    ("native_batch_norm_backward", {"running_mean": HALF, "running_var": HALF}, "one type"),
-    (
-        "native_batch_norm_backward",
-        {"save_mean": HALF[:0], "save_invstd": HALF[:0]},
-        "save_mean and save_invstd of one",
-    ),
-    ("native_batch_norm_backward", {"grad_out": torch.empty(2, 4, 8, 8).bfloat16().to("meta")}, "gradient"),
-    ("native_batch_norm_backward", {"weight": None}, "a weight"),
-    ("native_batch_norm", {"running_mean": None, "running_var": None}, "running statistics in evaluation"),
-    ("native_batch_norm", {"weight": HALF, "bias": HALF, "running_mean": HALF, "running_var": HALF}, "parameters of"),
-    ("native_batch_norm", {"bias": torch.empty(4)}, "one device"),
-    ("batch_norm_update_stats", {"running_mean": HALF}, "both running statistics"),
-    ("convolution_backward", {"weight": torch.empty(4, 1, 1, 1).double().to("meta")}, "one type"),
-    ("convolution_backward", {"input": WIDE}, "32-bit"),
-    ("convolution_backward", {"bias_sizes": None}, "bias_sizes"),
-    ("convolution_backward", {"stride": [1]}, "geometry"),
-]
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_cuda_takes_a_right_call(kernel: str) -> None:
-    assert cuda_faults(call_of(kernel)) == []
-
-
-@pytest.mark.parametrize(
-    ("kernel", "changed", "keyword"), REFUSED, ids=lambda value: ",".join(value) if isinstance(value, dict) else value
-)
-def test_cuda_refuses(kernel: str, changed: dict[str, Any], keyword: str) -> None:
-    assert any(keyword in fault for fault in cuda_faults(call_of(kernel, **changed)))

@@ -1,7 +1,6 @@
-from __future__ import annotations
+"""Models of users, of torchvision, timm and segmentation-models-pytorch."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.fx
 import torchvision
 from torch import nn
 
+from app.planning.workload import Workload
 from models.external import replace_norm
 from models.registry import build_model
 
@@ -37,7 +37,7 @@ def breaks(classes):
 
 
 @pytest.fixture
-def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def factories(tmp_path, monkeypatch):
     (tmp_path / "users_models.py").write_text(FACTORIES)
     (tmp_path / "users_broken.py").write_text("import surely_not_installed\n")
     (tmp_path / "users_typo.py").write_text("def f(:\n")
@@ -47,9 +47,11 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("factories")
-@pytest.mark.parametrize("name", ["users_models:small", "users_models:Net"])
-def test_a_factory_or_a_class_of_the_user_builds(name: str) -> None:
-    assert build_model(name, classes=5)(torch.rand(2, 3, 8, 9)).shape == (2, 5)
+def test_a_factory_or_a_class_of_the_user_builds_and_its_faults_are_the_users_to_see():
+    for name in ("users_models:small", "users_models:Net"):
+        assert build_model(name, classes=5)(torch.rand(2, 3, 8, 9)).shape == (2, 5)
+    with pytest.raises(KeyError, match="inside the factory"):
+        build_model("users_models:breaks", classes=2)
 
 
 @pytest.mark.usefixtures("factories")
@@ -66,33 +68,32 @@ def test_a_factory_or_a_class_of_the_user_builds(name: str) -> None:
         ("users_models:other_signature", r"called as other_signature\(classes=2\), but its signature is .*n_classes"),
     ],
 )
-def test_a_factory_that_cannot_be_used_says_why(name: str, message: str) -> None:
+def test_a_factory_that_cannot_be_used_says_why(name, message):
     with pytest.raises(ValueError, match=message):
         build_model(name, classes=2)
 
 
-@pytest.mark.usefixtures("factories")
-def test_a_fault_inside_a_factory_is_the_users_to_see() -> None:
-    with pytest.raises(KeyError, match="inside the factory"):
-        build_model("users_models:breaks", classes=2)
-
-
-@pytest.mark.parametrize("name", ["resnet18", "googlenet", "inception_v3", "mobilenet_v3_small", "densenet121"])
-def test_torchvision_classifiers_return_one_tensor_while_training(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "channels", "logits"),
+    [
+        *((f"torchvision:{name}", 3, (2, 3)) for name in ("resnet18", "googlenet", "inception_v3", "densenet121")),
+        ("torchvision:mobilenet_v3_small", 3, (2, 3)),
+        *((f"torchvision:{name}_resnet50", 3, (2, 3, 128, 160)) for name in ("fcn", "deeplabv3")),
+        ("torchvision:lraspp_mobilenet_v3_large", 3, (2, 3, 128, 160)),
+        ("timm:resnet18", 4, (2, 3)),
+        *((f"smp:{name}", 5, (2, 3, 128, 160)) for name in ("Unet(resnet18)", "FPN(efficientnet-b0)")),
+        ("smp:PAN(tu-regnety_002)", 5, (2, 3, 128, 160)),
+    ],
+)
+def test_models_return_one_tensor_of_logits_while_training(name, channels, logits):
     with torch.device("meta"):
-        logits = build_model(f"torchvision:{name}", classes=3).train()(torch.empty(2, 3, 96, 96))
-    assert logits.shape == (2, 3)
-
-
-@pytest.mark.parametrize("name", ["fcn_resnet50", "deeplabv3_resnet50", "lraspp_mobilenet_v3_large"])
-def test_torchvision_segmenters_return_logits_of_every_pixel(name: str) -> None:
-    with torch.device("meta"):
-        model = build_model(f"torchvision:{name}", classes=3).train()
-        assert model(torch.empty(2, 3, 64, 96)).shape == (2, 3, 64, 96)
+        model = build_model(name, classes=3, in_channels=channels).train()
+        assert model(torch.empty(2, channels, 128, 160)).shape == logits
+    if name.startswith("torchvision:") and len(logits) == 4:
         torch.fx.symbolic_trace(model)
 
 
-def test_segmenter_has_torchvisions_names_and_logits() -> None:
+def test_segmenter_has_torchvisions_names_and_logits():
     torch.manual_seed(0)
     theirs = torchvision.models.segmentation.lraspp_mobilenet_v3_large(
         weights=None, weights_backbone=None, num_classes=3
@@ -103,22 +104,19 @@ def test_segmenter_has_torchvisions_names_and_logits() -> None:
     torch.testing.assert_close(ours(x), theirs(x)["out"])
 
 
-def test_timm_model_takes_classes_and_channels() -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["torchvision:densenet121", "torchvision:fcn_resnet50", "timm:resnet18", "unet:resnet18", "smp:Unet(resnet18)"],
+)
+def test_group_norm_takes_every_batch_norms_place(name):
     with torch.device("meta"):
-        assert build_model("timm:resnet18", classes=3, in_channels=4)(torch.empty(2, 4, 40, 56)).shape == (2, 3)
-
-
-@pytest.mark.parametrize("name", ["torchvision:densenet121", "torchvision:fcn_resnet50", "timm:resnet18"])
-def test_group_norm_takes_every_batch_norms_place(name: str) -> None:
-    with torch.device("meta"):
-        before = build_model(name, classes=2)
-        after = build_model(name, classes=2, norm="group")
+        before, after = build_model(name, classes=2), build_model(name, classes=2, norm="group")
         after(torch.empty(1, 3, 64, 64))
     assert [(k, p.shape) for k, p in before.named_parameters()] == [(k, p.shape) for k, p in after.named_parameters()]
     assert not [m for m in after.modules() if isinstance(m, nn.BatchNorm2d)]
 
 
-def test_group_norm_keeps_initial_scales_and_epsilon() -> None:
+def test_group_norm_keeps_initial_scales_and_epsilon():
     model = nn.Sequential(nn.BatchNorm2d(64, eps=0.25))
     nn.init.zeros_(model[0].weight)
     replace_norm(model, "it", "group")
@@ -127,34 +125,62 @@ def test_group_norm_keeps_initial_scales_and_epsilon() -> None:
     assert not model[0].weight.any()
 
 
-def test_frozen_norms_are_those_of_the_model_in_evaluation() -> None:
+def test_frozen_norms_are_those_of_the_model_in_evaluation():
     """Also where timm joins the norm with the activation."""
     torch.manual_seed(0)
-    model = build_model("timm:efficientnet_b0", classes=2, norm="frozen")
-    plain = build_model("timm:efficientnet_b0", classes=2)
+    model, plain = (build_model("timm:efficientnet_b0", classes=2, norm=norm) for norm in ("frozen", "batch"))
     plain.load_state_dict(model.state_dict())
     for part in model.train().modules():
         assert not (isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training)
     x = torch.rand(2, 3, 64, 64)
     torch.testing.assert_close(model.eval()(x), plain.eval()(x))
-    with pytest.raises(ValueError, match="no BatchNorm with running statistics; use --norm batch"):
-        build_model("torchvision:vit_b_16", classes=2, norm="frozen")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("timm:efficientnet_b0", {"norm": "group"}, "normalises with BatchNormAct2d; use --norm batch"),
+        ("torchvision:vit_b_16", {"norm": "group"}, "has no BatchNorm2d to replace"),
+        ("torchvision:vit_b_16", {"norm": "frozen"}, "no BatchNorm with running statistics; use --norm batch"),
+        ("timm:resnet18", {"norm": "instance"}, "instance is for MegaTile's own models; model timm:resnet18 takes"),
+        ("smp:Unet(resnet18)", {"norm": "instance"}, "instance is for MegaTile's own models"),
+        ("torchvision:resnet18", {"in_channels": 4}, "model torchvision:resnet18 takes 3 channels; got in_channels 4"),
+    ],
+)
+def test_what_foreign_models_do_not_take_is_refused(name, settings, words):
+    with torch.device("meta"), pytest.raises(ValueError, match=words):
+        build_model(name, classes=2, **settings)
+
+
+def test_smp_encoders_that_look_at_numbers_are_planned_and_names_beside_newer_ones_build_without_a_warning():
+    """Without data the first cannot be built, which was told as if the decoder did not go with it."""
+    assert Workload("smp:Segformer(mit_b0)", 64, 2).build().segmentation_head[0].out_channels == 2
+    assert build_model("smp:Linknet(timm-tf_efficientnet_lite0)", classes=2).classification_head is None
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("timm:efficientnet_b0", "normalises with BatchNormAct2d; use --norm batch"),
-        ("torchvision:vit_b_16", "has no BatchNorm2d to replace"),
+        ("Unt(resnet18)", r"smp:Unt\(resnet18\): segmentation-models-pytorch has no decoder 'Unt'; did you mean Unet"),
+        ("", "has no decoder ''; known are DPT, DeepLabV3, DeepLabV3Plus, FPN, Linknet, MAnet"),
+        ("Unet(resnet18", r"has no decoder 'Unet\(resnet18'"),
+        ("Unet", r"smp:Unet names no encoder: write one in parentheses, such as smp:Unet\(resnet34\)"),
+        ("Unet()", r"smp:Unet\(\) names no encoder"),
+        ("Unet(resnt18)", "has no encoder 'resnt18'; did you mean resnet18.*Encoders of timm are written tu-NAME"),
+        ("Unet(tu-resnt18)", "encoder tu-resnt18: resnt18 is not in timm; did you mean resnet18"),
+        (
+            "DPT(resnet18)",
+            r"DPT does not go with the encoder resnet18: ValueError: .*smp:DPT\(tu-vit_tiny_patch16_224\)",
+        ),
+        pytest.param("PAN(vgg11)", r"vgg11: ValueError: .*choose another, such as smp:PAN\(re", marks=pytest.mark.long),
     ],
 )
-def test_group_norm_where_it_cannot_be_had_is_an_error(name: str, message: str) -> None:
-    with torch.device("meta"), pytest.raises(ValueError, match=message):
-        build_model(name, classes=2, norm="group")
+def test_what_it_has_not_is_named(name, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(f"smp:{name}", classes=2)
 
 
-def test_foreign_models_refuse_what_only_ours_offer() -> None:
-    with pytest.raises(ValueError, match="instance is for MegaTile's own models; model timm:resnet18 takes"):
-        build_model("timm:resnet18", classes=2, norm="instance")
-    with pytest.raises(ValueError, match="model torchvision:resnet18 takes 3 channels; got in_channels 4"):
-        build_model("torchvision:resnet18", classes=2, in_channels=4)
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)
+    with pytest.raises(ValueError, match=r'cannot be imported: .*; install it: pip install "megatile\[smp\]"'):
+        build_model("smp:Unet(resnet18)", classes=2)

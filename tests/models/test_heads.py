@@ -1,15 +1,11 @@
 """Pooling heads: what they compute, where they go, what they refuse, and which weights load into them."""
 
-from __future__ import annotations
-
 import copy
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.in_boxes import planned_regions, streamed
 from models.heads import HIDDEN, LARGEST_BOUND, AttentionPool, GeneralisedMean
@@ -20,7 +16,7 @@ from parallel.team.boxed_nodes import PlannedRegion
 POOLED = ("avgpool.pool.value.weight", "avgpool.pool.gate.weight", "avgpool.pool.score.weight")
 
 
-def test_attention_is_the_softmax_of_gated_scores() -> None:
+def test_attention_is_the_softmax_of_gated_scores():
     torch.manual_seed(0)
     pool, x = AttentionPool(5).double(), torch.randn(2, 5, 3, 4, dtype=torch.float64)
     rows = x.flatten(2).transpose(1, 2)
@@ -29,7 +25,7 @@ def test_attention_is_the_softmax_of_gated_scores() -> None:
     torch.testing.assert_close(pool(x).flatten(1), (rows * weights).sum(1), rtol=1e-13, atol=1e-14)
 
 
-def test_scores_up_to_the_bound_keep_their_digits_and_beyond_it_nothing_is_a_number() -> None:
+def test_scores_up_to_the_bound_keep_their_digits_and_beyond_it_nothing_is_a_number():
     """Every score as low as it can be: the weights are exp(-2 x bound), all alike."""
     pool, x = AttentionPool(1), torch.full((1, 1, 4, 4), 1e4)
     x[0, 0, 0, 0] = 1e4 + 512
@@ -41,7 +37,7 @@ def test_scores_up_to_the_bound_keep_their_digits_and_beyond_it_nothing_is_a_num
     assert math.isnan(pool(x).detach())
 
 
-def test_generalised_mean_begins_as_a_cubic_mean_and_ends_as_an_average_or_a_maximum() -> None:
+def test_generalised_mean_begins_as_a_cubic_mean_and_ends_as_an_average_or_a_maximum():
     pool, x = GeneralisedMean().double(), torch.rand(2, 3, 5, 4, dtype=torch.float64) + 0.1
     torch.testing.assert_close(pool(x), x.pow(3).mean((2, 3), keepdim=True).pow(1 / 3))
     for power, expected in ((1.0, x.mean((2, 3), keepdim=True)), (2000.0, x.amax((2, 3), keepdim=True))):
@@ -57,7 +53,7 @@ def test_generalised_mean_begins_as_a_cubic_mean_and_ends_as_an_average_or_a_max
         ("timm:resnet10t", "attention", (40, 64)),
     ],
 )
-def test_heads_in_boxes_are_exact(name: str, head: Any, boxes: tuple[int, ...]) -> None:
+def test_heads_in_boxes_are_exact(name, head, boxes):
     torch.manual_seed(0)
     plain = build_model(name, classes=3, norm="frozen", head=head).double().train()
     images = torch.randn(1, 3, 37, 50, dtype=torch.float64) if len(boxes) == 1 else torch.randn(1, 3, 67, 90).double()
@@ -75,38 +71,38 @@ def test_heads_in_boxes_are_exact(name: str, head: Any, boxes: tuple[int, ...]) 
             assert float((ours_gradients[key] - gradient).abs().max()) <= 1e-10 * largest, key
 
 
-def _step(model: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _step(model, images):
     model.zero_grad()
     output = model(images)
     output.square().sum().backward()
     return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_map_with_channels_last_is_pooled_too() -> None:
+def test_a_map_with_channels_last_is_pooled_too():
     model = build_model("timm:swin_tiny_patch4_window7_224", classes=2, head="attention").eval()
     with torch.no_grad():
         assert model(torch.randn(1, 3, 224, 224)).shape == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["unet_w4", "torchvision:densenet121", "timm:vit_tiny_patch16_224"])
-def test_models_without_a_global_pool_are_refused_by_name(name: str) -> None:
+def test_models_without_a_global_pool_are_refused_by_name(name):
     with torch.device("meta"), pytest.raises(ValueError, match=f"--head gem cannot be had for model {name}: it has no"):
         build_model(name, classes=2, head="gem")
 
 
-def test_weights_of_another_head_load_but_for_the_pooling(tmp_path: Path) -> None:
+def test_weights_of_another_head_load_but_for_the_pooling(tmp_path):
     torch.manual_seed(1)
-    average, attention = (build_model("resnet18", classes=2, head=head) for head in ("average", "attention"))  # type: ignore[arg-type]
+    average, attention = (build_model("resnet18", classes=2, head=head) for head in ("average", "attention"))
     torch.save(average.state_dict(), tmp_path / "average.pt")
     torch.save(attention.state_dict(), tmp_path / "attention.pt")
-    fresh = load_weights(
-        build_model("resnet18", classes=2, head="attention"), read_weights(tmp_path / "average.pt")
-    ).left
-    assert fresh == tuple(f"{key} (--head, not in the file)" for key in POOLED)
-    loaded = build_model("resnet18", classes=2)
-    assert load_weights(loaded, read_weights(tmp_path / "attention.pt")).left == tuple(
-        f"{key} (another --head, not in the model)" for key in POOLED
-    )
+
+    def left(head, path):
+        model = build_model("resnet18", classes=2, head=head)
+        return model, load_weights(model, read_weights(tmp_path / path)).left
+
+    assert left("attention", "average.pt")[1] == tuple(f"{key} (--head, not in the file)" for key in POOLED)
+    loaded, others = left("average", "attention.pt")
+    assert others == tuple(f"{key} (another --head, not in the model)" for key in POOLED)
     assert torch.equal(loaded.conv1.weight, attention.conv1.weight)
-    gem = load_weights(build_model("resnet18", classes=2, head="gem"), read_weights(tmp_path / "attention.pt")).left
+    gem = left("gem", "attention.pt")[1]
     assert [line.split()[0] for line in gem] == ["avgpool.pool.power", *POOLED]

@@ -1,33 +1,33 @@
-from __future__ import annotations
+"""Weights from files: every wrapping, heads that stay fresh, and files that are refused."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
 import torchvision
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from models.blocks import Norm
 from models.registry import build_model
 from models.weights import load_weights, read_weights
 
-State = dict[str, Tensor]
-
 
 @pytest.fixture
-def source() -> nn.Module:
+def source():
     torch.manual_seed(1)
     return build_model("unet_w16", classes=2)
 
 
-def assert_same(model: nn.Module, state: State, *, but: tuple[str, ...] = ()) -> None:
+def load_into(name, path, **settings):
+    """A new model with the weights of ``path``, and what was loaded."""
+    model = build_model(name, **{"classes": 2} | settings)
+    return model, load_weights(model, read_weights(path))
+
+
+def assert_same(model, state):
     for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, state[key]) != (key in but), key
+        assert torch.equal(tensor, state[key]), key
 
 
 @pytest.mark.parametrize(
@@ -38,104 +38,90 @@ def assert_same(model: nn.Module, state: State, *, but: tuple[str, ...] = ()) ->
         lambda state: {"state_dict": state, "lr": 0.1},
         lambda state: {f"module.{key}": value for key, value in state.items()},
         lambda state: {"model": {"state_dict": {f"module.{key}": value for key, value in state.items()}}},
+        None,
     ],
-    ids=["bare", "model", "state_dict", "module", "all"],
+    ids=["bare", "model", "state_dict", "module", "all", "safetensors"],
 )
-def test_every_wrapping_of_a_state_dict_loads(
-    wrap: Callable[[State], dict[str, Any]], source: nn.Module, tmp_path: Path
-) -> None:
-    torch.save(wrap(dict(source.state_dict())), tmp_path / "w.pt")
-    model = build_model("unet_w16", classes=2)
-    assert load_weights(model, read_weights(tmp_path / "w.pt")).left == ()
+def test_every_wrapping_of_a_state_dict_loads(wrap, source, tmp_path):
+    path, state = tmp_path / ("w.pt" if wrap else "w.safetensors"), dict(source.state_dict())
+    if wrap:
+        torch.save(wrap(state), path)
+    else:
+        save_file(state, path)
+    model, loaded = load_into("unet_w16", path)
+    assert loaded.left == ()
     assert_same(model, source.state_dict())
 
 
-def test_safetensors_load(source: nn.Module, tmp_path: Path) -> None:
-    save_file(dict(source.state_dict()), tmp_path / "w.safetensors")
-    model = build_model("unet_w16", classes=2)
-    assert load_weights(model, read_weights(tmp_path / "w.safetensors")).left == ()
-    assert_same(model, source.state_dict())
-
-
-def test_torchvision_weights_load_into_our_resnet_but_for_the_head(tmp_path: Path) -> None:
+def test_torchvision_weights_load_into_our_resnet_but_for_the_head(tmp_path):
     theirs = torchvision.models.get_model("resnet18", weights=None).state_dict()
     torch.save(theirs, tmp_path / "resnet18.pth")
-    model = build_model("resnet18", classes=3)
-    fresh = load_weights(model, read_weights(tmp_path / "resnet18.pth")).left
-    assert [line.split()[0] for line in fresh] == ["fc.weight", "fc.bias"]
-    assert "file (1000, 512), model (3, 512)" in fresh[0]
+    model, loaded = load_into("resnet18", tmp_path / "resnet18.pth", classes=3)
+    assert [line.split()[0] for line in loaded.left] == ["fc.weight", "fc.bias"]
+    assert "file (1000, 512), model (3, 512)" in loaded.left[0]
     for key, tensor in model.state_dict().items():
         assert key.startswith("fc.") or torch.equal(tensor, theirs[key])
 
 
-def test_a_head_missing_from_the_file_stays_fresh(source: nn.Module, tmp_path: Path) -> None:
-    state = {key: value for key, value in source.state_dict().items() if not key.startswith("head.")}
-    torch.save(state, tmp_path / "backbone.pt")
-    model = build_model("unet_w16", classes=2)
-    head = model.head.weight.clone()
-    assert load_weights(model, read_weights(tmp_path / "backbone.pt")).left == (
-        "head.weight (not in the file)",
-        "head.bias (not in the file)",
-    )
-    assert torch.equal(model.head.weight, head)
-
-
-def test_auxiliary_heads_of_the_file_are_passed_over_and_named(tmp_path: Path) -> None:
-    theirs = torchvision.models.googlenet(weights=None, aux_logits=True, num_classes=2, init_weights=False)
-    torch.save(theirs.state_dict(), tmp_path / "googlenet.pth")
-    fresh = load_weights(build_model("torchvision:googlenet", classes=2), read_weights(tmp_path / "googlenet.pth")).left
-    assert fresh
-    assert all(line.startswith("aux") and line.endswith("(auxiliary head, not in the model)") for line in fresh)
-
-
-def test_a_head_of_two_layers_stays_fresh_as_a_whole(tmp_path: Path) -> None:
+def test_heads_that_do_not_fit_stay_fresh_and_are_named(source, tmp_path):
     """LR-ASPP adds the logits of two convolutions; both depend on the number of classes."""
-    theirs = build_model("torchvision:lraspp_mobilenet_v3_large", classes=21)
-    torch.save(theirs.state_dict(), tmp_path / "w.pth")
-    fresh = load_weights(
-        build_model("torchvision:lraspp_mobilenet_v3_large", classes=2), read_weights(tmp_path / "w.pth")
-    ).left
-    assert {line.split(".")[1] for line in fresh} == {"low_classifier", "high_classifier"}
+    path = tmp_path / "w.pth"
+    torch.save({key: value for key, value in source.state_dict().items() if not key.startswith("head.")}, path)
+    torch.manual_seed(2)
+    head = build_model("unet_w16", classes=2).head.weight
+    torch.manual_seed(2)
+    model, loaded = load_into("unet_w16", path)
+    assert loaded.left == ("head.weight (not in the file)", "head.bias (not in the file)")
+    assert torch.equal(model.head.weight, head)
+    theirs = torchvision.models.googlenet(weights=None, aux_logits=True, num_classes=2, init_weights=False)
+    torch.save(theirs.state_dict(), path)
+    left = load_into("torchvision:googlenet", path)[1].left
+    assert left
+    assert all(line.startswith("aux") and line.endswith("(auxiliary head, not in the model)") for line in left)
+    name = "torchvision:lraspp_mobilenet_v3_large"
+    torch.save(build_model(name, classes=21).state_dict(), path)
+    assert {line.split(".")[1] for line in load_into(name, path)[1].left} == {"low_classifier", "high_classifier"}
 
 
 @pytest.mark.parametrize(("trained", "built"), [("batch", "group"), ("group", "batch")])
-def test_weights_with_other_norms_name_the_flag_of_norms(trained: Norm, built: Norm, tmp_path: Path) -> None:
+def test_weights_with_other_norms_name_the_flag_of_norms(trained, built, tmp_path):
     torch.save(build_model("resnet18", classes=2, norm=trained).state_dict(), tmp_path / "w.pt")
-    weights = read_weights(tmp_path / "w.pt")
     with pytest.raises(ValueError, match="choose the --norm they were trained with"):
-        load_weights(build_model("resnet18", classes=2, norm=built), weights)
+        load_into("resnet18", tmp_path / "w.pt", norm=built)
 
 
-def test_another_model_is_refused_with_all_faults_and_nothing_loaded(source: nn.Module, tmp_path: Path) -> None:
-    state = dict(source.state_dict())
+def refused_by(model, path, words):
+    """The message with which the weights of ``path`` are refused; nothing of them is loaded."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=words) as error:
+        load_weights(model, read_weights(path))
+    assert_same(model, before)
+    return str(error.value)
+
+
+def test_another_model_is_refused_with_all_faults_and_nothing_loaded(source, tmp_path):
+    path, state = tmp_path / "w.pt", dict(source.state_dict())
+    torch.save(state, path)
+    assert refused_by(build_model("unet_w8", classes=2), path, r"(?s)another model .* more$").count("\n") == 21
     state["head.spare"] = torch.zeros(1)
     del state["encoder.0.0.0.weight"]
     state["encoder.1.0.0.weight"] = torch.zeros(32, 8, 3, 3)
-    torch.save(state, tmp_path / "w.pt")
-    model = build_model("unet_w16", classes=2)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="are of another model \\(3 of") as fault:
-        load_weights(model, read_weights(tmp_path / "w.pt"))
-    assert "encoder.1.0.0.weight: file (32, 8, 3, 3), model (32, 16, 3, 3)" in str(fault.value)
-    assert "encoder.0.0.0.weight: not in the file" in str(fault.value)
-    assert "head.spare: not in the model" in str(fault.value)
-    assert_same(model, before)
+    torch.save(state, path)
+    message = refused_by(build_model("unet_w16", classes=2), path, "are of another model \\(3 of")
+    for words in (
+        "encoder.1.0.0.weight: file (32, 8, 3, 3), model (32, 16, 3, 3)",
+        "encoder.0.0.0.weight: not in the file",
+        "head.spare: not in the model",
+    ):
+        assert words in message
+    torch.save(build_model("resnet18", classes=2).state_dict(), path)
+    refused_by(build_model("resnet34", classes=2), path, "another model")
+    torch.save(timm.create_model("test_vit").state_dict(), path)
+    words = r"w\.pt: none of its \d+ tensors match .*The file has cls_token \(1, 1, 64\)"
+    refused_by(build_model("resnet18", classes=2), path, words)
 
 
-def test_other_width_and_other_depth_are_refused(source: nn.Module, tmp_path: Path) -> None:
-    torch.save(source.state_dict(), tmp_path / "w.pt")
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)another model .* more$",
-    ) as fault:
-        load_weights(build_model("unet_w8", classes=2), read_weights(tmp_path / "w.pt"))
-    assert str(fault.value).count("\n") == 21
-    torch.save(build_model("resnet18", classes=2).state_dict(), tmp_path / "r.pt")
-    with pytest.raises(ValueError, match="another model"):
-        load_weights(build_model("resnet34", classes=2), read_weights(tmp_path / "r.pt"))
-
-
-def test_a_teacher_of_dino_loads_into_the_model_that_it_is_of(tmp_path: Path) -> None:
+def test_a_teacher_of_dino_loads_into_the_model_that_it_is_of(tmp_path):
     theirs = timm.create_model("test_vit", num_classes=0)
     teacher = {f"module.backbone.{key}": value for key, value in theirs.state_dict().items()}
     teacher |= {"module.head.mlp.0.weight": torch.zeros(4, 64), "module.head.last_layer.weight_v": torch.zeros(9, 4)}
@@ -150,7 +136,7 @@ def test_a_teacher_of_dino_loads_into_the_model_that_it_is_of(tmp_path: Path) ->
     assert_same(model, theirs.state_dict() | {key: model.state_dict()[key] for key in ("head.weight", "head.bias")})
 
 
-def test_a_classifiers_weights_load_into_the_encoder_of_a_unet(tmp_path: Path) -> None:
+def test_a_classifiers_weights_load_into_the_encoder_of_a_unet(tmp_path):
     theirs = timm.create_model("resnet18").state_dict()
     save_file(theirs, tmp_path / "resnet18.safetensors")
     model = build_model("unet:resnet18", classes=2)
@@ -166,64 +152,42 @@ def test_a_classifiers_weights_load_into_the_encoder_of_a_unet(tmp_path: Path) -
     assert len({line.rindex(line.split()[-1]) + len(line.split()[-1]) for line in loaded.lines[1:]}) == 1
 
 
-def test_a_file_of_which_nothing_matches_is_refused_by_name(tmp_path: Path) -> None:
-    torch.save(timm.create_model("test_vit").state_dict(), tmp_path / "vit.pt")
-    model = build_model("resnet18", classes=2)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(
-        ValueError, match=r"vit\.pt: none of its \d+ tensors match .*The file has cls_token \(1, 1, 64\)"
-    ):
-        load_weights(model, read_weights(tmp_path / "vit.pt"))
-    assert_same(model, before)
-
-
-def test_a_checkpoint_of_ours_gives_averages_of_its_weights(source: nn.Module, tmp_path: Path) -> None:
+def test_a_checkpoint_of_ours_gives_averages_of_its_weights(source, tmp_path):
     averages = {name: parameter.detach() + 1 for name, parameter in source.named_parameters()}
     torch.save({"model": source.state_dict(), "average": averages}, tmp_path / "w.pt")
-    model = build_model("unet_w16", classes=2)
-    load_weights(model, read_weights(tmp_path / "w.pt"))
-    assert_same(model, source.state_dict() | averages)
+    assert_same(load_into("unet_w16", tmp_path / "w.pt")[0], source.state_dict() | averages)
 
 
 class Runs:
     """Leaves a file behind when it is unpickled."""
 
-    def __init__(self, trace: Path) -> None:
+    def __init__(self, trace):
         self.trace = trace
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return (os.mkdir, (str(self.trace),))
 
 
-def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
-    torch.save({"model": Runs(tmp_path / "ran")}, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match=r"w.pt: not a file of tensors alone.*save model.state_dict\(\)"):
-        load_weights(nn.Linear(1, 1), read_weights(tmp_path / "w.pt"))
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"<html>not found</html>", b"PK\x03\x04 cut off"])
-@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_damaged_files_are_named(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=name):
-        load_weights(nn.Linear(1, 1), read_weights(tmp_path / name))
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere\.pt: there is no such file"):
-        load_weights(nn.Linear(1, 1), read_weights(tmp_path / "nowhere.pt"))
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "words"),
     [
-        ([torch.zeros(1)], "it holds no state dict"),
-        ({}, "it holds no state dict"),
-        ({"weight": torch.zeros(1), "epoch": 3}, "not all are tensors: epoch"),
+        *(
+            (name, content, name)
+            for name in ("w.pt", "w.safetensors")
+            for content in (b"", b"<html>not found</html>", b"PK\x03\x04 cut off")
+        ),
+        ("nowhere.pt", None, r"nowhere\.pt: there is no such file"),
+        ("w.pt", Runs, r"w.pt: not a file of tensors alone.*save model.state_dict\(\)"),
+        ("w.pt", [torch.zeros(1)], "it holds no state dict"),
+        ("w.pt", {}, "it holds no state dict"),
+        ("w.pt", {"weight": torch.zeros(1), "epoch": 3}, "not all are tensors: epoch"),
     ],
 )
-def test_files_without_a_state_dict_are_refused(content: object, message: str, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match=message):
-        load_weights(nn.Linear(1, 1), read_weights(tmp_path / "w.pt"))
+def test_files_that_are_damaged_run_code_or_hold_no_state_dict_are_refused(name, content, words, tmp_path):
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    elif content is not None:
+        torch.save({"model": Runs(tmp_path / "ran")} if content is Runs else content, tmp_path / name)
+    with pytest.raises(ValueError, match=words):
+        load_weights(nn.Linear(1, 1), read_weights(tmp_path / name))
+    assert not (tmp_path / "ran").exists()
