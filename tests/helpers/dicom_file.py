@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import imagecodecs
 import numpy as np
@@ -51,6 +52,16 @@ def write_dicom_slide(
 
 
 _RESAMPLED = ("DERIVED", "PRIMARY", "VOLUME", "RESAMPLED")
+
+
+def setting(**tags: Any) -> Callable[[Dataset], None]:
+    """A change that gives a dataset these tags."""
+
+    def change(dataset: Dataset) -> None:
+        for name, value in tags.items():
+            setattr(dataset, name, value)
+
+    return change
 
 
 def _level(pixels: NDArray[np.uint8], encoding: str, mpp: float, tile: int) -> FileDataset:

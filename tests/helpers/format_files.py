@@ -6,7 +6,7 @@ Takes a folder; leaves a small slide of each kind in it: those that are read, an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def write_read_ones(folder: Path) -> None:
     write_mrxs(folder / "bounds.mrxs", np.tile(levels[0], (2, 2, 1)), Bounds(256 + 20, 12, 256, 256))
     write_qptiff(folder / "brightfield.qptiff", levels)
     for version in ("0.4", "0.5"):
-        write_ome_zarr(folder / f"ome-{version}.ome.zarr", levels, version)
+        write_ome_zarr(folder / f"ome-{version}.ome.zarr", levels, version, mpp=0.499)
 
 
 def write_refused_ones(folder: Path) -> None:
@@ -72,9 +72,9 @@ def write_refused_ones(folder: Path) -> None:
         folder / "fluorescence.ome.tif", stack, tile=(128, 128), photometric="minisblack",
         metadata={"axes": "CYX", "PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5},
     )  # fmt: skip
-    write_ome_zarr(folder / "rgb-16-bit.ome.zarr", deep, "0.4")
+    write_ome_zarr(folder / "rgb-16-bit.ome.zarr", deep)
     five = [np.concatenate([level, level[..., :2]], axis=2) for level in levels]
-    write_ome_zarr(folder / "five-channels.ome.zarr", five, "0.4")
+    write_ome_zarr(folder / "five-channels.ome.zarr", five)
 
 
 def write_tiff(path: Path, levels: list[Any], *, bigtiff: bool = False, **options: Any) -> None:
@@ -128,21 +128,31 @@ def write_qptiff(path: Path, pages: list[Pixels], *, planes: bool = False) -> No
             )  # fmt: skip
 
 
-def write_ome_zarr(path: Path, levels: list[Any], version: str) -> None:
+def write_ome_zarr(
+    path: Path,
+    levels: Sequence[Any],
+    version: str = "0.4",
+    *,
+    axes: str = "cyx",
+    unit: str | None = "micrometer",
+    mpp: float = 0.25,
+) -> Path:
+    """Write ``levels``, (height, width, channels) each a half of the one before; chunks do not divide the image."""
     group = zarr.create_group(path, zarr_format=3 if version == "0.5" else 2)
+    datasets: list[dict[str, Any]] = []
+    kept = [axis for axis in axes if axis in "yxc"]
     for i, pixels in enumerate(levels):
-        group.create_array(str(i), data=np.ascontiguousarray(np.moveaxis(pixels, 2, 0)), chunks=(1, 200, 200))
-    scales = [[1.0, 0.499 * 2**i, 0.499 * 2**i] for i in range(len(levels))]
-    multiscale = {
-        "version": version,
-        "axes": [
-            {"name": "c", "type": "channel"},
-            *({"name": axis, "type": "space", "unit": "micrometer"} for axis in "yx"),
-        ],
-        "datasets": [
-            {"path": str(i), "coordinateTransformations": [{"type": "scale", "scale": scale}]}
-            for i, scale in enumerate(scales)
-        ],
-    }
-    attributes = {"multiscales": [multiscale]}
-    group.attrs.update({"ome": {"version": "0.5"} | attributes} if version == "0.5" else attributes)
+        data = pixels.transpose(["yxc".index(axis) for axis in kept])
+        data = data.reshape([data.shape[kept.index(axis)] if axis in kept else 1 for axis in axes])
+        chunks = tuple({"y": 97, "x": 113}.get(axis, size) for axis, size in zip(axes, data.shape, strict=True))
+        group.create_array(str(i), data=np.ascontiguousarray(data), chunks=chunks)
+        um = mpp * 2**i * (1000 if unit == "nanometer" else 1)
+        scale = [um if axis in "yx" else 1.0 for axis in axes]
+        datasets.append({"path": str(i), "coordinateTransformations": [{"type": "scale", "scale": scale}]})
+    kinds = {"t": "time", "c": "channel"}
+    described = [
+        {"name": a, "type": kinds.get(a, "space")} | ({"unit": unit} if a in "yx" and unit else {}) for a in axes
+    ]
+    image = {"multiscales": [{"version": version, "axes": described, "datasets": datasets}]}
+    group.attrs.update({"ome": {"version": "0.5"} | image} if version == "0.5" else image)
+    return path
