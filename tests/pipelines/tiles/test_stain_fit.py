@@ -1,10 +1,7 @@
 """Stains of a slide: those a picture was painted with are found again; what has none is refused, by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -20,12 +17,12 @@ from tests.helpers.real import SVS
 STAINS = np.array([[0.60, 0.70, 0.388], [0.15, 0.93, 0.335]])
 
 
-def painted(amounts: np.ndarray) -> np.ndarray:
+def painted(amounts):
     """uint8 (n, 3) px of ``amounts`` (n, 2) of ``STAINS``."""
     return np.clip(np.rint(256 * np.exp(-amounts @ STAINS) - 1), 0, 255).astype(np.uint8)
 
 
-def mixture(n: int = 60_000) -> np.ndarray:
+def mixture(n=60_000):
     """Amounts of px of which many have one stain and some both."""
     numbers = np.random.default_rng(0)
     amounts = numbers.uniform(0.3, 1.5, (n, 2))
@@ -34,7 +31,7 @@ def mixture(n: int = 60_000) -> np.ndarray:
     return amounts
 
 
-def test_stains_that_were_painted_are_found() -> None:
+def test_stains_that_were_painted_are_found():
     pixels = painted(mixture())
     glass = np.full((100_000, 3), 250, np.uint8)
     fit = fit_pixels(np.concatenate([glass, pixels]), "macenko")
@@ -43,7 +40,7 @@ def test_stains_that_were_painted_are_found() -> None:
     assert fit.amounts == pytest.approx(np.linalg.norm(STAINS, axis=1) * 1.5, rel=0.05)
 
 
-def test_mean_and_spread_are_those_of_the_tissue() -> None:
+def test_mean_and_spread_are_those_of_the_tissue():
     """The reference is of the px as they are, in the paper's own steps: LMS, logarithms, three rotations."""
     pixels = painted(mixture())
     fit = fit_pixels(pixels, "reinhard")
@@ -66,19 +63,19 @@ def test_mean_and_spread_are_those_of_the_tissue() -> None:
         (painted(np.ones((5000, 2))), "reinhard", "one colour only"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(pixels: np.ndarray, method: str, message: str) -> None:
+def test_what_cannot_be_measured_is_refused(pixels, method, message):
     with pytest.raises(NoStainFit, match=message):
-        fit_pixels(pixels, method)  # type: ignore[arg-type]
+        fit_pixels(pixels, method)
 
 
 @pytest.mark.parametrize("method", ["macenko", "reinhard"])
-def test_a_real_slide_has_the_stains_of_its_tissue(method: str) -> None:
+def test_a_real_slide_has_the_stains_of_its_tissue(method):
     """Haematoxylin takes more red than eosin does; twice, and with more threads, the same numbers are found."""
     spec = SlideSpec("cmu", SVS)
     fits = []
     for threads in (1, 2):
         with spec.open() as slide:
-            fits.append(fit_slide(slide, read_overview(slide, 8.0, threads), method))  # type: ignore[arg-type]
+            fits.append(fit_slide(slide, read_overview(slide, 8.0, threads), method))
     assert fits[0] == fits[1]
     if method == "macenko":
         haematoxylin, eosin = fits[0].stains
@@ -89,7 +86,7 @@ def test_a_real_slide_has_the_stains_of_its_tissue(method: str) -> None:
         assert fits[0].mean[0] < PUBLISHED["reinhard"].mean[0]
 
 
-def test_fits_of_a_folder_are_kept_and_slides_without_are_named_once(tmp_path: Path) -> None:
+def test_fits_of_a_folder_are_kept_and_slides_without_are_named_once(tmp_path):
     slides, out = tmp_path / "slides", tmp_path / "out"
     slides.mkdir(), out.mkdir()
     tissue = painted(mixture(256 * 256)[np.random.default_rng(1).permutation(256 * 256)]).reshape(256, 256, 3)
@@ -98,7 +95,7 @@ def test_fits_of_a_folder_are_kept_and_slides_without_are_named_once(tmp_path: P
     cv2.imwrite(str(slides / "dark.png"), np.where(tissue < 60, tissue, 0))
     (slides / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n none")
     specs = find_slides(slides, mpp=0.5)
-    told: list[str] = []
+    told = []
     fits = fit_slides(specs, "macenko", 8.0, out, workers=1, progress=told.append)
     assert {slide_id for slide_id, fit in fits.fits.items() if fit} == {"stained"}
     failed = FailedSlides(out / "failed_slides.csv").rows()
@@ -122,7 +119,6 @@ def test_fits_of_a_folder_are_kept_and_slides_without_are_named_once(tmp_path: P
     changed = [replace(spec, state=None) for spec in specs if spec.slide_id == "stained"]
     cv2.imwrite(str(slides / "stained.png"), tissue[:, ::-1, ::-1])
     anew = fit_slides(changed, "macenko", 8.0, out, workers=1).fits["stained"]
-    assert anew is not None
     assert anew.numbers == pytest.approx(fits.fits["stained"].numbers, abs=0.02)
     (out / STAINS_FILE).write_text("[]")
     with pytest.raises(ValueError, match="does not hold stains of slides"):

@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from pathlib import Path
+"""Grids of tiles, their share of tissue, boxes of whole slides, and overlays that show them."""
 
 import cv2
 import numpy as np
@@ -14,9 +12,10 @@ from pipelines.slides.geometry import Bounds, l0_from_t, levels_from_sizes
 from pipelines.tiles import tiling as module
 from pipelines.tiles.index import TileTable, build_index
 from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.overlay import CAPTION_PX, LONGER_SIDE_PX, draw_overlay, read_thumbnail
 from pipelines.tiles.tile_table import three_sizes
 from pipelines.tiles.tiling import tile_grid, tissue_box, tissue_fractions
-from pipelines.tiles.tissue import TissueMask
+from pipelines.tiles.tissue import Overview, TissueMask
 
 
 @st.composite
@@ -39,25 +38,15 @@ def grids(draw):
 
 @settings(deadline=None)  # the machine may be busy
 @given(grids())
-def test_tiles_lie_within_the_bounds_and_cover_them(case):
+def test_tiles_lie_within_the_bounds_at_whole_strides_and_cover_them(case):
     levels, bounds, tile, mpp, stride = case
     grid = tile_grid(levels, bounds, tile, mpp, stride)
-    for origins, start, length in (
-        (grid.l0_x, bounds.l0_x, bounds.width),
-        (grid.l0_y, bounds.l0_y, bounds.height),
-    ):
+    for origins, start, length in ((grid.l0_x, bounds.l0_x, bounds.width), (grid.l0_y, bounds.l0_y, bounds.height)):
         assert origins.dtype == np.int64
         assert origins[0] == start
         assert origins[-1] + grid.l0_size[0] == start + length
         assert (np.diff(origins) > 0).all()
         assert (np.diff(origins) <= grid.l0_size[0] + 1).all(), "a rounded stride leaves a gap of more than a px"
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(grids())
-def test_all_origins_but_the_last_are_whole_strides(case):
-    levels, bounds, tile, mpp, stride = case
-    grid = tile_grid(levels, bounds, tile, mpp, stride)
     ratio = mpp / levels[0].mpp
     ratio = 1.0 if abs(ratio - 1) <= 0.01 else ratio
     expected = np.arange(len(grid.l0_x) - 1) * stride * ratio + bounds.l0_x
@@ -83,35 +72,28 @@ def test_fraction_equals_brute_force(case, downsample, seed):
         assert fractions[row, column] == pytest.approx(mask[edges[0] : edges[1], edges[2] : edges[3]].mean(), abs=1e-6)
 
 
-def test_a_size_that_cannot_be_true_is_refused_at_once():
-    size = (536_870_962, 50)
-    with pytest.raises(ValueError, match=r"at most 10,000,000 tiles; every 32 px .* would be 33,554,436 on this one"):
-        tile_grid(levels_from_sizes([size], 0.5), Bounds(0, 0, *size), 32, 0.5, 32)
+def grid_of(width, height, mpp, tile, at_mpp=0.5):
+    return tile_grid(levels_from_sizes([(width, height)], mpp), Bounds(0, 0, width, height), tile, at_mpp, tile)
 
 
-def test_a_slide_of_one_tile_has_one():
-    grid = tile_grid(levels_from_sizes([(1024, 1024)], 0.5), Bounds(0, 0, 1024, 1024), 1024, 0.5, 1024)
+def test_one_tile_and_a_last_column_that_is_shifted_inwards():
+    grid = grid_of(1024, 1024, 0.5, 1024)
     assert (grid.l0_x.tolist(), grid.l0_y.tolist(), grid.l0_size[0]) == ([0], [0], 1024)
+    assert grid_of(2500, 1024, 0.5, 1024).l0_x.tolist() == [0, 1024, 2500 - 1024]
+    assert grid_of(3000, 2001, 0.25, 1000).l0_size == (2000, 2000)
 
 
-def test_the_last_column_is_shifted_inwards():
-    grid = tile_grid(levels_from_sizes([(2500, 1024)], 0.5), Bounds(0, 0, 2500, 1024), 1024, 0.5, 1024)
-    assert grid.l0_x.tolist() == [0, 1024, 2500 - 1024]
-
-
-def test_a_tile_larger_than_the_slide_names_the_largest_that_fits():
-    levels = levels_from_sizes([(3000, 2001)], 0.25)
-    bounds = Bounds(0, 0, 3000, 2001)
-    with pytest.raises(
-        ValueError, match=r"2048 px at 0.5 um/px .*\(3000 x 2001 px at 0.25 .* --tile 1000 at --mpp 0.5"
-    ):
-        tile_grid(levels, bounds, 2048, 0.5, 2048)
-    assert tile_grid(levels, bounds, 1000, 0.5, 1000).l0_size == (2000, 2000)
-
-
-def test_an_mpp_that_no_level_can_give_is_refused():
-    with pytest.raises(ValueError, match=r"mpp 0.25 cannot be had: the finest level of this slide has 0.5 um/px"):
-        tile_grid(levels_from_sizes([(3000, 2000)], 0.5), Bounds(0, 0, 3000, 2000), 512, 0.25, 512)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((536_870_962, 50, 0.5, 32), r"at most 10,000,000 tiles; every 32 px .* would be 33,554,436 on this one"),
+        ((3000, 2001, 0.25, 2048), r"2048 px at 0.5 um/px .*\(3000 x 2001 px at 0.25 .* --tile 1000 at --mpp 0.5"),
+        ((3000, 2000, 0.5, 512, 0.25), r"mpp 0.25 cannot be had: the finest level of this slide has 0.5 um/px"),
+    ],
+)
+def test_grids_that_cannot_be_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        grid_of(*arguments)
 
 
 @given(
@@ -120,9 +102,7 @@ def test_an_mpp_that_no_level_can_give_is_refused():
     multiple=st.sampled_from([1, 14, 32]),
     downsample=st.sampled_from([16.0, 15.9]),
 )
-def test_it_is_the_smallest_that_covers_all_tissue(
-    box: tuple[int, int, int, int], mpp: float, multiple: int, downsample: float
-) -> None:
+def test_it_is_the_smallest_that_covers_all_tissue(box, mpp, multiple, downsample):
     left, top, right, bottom = box[0], box[1], min(40, box[0] + box[2]), min(30, box[1] + box[3])
     mask = np.zeros((30, 40), np.bool_)
     mask[top, left] = mask[bottom - 1, right - 1] = True
@@ -139,13 +119,13 @@ def test_it_is_the_smallest_that_covers_all_tissue(
         assert side == multiple or l0_start + l0_from_t(side - multiple, mpp, 0.5) < l0_last
 
 
-def test_absurd_slides_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absurd_slides_are_refused(monkeypatch):
     monkeypatch.setattr(module, "MOST_PIXELS", 1000)
     with pytest.raises(ValueError, match=r"at most 1,000 px; .* is 32 x 64 px at 0.5 um/px; .* coarser --mpp"):
         tissue_box(levels_from_sizes([(64, 64)], 0.5), TissueMask(np.ones((4, 2), bool), 0, 0, 16.0, 8.0), 0.5, 32)
 
 
-def picture(path: Path, width: int, height: int, tissue: tuple[int, int, int, int] | None) -> SlideSpec:
+def picture(path, width, height, tissue):
     """Glass with a rectangle (left, top, right, bottom) of stain on it."""
     pixels = np.full((height, width, 3), 240, np.uint8)
     if tissue:
@@ -155,7 +135,7 @@ def picture(path: Path, width: int, height: int, tissue: tuple[int, int, int, in
     return SlideSpec(path.stem, path, mpp=0.5)
 
 
-def test_whole_slides_are_indexed_with_their_own_sizes(tmp_path: Path) -> None:
+def test_whole_slides_are_indexed_with_their_own_sizes(tmp_path):
     specs = [
         picture(tmp_path / "small.png", 1400, 1000, (100, 100, 600, 600)),
         picture(tmp_path / "wide.png", 1600, 900, (200, 300, 1400, 700)),
@@ -187,12 +167,43 @@ def test_whole_slides_are_indexed_with_their_own_sizes(tmp_path: Path) -> None:
     assert again.size(2) == (322, 322)
 
 
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        (IndexSettings(tile="slide", stride=0), "--stride is at least 1 px with --tile slide; got 0"),
-        (IndexSettings(tile=0), "--tile is at least 1 px, or slide; got 0"),
-    ],
-)
-def test_faults_of_settings(settings: IndexSettings, fault: str) -> None:
-    assert settings.validate() == [fault]
+def draw(width, height, tiles, fractions, l0_tile, background=255):
+    pixels = np.full((height, width, 3), background, np.uint8)
+    l0_x, l0_y = np.array(tiles, np.int64).reshape(-1, 2).T
+    thumbnail = Overview(pixels, 100, 200, 10.0, 5.0, np.zeros(pixels.shape[:2], np.bool_))
+    if width > LONGER_SIDE_PX:
+        thumbnail = read_thumbnail(None, thumbnail, 1)  # large enough, so that the slide is not read
+    mask = TissueMask(np.zeros((height // 4, width // 4), bool), 100, 200, 40.0, 20.0)
+    shares = np.array(fractions, np.float32)
+    png = draw_overlay(thumbnail, mask, l0_x, l0_y, shares, (l0_tile, l0_tile), "a caption")
+    return cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR)[..., ::-1]
+
+
+def test_fuller_tiles_are_tinted_more_and_the_rest_not_at_all():
+    picture = draw(400, 300, [(100, 200), (2100, 1200)], [1.0, 0.5], 1000)
+    full, half, none = picture[50, 50], picture[150, 250], picture[250, 50]
+    assert none.tolist() == [255, 255, 255]
+    np.testing.assert_allclose(full, [178, 211, 255], atol=1)
+    np.testing.assert_allclose(half, [217, 233, 255], atol=1)
+    assert picture[100, 250].tolist() == picture[199, 250].tolist() == [0, 110, 255], "outlines lie on the border px"
+
+
+def test_large_slides_are_drawn_small_and_small_ones_and_black_ones_too():
+    assert draw(4000, 1000, [], [], 100).shape == (LONGER_SIDE_PX // 4 + CAPTION_PX, LONGER_SIDE_PX, 3)
+    assert draw(8, 8, [(100, 200)], [0.5], 40).shape == (8 + CAPTION_PX, 8, 3)
+    assert draw(400, 300, [(100, 200)], [1.0], 1000, background=0)[0, 50].tolist() == [255, 190, 0]
+
+
+def test_tiles_smaller_than_an_outline_are_only_tinted():
+    tiles = [(100 + 30 * x, 200 + 30 * y) for x in range(20) for y in range(20)]
+    picture = draw(400, 300, tiles, [1.0] * 400, 30)
+    assert (picture[:60, :60] == picture[0, 0]).all()
+    np.testing.assert_allclose(picture[0, 0], [178, 211, 255], atol=1)
+
+
+def test_caption_and_scale_bar_are_there():
+    strip = draw(800, 300, [], [], 10)[-CAPTION_PX:]
+    dark = strip.max(axis=2) < 80
+    assert dark[27:30, 12:200].all(), "1 mm at 5 um/px are 200 px"
+    assert not dark[27:30, 215:225].any()
+    assert dark[:, 230:400].any()
