@@ -1,7 +1,7 @@
 """Put faults into a copy of the project, one at a time, and print the test and the lane that find each.
 
 ``python tools/seeded_faults.py [WORD ...]`` takes the faults of ``seeded_faults.txt`` whose file or name has one of the
-words, or all, and runs the test that is named beside each. Nothing in the working tree is changed.
+words, or all, and runs the test that is named there. Nothing in the working tree is changed.
 """
 
 from __future__ import annotations

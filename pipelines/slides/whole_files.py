@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a file beside ``path`` to write; it takes the place of ``path`` at the end of the block.
+    """Yield a path in the same folder to write to; the file takes the place of ``path`` at the end of the block.
 
-    After an error ``path`` is as it was, and nothing is left beside it.
+    After an error ``path`` is as it was, and the other file is removed.
 
     Raises:
         OSError: the folder cannot be written.
