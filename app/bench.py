@@ -1,4 +1,4 @@
-"""``python -m app.bench``: images per second of strategies, measured beside data-parallel baselines on the same slides.
+"""``python -m app.bench``: images per second of strategies and data-parallel baselines on the same slides.
 
 Takes slides, a model, tile sizes, ranks and strategies; runs each in processes of its own, all of them once before any
 a second time, and leaves ``bench.json`` and ``report.html`` in ``--out``. Every run is ``app.train`` as a user starts

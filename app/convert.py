@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from app.settings.cli import FAILED, OK, run_command
+from app.settings.fields import broken
 from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides, slide_stem
 from pipelines.labels.annotation_files import DRAWING_SUFFIXES, MASK_SUFFIXES, RASTER_SUFFIXES, files_below, slides_of
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
@@ -32,26 +33,21 @@ class ConvertCommand:
     """Turn annotation files into another format."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
-    """What is read: .geojson or .json, .xml of ASAP or ImageScope, or a mask, .tif, .tiff, .png or .dcm (DICOM
-    SEG); or a folder of such files, sub-folders included."""
+    """GeoJSON, XML of ASAP or ImageScope, a mask (TIFF, PNG), DICOM SEG, or a folder of such files."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """What is made, by its suffix; must not exist. The ids of a mask are written to classes.txt in its folder. Of a
-    folder: a folder; what is in it already stays as it is."""
+    """What is made, by its suffix; must not exist. Of a folder: a folder, whose files stay as they are."""
     to: Literal[".geojson", ".tif", ".png"] | None = None
     """What is made of each file of a folder."""
     slide: Path | None = None
-    """The slide that was drawn on; of a folder, the folder of the slides. Masks need it, and so do slides whose scan
-    does not begin at the corner of level 0 (MRXS): QuPath counts from the scan, ASAP and ImageScope from level 0."""
+    """The slide that was drawn on, or the folder of the slides; for masks, and for slides with bounds (MRXS)."""
     mpp: float | None = None
     """um/px of the mask that is made. Default: that of the slide's level 0."""
     slide_mpp: float | None = None
     """um/px of level 0, instead of what the slides' files say; --mpp-table goes before it."""
     mpp_table: Path | None = None
-    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
-    labels.csv in the folder of the slides, if there is one."""
+    """CSV with columns slide and mpp: um/px of level 0. Default: column mpp of labels.csv at the slides."""
     scene: int | None = None
-    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
-    Default: such files are refused, with a list of their images."""
+    """Image of slide files that hold several, counted from 0. Default: such files are refused, with a list."""
 
     @property
     def suffix(self) -> str:
@@ -59,44 +55,31 @@ class ConvertCommand:
         return self.to or self.target.suffix.lower()
 
     def validate(self) -> list[str]:
-        known = {"IN": (*DRAWING_SUFFIXES, *RASTER_SUFFIXES), "OUT": (".geojson", ".json", *MASK_SUFFIXES)}
-        of_folder, masks = self.source.is_dir(), self.suffix in MASK_SUFFIXES
-        if of_folder:
-            rules = [
-                (self.to is not None, f"IN is a folder, {self.source}: say what to make, as --to .geojson"),
-                (not self.target.is_file(), f"OUT must be a folder, as IN is; {self.target} is a file"),
-                (not masks or self.slide is not None, f"--to {self.to}: a mask covers a slide: give --slide FOLDER"),
-                (self.slide is None or self.slide.is_dir(), f"--slide must be a folder, as IN is; got {self.slide}"),
-            ]
-        else:
-            pairs = (("IN", self.source), ("OUT", self.target))
-            rasters = {"IN": RASTER_SUFFIXES, "OUT": MASK_SUFFIXES}
-            made = " and ".join(str(path) for name, path in pairs if path.suffix.lower() in rasters[name])
-            rules = [
-                *(
-                    (path.suffix.lower() in known[name], f"{name} must end in {', '.join(known[name])}; got {path}")
-                    for name, path in pairs
-                ),
-                (self.source.is_file(), f"IN must be an annotation file; {self.source} is none. Check the path"),
-                (
-                    not self.target.exists(),
-                    f"OUT must not exist; {self.target} does. Remove it, or choose another name",
-                ),
-                (not made or self.slide is not None, f"{made}: a mask covers a slide: give --slide FILE"),
-                (self.to is None, f"--to is for a folder; what OUT is, its suffix says: leave out --to {self.to}"),
-            ]
-        rules += [
-            (
-                self.mpp is None or (check_mpp(self.mpp) and masks),
-                f"--mpp is the resolution of a mask that is made, {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.mpp} for "
-                f"{self.to or self.target}",
-            ),
-            (
-                self.slide_mpp is None or check_mpp(self.slide_mpp),
-                f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp}",
-            ),
-        ]
-        return [fault for holds, fault in rules if not holds]
+        source, target, masks = self.source, self.target, self.suffix in MASK_SUFFIXES
+        readable, writable = (*DRAWING_SUFFIXES, *RASTER_SUFFIXES), (".geojson", ".json", *MASK_SUFFIXES)
+        rasters = ((source, RASTER_SUFFIXES), (target, MASK_SUFFIXES))
+        made = " and ".join(str(path) for path, kinds in rasters if path.suffix.lower() in kinds)
+        of_folder = {
+            f"IN is a folder, {source}: say what to make, as --to .geojson": self.to is None,
+            f"OUT must be a folder, as IN is; {target} is a file": target.is_file(),
+            f"--to {self.to}: a mask covers a slide: give --slide FOLDER": masks and self.slide is None,
+            f"--slide must be a folder, as IN is; got {self.slide}": self.slide is not None and not self.slide.is_dir(),
+        }
+        of_file = {
+            f"IN must end in {', '.join(readable)}; got {source}": source.suffix.lower() not in readable,
+            f"OUT must end in {', '.join(writable)}; got {target}": target.suffix.lower() not in writable,
+            f"IN must be an annotation file; {source} is none. Check the path": not source.is_file(),
+            f"OUT must not exist; {target} does. Remove it, or choose another name": target.exists(),
+            f"{made}: a mask covers a slide: give --slide FILE": made and self.slide is None,
+            f"--to is for a folder; what OUT is, its suffix says: leave out --to {self.to}": self.to is not None,
+        }
+        of_mpp = {
+            f"--mpp is the resolution of a mask that is made, {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.mpp} for "
+            f"{self.to or target}": self.mpp is not None and not (check_mpp(self.mpp) and masks),
+            f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp}": self.slide_mpp is not None
+            and not check_mpp(self.slide_mpp),
+        }
+        return broken({**(of_folder if source.is_dir() else of_file), **of_mpp})
 
 
 def convert(command: ConvertCommand) -> int:
@@ -116,7 +99,7 @@ def convert(command: ConvertCommand) -> int:
 
 
 def convert_folder(command: ConvertCommand) -> int:
-    """Make a file of every file of a folder, under its name. What cannot be converted is told, and ends nothing."""
+    """Convert every file of a folder, under its name. A file that cannot be converted is reported."""
     sources = sorted(files_below(command.source))
     if not sources:
         raise ValueError(f"IN holds no annotation file: {command.source}. Check the path")

@@ -1,4 +1,4 @@
-"""``python -m app.evaluate``: predictions of ``app.predict`` held against the truth.
+"""``python -m app.evaluate``: predictions of ``app.predict`` compared with the truth.
 
 Takes a folder of predictions with a table of labels, annotations, or both; leaves ``evaluation.json`` and
 ``report.html`` for one split of the run: areas under curves with intervals over patients, confusion, calibration; Dice,
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from app.settings.cli import run_command
-from app.settings.data_file import write_json
+from app.settings.fields import write_json
 from pipelines.labels.class_names import pattern_fault
 
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """Hold predictions against the truth: scores of slides and patients, areas, lesions, on one page."""
+    """Compare predictions with the truth: scores of slides and patients, areas, lesions, on one page."""
 
     predictions: Path
     """Folder that app.predict wrote."""
@@ -30,14 +30,11 @@ class EvaluateCommand:
     annotations: Path | None = None
     """Folder of annotations by slide name, as app.train takes them: areas and lesions are scored."""
     split: Literal["train", "val", "test", "external", "all"] | None = None
-    """Predicted slides to score, by their split in the run that trained the model. Default: test slides; without any
-    validation slides; without these external ones, which the run did not have. Never training slides."""
+    """Predicted slides to score, by split of the run. Default: test slides, else validation, else external ones."""
     patient_pattern: str | None = None
-    """Regular expression for the patient in slide names, where no table names one: its first group, as '^(P[0-9]+)_'.
-    Default: as in the run, with TCGA barcodes. Intervals draw slides of unknown patients one by one."""
+    """Regular expression whose first group is the patient in slide names, as '^(P[0-9]+)_'. Default: the run's."""
     positive_class: str | None = None
-    """Of two classes the one that a patient has where one slide has it. Default: that of the run, else the one that is
-    not called normal, benign, negative, background or 0. Of more classes patients have the mean score."""
+    """Positive class of two. Default: that of the run, else the one not called normal, benign, negative or 0."""
     slides: Path | None = None
     """Folder of the slides: the report then shows the tiles that the model is most and least certain of."""
     out: Path | None = None
@@ -52,13 +49,13 @@ class EvaluateCommand:
 
 def evaluate(command: EvaluateCommand) -> None:
     """Score, write and say what was found."""
-    from app.evaluation.report import Asked, Evaluation
+    from app.evaluation.report import Evaluation
     from app.evaluation.report_page import write_report
     from app.prediction.prediction_folder import PredictionFolder
 
     folder = PredictionFolder(command.predictions)
-    asked = Asked(command.split, command.patient_pattern, command.positive_class)
-    evaluation = Evaluation.of(folder, command.labels, command.annotations, asked)
+    asked = command.split, command.patient_pattern, command.positive_class
+    evaluation = Evaluation.of(folder, command.labels, command.annotations, *asked)
     out = command.out or command.predictions
     out.mkdir(parents=True, exist_ok=True)
     scores = write_json(out / "evaluation.json", evaluation.figures())

@@ -16,20 +16,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from app.launch.host import lock_folder
-from app.pages.pictures import small_pictures
-from app.pages.slides_page import FILTERS, slide_rows, write_slides_page
+from app.pages.pictures import FILTERS, slide_rows, small_pictures, write_slides_page
 from app.settings.cli import run_command
-from app.training.progress import LOG_FORMAT, IndexProgress
-from pipelines.catalog.catalog import SlideSpec, find_slides
+from app.settings.fields import broken, error_of
+from app.settings.run import OpeningSettings, mpp_errors
+from app.training.progress import IndexProgress, log_to
+from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.table import counted
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
-from pipelines.labels.slide_labels import read_mpp
-from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import TileTable, build_index
 from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
@@ -50,21 +48,11 @@ class IndexCommand:
     """Folder of annotations by slide name, outlined on the pictures of slides.html. Default: those beside the
     slides."""
     index: IndexSettings = field(default_factory=IndexSettings)
-    slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
-    mpp_table: Path | None = None
-    """CSV with columns slide and mpp: um/px of level 0 by slide, instead of what the files say. Default: column mpp of
-    labels.csv in --slides, if there is one."""
-    scene: int | None = None
-    """Image of a slide file that holds several of similar size, counted from 0; other files are not affected.
-    Default: such files are refused, with a list of their images."""
-    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] = "auto"
-    """Slide reader; auto takes the fastest that reads the file exactly."""
+    opening: OpeningSettings = field(default_factory=OpeningSettings)
     workers: int = 0
     """Processes, a slide each at a time; 0: one per core."""
     part: str | None = None
-    """Index only this part of the slides, such as 2/8, into a file of its own in --out; parts may run at the same time,
-    and a run without --part, or app.train in that folder, takes over what they found."""
+    """Index only this part of the slides, such as 2/8; parts may run in parallel, a run without --part joins them."""
 
     @property
     def chosen_part(self) -> IndexPart | None:
@@ -77,36 +65,25 @@ class IndexCommand:
         return self.part is None and not self.index.whole_pictures
 
     def validate(self) -> list[str]:
-        faults = self.index.validate()
-        if self.annotations is not None and not self.has_page:
-            faults.append("--annotations is for slides.html, which is not made with --part or --pictures resize")
-        if self.slide_mpp is not None and (fault := mpp_fault(self.slide_mpp)):
-            faults.append(f"--slide-mpp {fault}")
-        if self.workers < 0:
-            faults.append(f"--workers is at least 0; got {self.workers}")
-        try:
-            _ = self.chosen_part
-        except ValueError as fault:
-            faults.append(str(fault))
-        return faults
+        rules = {
+            "--annotations is for slides.html, which is not made with --part or --pictures resize": (
+                self.annotations is not None and not self.has_page
+            ),
+            f"--workers is at least 0; got {self.workers}": self.workers < 0,
+        }
+        unread = error_of(lambda: self.chosen_part)
+        return [*self.index.validate(), *mpp_errors(self.opening.slide_mpp), *broken(rules), *unread]
 
 
 def index(command: IndexCommand) -> None:
     """Build the index and say what it holds."""
     started_s = time.perf_counter()
-    specs = find_slides(
-        command.slides,
-        mpp=command.slide_mpp,
-        mpp_by_slide=read_mpp(command.slides, command.mpp_table),
-        whole_pictures=command.index.whole_pictures,
-        backend=command.backend,
-        scene=command.scene,
-    )
+    specs = command.opening.find(command.slides, whole_pictures=command.index.whole_pictures)
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"
     print(f"{counted(len(specs), 'slide')} in {command.slides}{of_part}", flush=True)
     if part and specs and not part.specs(specs):
-        return  # more tasks than slides: nothing is wrong
+        return  # more tasks than slides is no error
     truth = _annotations(command, specs) if command.has_page else None
     with contextlib.ExitStack() as held:
         held.enter_context(lock_folder(command.out, shared=part is not None))
@@ -137,7 +114,7 @@ def index(command: IndexCommand) -> None:
         f"pictures  {command.out / 'tissue'}{os.sep}"
     )
     if page is not None:
-        print(f"page      {page[0]} ({page[1]})")
+        print("page      {} ({})".format(*page))
     if rows := failed.rows():
         print(f"failed    {failed.path} ({counted(len({slide for slide, _, _ in rows}), 'slide')})")
 
@@ -175,13 +152,9 @@ def _page(
 
 @contextlib.contextmanager
 def _logged(path: Path) -> Iterator[None]:
-    """While this lasts, what becomes of every slide is written to ``path``."""
-    handler = logging.FileHandler(path, errors="backslashreplace")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    """While this lasts, log every slide to ``path``."""
     logger = logging.getLogger("pipelines")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    level, handler = logger.level, log_to(path, "pipelines")
     try:
         yield
     finally:

@@ -19,8 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.planning.auto import decided, plan_run, plan_text
-from app.planning.whole_slides import as_square, check_largest, in_boxes
+from app.planning.auto import as_square, check_largest, decided, in_boxes, plan_run, plan_text
 from app.settings.cli import FAILED, USAGE, RunError, describe_system_error, run_command
 from app.settings.launcher import (
     Attempts,
@@ -41,18 +40,17 @@ from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.table import counted
 
 if TYPE_CHECKING:
-    from app.launch.place import RankPlace
-    from app.launch.rank_guard import Interrupt, RankGuard
+    from app.launch.place import RankPlacement
+    from app.launch.watchdog import Interrupt, RankGuard
 
 LOADED_BY_RANKS = (
-    "app.launch.rank_guard",
+    "app.launch.watchdog",
     "app.training.loop",
     "app.training.summary",
     "parallel.comm.torch_comm",
     "torch._dynamo",  # by torch itself, for tensors without data and for optimizers
 )
 """Modules that the ranks of a run import while they run."""
-
 PREPARED = ".prepared.pickle"
 """The dataset in the run folder, from the process that starts the ranks to the first rank: annotations and masks are
 read once."""
@@ -101,8 +99,7 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
 
 
 def _fewer(config: RunConfig, folder: RunFolder, dataset: Dataset, ranks: int) -> int:
-    """The most ranks below ``ranks`` that can continue with the run, a plan made for them; ``ranks`` where none can, or
-    where fewer are not asked for."""
+    """Return the most ranks below ``ranks`` that can continue the run, with a plan; ``ranks`` where none can."""
     if config.min_ranks is None:
         return ranks
     for fewer in range(ranks - 1, config.min_ranks - 1, -1):
@@ -118,8 +115,7 @@ def _fewer(config: RunConfig, folder: RunFolder, dataset: Dataset, ranks: int) -
 
 
 def _continued(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
-    """Return ``config`` with ``resume`` decided: there is a checkpoint, and the user asked to or ``before`` attempts
-    of the same start were made."""
+    """Return ``config`` with ``resume`` decided: there is a checkpoint, and ``--resume`` or an earlier attempt."""
     resumes = (config.resume or before > 0) and folder.last.exists()
     was_begun = folder.config.exists() and not folder.last.exists()
     if not (resumes or before or started_by_us()) and (config.resume or was_begun):
@@ -128,17 +124,17 @@ def _continued(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
 
 
 def _begun(config: RunConfig, folder: RunFolder, before: int) -> int | None:
-    """Return the microbatches that the run in the folder has: of its checkpoint, or of the ``before`` attempts that
-    came to none. None: it begins, or has a plan to make."""
+    """Return the microbatches of the run in the folder: of its checkpoint, or of an attempt without one; None: it
+    begins, or has a plan to make."""
     begun: int | None = folder.settings(again=before > 0).get("microbatches") if config.resume or before else None
     return begun
 
 
 def _with_microbatches(config: RunConfig, begun: int | None) -> RunConfig:
-    """``config`` with the number of microbatches decided: a resumed run goes on with its own, whatever its strategy and
-    its ranks are now, because batch norm looks at one microbatch at a time."""
+    """Return ``config`` with the number of microbatches decided: a resumed run keeps its own, because batch norm looks
+    at one microbatch at a time."""
     asked = config.strategy
-    if asked.undecided and begun is None and not config.resume:
+    if asked.needs_strategy_plan and begun is None and not config.resume:
         return config
     m = begun if asked.microbatches is None and begun is not None else asked.m
     strategy = dataclasses.replace(asked, microbatches=m)
@@ -154,9 +150,9 @@ def _with_microbatches(config: RunConfig, begun: int | None) -> RunConfig:
 
 
 def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack) -> int:
-    """This process's part of the run; of all ranks that fail, one raises."""
+    """Run this process's part; of all ranks that fail, one raises."""
     from app.launch.place import place
-    from app.launch.rank_guard import Interrupt, RankGuard
+    from app.launch.watchdog import Interrupt, RankGuard
     from parallel.comm.communicator import CommunicationError
 
     placement = place(config.strategy)
@@ -179,7 +175,7 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
         raise
 
 
-def _take_folder(folder: RunFolder, placement: RankPlace, held: contextlib.ExitStack) -> None:
+def _take_folder(folder: RunFolder, placement: RankPlacement, held: contextlib.ExitStack) -> None:
     """Keep other runs out of the folder; the first rank does, before any rank writes there."""
     import torch
 
@@ -201,9 +197,11 @@ def _take_folder(folder: RunFolder, placement: RankPlace, held: contextlib.ExitS
     raise refusal
 
 
-def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: RankPlace) -> tuple[int, int | None, RunConfig]:
-    """Attempts before this one, microbatches of the run, and the settings to go on with: as the first rank finds them.
-    The others may see the folder later, and torchrun may have told them another number."""
+def _agree_on_restart(
+    config: RunConfig, folder: RunFolder, placement: RankPlacement
+) -> tuple[int, int | None, RunConfig]:
+    """Return attempts before this one, microbatches of the run, and its settings, as the first rank finds them: others
+    may see the folder later, and torchrun may give them another number."""
     from app.training.share import share
 
     def find() -> tuple[int, int | None, bool]:
@@ -216,7 +214,7 @@ def _agree_on_restart(config: RunConfig, folder: RunFolder, placement: RankPlace
 
 
 def _train_guarded(
-    config: RunConfig, folder: RunFolder, placement: RankPlace, guard: RankGuard, interrupt: Interrupt, before: int
+    config: RunConfig, folder: RunFolder, placement: RankPlacement, guard: RankGuard, interrupt: Interrupt, before: int
 ) -> int:
     from app.training.loop import TrainingLoop
     from app.training.outcome import PeakMemory
@@ -252,7 +250,9 @@ def _train_guarded(
     except Exception as fault:
         error = guard.explain(fault)
         if lacks_memory(fault) or lacks_memory(fault.__cause__):
-            error += f"\n{loop.memory.fault()}{_how_to_go_on(folder)}"
+            error += f"\n{loop.memory.fault()}"
+            if folder.last.exists():
+                error += f". {folder.last} is kept: all of these but --tile may be added to --resume"
         is_full = False
         if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
             is_full = True
@@ -270,7 +270,7 @@ def _train_guarded(
             summary.fed_from_memory(loop.measure_twin())
         except Exception as fault:
             logging.getLogger("app.train").warning("--twin-steps: these steps failed: %s", fault)
-            if placement.communicator.world > 1:  # whoever waits for this rank finds it gone, and ends likewise
+            if placement.communicator.world > 1:  # ranks that wait for this one find it gone, and end likewise
                 sys.stdout.flush()
                 atexit.register(os._exit, 0)
             return 0
@@ -278,15 +278,8 @@ def _train_guarded(
     return 0
 
 
-def _how_to_go_on(folder: RunFolder) -> str:
-    """Return what a run that ran out of memory can do with its checkpoint; "" where there is none."""
-    if not folder.last.exists():
-        return ""
-    return f". {folder.last} is kept: all of these but --tile may be added to --resume"
-
-
 def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
-    """Open the run folder and make what it needs, telling the user."""
+    """Open the run folder and make its dataset and plan, with progress."""
     folder.open(config, again=before > 0)
     folder.log_to_file()
     with IndexProgress(_say) as progress:
@@ -300,7 +293,7 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
     planned = config if dataset.tiles.sides is None else as_square(config, dataset.tiles.largest)
     learned = len(dataset.classes), dataset.task == "segment"
     epoch_tiles = len(dataset.rows("train")) if planned is config and not config.stream.bag else None
-    if config.strategy.planned:
+    if config.strategy.needs_plan:
         try:
             plan_run(planned, *learned, folder.path, _say, epoch_tiles)
         except RunError as fault:
@@ -312,9 +305,8 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
         check_largest(config, dataset.tiles.largest, *learned)
 
 
-def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlace, before: int) -> tuple[Dataset, str]:
-    """The dataset and the text of the plan, as the first rank finds them. It makes them, unless the process that
-    started the ranks has."""
+def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlacement, before: int) -> tuple[Dataset, str]:
+    """Return the dataset and the text of the plan, as the first rank finds them, or makes them."""
     from app.training.share import share, take
     from parallel.comm.objects import gather_objects
 

@@ -1,7 +1,7 @@
-"""``python -m app.verify``: does a strategy compute for your model what one process would? Exactly, tensor by tensor.
+"""``python -m app.verify``: compare a strategy with the training step of one process for your model, tensor by tensor.
 
-Takes a model and a strategy, as ``app.train`` does; gives a table of the largest relative errors, ``verify.json``, and
-exit code 0 when losses, gradients, running statistics and updated parameters are those of the plain step.
+Takes a model and a strategy, as ``app.train`` does; returns a table of the largest relative errors, ``verify.json``,
+and exit code 0 when losses, gradients, running statistics and updated parameters are those of the plain step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.settings.cli import FAILED, OK, run_command
+from app.settings.fields import at_least, broken
 from app.settings.launcher import find_launch
+from app.settings.optimization import Head, Norm
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from parallel.comm.launch import RankServer
@@ -27,21 +29,21 @@ from parallel.units import number_text
 if TYPE_CHECKING:
     import torch
 
-    from app.training.exactness import ExactnessTrial, MakeEngine
+    from app.training.plain_training import ExactnessTrial, MakeEngine
 
 
 @dataclass(frozen=True)
 class VerifyCommand:
-    """Hold a strategy against the plain single-process step, on random tiles: losses, every gradient, running
-    statistics, updated parameters and optimizer state. Every step begins from the same state. Passed means an error of
-    at most 1e-10 in float64, 1e-5 in float32, relative to the largest value of the tensor it is in."""
+    """Compare a strategy with the plain single-process step, on random tiles: losses, gradients, running statistics,
+    updated parameters and optimizer state. Every step begins from the same state. Passed: errors of at most 1e-10 in
+    float64, 1e-5 in float32, relative to the largest value of the tensor."""
 
     strategy: StrategySettings = field(default_factory=StrategySettings)
     model: str = "resnet18"
     """As for app.train: a name of ours, smp:NAME(ENCODER), torchvision:NAME, timm:NAME or package.module:factory."""
-    norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
+    norm: Norm = "batch"
     """Normalisation."""
-    head: Literal["average", "gem", "attention"] = "average"
+    head: Head = "average"
     """What pools the last map of a classifier."""
     classes: int = 3
     """Classes that the model tells apart."""
@@ -53,8 +55,7 @@ class VerifyCommand:
     steps: int = 3
     """Optimiser steps, each compared from the same state."""
     communicator: Literal["auto", "threads", "gloo", "mpi"] = "auto"
-    """How ranks talk. threads: in this process; gloo: processes, started here or by torchrun; mpi: started by mpirun;
-    auto: as they were started, else threads, or gloo where threads cannot, as with fsdp."""
+    """How ranks talk. threads: in this process; gloo: processes; mpi: under mpirun; auto: as they were started."""
     seed: int = 0
     """Of weights, tiles and dropout."""
     out: Path | None = None
@@ -71,42 +72,31 @@ class VerifyCommand:
         return "mpi" if launch.mpi else "gloo"
 
     def validate(self) -> list[str]:
-        faults = strategy_errors(self.strategy)
-        for name, value in (("classes", self.classes), ("tile", self.tile), ("steps", self.steps)):
-            if value < 1:
-                faults.append(f"--{name} must be at least 1; got {value}")
-        if self.strategy.undecided and self.strategy.world > 1:
-            faults.append("--parallel auto is for training, where it is planned: name the strategy to verify")
-        if self.strategy.runs_undecided:
-            faults.append(
-                "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no "
-                "--recompute-runs: name the layers that are computed again, as a plan wrote them"
-            )
-        if self.strategy.box_undecided:
-            faults.append("--stream auto is planned for a memory, by app.train: give the side of the boxes in px")
-        if self.strategy.precision in ("tf32", "bf16"):
-            faults.append(f"--precision {self.strategy.precision} rounds far more than strategies differ: leave it out")
-        if self.strategy.norm_statistics == "deferred" and self.norm != "batch":
-            faults.append(f"--norm-statistics deferred is about --norm batch; got --norm {self.norm}")
-        if self.strategy.over_torch and self.communicator == "threads":
-            faults.append(
-                f"--parallel {self.strategy.name} talks over torch.distributed: leave --communicator threads out, or "
-                "use gloo"
-            )
-        if self.strategy.is_mixed and self.communicator == "threads":
-            faults.append("--device mixed is of processes: leave --communicator threads out, or use gloo")
-        launch = find_launch()
+        strategy, on_threads, launch = self.strategy, self.communicator == "threads", find_launch()
         started = "nothing" if launch is None else "mpirun" if launch.mpi else "torchrun"
-        if self.communicator != "auto" and (
-            (self.communicator == "mpi" and started != "mpirun")
-            or (self.communicator == "gloo" and started == "mpirun")
-            or (self.communicator == "threads" and launch is not None)
-        ):
-            faults.append(
-                f"--communicator {self.communicator} does not fit ranks started by {started}: start mpi under mpirun, "
-                "gloo alone or under torchrun, threads alone"
-            )
-        return faults
+        fits = {"mpi": ("mpirun",), "gloo": ("nothing", "torchrun"), "threads": ("nothing",), "auto": (started,)}
+        rules = {
+            **at_least(self, classes=1, tile=1, steps=1),
+            "--parallel auto is for training, where it is planned: name the strategy to verify": strategy.world > 1
+            and strategy.needs_strategy_plan,
+            "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no --recompute-runs: "
+            "name the layers to recompute, as a plan wrote them": strategy.needs_recompute_plan,
+            "--stream auto is planned for a memory, by app.train: give the side of the boxes in px": (
+                strategy.needs_box_plan
+            ),
+            f"--precision {strategy.precision} rounds far more than strategies differ: leave it out": strategy.precision
+            in ("tf32", "bf16"),
+            f"--norm-statistics deferred is about --norm batch; got --norm {self.norm}": self.norm != "batch"
+            and strategy.norm_statistics == "deferred",
+            f"--parallel {strategy.name} talks over torch.distributed: leave --communicator threads out, or use gloo": (
+                strategy.over_torch and on_threads
+            ),
+            "--device mixed is of processes: leave --communicator threads out, or use gloo": on_threads
+            and strategy.is_mixed,
+            f"--communicator {self.communicator} does not fit ranks started by {started}: start mpi under mpirun, gloo "
+            "alone or under torchrun, threads alone": started not in fits[self.communicator],
+        }
+        return strategy_errors(strategy) + broken(rules)
 
 
 @dataclass(frozen=True)
@@ -117,7 +107,6 @@ class VerifyResult:
         loss_error: largest relative error of a step's loss.
         errors: top-level module -> gradients, parameters, statistics -> largest relative error.
         tolerance: largest error that passes.
-        steps: that were compared.
         float64_error: largest error of the same steps in float64, where float32 is above the tolerance; passed if this
             is within the tolerance of float64.
         exceeded: tensors whose error is above the tolerance, the worst first.
@@ -172,7 +161,7 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     import torch
 
     from app.launch.place import connect, device_of
-    from app.training import delayed
+    from app.training import plain_training
     from app.training.exactness import TOLERANCE, Errors, verify_engine
     from parallel.comm.communicator import Communicator
     from parallel.profile.gpu import set_tf32
@@ -183,9 +172,9 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     make_engine = _engine_maker(command, trial.device)
     compare = functools.partial(verify_engine, deferred=asked.norm_statistics == "deferred")
     if asked.to_strategy(trial.device.type).stashes:
-        compare = functools.partial(compare, make_reference=delayed.reference)
+        compare = functools.partial(compare, make_reference=plain_training.reference)
     elif asked.is_async:
-        compare = functools.partial(compare, make_reference=delayed.LoggedPushes)
+        compare = functools.partial(compare, make_reference=plain_training.LoggedPushes)
 
     def run(communicator: Communicator, _: None = None) -> tuple[Errors | None, Errors | None]:
         """The errors, and those in float64 where float32 is above its tolerance."""
@@ -231,8 +220,8 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
 def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
     import torch
 
-    from app.training.exactness import ExactnessTrial
     from app.training.model import refuse_draws, takes_channels_last
+    from app.training.plain_training import ExactnessTrial
     from models.registry import build_model
     from parallel.schedule.shares import most_unlike, split_batch
     from parallel.trace.without_data import refuse_tile_size

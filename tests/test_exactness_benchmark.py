@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from app.training import exactness
-from app.training.exactness import PlainTraining, StepOutcome
+from app.training.plain_training import PlainTraining, StepOutcome
 from benchmarks.exactness import measure
 from benchmarks.exactness.cells import FAMILY_WAYS, TABLES, ZOO_WAYS, Cell, entry_cells
 from benchmarks.exactness.run import summary

@@ -1,38 +1,220 @@
-"""Flags of ``python -m app.bench``, their errors, and the runs that they ask for."""
+"""Flags of ``python -m app.bench``, their errors, and the cases that they ask for: a strategy, ranks and a tile size.
+
+All cases of a tile size compute the same tiles in microbatches of the same size, so that their losses must agree.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, cast, get_args
 
-from app.benchmark.case import Case, StrategySpec, cases_of
-from app.settings.fields import bytes_of
+from app.settings.fields import at_least, broken, bytes_of, error_of
 from app.settings.launcher import find_launch
-from app.settings.run import DataSettings, ModelSettings
+from app.settings.optimization import ModelSettings
+from app.settings.run import DataSettings
+from app.settings.strategy import Parallel, StrategySettings
+from app.settings.strategy_errors import strategy_errors
+from parallel.schedule.registry import SPATIAL
+from parallel.space.team import Grid
+from parallel.strategy import WHOLE
 from pipelines.slides.rare import Rare
 
+SAVINGS = {"recompute": ("--recompute", "block"), "offload": ("--offload", "overlap")}
+"""What can be added to a strategy with a plus: the flag and its value."""
+SHOWN = 3
+"""Numbers of ranks that a refusal names, of all that would do."""
+Scaling = Literal["strong", "weak"]
 STRATEGIES = (
-    "single",
-    "single+recompute",
-    "ddp",
-    "ddp+recompute",
-    "fsdp",
-    "spatial",
-    "gpipe",
-    "1f1b",
-    "master",
-    "master+recompute",
-    "bidirectional",
+    *("single", "single+recompute", "ddp", "ddp+recompute", "fsdp", "spatial"),
+    *("gpipe", "1f1b", "master", "master+recompute", "bidirectional"),
 )
 WARM_UP = 2
 """Steps of a run that its figures leave out (``app.training.outcome``)."""
 
 
+class StrategySpec(NamedTuple):
+    """A strategy of ``app.train`` and what goes with it.
+
+    Attributes:
+        savings: keys of ``SAVINGS``.
+        grid: of its teams; None: as ``app.train`` has it without ``--grid``.
+    """
+
+    name: str
+    savings: tuple[str, ...] = ()
+    grid: Grid | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> StrategySpec:
+        """Return the strategy written as ``NAME``, ``NAME@GRID`` or ``NAME@GRID+SAVING+SAVING``.
+
+        Raises:
+            ValueError: an unknown name or saving, no grid after an @, or one that the strategy has no teams for.
+        """
+        head, *savings = (part.strip() for part in text.split("+"))
+        name, at, written = head.partition("@")
+        names, grid = get_args(Parallel), None
+        if name not in names:
+            raise ValueError(f"--strategies knows {', '.join(names)}; got {name!r}")
+        if unknown := [saving for saving in savings if saving not in SAVINGS]:
+            raise ValueError(f"--strategies {text}: after a plus comes {' or '.join(SAVINGS)}; got {unknown[0]!r}")
+        if at and name in (*WHOLE, "auto"):
+            raise ValueError(
+                f"--strategies {text}: {name} has no teams that a grid could be of: use {SPATIAL.name}, or a strategy "
+                "that splits the model"
+            )
+        if at:
+            try:
+                grid = Grid.parse(written)
+            except ValueError as fault:
+                raise ValueError(f"--strategies {text}: {fault}") from None
+        if grid and grid.members < 2:
+            raise ValueError(f"--strategies {text} divides nothing: give a grid of 2 ranks or more, as 2x1")
+        return cls(name, tuple(saving for saving in SAVINGS if saving in savings), grid)
+
+    @property
+    def split(self) -> bool:
+        """The model is split into stages."""
+        return self.name not in (*WHOLE, SPATIAL.name, "auto")
+
+    def runs_on(self, ranks: int) -> bool:
+        """Return whether ``ranks`` suffice, and none is left over."""
+        if (self.name == "single") != (ranks == 1):
+            return self.name == "auto"
+        least, step = self._numbers
+        return ranks >= least and not (ranks - least) % step
+
+    def depths(self, ranks: int, stages: Sequence[int]) -> list[int | None]:
+        """Return the stages that the model is split into on ``ranks``, for each of ``stages`` that divides the teams or
+        ranks; None: all of these, or a model that is not split."""
+        if not stages or not self.split:
+            return [None]
+        places = ranks // (self.grid.members if self.grid else 1)
+        return [None if depth == places else depth for depth in stages if not places % depth]
+
+    def fault(self, ranks: Sequence[int]) -> str:
+        """Return the error where its teams fit none of ``ranks``; empty otherwise."""
+        if not self.grid or any(map(self.runs_on, ranks)):
+            return ""
+        least, step = self._numbers
+        usable = ", ".join(str(least + k * step) for k in range(SHOWN))
+        return (
+            f"--strategies {self.name}@{self.grid}: its teams take {usable} ... ranks; got --ranks "
+            f"{' '.join(map(str, ranks))}: add one of these, or give another grid"
+        )
+
+    @property
+    def _numbers(self) -> tuple[int, int]:
+        """Return the fewest ranks that its teams make a group of, and the step to the next number."""
+        if not self.grid:
+            return 1, 1
+        return (2 if self.split else 1) * self.grid.members, self.grid.members
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        savings: keys of ``SAVINGS``.
+        batch, microbatches: of a step over all ranks.
+        stages: of each of several groups of ranks; None: one group of all ranks, or a model that is not split.
+        grid: of the teams, as ``--grid`` has it; empty: as the strategy has it without.
+    """
+
+    parallel: str
+    savings: tuple[str, ...]
+    ranks: int
+    tile: int
+    batch: int
+    microbatches: int
+    memory: str | None = None
+    stages: int | None = None
+    grid: str = ""
+
+    @property
+    def label(self) -> str:
+        """The strategy as the table names it, with the groups, stages and grid that were requested."""
+        mesh = f" {self.settings.groups} x {self.stages}" if self.stages else ""
+        teams = f" of {self.grid}" if self.grid else ""
+        return " + ".join((self.parallel + mesh + teams, *self.savings))
+
+    @property
+    def team(self) -> str:
+        """Grid of its teams, requested or default; empty: it has none."""
+        return str(self.settings.team or "")
+
+    @property
+    def name(self) -> str:
+        """Return the name of its folder."""
+        return f"{self.tile}px_{self.ranks}x_{self.label.replace(' ', '')}"
+
+    @property
+    def settings(self) -> StrategySettings:
+        """Return the settings that ``app.train`` gets."""
+        return StrategySettings(
+            parallel=cast(Parallel, self.parallel),
+            ranks=self.ranks,
+            stages=self.stages,
+            grid=self.grid,
+            batch=self.batch,
+            microbatches=self.microbatches,
+            recompute="block" if "recompute" in self.savings else "none",
+            offload="overlap" if "offload" in self.savings else "none",
+            memory=self.memory,
+            memory_excess="warn" if self.memory is None else "stop",
+        )
+
+    @property
+    def refusal(self) -> str:
+        """Errors of its settings; empty when there are none."""
+        return "; ".join(strategy_errors(self.settings))
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the flags of ``app.train`` that distinguish this case from others."""
+        given = [
+            *("--parallel", self.parallel, "--ranks", str(self.ranks), "--tile", str(self.tile)),
+            *("--batch", str(self.batch), "--microbatches", str(self.microbatches)),
+            *(("--stages", str(self.stages)) if self.stages else ()),
+            *(("--grid", self.grid) if self.grid else ()),
+            *(word for saving in self.savings for word in SAVINGS[saving]),
+        ]
+        return given if self.memory is None else [*given, "--memory", self.memory, "--memory-excess=stop"]
+
+
+def cases_of(
+    strategies: Sequence[str],
+    tiles: Sequence[int],
+    ranks: Sequence[int],
+    stages: Sequence[int] = (),
+    *,
+    batch: int,
+    microbatches: int,
+    scaling: Scaling,
+    memory: str | None,
+) -> Iterator[Case]:
+    """Yield every strategy at every tile size and number of ranks: ``single`` on one rank, the others on several, teams
+    where they divide them; those that split the model with each number of ``stages`` that divides the ranks.
+
+    Args:
+        batch, microbatches: of a step on the fewest ranks; in proportion to the ranks with weak scaling.
+    """
+    for tile, n in itertools.product(tiles, ranks):
+        growth = n / min(ranks) if scaling == "weak" else 1
+        size = round(batch * growth), round(microbatches * growth)
+        for asked in map(StrategySpec.parse, strategies):
+            for depth in asked.depths(n, stages) if asked.runs_on(n) else ():
+                yield Case(asked.name, asked.savings, n, tile, *size, memory, depth, str(asked.grid or ""))
+
+
 @dataclass(frozen=True)
 class BenchCommand:
-    """Measure strategies beside data-parallel baselines, on the same tiles of the same slides: a table, bench.json and
-    report.html."""
+    """Measure strategies and data-parallel baselines on the same tiles: a table, bench.json and report.html."""
 
     data: DataSettings
     net: ModelSettings = field(default_factory=ModelSettings)
@@ -45,24 +227,18 @@ class BenchCommand:
     ranks: tuple[int, ...] = (1, 2)
     """Numbers of processes on this machine, which share its cores or have a GPU each."""
     stages: tuple[int, ...] = ()
-    """Numbers of ranks, or of teams, that a copy of the model is split over; where that is a part of them, they make as
-    many data-parallel groups. A number of ranks that it does not divide goes without. Default: all ranks."""
+    """Numbers of ranks, or teams, that a copy of the model is split over; more make groups. Default: all ranks."""
     strategies: tuple[str, ...] = STRATEGIES
-    """Strategies of app.train, with +recompute (block by block) and +offload where wanted; single runs on one rank,
-    the others on several. An @ gives the --grid of teams: spatial@2x2 and 1f1b@2x1 divide each tile, on those of
-    --ranks that such teams make groups of; spatial alone cuts a strip for each rank. ddp is what the others are held
-    against."""
+    """Strategies of app.train, as NAME, NAME@GRID (1f1b@2x1), NAME+recompute or NAME+offload; ddp is the baseline."""
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
-    """Parts the global batch is computed in, over all ranks, the same for every strategy; default: two for each of the
-    most ranks, if there are as many tiles."""
+    """Parts the global batch is computed in, over all ranks. Default: two for each of the most ranks."""
     scaling: Literal["strong", "weak"] = "strong"
     """With several --ranks. strong: the same batch on all of them; weak: --batch is that of the fewest, and it grows
     with the ranks."""
     memory: str | None = None
-    """Memory of each rank's device, such as 2GiB. A strategy that takes more is out of memory, on a CPU, too, where its
-    tensors are counted. Default: what there is."""
+    """Memory of each rank's device, such as 2GiB; more is out of memory, on a CPU, too. Default: what there is."""
     steps: int = 5
     """Optimiser steps of a run; the first two are a warm-up and are not counted."""
     twin_steps: Rare[int] = 3
@@ -74,8 +250,7 @@ class BenchCommand:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes a GPU when there is one."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """As for app.train. bf16: mixed precision; tf32: float32 with products of 10-bit mantissas; auto: bf16 on GPUs that
-    compute in it, fp32 elsewhere."""
+    """As for app.train. auto: bf16 on GPUs that compute in it, fp32 elsewhere."""
     trial_timeout_s: Rare[float] = 3600.0
     """Seconds after which a run is ended and counts as failed."""
     seed: int = 0
@@ -93,63 +268,41 @@ class BenchCommand:
 
     def cases(self) -> list[Case]:
         """All that is to be measured, in order."""
-        return list(
-            cases_of(
-                self.strategies,
-                self.tiles,
-                self.ranks,
-                self.stages,
-                batch=self.batch,
-                microbatches=self.m,
-                scaling=self.scaling,
-                memory=self.memory,
-            )
-        )
+        asked = self.strategies, self.tiles, self.ranks, self.stages
+        return list(cases_of(*asked, batch=self.batch, microbatches=self.m, scaling=self.scaling, memory=self.memory))
 
     def validate(self) -> list[str]:
-        faults = self.data.validate()
-        for name in ("tiles", "ranks", "strategies", "stages"):
-            values = getattr(self, name)
-            if (not values and name != "stages") or len(set(values)) < len(values):
-                faults.append(f"--{name} takes one or more, each once; got {' '.join(map(str, values)) or 'none'}")
-        faults += [
-            f"--{name} must be at least {least}; got {value}"
-            for name, least in (("batch", 1), ("steps", WARM_UP + 1), ("repeats", 1))
-            if (value := getattr(self, name)) < least
-        ]
-        faults += [
-            f"--{name} must be at least 1; got {value}"
-            for name in ("tiles", "ranks")
-            for value in getattr(self, name)
-            if value < 1
-        ]
-        faults += [
-            f"--stages takes numbers of 2 or more that divide one of --ranks {' '.join(map(str, self.ranks))}; "
-            f"got {depth}"
+        ranks, m = " ".join(map(str, self.ranks)), self.microbatches
+        lists = {name: getattr(self, name) for name in ("tiles", "ranks", "strategies", "stages")}
+        rules: dict[str, object] = {
+            f"--{name} takes one or more, each once; got {' '.join(map(str, values)) or 'none'}": (
+                (not values and name != "stages") or len(set(values)) < len(values)
+            )
+            for name, values in lists.items()
+        }
+        rules |= at_least(self, batch=1, steps=WARM_UP + 1, repeats=1, twin_steps=0)
+        rules |= {f"--{k} must be at least 1; got {n}": n < 1 for k in ("tiles", "ranks") for n in lists[k]}
+        rules |= {
+            f"--stages takes numbers of 2 or more that divide one of --ranks {ranks}; got {depth}": depth < 2
+            or all(count % depth for count in self.ranks)
             for depth in self.stages
-            if depth < 2 or all(ranks % depth for ranks in self.ranks)
-        ]
-        if self.microbatches is not None and not 1 <= self.microbatches <= self.batch:
-            faults.append(f"--microbatches must be 1 to --batch {self.batch}; got {self.microbatches}")
-        if self.memory is not None and bytes_of(self.memory) is None:
-            faults.append(f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}")
-        if self.twin_steps < 0:
-            faults.append(f"--twin-steps must be at least 0; got {self.twin_steps}")
-        if not self.trial_timeout_s > 0:
-            faults.append(f"--trial-timeout-s must be above 0; got {self.trial_timeout_s:g}")
+        }
+        rules |= {
+            f"--microbatches must be 1 to --batch {self.batch}; got {m}": m is not None and not 1 <= m <= self.batch,
+            f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}": self.memory is not None
+            and bytes_of(self.memory) is None,
+            f"--trial-timeout-s must be above 0; got {self.trial_timeout_s:g}": not self.trial_timeout_s > 0,
+            "app.bench starts the ranks of its runs itself: start it once, without torchrun, mpirun or srun": (
+                find_launch() is not None
+            ),
+        }
+        errors = self.data.validate() + broken(rules)
         for strategy in self.strategies:
-            try:
-                fault = StrategySpec.parse(strategy).fault(self.ranks)
-            except ValueError as unread:
-                fault = str(unread)
-            faults += [fault] if fault else []
-        if find_launch() is not None:
-            faults.append(
-                "app.bench starts the ranks of its runs itself: start it once, without torchrun, mpirun or srun"
+            unread = error_of(functools.partial(StrategySpec.parse, strategy))
+            errors += unread or filter(None, [StrategySpec.parse(strategy).fault(self.ranks)])
+        if not errors and not self.cases():
+            errors.append(
+                f"nothing to measure: single runs on one rank, everything else on several; got --ranks {ranks} and "
+                f"--strategies {' '.join(self.strategies)}"
             )
-        if not faults and not self.cases():
-            faults.append(
-                f"nothing to measure: single runs on one rank, everything else on several; got --ranks "
-                f"{' '.join(map(str, self.ranks))} and --strategies {' '.join(self.strategies)}"
-            )
-        return faults
+        return errors

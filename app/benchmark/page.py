@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from app.pages.charts import Chart, Series, line_chart
-from app.pages.html import Table, flattened, rendered
-from app.settings.cli import RunError
-from app.settings.console import print_table
+from app.pages.html import Chart, Series, Table, flattened, line_chart, rendered
+from app.settings.cli import RunError, print_table
 from parallel.units import bytes_text, number_text
 from pipelines.slides.whole_files import write_text
 
 HEADERS = ("strategy", "images/s", "range", "from memory", "data wait", "bubble", "sent", "fullest rank", "claim")
 SHORT = 90
 """Characters of a reason on the terminal; the whole of it is in ``bench.json``."""
+NAME = "bench.json"
+WORK = ("tile_px", "ranks", "global_batch")
+LABELS = {"tile_px": "tile side, px", "ranks": "ranks"}
 
 
 def print_bench(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -31,7 +32,9 @@ def print_bench(rows: Sequence[Mapping[str, Any]]) -> None:
         alike = [row for row in rows if (row["tile_px"], row["ranks"]) == (tile, ranks)]
         batch, m = alike[0]["global_batch"], alike[0]["microbatches"]
         title = f"{tile} px, {ranks} {'rank' if ranks == 1 else 'ranks'}, {batch} tiles a step in {m} microbatches"
-        print_table(title, HEADERS, [_shortened(cells(row)) for row in alike])
+        lines = [cells(row) for row in alike]
+        cut = [(*line[:-1], f"{line[-1][: SHORT - 1]}…") if len(line[-1]) > SHORT else line for line in lines]
+        print_table(title, HEADERS, [line if line[2] else short for line, short in zip(lines, cut, strict=True)])
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -54,13 +57,6 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _shortened(line: tuple[str, ...]) -> tuple[str, ...]:
-    return line if len(line[-1]) <= SHORT or line[2] else (*line[:-1], line[-1][: SHORT - 1] + "…")
-
-
-NAME = "bench.json"
-
-
 def write_page(folder: Path) -> Path:
     """Write ``report.html`` into the benchmark's folder and give its path.
 
@@ -80,12 +76,7 @@ def write_page(folder: Path) -> Path:
 
 
 def render(bench: Mapping[str, Any], name: str) -> str:
-    """Return the page.
-
-    Args:
-        bench: content of ``bench.json``.
-        name: of its folder.
-    """
+    """Return the page."""
     rows = bench["rows"]
     headers = ("model", "tile px", "ranks", "tiles a step", HEADERS[0], HEADERS[-1], *HEADERS[1:-1])
     table = []
@@ -103,17 +94,12 @@ def render(bench: Mapping[str, Any], name: str) -> str:
     )
 
 
-WORK = ("tile_px", "ranks", "global_batch")
-LABELS = {"tile_px": "tile side, px", "ranks": "ranks"}
-
-
 def charts(rows: Sequence[Mapping[str, Any]], x: str, fixed: str) -> list[Chart]:
     """Return charts of images/s over ``x``, one for each model and value of ``fixed`` with two values of ``x``.
 
     Args:
         rows: of ``bench.json``; those that did not run, or whose loss is not the reference's, are left out.
         x: ``tile_px`` or ``ranks``.
-        fixed: the other of these.
     """
     measured = [row for row in rows if row["status"] == "ok" and row["loss_matches"] is not False]
     looks = {strategy: number for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in rows))}

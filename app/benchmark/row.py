@@ -1,21 +1,42 @@
-"""A row of a benchmark: what the repeats of a case say together, and what it may claim against data parallelism.
+"""Runs of a case of a benchmark, and its row: the median of its repeats and its claim against data parallelism.
 
-Takes trials; gives plain values that ``bench.json`` holds. Speeds are medians over the repeats, beside the slowest and
-the fastest; a claim is made against data parallelism on as many ranks, with the same tiles, batch and memory.
+A trial is one run of ``app.train`` in processes of its own. Running out of memory is a result: of the device, as torch
+or a limit reports it; of the host, as the kernel kills a rank. The folder keeps the run's files but its checkpoint, so
+that an interrupted benchmark continues. Speeds are medians over the repeats, with the slowest and the fastest; a claim
+refers to data parallelism on the same number of ranks, with the same tiles, batch and memory.
 """
 
 from __future__ import annotations
 
+import csv
+import json
+import re
+import shutil
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from app.benchmark.case import Case
-from app.benchmark.trial import Trial
+from app.benchmark.command import Case
+from app.launch.host import memory_kills
+from app.settings.fields import write_json
+from parallel.comm.launch import kill_tree
 from parallel.strategy import DELAYED, STALE
 
-Row = dict[str, Any]
+Status = Literal["ok", "out-of-memory", "killed", "cannot", "failed"]
 
+SHARED = ("tiles.parquet", "splits.csv", "failed_slides.csv")
+"""Files of a prepared folder that a run takes over."""
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|can't allocate memory|ALLOC_FAILED", re.I)
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of a process that signal 9 ended, or of a launcher that tells of one."""
+FAULT = re.compile(r"error: (.*)")
+Row = dict[str, Any]
 LOSS_TOLERANCE = {"fp32": 1e-4, "tf32": 2.5e-3, "bf16": 2e-2}
 """Relative difference of first losses on as many ranks, by precision. Most agree in every digit; FSDP2, which gathers
 weights to other places in memory, differs by 2e-5 for a ResNet-50 on tiles of 512 px. TF32 rounds to three bits more
@@ -23,21 +44,117 @@ than bf16."""
 OTHER_RANKS = {"fp32": 1e-3, "tf32": 2.5e-3, "bf16": 2e-2}
 """The same between numbers of ranks. On a CPU they have other numbers of threads, which sum in another order: the loss
 of a ResNet-50 fresh from its weights then differs by up to 5e-4, and is itself as far from that in float64."""
-
 WORDS = {"out-of-memory": "out of memory", "killed": "killed by signal 9", "cannot": "cannot run"}
 """Status of a row that was not measured, as its claim has it."""
 ENDED = {"out-of-memory": "is out of memory", "killed": "was killed", "cannot": "cannot run", "failed": "failed"}
 """Status of a baseline that was not measured, as a claim has it."""
-
 MEDIANS = (
-    "images_per_second",
-    "images_per_second_no_data",
-    "pixels_per_second",
-    "data_wait_fraction",
-    "bubble",
-    "bubble_predicted",
+    *("images_per_second", "images_per_second_no_data", "pixels_per_second"),
+    *("data_wait_fraction", "bubble", "bubble_predicted"),
 )
 LISTS = ("peak_memory_bytes", "device_bytes", "sent_bytes")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of one run of a case.
+
+    Attributes:
+        reason: why it is not ok.
+        wall_s: from start to end of the processes.
+    """
+
+    status: Status
+    reason: str = ""
+    summary: dict[str, Any] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+    wall_s: float = 0.0
+
+    def save(self, path: Path) -> None:
+        write_json(path, asdict(self), nan=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Trial:
+        """Return the trial that ``save`` wrote."""
+        found = json.loads(path.read_text())
+        return cls(**{**found, "losses": tuple(found["losses"])})
+
+
+def run_trial(case: Case, shared: Sequence[str], prepared: Path, folder: Path, timeout_s: float) -> Trial:
+    """Run ``case`` once; what is left goes to ``folder``, ``trial.json`` last.
+
+    Args:
+        prepared: a folder with the tiles of this size, found and divided once for all cases.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in SHARED:
+        if (prepared / name).exists():
+            shutil.copyfile(prepared / name, folder / name)
+    command = [sys.executable, "-m", "app.train", *shared, *case.arguments, "--out", str(folder)]
+    begun, kills = time.monotonic(), memory_kills()
+    code = _run(command, folder / "output.txt", timeout_s)
+    trial = _trial_of(code, folder, time.monotonic() - begun, timeout_s, kills)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of parameters that are not used
+    trial.save(folder / "trial.json")
+    return trial
+
+
+def _run(command: list[str], output: Path, timeout_s: float) -> int | None:
+    """Exit code; None when it took too long. Nothing of it is left running."""
+    with output.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            kill_tree(process)
+
+
+def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float, kills: int | None) -> Trial:
+    output = (folder / "output.txt").read_text(errors="replace")
+    fault = folder / "fault.txt"
+    told = output + (fault.read_text(errors="replace") if fault.exists() else "")
+    summary: dict[str, Any] = {}
+    if (folder / "summary.json").exists():
+        summary = json.loads((folder / "summary.json").read_text())
+    if code == 0 and summary.get("status") == "completed":
+        return Trial("ok", "", summary, _losses(folder / "metrics.csv"), wall_s)
+    if code is None:
+        return Trial("failed", f"not done after {timeout_s:g} s; its output is {folder / 'output.txt'}", {}, (), wall_s)
+    if code in KILLED or any(f"exit code {dead}" in told for dead in KILLED):
+        return Trial("killed", _who_killed(kills, memory_kills()), summary, (), wall_s)
+    reasons = FAULT.findall(told)
+    reason = reasons[0] if reasons else (told.strip().splitlines() or [f"exit code {code}"])[-1]
+    if OUT_OF_MEMORY.search(told):
+        lines = [line.strip() for line in told.splitlines() if OUT_OF_MEMORY.search(line)]
+        return Trial("out-of-memory", lines[-1], summary, (), wall_s)
+    return Trial("cannot" if code == 2 else "failed", reason, summary, (), wall_s)
+
+
+def _who_killed(before: int | None, after: int | None) -> str:
+    """Return the likely cause of a signal 9."""
+    if before is None or after is None:
+        return (
+            "a rank was ended by signal 9, probably by the kernel as the host's memory ran out; it keeps no count here "
+            "that would tell: `dmesg` may. Use fewer ranks, a smaller --tile, or a host with more memory"
+        )
+    if after > before:
+        return (
+            "a rank was ended by signal 9: the host's memory ran out, and the kernel killed for it "
+            f"(its count of such kills rose by {after - before}); use fewer ranks, a smaller --tile, or a host with "
+            "more memory"
+        )
+    return (
+        "a rank was ended by signal 9, and not for lack of memory: the kernel's count of such kills stands at "
+        f"{after}. Somebody, or a scheduler, ended it"
+    )
+
+
+def _losses(path: Path) -> tuple[float, ...]:
+    with path.open(newline="") as file:
+        return tuple(float(row["loss"]) for row in csv.DictReader(file))
 
 
 def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None) -> Row:
@@ -85,20 +202,19 @@ def _chosen(case: Case, good: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Add to each row what it says beside the others: its loss, its baseline and its claim."""
+    """Add to each row the comparison with the others: its loss, its baseline and its claim."""
     for row in rows:
         alike = [other for other in rows if _work(other) == _work(row)]
         row["loss_difference"], row["loss_matches"] = _loss(row, alike)
-        base = next((other for other in alike if _is_baseline(other) and other["ranks"] == row["ranks"]), None)
-        row["baseline"] = base["strategy"] if base and base is not row else None
-        row["times_baseline"] = _ratio(row, base) if base and base is not row else None
+        plain = "ddp" if row["ranks"] > 1 else "single"
+        key = plain, row["ranks"]
+        base = next((other for other in alike if (other["strategy"], other["ranks"]) == key), None)
+        compared = base is not None and base is not row
+        row["baseline"] = plain if compared else None
+        row["times_baseline"] = _ratio(row, base) if compared else None
         row["claim"] = _claim(row, base) + _beside_saving(row, base, alike)
         if row.get("delayed") and row["status"] == "ok":
             row["claim"] += f"; {DELAYED}"
-
-
-def _is_baseline(row: Mapping[str, Any]) -> bool:
-    return bool(row["strategy"] == ("ddp" if row["ranks"] > 1 else "single"))
 
 
 def _work(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -107,8 +223,7 @@ def _work(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _loss(row: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool | None]:
-    """Relative difference of the first loss from that of the first row on as many ranks that has one, of that row from
-    the first of all, and whether it is rounding. None for the first of all, and where gradients are delayed."""
+    """Return the relative difference of the first loss from the reference, and whether it is rounding."""
     told = [other for other in alike if other["losses"] and not other.get("delayed")]
     if not row["losses"] or row.get("delayed") or told[0] is row:
         return None, None
@@ -119,8 +234,8 @@ def _loss(row: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> tuple[f
     return difference, difference <= tolerance[row["precision"]]
 
 
-def _ratio(row: Mapping[str, Any], base: Mapping[str, Any]) -> float | None:
-    if row["status"] != "ok" or base["status"] != "ok":
+def _ratio(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> float | None:
+    if base is None or row["status"] != "ok" or base["status"] != "ok":
         return None
     return float(row["images_per_second"] / base["images_per_second"])
 

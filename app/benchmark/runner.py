@@ -1,4 +1,4 @@
-"""A whole benchmark: tiles found once, every case run in turn, and what was measured kept after each run.
+"""A whole benchmark: tiles found once, every case run round robin, and results kept after each run.
 
 Takes the command; leaves ``trials/`` with the files of each run, ``bench.json`` and ``report.html`` in its folder, and
 prints a line for each run and the table at the end.
@@ -12,19 +12,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from app.benchmark.case import Case
-from app.benchmark.command import BenchCommand
+from app.benchmark.command import BenchCommand, Case
 from app.benchmark.page import NAME, print_bench, write_page
-from app.benchmark.row import Row, compare, row_of
-from app.benchmark.trial import Trial, run_trial
+from app.benchmark.row import Row, Trial, compare, row_of, run_trial
 from app.pages.html import format_duration
 from app.settings.cli import FAILED, OK
-from app.settings.data_file import read_data, write_json
-from app.settings.fields import arguments_for, flat
+from app.settings.fields import arguments_for, flat, read_data, write_json
 from app.settings.run import RunConfig, SplitSettings
 from app.training.dataset import prepare
 from app.training.run_folder import RunFolder
@@ -34,8 +30,6 @@ from pipelines.tiles.index_settings import IndexSettings
 
 MAY_GROW = ("tiles", "ranks", "stages", "strategies", "repeats", "resume", "out", "trial_timeout_s", "index_workers")
 """Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made."""
-
-
 ALL = SplitSettings(validation=0.0, test=0.0)
 """Every slide is trained on: a benchmark scores nothing."""
 NEVER = 10**9
@@ -44,10 +38,6 @@ NEVER = 10**9
 
 class BenchmarkRunner:
     """The runs of one ``app.bench``.
-
-    Args:
-        command: what is asked for.
-        arguments: as the user gave them; shown in the report.
 
     Raises:
         ValueError: the folder holds a benchmark and ``--resume`` was not given, or one with other settings.
@@ -100,9 +90,8 @@ class BenchmarkRunner:
             if kept.get("microbatches") is None and kept.get("m") != self._command.m:
                 differing.append(f"microbatches: the benchmark has {kept.get('m')}, asked is {self._command.m}")
             if differing:
-                raise ValueError(
-                    f"{self._folder} was begun with other settings:\n       " + "\n       ".join(differing)
-                )
+                lines = "\n       ".join(differing)
+                raise ValueError(f"{self._folder} was begun with other settings:\n       {lines}")
         self._trials.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump({**asked, "m": self._command.m}, sort_keys=False))
 
@@ -173,13 +162,9 @@ class BenchmarkRunner:
     def _shared(self) -> list[str]:
         """Arguments of ``app.train`` that every case has."""
         command = self._command
-        given: dict[str, Any] = {**flat(command.data), **flat(command.net)}
-        given |= {"mpp": command.mpp, "min_tissue": command.min_tissue, "optimizer": command.optimizer}
-        given |= {"device": command.device, "precision": command.precision, "seed": command.seed}
-        given |= {"steps": command.steps, "twin_steps": command.twin_steps}
-        given["checkpoint_every"] = NEVER
-        given |= flat(ALL)
-        return arguments_for(given)
+        names = ("mpp", "min_tissue", "optimizer", "device", "precision", "seed", "steps", "twin_steps")
+        own = {name: getattr(command, name) for name in names}
+        return arguments_for(flat(command.data) | flat(command.net) | own | {"checkpoint_every": NEVER} | flat(ALL))
 
     def _prepared(self, tile: int) -> Path:
         return self._folder / "tiles" / str(tile)

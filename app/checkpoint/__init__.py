@@ -1,1 +1,1 @@
-"""Checkpoints: what is in them, when they are due, and how they reach the disk beside training."""
+"""Checkpoints: their content, when they are due, and how they are written while training continues."""

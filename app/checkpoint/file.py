@@ -24,10 +24,13 @@ MAGIC = b"MegaTile blake2b "
 DIGEST_BYTES = 16
 LENGTH = len(MAGIC) + 2 * DIGEST_BYTES + 1
 READ_AT_ONCE = 1 << 20
-
 ZIP_END = b"PK\x05\x06"
 ZIP_END_BYTES = 22
 """What ``torch.save`` ends a file with (ZIP's end of central directory, without a comment)."""
+FORMAT = 2
+"""Since 2 a checkpoint ends with its checksum. One without is refused, as one that was cut short."""
+PRINTED = ("settings", "classes", "task")
+"""Of a checkpoint's state, what is printed and logged."""
 
 
 class ChecksumError(Exception):
@@ -98,12 +101,6 @@ def has_checksum(file: BinaryIO) -> bool:
 
 def _tail(digest: str) -> bytes:
     return MAGIC + digest.encode() + b"\n"
-
-
-FORMAT = 2
-"""Since 2 a checkpoint ends with its checksum. One without is refused, as one that was cut short."""
-PRINTED = ("settings", "classes", "task")
-"""Of a checkpoint's state, what is printed and logged."""
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -193,7 +190,7 @@ def resume_state(last: Path, best: Path) -> dict[str, Any]:
 
 
 def not_resumable(path: Path, fault: Exception) -> RunError:
-    """Return what a user is told about a file whose content is not that of a run's checkpoint."""
+    """Return the error of a file whose content is not that of a run's checkpoint."""
     what = f"lacks {fault}" if isinstance(fault, KeyError) else _first_line(fault)
     return RunError(f"checkpoint {path} cannot be resumed from: {what}; restore it, or start anew in another --out")
 
@@ -208,7 +205,7 @@ def check_weights(path: Path) -> None:
     Raises:
         ValueError: it is damaged.
     """
-    with contextlib.suppress(OSError), path.open("rb") as file:  # not there: whoever loads it says so
+    with contextlib.suppress(OSError), path.open("rb") as file:  # not there: an error where it is loaded
         try:
             if has_checksum(file):
                 check_bytes(file)

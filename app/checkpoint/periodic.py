@@ -1,6 +1,6 @@
 """The checkpoints of a run: when one is due, and how it is written.
 
-Takes settings, run folder and engine; told of every step, and given every state. Every rank has one, the first writes.
+Takes settings, run folder and engine, then every step and every state. Every rank has one, the first writes.
 With ``--checkpoint-every 0`` the number of steps between two is tuned from measured seconds: the smallest at which
 checkpoints cost no more than a share of the time and each is on the disk before the next is due. After Mohan,
 Phanishayee, Chidambaram 2021, CheckFreq, section 4.4: the cost is what a checkpoint added, slower steps included.
@@ -15,7 +15,6 @@ import statistics
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,39 +29,36 @@ FIRST = 10
 """Steps before the first checkpoint: there is nothing yet to tune from."""
 STEPS, CHECKPOINTS = 50, 5
 """How many of the last steps and checkpoints count; medians of them, so that one that was held up moves nothing."""
+log = logging.getLogger(__name__)
 
 
 class CheckpointInterval:
-    """The number of steps between two checkpoints, tuned while the run lasts.
-
-    Args:
-        overhead: share of the time that checkpoints may cost, above 0 to 1.
-    """
+    """The number of steps between two checkpoints, tuned while the run lasts."""
 
     def __init__(self, overhead: float) -> None:
         self._overhead = overhead
         self._quiet_s: deque[float] = deque(maxlen=STEPS)
-        self._beside_s: list[float] = []
+        self._overlapped_s: list[float] = []
         self._costs_s: deque[float] = deque(maxlen=CHECKPOINTS)
         self._persists_s: deque[float] = deque(maxlen=CHECKPOINTS)
 
-    def add_step(self, step_s: float, beside: bool) -> None:
-        """Add a step that took ``step_s``; ``beside``: a checkpoint was being copied or written meanwhile."""
-        (self._beside_s if beside else self._quiet_s).append(step_s)
+    def add_step(self, step_s: float, overlapped: bool) -> None:
+        """Add a step that took ``step_s``; ``overlapped``: a checkpoint was being copied or written meanwhile."""
+        (self._overlapped_s if overlapped else self._quiet_s).append(step_s)
 
     def add_checkpoint(self, between_s: float, blocked_s: float, write_s: float) -> None:
-        """Add a checkpoint that is on the disk; the steps beside it have been added.
+        """Add a checkpoint that is on the disk; the steps that overlapped with it have been added.
 
         Args:
             between_s: what it took between two steps.
-            blocked_s: how long updates waited for its copy; part of the steps beside it.
+            blocked_s: how long updates waited for its copy; part of the overlapped steps.
             write_s: from the end of the step before it until it was on the disk; 0 when that was all between steps.
         """
         slower_s = 0.0
         if self._quiet_s:
             usual_s = statistics.median(self._quiet_s)
-            slower_s = sum(self._beside_s) - usual_s * len(self._beside_s)
-        self._beside_s.clear()
+            slower_s = sum(self._overlapped_s) - usual_s * len(self._overlapped_s)
+        self._overlapped_s.clear()
         self._costs_s.append(between_s + max(blocked_s, slower_s))
         self._persists_s.append(write_s)
 
@@ -73,31 +69,22 @@ class CheckpointInterval:
 
     @property
     def every(self) -> int:
-        """Return k, at least 1."""
-        cost_s = self.cost_s
-        if cost_s is None or not self._quiet_s:
-            return FIRST
-        step_s = statistics.median(self._quiet_s)
-        if step_s <= 0:
+        """Return the steps between two checkpoints, at least 1."""
+        cost_s, step_s = self.cost_s, statistics.median(self._quiet_s or [0.0])
+        if cost_s is None or step_s <= 0:
             return FIRST
         affordable = math.ceil(cost_s / (self._overhead * step_s))
         write_s = statistics.median(self._persists_s)
-        # One step more than the disk needs: steps without a checkpoint beside them are what the others are held to.
+        # One step more than the disk needs: steps without an overlapping checkpoint are what the others are held to.
         possible = math.ceil(write_s / step_s) + 1 if write_s else 1
         return max(1, affordable, possible)
-
-
-log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
     """The checkpoints of a run. A context: whatever happened, a checkpoint that was begun is on the disk at its end.
 
     Args:
-        settings: how often and how.
-        last, best: where they go.
         engine: whose updates wait until they are copied.
-        device: on which its tensors may lie.
         step: steps done when the run starts.
     """
 
@@ -116,7 +103,7 @@ class CheckpointManager:
         self._last_step = step
         self._interval = CheckpointInterval(settings.checkpoint_overhead)
         self._between_s = 0.0
-        self._beside = False
+        self._overlapped = False
         self._two_phase = TwoPhaseCheckpoints(device) if settings.checkpoint_write == "two-phase" else None
         if self._two_phase is not None:
             engine.before_update(self._two_phase.await_copy)
@@ -139,19 +126,19 @@ class CheckpointManager:
         Raises:
             RunError: a checkpoint could not be written meanwhile.
         """
-        self._interval.add_step(step_s, self._beside)
+        self._interval.add_step(step_s, self._overlapped)
         if not self.busy:
             self.finish()
-        self._beside = self.busy
+        self._overlapped = self.busy
 
     def save(self, state: dict[str, Any], step: int, begun_s: float, *, best: bool, at_once: bool = False) -> None:
-        """Write ``state``, or begin to: the engine continues at once.
+        """Write ``state``, or begin to: the engine continues immediately.
 
         Args:
             state: of the first rank; {} on the others, which write nothing.
             begun_s: when it began to be gathered, in ``time.monotonic`` seconds.
             best: name it the best too.
-            at_once: no step follows beside which it could be written.
+            at_once: no step follows that it could overlap with.
 
         Raises:
             RunError: it, or the one before it, could not be written; the last that was is still there.
@@ -165,7 +152,7 @@ class CheckpointManager:
             save_checkpoint(self._last, state)
             if best:
                 keep_as(self._last, self._best)
-        self._beside = begun
+        self._overlapped = begun
         self._between_s = time.monotonic() - begun_s
         if not begun:
             self._interval.add_checkpoint(self._between_s, 0.0, 0.0)
@@ -178,16 +165,12 @@ class CheckpointManager:
         """
         written = self._two_phase.finish() if self._two_phase is not None else None
         if written is not None:
-            self._interval.add_checkpoint(self._between_s, written.blocked_s, written.write_s)
-            log.info(
+            self._interval.add_checkpoint(self._between_s, *written)
+            text = (
                 "checkpoint of step %d: %.3f s between two steps, an update waited %.3f s, on the disk after %.3f s; "
-                "steps beside them included, checkpoints cost %.3f s each",
-                self._last_step,
-                self._between_s,
-                written.blocked_s,
-                written.write_s,
-                self._interval.cost_s,
+                "overlapped steps included, checkpoints cost %.3f s each"
             )
+            log.info(text, self._last_step, self._between_s, *written, self._interval.cost_s)
 
     @property
     def busy(self) -> bool:
@@ -195,7 +178,7 @@ class CheckpointManager:
         return self._two_phase is not None and self._two_phase.busy
 
     def _begin(self, state: dict[str, Any], best: bool) -> bool:
-        """Begin a checkpoint in two phases; return False where it has to be written at once."""
+        """Begin a checkpoint in two phases; return False where it has to be written between steps."""
         if self._two_phase is None:
             return False
         try:
@@ -210,11 +193,9 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is KeyboardInterrupt:  # asked for twice: at once
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is KeyboardInterrupt:  # pressed twice: end immediately
             return
-        # What the run failed with is told, not what came of its last checkpoint.
+        # The error of the run is reported, not that of its last checkpoint.
         with contextlib.suppress(RunError) if kind is not None else contextlib.nullcontext():
             self.finish()

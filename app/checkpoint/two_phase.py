@@ -1,6 +1,6 @@
 """Checkpoints in two phases: copied while the next step computes, written while training continues.
 
-Takes a state and where to write it; returns at once. The engine's update waits for the copy (``await_copy``); the
+Takes a state and where to write it; returns immediately. The engine's update waits for the copy (``await_copy``); the
 thread that copied then writes. After Mohan, Phanishayee, Chidambaram 2021, CheckFreq, section 4.2.
 """
 
@@ -11,13 +11,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from app.checkpoint.file import keep_as, save_checkpoint
 from parallel.comm.device_thread import on_current_device
@@ -29,25 +29,8 @@ NICENESS = 15
 """Of the thread that writes: a step waits for the slowest of its threads, whatever core that one shares."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """The seconds that a checkpoint took.
-
-    Attributes:
-        blocked_s: how long an update waited for the copy.
-        write_s: from the step before it until it was on the disk.
-    """
-
-    blocked_s: float
-    write_s: float
-
-
 class TwoPhaseCheckpoints:
-    """Checkpoints in two phases, one at a time; the memory for the copy is reused.
-
-    Args:
-        device: on which tensors may lie.
-    """
+    """Checkpoints in two phases, one at a time; the memory for the copy is reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._copies = Copies.for_device(device)
@@ -66,7 +49,6 @@ class TwoPhaseCheckpoints:
             state: what ``save_checkpoint`` takes: ``model`` by name, ``optimizer``, and anything else.
             parameter_names: of the model's tensors that only updates change, as they do those of the optimizer. They
                 are copied later, all others before this returns.
-            path: of the file.
             also: second name of the file once it is there.
 
         Raises:
@@ -109,8 +91,10 @@ class TwoPhaseCheckpoints:
         if job is not None:
             job.await_copy()
 
-    def finish(self) -> Written | None:
-        """Wait until the checkpoint under way is on the disk; return what it took, None when there is none.
+    def finish(self) -> tuple[float, float] | None:
+        """Wait until the checkpoint under way is on the disk; None when there is none.
+
+        Return the seconds that an update waited for the copy, and those from the step before until it was on the disk.
 
         Raises:
             RunError: it could not be written; the one before is still there.
@@ -122,7 +106,7 @@ class TwoPhaseCheckpoints:
         self._job = None
         if job.error is not None:
             raise job.error
-        return Written(job.blocked_s, job.write_s)
+        return job.blocked_s, job.write_s
 
     def _targets(self, sources: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return uint8 tensors for the copies of ``sources`` in the buffer, each a storage of its own."""
@@ -188,14 +172,7 @@ def copy_bytes(source: Tensor, target: Tensor) -> None:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def storage_key(tensor: Tensor) -> int:

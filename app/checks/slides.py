@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from app.settings.console import Finding
+from app.settings.cli import Finding
 from pipelines.backends.registry import BACKENDS, open_slide, other_images
 from pipelines.backends.tiff_tags import check_tiff
 from pipelines.backends.tiff_writer import JPEG, TILE, TiffWriter, encode_jpeg
@@ -29,6 +29,14 @@ from pipelines.tiles.slide_index import slide_limits
 
 SIDE = 2 * TILE
 MPP = 0.5
+PROBE_PX = 512
+"""Side of a region that is read for a look."""
+GRID = 8
+"""At most ``GRID`` x ``GRID`` regions of level 0 are read, evenly spread: all of a slide up to 4096 px a side."""
+ANY_MPP = 1.0
+"""um/px with which a slide without any is opened for a look at the rest of it."""
+SAMPLE_TOLERANCE = 4.0
+"""Mean difference in grey levels that JPEG may make to the sample picture."""
 
 
 def sample_picture() -> Pixels:
@@ -54,11 +62,8 @@ def _write_tiff(path: Path, picture: Pixels) -> None:
             for column in range(2):
                 tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
                 writer.write_tile(0, column, row, encode_jpeg(np.ascontiguousarray(tile), quality=95))
-        writer.write_tile(1, 0, 0, encode_jpeg(_half(picture), quality=95))
-
-
-def _half(picture: Pixels) -> Pixels:
-    return np.asarray(cv2.resize(picture, (TILE, TILE), interpolation=cv2.INTER_AREA), np.uint8)
+        half = np.asarray(cv2.resize(picture, (TILE, TILE), interpolation=cv2.INTER_AREA), np.uint8)
+        writer.write_tile(1, 0, 0, encode_jpeg(half, quality=95))
 
 
 def _encoded(kind: str, picture: Pixels, options: list[int]) -> bytes:
@@ -111,19 +116,6 @@ def _ndpi(picture: Pixels) -> bytes:
     return head + stream + resolution + starts + page + bytes(8 + 4 * len(entries))
 
 
-PROBE_PX = 512
-"""Side of a region that is read for a look."""
-
-GRID = 8
-"""At most ``GRID`` x ``GRID`` regions of level 0 are read, evenly spread: all of a slide up to 4096 px a side."""
-
-ANY_MPP = 1.0
-"""um/px with which a slide without any is opened for a look at the rest of it."""
-
-SAMPLE_TOLERANCE = 4.0
-"""Mean difference in grey levels that JPEG may make to the sample picture."""
-
-
 @dataclass(frozen=True)
 class SlideCheck:
     """The facts of a slide, as far as it opened; ``faults`` is empty for a good one.
@@ -142,7 +134,7 @@ class SlideCheck:
 
 
 def check_slides(specs: Sequence[SlideSpec], workers: int) -> Iterator[SlideCheck]:
-    """Yield the check of every slide, at most ``workers`` at once; in the order of completion."""
+    """Yield the check of every slide, at most ``workers`` concurrently; in the order of completion."""
     for spec, check in map_isolated(check_slide, specs, workers, slide_limits(1)):
         if isinstance(check, WorkerCrashed):
             check = SlideCheck(spec.slide_id, faults=(f"{check}; the file is damaged, or memory ran out",))
@@ -204,8 +196,7 @@ def _regions(slide: Slide) -> Iterator[Region]:
 
 
 def _spread(l0_start: int, length: int) -> list[int]:
-    """Return where regions begin along one side: side by side where ``GRID`` of them cover it, evenly spread
-    elsewhere."""
+    """Return where regions begin along one side: ``GRID`` of them at most, evenly spread where they do not cover it."""
     count = -(-length // PROBE_PX)
     numbers = range(count) if count <= GRID else (round(i * (count - 1) / (GRID - 1)) for i in range(GRID))
     return [l0_start + i * PROBE_PX for i in numbers]

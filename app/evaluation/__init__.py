@@ -1,1 +1,1 @@
-"""Predictions held against the truth: slides, patients, px, lesions."""
+"""Predictions compared with the truth: slides, patients, pixels, lesions."""

@@ -1,8 +1,7 @@
-"""Predicted areas held against annotations: Dice and IoU of each class, lesions found, and pictures of both.
+"""Predicted areas compared with annotations: Dice and IoU of each class, lesions found, and pictures of both.
 
 Takes a folder of predictions and the annotations of its slides; returns an ``AreaScores``. Both are compared on the map
-that areas were drawn around, px by px, a px having the class of its centre; px that are annotated to be ignored do not
-count.
+that areas were drawn around, pixel by pixel, with the class of its centre; pixels annotated to be ignored do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from app.pages.pictures import colour_of
+from app.pages.pictures import as_png, colour_of
 from app.prediction.prediction_folder import PredictionFolder
 from models.losses import IGNORE
 from pipelines.catalog.catalog import SlideSpec
@@ -35,6 +34,12 @@ FALSE_POSITIVES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """False alarms per slide at which the score asks for the sensitivity."""
 
 Floats = NDArray[np.float64]
+log = logging.getLogger(__name__)
+BAND_ROWS = 1024
+"""Rows of annotations painted at a time."""
+PICTURE_PX = 480
+"""Longer side of a picture of a mask."""
+Masks = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,10 @@ class SlideHits:
     """Lesions that the detections of one slide hit.
 
     Attributes:
-        lesions: that count.
         found: highest probability in each lesion that was hit.
         false: probability of each detection outside of all lesions.
         isolated: lesions that do not count, as they are too small.
         objects: connected areas of the true mask, before those near each other are merged.
-        detections: all of them.
     """
 
     lesions: int
@@ -63,13 +66,12 @@ class Froc:
     """The curve, from the highest threshold to the lowest.
 
     Attributes:
-        false_per_slide, sensitivity: (n,) false alarms per slide, and part of the lesions found.
+        fp_per_slide, sensitivity: (n,) false alarms per slide, and part of the lesions found.
         score: mean sensitivity at ``FALSE_POSITIVES``; None where the curve means nothing.
-        lesions, detections: of all slides.
         reason: why the curve means nothing; empty where it does.
     """
 
-    false_per_slide: Floats
+    fp_per_slide: Floats
     sensitivity: Floats
     score: float | None
     lesions: int
@@ -77,7 +79,7 @@ class Froc:
     reason: str = ""
 
 
-def hits(mask: Mask, mpp: float, detections: Sequence[tuple[int, int, float]]) -> SlideHits:
+def match_detections(mask: Mask, mpp: float, detections: Sequence[tuple[int, int, float]]) -> SlideHits:
     """Return what ``detections`` (x, y, probability) hit on a slide.
 
     Args:
@@ -100,7 +102,7 @@ def hits(mask: Mask, mpp: float, detections: Sequence[tuple[int, int, float]]) -
 
 
 def _lesions(mask: Mask, mpp: float) -> tuple[NDArray[np.int32], set[int]]:
-    """Number of the lesion at each px, from 1, and those of isolated cells."""
+    """Return the number of the lesion at each pixel, from 1, and those of isolated cells."""
     if not mask.any():
         return np.zeros(mask.shape, np.int32), set()
     distance = cv2.distanceTransform((~mask).view(np.uint8), cv2.DIST_L2, cv2.DIST_MASK_PRECISE)
@@ -113,8 +115,7 @@ def _lesions(mask: Mask, mpp: float) -> tuple[NDArray[np.int32], set[int]]:
 
 
 def _major_axes(labels: NDArray[np.int32]) -> Floats:
-    """Return the major axis, px, of the ellipse with the second moments of each label from 1; each px is visited once
-    for all labels."""
+    """Return the major axis, px, of the ellipse with the second moments of each label from 1, in one pass."""
     rows, columns = np.nonzero(labels)
     label = labels[rows, columns] - 1
     count = np.bincount(label).astype(np.float64)
@@ -144,26 +145,13 @@ def froc(slides: Sequence[SlideHits]) -> Froc:
     return Froc(alarms, sensitivity, score, lesions, sum(slide.detections for slide in slides), reason)
 
 
-log = logging.getLogger(__name__)
-
-BAND_ROWS = 1024
-"""Rows of annotations painted at a time."""
-
-PICTURE_PX = 480
-"""Longer side of a picture of a mask."""
-
-Masks = NDArray[np.uint8]
-
-
 @dataclass(frozen=True, eq=False)
 class AreaScores:
     """Scores of areas.
 
     Attributes:
-        slides: in order.
         classes: that model and annotations both have.
         dice, iou: float64 (slides, classes); NaN where a class is neither true nor predicted.
-        froc: by class.
         pictures: PNG of the true and the predicted mask of each slide, side by side.
         left_out: a line for each slide that takes no part, with why, and one for annotated classes that do not.
     """
@@ -187,9 +175,7 @@ def score_areas(
     """Return the scores of the areas in ``folder``.
 
     Args:
-        slide_ids: slides to score.
         shown: classes that areas were drawn of, in the order of the masks' values from 1.
-        annotations: folder of annotations by slide name.
         class_map: classes of the annotations by other names, as in training.
 
     Raises:
@@ -232,11 +218,11 @@ def score_areas(
         iou.append([_ratio(int((a & b).sum()), int((a | b).sum())) for a, b in pairs])
         for name, (lesions, _) in zip(classes, pairs, strict=True):
             detections = _detections(folder.areas(slide_id), name, canvas["l0_px"])
-            found[name].append(hits(lesions, canvas["mpp"] * canvas["l0_px"], detections))
+            found[name].append(match_detections(lesions, canvas["mpp"] * canvas["l0_px"], detections))
         pictures[slide_id] = _picture([[mask for mask, _ in pairs], [mask for _, mask in pairs]])
         slides.append(slide_id)
     if not slides:
-        raise ValueError(f"--annotations {annotations}: none can be held against a prediction: {'; '.join(left_out)}")
+        raise ValueError(f"--annotations {annotations}: none can be compared with a prediction: {'; '.join(left_out)}")
     return AreaScores(
         tuple(slides),
         tuple(classes),
@@ -249,7 +235,7 @@ def score_areas(
 
 
 def true_mask(truth: SlideAnnotations, slide_id: str, canvas: Mapping[str, Any]) -> Masks:
-    """Return the class of each px of a slide's map, uint8 (height, width).
+    """Return the class of each pixel of a slide's map, uint8 (height, width).
 
     Raises:
         SlideError: the annotation is damaged, or of another slide.
@@ -283,7 +269,7 @@ def _detections(path: Path, name: str, l0_px: float) -> list[tuple[int, int, flo
 
 
 def _picture(sides: Sequence[Sequence[NDArray[np.bool_]]]) -> bytes:
-    """A PNG of masks beside each other, a colour for each class."""
+    """Return a PNG of two sides of masks, a colour for each class."""
     drawn = []
     for masks in sides:
         height, width = masks[0].shape
@@ -295,6 +281,4 @@ def _picture(sides: Sequence[Sequence[NDArray[np.bool_]]]) -> bytes:
             picture += share * (np.array(colour_of(number), np.float32) - picture)
         drawn.append(picture)
     between = np.full((drawn[0].shape[0], 8, 3), 128, np.float32)
-    done, png = cv2.imencode(".png", np.concatenate([drawn[0], between, drawn[1]], 1)[..., ::-1].astype(np.uint8))
-    assert done
-    return png.tobytes()
+    return as_png(np.concatenate([drawn[0], between, drawn[1]], 1).astype(np.uint8))

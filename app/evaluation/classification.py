@@ -1,27 +1,38 @@
-"""Measures of classification: ROC and precision-recall areas with confidence intervals, confusion, calibration.
+"""Labels and scores of slides and patients, and measures of them: ROC and precision-recall areas with intervals.
 
-Takes scores and labels of slides or patients; returns numbers and curves. scikit-learn computes what it has.
+Takes the rows of predicted slides and a table of labels; returns ``Predictions``, and numbers and curves. scikit-learn
+computes what it has. A slide without a label, or a label without a prediction, takes no part and is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import average_precision_score, confusion_matrix, recall_score, roc_auc_score
+from sklearn.metrics import average_precision_score, confusion_matrix, roc_auc_score
 
-from app.training.metrics import rows_by
-
-Floats = NDArray[np.float64]
-Labels = NDArray[np.int64]
+from app.training import metrics
+from app.training.metrics import Floats, Labels, rows_by
+from pipelines.catalog.catalog import SlideNames
+from pipelines.catalog.table import Table, counted, listed, read_table, shown
+from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, known_patients
 
 BINS = 10
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+PREFERRED = ("test", "val", "external", "unknown")
+"""Without ``--split`` the first of these that has a slide is scored: slides that were never looked at, those that chose
+the checkpoint, those that the run did not have, those of checkpoints that record no split. Never training slides."""
+SlideRows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Cases:
+class Predictions:
     """Slides or patients with their scores and labels.
 
     Attributes:
@@ -36,30 +47,27 @@ class Cases:
     patient: Labels
     positive: int | None = None
 
-    def select(self, rows: Labels) -> Cases:
+    def select(self, rows: Labels) -> Predictions:
         """Return the cases ``rows``, in that order."""
-        return Cases(self.score[rows], self.label[rows], self.patient[rows], self.positive)
+        return Predictions(self.score[rows], self.label[rows], self.patient[rows], self.positive)
 
 
-def auc(cases: Cases) -> float | None:
+def auc(cases: Predictions) -> float | None:
     """Return the area under the ROC curve: of the positive class, or the mean of each class against the rest."""
     return _over_classes(cases, roc_auc_score)
 
 
-def auprc(cases: Cases) -> float | None:
+def auprc(cases: Predictions) -> float | None:
     """Return the average precision: of the positive class, or the mean over the classes."""
     return _over_classes(cases, average_precision_score)
 
 
-def balanced_accuracy(cases: Cases) -> float | None:
+def balanced_accuracy(cases: Predictions) -> float | None:
     """Return the mean over the classes of the share of their cases whose highest score is their own."""
-    if not len(cases.label):
-        return None
-    present = np.unique(cases.label)
-    return float(recall_score(cases.label, cases.score.argmax(1), labels=present, average="macro"))
+    return metrics.balanced_accuracy(cases.score, cases.label)
 
 
-def _over_classes(cases: Cases, score: Callable[..., float]) -> float | None:
+def _over_classes(cases: Predictions, score: Callable[..., float]) -> float | None:
     classes = cases.score.shape[1]
     present = [c for c in range(classes) if 0 < np.count_nonzero(cases.label == c) < len(cases.label)]
     if not present:
@@ -69,12 +77,12 @@ def _over_classes(cases: Cases, score: Callable[..., float]) -> float | None:
     return float(np.mean([score(cases.label == c, cases.score[:, c]) for c in present]))
 
 
-def with_interval(cases: Cases, measure: Callable[[Cases], float | None], seed: int = 0) -> Estimate:
+def with_interval(cases: Predictions, measure: Callable[[Predictions], float | None]) -> Estimate:
     """Return ``measure`` of the cases with its interval over their patients."""
-    return bootstrap(cases.patient, lambda rows: measure(cases.select(rows)), seed)
+    return bootstrap(cases.patient, lambda rows: measure(cases.select(rows)))
 
 
-def by_patient(cases: Cases) -> tuple[Cases, Labels]:
+def by_patient(cases: Predictions) -> tuple[Predictions, Labels]:
     """Return one case for each patient, and the patients left out.
 
     With a positive class a patient is positive where one slide is, and has the highest of the slides' scores. Otherwise
@@ -95,10 +103,10 @@ def by_patient(cases: Cases) -> tuple[Cases, Labels]:
             score[row, cases.positive], score[row, 1 - cases.positive] = highest, np.clip(1 - highest, 0, 1)
             label[row] = cases.positive if (labels == cases.positive).any() else 1 - cases.positive
     kept = np.flatnonzero(~mixed)
-    return Cases(score, label, patients, cases.positive).select(kept), patients[mixed]
+    return Predictions(score, label, patients, cases.positive).select(kept), patients[mixed]
 
 
-def confusion(cases: Cases) -> NDArray[np.int64]:
+def confusion(cases: Predictions) -> NDArray[np.int64]:
     """Return counts (C, C): rows true, columns predicted."""
     classes = range(cases.score.shape[1])
     counts: NDArray[np.int64] = confusion_matrix(cases.label, cases.score.argmax(1), labels=list(classes))
@@ -121,7 +129,7 @@ class Calibration:
     count: Labels
 
 
-def calibration(cases: Cases) -> Calibration:
+def calibration(cases: Predictions) -> Calibration:
     """Return the calibration over ``BINS`` bins of the same width."""
     confidence = cases.score.max(1)
     right = cases.score.argmax(1) == cases.label
@@ -134,12 +142,6 @@ def calibration(cases: Cases) -> Calibration:
     return Calibration(error, means, accuracy, count)
 
 
-RESAMPLES = 1000
-CONFIDENCE = 0.95
-
-Rows = NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Estimate:
     """A number with its interval; None where the cases cannot define it."""
@@ -149,7 +151,7 @@ class Estimate:
     high: float | None = None
 
 
-def bootstrap(patient: Rows, measure: Callable[[Rows], float | None], seed: int = 0) -> Estimate:
+def bootstrap(patient: Labels, measure: Callable[[Labels], float | None]) -> Estimate:
     """Return ``measure`` of all cases, and its ``CONFIDENCE`` interval over ``RESAMPLES`` draws of patients with
     replacement; draws that cannot define it, as those of one class alone, are not counted.
 
@@ -160,7 +162,7 @@ def bootstrap(patient: Rows, measure: Callable[[Rows], float | None], seed: int 
     value = measure(np.arange(len(patient)))
     if value is None:
         return Estimate(None)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     patients, rows = rows_by(patient)
     drawn = []
     for _ in range(RESAMPLES):
@@ -172,3 +174,158 @@ def bootstrap(patient: Rows, measure: Callable[[Rows], float | None], seed: int 
         return Estimate(value)
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Estimate(value, float(low), float(high))
+
+
+@dataclass(frozen=True)
+class ScoredSplit:
+    """The split that is scored.
+
+    Attributes:
+        name: train, val, test, external, unknown, or all.
+    """
+
+    name: str
+    rows: SlideRows
+    counts: Mapping[str, int]
+
+    def lines(self) -> list[str]:
+        """Return what is scored and what is not."""
+        others = ", ".join(f"{name} {count}" for name, count in self.counts.items() if self.name not in (name, "all"))
+        left = f"; predicted and not scored: {others} (--split)" if others else ""
+        lines = [f"scored split: {self.name}, {counted(len(self.rows), 'slide')}{left}"]
+        if self.name == "unknown" or (self.name == "all" and "unknown" in self.counts):
+            lines.append(
+                "the checkpoint does not record the split of its run: training slides may be among those scored"
+            )
+        return lines
+
+    def trained(self, scored: Sequence[str]) -> tuple[str, ...]:
+        """Return the slides of ``scored`` that the run trained on, or on other slides of their patients."""
+        train = {row["slide"] for row in self.rows if row["split"] == "train"}
+        return tuple(slide for slide in scored if slide in train)
+
+
+def choose_split(rows: SlideRows, asked: str | None) -> ScoredSplit:
+    """Return the split to score.
+
+    Args:
+        asked: ``--split``; None: the first of ``PREFERRED`` that has slides.
+
+    Raises:
+        ValueError: no predicted slide is in it.
+    """
+    counts = dict(sorted(Counter(row["split"] for row in rows).items()))
+    name = asked or next((name for name in PREFERRED if name in counts), None)
+    kept = [row for row in rows if name in (row["split"], "all")]
+    if not kept:
+        have = ", ".join(f"{name} {count}" for name, count in counts.items())
+        what = f"--split {asked} has no predicted slide" if asked else "all predicted slides are training slides"
+        raise ValueError(
+            f"{what}: the predictions have {have}. Predict slides that the model was not trained on, or score these "
+            f"with --split {next(iter(counts))}"
+        )
+    assert name is not None
+    return ScoredSplit(name, kept, counts)
+
+
+def training_note(trained: Sequence[str], scored: int) -> str:
+    """Return a line that names training slides in a score."""
+    return f"{len(trained)} of {scored} scored slides are training slides: {listed(trained)}"
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledPredictions:
+    """Slides that have a prediction and a label, in order.
+
+    Attributes:
+        cases: of the slides; the patient of a slide whose patient is unknown is the slide.
+        left_out: a line for each kind of slide that takes no part.
+    """
+
+    slides: tuple[str, ...]
+    cases: Predictions
+    left_out: tuple[str, ...]
+
+
+def read_truth(path: Path, *, needs_labels: bool) -> Table:
+    """Return the table of ``--labels``, whose column label may be missing where annotations are scored.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    table = read_table(path, ("slide",))
+    return read_table(path, ("slide", "label")) if needs_labels or "label" in table.roles else table
+
+
+def patients_of(rows: Sequence[Mapping[str, Any]], table: Table | None, pattern: str | None) -> dict[str, str]:
+    """Return the patient of every slide of ``rows`` whose patient is known: by the table, by ``--patient-pattern``, or
+    as the predictions record it.
+
+    Raises:
+        ValueError: the table names two patients of a slide, or the pattern finds none.
+    """
+    names = SlideNames(row["slide"] for row in rows)
+    named: dict[str, str] = {}
+    faults = []
+    for line in () if table is None else table.rows:
+        slide = names.match(line["slide"])
+        if slide is not None and line["patient"] and named.setdefault(slide, line["patient"]) != line["patient"]:
+            faults.append(f"line {line.line}: slide {slide!r} has two patients; keep one")
+    if table is not None and faults:
+        raise ValueError(f"labels {table.path}: {shown(faults)}")
+    if pattern is not None:
+        named = known_patients([row["slide"] for row in rows], named, pattern)
+    return {row["slide"]: row["patient"] for row in rows if row["patient"]} | named
+
+
+def labelled_slides(
+    rows: Sequence[Mapping[str, Any]],
+    classes: Sequence[str],
+    table: Table,
+    patient: Mapping[str, str],
+    positive: int | None,
+    class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
+) -> LabelledPredictions:
+    """Return the slides of ``rows`` (of ``slides.csv``) with the labels of ``table``.
+
+    Args:
+        positive: index of the positive class of two; None: there is none.
+        class_map: classes of the table by other names, as in training.
+
+    Raises:
+        ValueError: the table has labels that are no classes of the model, or fits no slide.
+    """
+    names = SlideNames(row["slide"] for row in rows)
+    label: dict[str, int] = {}
+    unknown, faults = [], []
+    for line in table.rows:
+        slide, name = names.match(line["slide"]), class_map.learned(line["label"])
+        if slide is None:
+            unknown.append(line["slide"])
+        elif not line["label"] or (name != line["label"] and IGNORED_CLASS.match(name)):
+            continue  # a missing value, or a class that was left out of training
+        elif name not in classes:
+            faults.append(f"line {line.line}: {line['label']!r} is no class of the model ({', '.join(classes)})")
+        elif label.setdefault(slide, classes.index(name)) != classes.index(name):
+            faults.append(f"line {line.line}: slide {slide!r} has two labels; keep one")
+    if faults:
+        raise ValueError(f"labels {table.path}: {shown(faults)}")
+    kept = [row for row in rows if row["slide"] in label]
+    if not kept:
+        raise ValueError(
+            f"labels {table.path}: no line names a slide that is scored ({listed([row['slide'] for row in rows])}); "
+            "--split chooses others"
+        )
+    left_out = []
+    if unlabelled := [row["slide"] for row in rows if row["slide"] not in label]:
+        left_out.append(f"{counted(len(unlabelled), 'predicted slide')} without a label: {listed(unlabelled)}")
+    if unknown:
+        left_out.append(f"{counted(len(unknown), 'label')} of slides that are not scored: {listed(unknown)}")
+    _, numbers = np.unique([patient.get(row["slide"], row["slide"]) for row in kept], return_inverse=True)
+    cases = Predictions(
+        np.array([[row[f"score_{name}"] for name in classes] for row in kept], np.float64),
+        np.array([label[row["slide"]] for row in kept], np.int64),
+        numbers.astype(np.int64),
+        positive,
+    )
+    return LabelledPredictions(tuple(row["slide"] for row in kept), cases, tuple(left_out))

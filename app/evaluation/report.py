@@ -5,7 +5,6 @@ Takes a folder of predictions and the truth; returns an ``Evaluation``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +16,21 @@ from numpy.typing import NDArray
 from app.evaluation.areas import AreaScores, Froc, score_areas
 from app.evaluation.classification import (
     Estimate,
+    LabelledPredictions,
+    ScoredSplit,
     auc,
     auprc,
     balanced_accuracy,
     bootstrap,
     by_patient,
     calibration,
-    confusion,
-    with_interval,
-)
-from app.evaluation.labelled import (
-    LabelledSlides,
-    ScoredSplit,
     choose_split,
+    confusion,
     labelled_slides,
     patients_of,
     read_truth,
     training_note,
+    with_interval,
 )
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
@@ -42,17 +39,7 @@ from pipelines.catalog.table import counted, listed
 from pipelines.labels.class_names import ClassMap, patient_note, positive_class
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
-
 NAMES = {"auc": "AUC", "auprc": "AUPRC", "balanced_accuracy": "Balanced accuracy"}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Settings of the user: ``--split``, ``--patient-pattern``, ``--positive-class``; None where not given."""
-
-    split: str | None = None
-    patient_pattern: str | None = None
-    positive_class: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,20 +47,17 @@ class Evaluation:
     """Scores of a folder of predictions.
 
     Attributes:
-        made_with: settings of the predictions.
-        split: the slides that are scored.
         patient: of the scored slides whose patient is known.
         labelled: slides with their labels; None where no labels were given.
         estimates: by "slide" or, where patients are known, "patient", and measure.
         notes: patients that take no part.
-        areas: None where no annotations were given.
         dice, iou: by class, mean over the slides that have it; of no value where none has.
     """
 
     made_with: dict[str, Any]
     split: ScoredSplit
     patient: dict[str, str]
-    labelled: LabelledSlides | None
+    labelled: LabelledPredictions | None
     estimates: dict[tuple[str, str], Estimate]
     notes: tuple[str, ...]
     areas: AreaScores | None
@@ -82,9 +66,15 @@ class Evaluation:
 
     @classmethod
     def of(
-        cls, folder: PredictionFolder, labels: Path | None, annotations: Path | None, asked: Asked = Asked()
+        cls,
+        folder: PredictionFolder,
+        labels: Path | None,
+        annotations: Path | None,
+        split_name: str | None = None,
+        patient_pattern: str | None = None,
+        positive_name: str | None = None,
     ) -> Evaluation:
-        """Score the predictions in ``folder``.
+        """Score the predictions in ``folder``, as the flags of ``app.evaluate`` ask.
 
         Raises:
             ValueError: there are none, or the truth does not fit them.
@@ -93,10 +83,10 @@ class Evaluation:
         rows, classes = folder.rows(), made_with["classes"]
         if not rows:
             raise ValueError(f"{folder.path} holds no predicted slide; {folder.failed.path} may say why")
-        split = choose_split(rows, asked.split)
+        split = choose_split(rows, split_name)
         table = None if labels is None else read_truth(labels, needs_labels=annotations is None)
-        patient = patients_of(split.rows, table, asked.patient_pattern)
-        positive = positive_class(classes, asked.positive_class or made_with["positive_class"])
+        patient = patients_of(split.rows, table, patient_pattern)
+        positive = positive_class(classes, positive_name or made_with["positive_class"])
         class_map = ClassMap.parse(made_with.get("class_map") or ())
         labelled = None
         if table is not None and "label" in table.roles:
@@ -203,7 +193,7 @@ class Evaluation:
 
 
 def _estimates(
-    labelled: LabelledSlides, classes: Sequence[str], patient: Mapping[str, str]
+    labelled: LabelledPredictions, classes: Sequence[str], patient: Mapping[str, str]
 ) -> tuple[dict[tuple[str, str], Estimate], tuple[str, ...]]:
     """Estimates of slides and of patients, the latter where any is known, and a line about patients left out."""
     units = {"slide": labelled.cases}
@@ -235,13 +225,12 @@ def _froc_text(curve: Froc) -> str:
 def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[str, str]) -> dict[str, Estimate]:
     """Means of each class over the slides that have it."""
     _, patient = np.unique([patients.get(slide, slide) for slide in areas.slides], return_inverse=True)
-    return {
-        name: bootstrap(patient, functools.partial(_mean_of_rows, values[:, c])) for c, name in enumerate(areas.classes)
-    }
+    columns = dict(zip(areas.classes, values.T, strict=True))
 
+    def estimate(values: NDArray[np.float64]) -> Estimate:
+        return bootstrap(patient, lambda rows: mean_defined(values[rows]))
 
-def _mean_of_rows(values: NDArray[np.float64], rows: NDArray[np.int64]) -> float | None:
-    return mean_defined(values[rows])
+    return {name: estimate(values) for name, values in columns.items()}
 
 
 def _with_interval(estimate: Estimate) -> str:

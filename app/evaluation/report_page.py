@@ -5,6 +5,7 @@ that the model is most and least certain of.
 from __future__ import annotations
 
 import base64
+import functools
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,10 +18,17 @@ import numpy as np
 from sklearn.metrics import precision_recall_curve, roc_curve
 
 from app.evaluation.areas import FALSE_POSITIVES, AreaScores
-from app.evaluation.classification import Calibration, Cases, calibration, confusion
-from app.evaluation.report import Evaluation
-from app.pages.charts import Chart, Series, line_chart
-from app.pages.html import Card, Table, format_value, rendered
+from app.evaluation.classification import (
+    Calibration,
+    Estimate,
+    LabelledPredictions,
+    Predictions,
+    calibration,
+    confusion,
+)
+from app.evaluation.report import NAMES, Evaluation
+from app.pages.html import Card, Chart, Series, Table, format_value, line_chart, rendered
+from app.pages.pictures import as_png
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
 from parallel.units import number_text
@@ -31,54 +39,17 @@ from pipelines.slides.slide import SlideError
 from pipelines.slides.whole_files import write_text
 from pipelines.stream.read import centre
 
-
-@dataclass(frozen=True, eq=False)
-class EvaluationPage:
-    """Content of the page.
-
-    Attributes:
-        name: of the predictions.
-        what: a few words about them.
-        cards: the figures that count.
-        charts: curves.
-        tables: by heading.
-        pictures: PNG by caption: true areas on the left, predicted ones on the right.
-        tiles: PNG by caption: tiles that the model is most and least certain of.
-        notes: lines about what is scored and what takes no part.
-    """
-
-    name: str
-    what: Sequence[str]
-    cards: Sequence[Card]
-    charts: Sequence[Chart]
-    tables: Mapping[str, Table]
-    pictures: Mapping[str, bytes] = field(default_factory=dict)
-    tiles: Mapping[str, bytes] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-
-    def write(self, path: Path) -> Path:
-        """Write the page and give its path."""
-        return write_text(
-            path,
-            rendered(
-                "evaluation.html.j2",
-                name=self.name,
-                what=self.what,
-                cards=self.cards,
-                charts=self.charts,
-                tables=dict(self.tables),
-                pictures=_as_text(self.pictures),
-                tiles=_as_text(self.tiles),
-                notes=self.notes,
-            ),
-        )
+_share_chart = functools.partial(line_chart, from_zero=True, last=False)
+"""Line chart of shares."""
+SHOWN, PICTURE_PX = 6, 192
+"""Tiles of each kind, and the side of their pictures."""
+Tile = tuple[float, str, int, int, str]
+"""Certainty, slide, l0_x, l0_y, and the class that covers most."""
+MOST_PICTURES = 60
+"""Slides whose areas the report shows; of five hundred the page would be 20 MB."""
 
 
-def _as_text(pictures: Mapping[str, bytes]) -> list[tuple[str, str]]:
-    return [(name, base64.b64encode(png).decode()) for name, png in pictures.items()]
-
-
-def classification_charts(cases: Cases, classes: list[str]) -> list[Chart]:
+def classification_charts(cases: Predictions, classes: list[str]) -> list[Chart]:
     """Return ROC and precision over recall, of each class that has slides and is not all of them."""
     of_classes = range(len(classes)) if cases.positive is None else [cases.positive]
     roc, precision = [], []
@@ -91,51 +62,29 @@ def classification_charts(cases: Cases, classes: list[str]) -> list[Chart]:
         precisions, recalls, _ = precision_recall_curve(true, cases.score[:, c])
         precision.append(Series(classes[c], recalls, precisions, colour))
     return [
-        line_chart(
-            roc, "ROC of slides", "true positive rate", x_label="false positive rate", from_zero=True, last=False
-        ),
-        line_chart(
-            precision, "Precision and recall of slides", "precision", x_label="recall", from_zero=True, last=False
-        ),
+        _share_chart(roc, "ROC of slides", "true positive rate", x_label="false positive rate"),
+        _share_chart(precision, "Precision and recall of slides", "precision", x_label="recall"),
     ]
 
 
 def reliability_chart(reliability: Calibration) -> Chart:
     """Return how often slides are right, by how certain the model is of them."""
     diagonal = np.array([0.0, 1.0])
-    return line_chart(
-        [
-            Series("certain as it should be", diagonal, diagonal, 5, "ideal"),
-            Series("slides", reliability.confidence, reliability.accuracy, 0, "dots"),
-        ],
-        "Reliability of slides",
-        "share that is right",
-        x_label="how certain the model is",
-        from_zero=True,
-        last=False,
-    )
+    ideal = Series("certain as it should be", diagonal, diagonal, 5, "ideal")
+    measured = Series("slides", reliability.confidence, reliability.accuracy, 0, "dots")
+    title = "Reliability of slides"
+    return _share_chart([ideal, measured], title, "share that is right", x_label="how certain the model is")
 
 
 def froc_chart(areas: AreaScores) -> Chart:
     """Return the sensitivity of each class at the false alarms that the score asks for."""
-    series = []
-    for number, (name, curve) in enumerate(areas.froc.items()):
-        if curve.score is not None:
-            up_to = np.array(FALSE_POSITIVES)
-            series.append(
-                Series(name, up_to, np.interp(up_to, curve.false_per_slide, curve.sensitivity), number, "dots")
-            )
-    return line_chart(
-        series, "Lesions found (FROC)", "sensitivity", x_label="false alarms per slide", from_zero=True, last=False
-    )
-
-
-SHOWN, PICTURE_PX = 6, 192
-"""Tiles of each kind, and the side of their pictures."""
-
-
-Tile = tuple[float, str, int, int, str]
-"""Certainty, slide, l0_x, l0_y, and the class that covers most."""
+    alarms = np.array(FALSE_POSITIVES)
+    series = [
+        Series(name, alarms, np.interp(alarms, curve.fp_per_slide, curve.sensitivity), number, "dots")
+        for number, (name, curve) in enumerate(areas.froc.items())
+        if curve.score is not None
+    ]
+    return _share_chart(series, "Lesions found (FROC)", "sensitivity", x_label="false alarms per slide")
 
 
 def extreme_tiles(of_slides: Iterable[list[Tile]]) -> list[Tile]:
@@ -154,8 +103,7 @@ def certain_tiles(
     """Return pictures of the `extreme_tiles` of ``slide_ids``; none of a model that looks at slides as one image."""
     if made_with["tile"] == "slide":
         return {}
-    classes = made_with["classes"]
-    whole = made_with["whole_pictures"]
+    classes, whole = made_with["classes"], made_with["whole_pictures"]
     specs = {spec.slide_id: spec for spec in find_slides(slides, whole_pictures=whole)}
     openings = {record["row"]["slide"]: record["opening"] for record in folder.records()}
     pictures = {}
@@ -171,7 +119,7 @@ def certain_tiles(
             continue
         small = cv2.resize(pixels, (PICTURE_PX, PICTURE_PX), interpolation=cv2.INTER_AREA)
         caption = f"{name} {certainty:.3f}, {slide_id} at {l0_x}, {l0_y}"
-        pictures[caption] = cv2.imencode(".png", small[..., ::-1])[1].tobytes()
+        pictures[caption] = as_png(small)
     return pictures
 
 
@@ -187,104 +135,102 @@ def _tiles(folder: PredictionFolder, slide_id: str, classes: Sequence[str]) -> l
     return tiles
 
 
-MOST_PICTURES = 60
-"""Slides whose areas the report shows; of five hundred the page would be 20 MB."""
+@dataclass
+class _Figures:
+    """Cards, charts, tables by heading and notes of the page, in order."""
+
+    cards: list[Card] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    tables: dict[str, Table] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, slides: Path | None) -> Path:
-    """Write the page of ``evaluation`` and give its path.
-
-    Args:
-        slides: folder of the slides, for pictures of tiles; None: there are none.
-    """
-    made_with = evaluation.made_with
-    notes, unit = evaluation.head(), evaluation.unit
-    cards: list[Card] = []
-    charts: list[Chart] = []
-    tables: dict[str, Table] = {}
+    """Write the page of ``evaluation`` and return its path."""
+    made_with, areas = evaluation.made_with, evaluation.areas
+    figures = _Figures(notes=evaluation.head())
     if evaluation.labelled is not None:
-        cases = evaluation.labelled.cases
-        for key, estimate in evaluation.estimates.items():
-            if "balanced_accuracy" not in key and estimate.value is not None:
-                interval = f"95 % interval {number_text(estimate.low)} to {number_text(estimate.high)}"
-                name = evaluation.name_of(*key)
-                cards.append(Card(name[0].upper() + name[1:], format_value(estimate.value), note=interval))
-        reliability = calibration(cases)
-        charts += [*classification_charts(cases, evaluation.classes), reliability_chart(reliability)]
-        tables[f"Scores of {unit}s{' and patients' if evaluation.patient else ''}"] = Table(
-            ("", "value", f"95 % interval, 1,000 resamples of {'patients' if evaluation.patient else f'{unit}s'}"),
-            [
-                (evaluation.name_of(*key), number_text(e.value), f"{number_text(e.low)} to {number_text(e.high)}")
-                for key, e in evaluation.estimates.items()
-            ]
-            + [(f"calibration error of {unit}s", number_text(reliability.error), "")],
-            (1,),
-        )
-        tables[f"{unit.capitalize()}s by true class (rows) and predicted class"] = Table(
-            ("", *evaluation.classes),
-            [(name, *map(str, row)) for name, row in zip(evaluation.classes, confusion(cases).tolist(), strict=True)],
-            tuple(range(1, len(evaluation.classes) + 1)),
-        )
-        notes += [*evaluation.labelled.left_out, *evaluation.notes]
-    if evaluation.areas is not None:
-        areas = evaluation.areas
-        tables["Areas, by slide"] = Table(
-            ("slide", *(f"{what} {name}" for name in areas.classes for what in ("Dice", "IoU"))),
-            [
-                (
-                    slide,
-                    *(number_text(None if math.isnan(v) else v) for pair in zip(dice, iou, strict=True) for v in pair),
-                )
-                for slide, dice, iou in zip(areas.slides, areas.dice, areas.iou, strict=True)
-            ],
-            tuple(range(1, 2 * len(areas.classes) + 1)),
-        )
-        cards += [
-            Card(
-                f"Dice {name}",
-                number_text(e.value),
-                note=f"95 % interval {number_text(e.low)} to {number_text(e.high)}",
-            )
-            for name, e in evaluation.dice.items()
-        ]
-        cards += [
-            Card(f"FROC {name}", number_text(curve.score), note="mean sensitivity at 1/4 to 8 false alarms per slide")
-            for name, curve in areas.froc.items()
-            if curve.score is not None
-        ]
-        if any(curve.score is not None for curve in areas.froc.values()):
-            charts.append(froc_chart(areas))
-        tables["Lesions and detections"] = Table(
-            ("class", "lesions", "detections", "FROC"),
-            [
-                (
-                    name,
-                    str(curve.lesions),
-                    str(curve.detections),
-                    number_text(curve.score) + f" {curve.reason}".rstrip(),
-                )
-                for name, curve in areas.froc.items()
-            ],
-            (1, 2),
-        )
-        notes += areas.left_out
+        _add_labelled(figures, evaluation, evaluation.labelled)
+    if areas is not None:
+        _add_areas(figures, evaluation, areas)
     scored = [row["slide"] for row in evaluation.split.rows]
-    tiles = {} if slides is None else certain_tiles(folder, scored, slides, made_with)
-    return EvaluationPage(
-        folder.path.resolve().name,
-        (
-            made_with["model"],
-            made_with["task"],
-            _looked_at(made_with),
+    images = "whole slides" if made_with["tile"] == "slide" else f"tiles of {made_with['tile']} px"
+    images += f" at {made_with['mpp']:g} µm/px"
+    if made_with["whole_pictures"]:
+        images = f"whole pictures, resized to {made_with['tile']} px"
+    page = rendered(
+        "evaluation.html.j2",
+        name=folder.path.resolve().name,
+        what=(
+            *(made_with["model"], made_with["task"], images),
             f"{counted(len(scored), 'slide')} of split {evaluation.split.name}",
         ),
-        cards,
-        charts,
-        tables,
-        {} if evaluation.areas is None else _lowest(evaluation.areas),
-        tiles,
-        notes,
-    ).write(path)
+        pictures=_as_text({} if areas is None else _lowest(areas)),
+        tiles=_as_text({} if slides is None else certain_tiles(folder, scored, slides, made_with)),
+        **vars(figures),
+    )
+    return write_text(path, page)
+
+
+def _as_text(pictures: Mapping[str, bytes]) -> list[tuple[str, str]]:
+    return [(name, base64.b64encode(png).decode()) for name, png in pictures.items()]
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"{number_text(estimate.low)} to {number_text(estimate.high)}"
+
+
+def _add_labelled(figures: _Figures, evaluation: Evaluation, labelled: LabelledPredictions) -> None:
+    """Add scores of slides and patients with labels."""
+    cases, unit, classes = labelled.cases, evaluation.unit, evaluation.classes
+    named = {evaluation.name_of(*key): estimate for key, estimate in evaluation.estimates.items()}
+    figures.cards += [
+        Card(name[0].upper() + name[1:], format_value(each.value), note=f"95 % interval {_interval(each)}")
+        for name, each in named.items()
+        if NAMES["balanced_accuracy"] not in name and each.value is not None
+    ]
+    reliability = calibration(cases)
+    figures.charts += [*classification_charts(cases, classes), reliability_chart(reliability)]
+    drawn = "patients" if evaluation.patient else f"{unit}s"
+    figures.tables[f"Scores of {unit}s{' and patients' if evaluation.patient else ''}"] = Table(
+        ("", "value", f"95 % interval, 1,000 resamples of {drawn}"),
+        [(name, number_text(each.value), _interval(each)) for name, each in named.items()]
+        + [(f"calibration error of {unit}s", number_text(reliability.error), "")],
+        (1,),
+    )
+    figures.tables[f"{unit.capitalize()}s by true class (rows) and predicted class"] = Table(
+        ("", *classes),
+        [(name, *map(str, row)) for name, row in zip(classes, confusion(cases).tolist(), strict=True)],
+        tuple(range(1, len(classes) + 1)),
+    )
+    figures.notes += [*labelled.left_out, *evaluation.notes]
+
+
+def _add_areas(figures: _Figures, evaluation: Evaluation, areas: AreaScores) -> None:
+    """Add scores of annotated areas."""
+    curves = areas.froc
+    figures.tables["Areas, by slide"] = Table(
+        ("slide", *(f"{what} {name}" for name in areas.classes for what in ("Dice", "IoU"))),
+        [
+            (slide, *(number_text(None if math.isnan(v) else v) for pair in zip(dice, iou, strict=True) for v in pair))
+            for slide, dice, iou in zip(areas.slides, areas.dice, areas.iou, strict=True)
+        ],
+        tuple(range(1, 2 * len(areas.classes) + 1)),
+    )
+    figures.cards += [
+        Card(f"Dice {name}", number_text(each.value), note=f"95 % interval {_interval(each)}")
+        for name, each in evaluation.dice.items()
+    ]
+    scored = {name: curve for name, curve in curves.items() if curve.score is not None}
+    note = "mean sensitivity at 1/4 to 8 false alarms per slide"
+    figures.cards += [Card(f"FROC {name}", number_text(curve.score), note=note) for name, curve in scored.items()]
+    figures.charts += [froc_chart(areas)] if scored else []
+    rows = [
+        (name, str(curve.lesions), str(curve.detections), f"{number_text(curve.score)} {curve.reason}".rstrip())
+        for name, curve in curves.items()
+    ]
+    figures.tables["Lesions and detections"] = Table(("class", "lesions", "detections", "FROC"), rows, (1, 2))
+    figures.notes += areas.left_out
 
 
 def _lowest(areas: AreaScores) -> dict[str, bytes]:
@@ -292,10 +238,3 @@ def _lowest(areas: AreaScores) -> dict[str, bytes]:
     means = {slide: mean_defined(dice) for slide, dice in zip(areas.slides, areas.dice, strict=True)}
     known = sorted((mean, slide) for slide, mean in means.items() if mean is not None)
     return {f"{slide}, Dice {mean:.3f}": areas.pictures[slide] for mean, slide in known[:MOST_PICTURES]}
-
-
-def _looked_at(made_with: dict[str, Any]) -> str:
-    if made_with["whole_pictures"]:
-        return f"whole pictures, resized to {made_with['tile']} px"
-    what = "whole slides" if made_with["tile"] == "slide" else f"tiles of {made_with['tile']} px"
-    return f"{what} at {made_with['mpp']:g} µm/px"

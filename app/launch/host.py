@@ -1,8 +1,8 @@
-"""This host: cores and memory that the process may use, within limits of its container or job, and locks on folders.
+"""This host: cores and memory that the process may use, locks on folders, and the end of a process that hangs.
 
 A Slurm job or a container is confined by control groups (Linux kernel, Documentation/admin-guide/cgroup-v2.rst): the
 limit that holds is the least one of the process's group and of every group above it. One command writes into a folder
-at a time; the kernel's lock on a file in it ends with the process however that ends.
+at a time; the kernel's lock on a file in it ends with the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import json
 import math
 import os
 import platform
+import shutil
+import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,13 +30,64 @@ import psutil
 
 from app.settings.cli import RunError
 from app.settings.launcher import find_launcher
+from parallel.comm.launch import PRIVATE_STORE, STARTED_BY_US
 
+TIMER = """
+import os, select, signal, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    os.write(2, f"error: {sys.argv[3]}\\n".encode())
+    os.kill(int(sys.argv[2]), signal.SIGKILL)
+"""
+"""Waits for the end of its input, which comes when the block is left or this process has ended."""
+CHECK_S = 0.5
+SAVE_S = 60.0
+"""Time for the step under way and a checkpoint; then the rank is killed."""
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 VMSTAT = Path("/proc/vmstat")
-
 NO_LIMIT_BYTES = 1 << 60
 """Version 1 of control groups writes a number near 2^63 where there is no limit."""
+LOCK = "run.lock"
+PATIENCE_S = 5.0
+"""How long a lock is waited for: a process that was killed lets go once its memory is given back."""
+RESTART_PATIENCE_S = 60.0
+"""The same, where the holder was started by what started this process: that ends it before it starts another."""
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""What a file system without locks answers."""
+_held: set[int] = set()
+"""Descriptors of this process's locks."""
+
+
+@contextlib.contextmanager
+def kill_after(message: str, limit_s: float) -> Iterator[None]:
+    """Give this process ``limit_s`` seconds to live within the block; past them, print ``message`` and kill it."""
+    command = [sys.executable, "-I", "-S", "-c", TIMER, str(limit_s), str(os.getpid()), message]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as timer:
+        assert timer.stdin is not None
+        try:
+            yield
+        finally:
+            timer.stdin.close()
+
+
+def stop_with_launcher() -> None:
+    """Watch, on a thread, the process that forked this rank, which ends with the launcher; does nothing in a process
+    that ``--ranks`` did not start."""
+    server = int(os.environ.get(STARTED_BY_US, 0))
+    is_child = os.getppid() == server
+    if server and (is_child or not psutil.pid_exists(server)):
+        threading.Thread(target=_stop_after, args=[server], name="launcher watch", daemon=True).start()
+
+
+def _stop_after(parent: int) -> None:
+    """Stop this process once its parent is not ``parent`` any more."""
+    while os.getppid() == parent:
+        time.sleep(CHECK_S)
+    shutil.rmtree(Path(os.environ[PRIVATE_STORE]).parent, ignore_errors=True)
+    os.write(2, b"warning: the process that started the ranks is gone: finishing the step, saving, then ending\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SAVE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -72,7 +127,7 @@ def cgroup_limits(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> CgroupLimi
 
 def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path = VMSTAT) -> int | None:
     """Return how many processes the kernel has killed for lack of memory so far: in this process's control group, else
-    on the whole machine. None where neither is told.
+    on the whole machine. None where neither is known.
 
     Args:
         cgroups, own: as for ``cgroup_limits``.
@@ -131,19 +186,6 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-LOCK = "run.lock"
-
-PATIENCE_S = 5.0
-"""How long a lock is waited for: a process that was killed lets go once its memory is given back."""
-RESTART_PATIENCE_S = 60.0
-"""The same, where the holder was started by what started this process: that ends it before it starts another."""
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What a file system without locks answers."""
-
-_held: set[int] = set()
-"""Descriptors of this process's locks."""
-
-
 @dataclass(frozen=True, slots=True)
 class Holder:
     """The process that has a lock; ``agent`` and ``job`` as of ``Launcher``."""
@@ -157,7 +199,7 @@ class Holder:
     job: str | None
 
     @classmethod
-    def here(cls) -> Holder:
+    def of_this_process(cls) -> Holder:
         """Return this process as a holder."""
         starter = find_launcher()
         since = datetime.now().astimezone().isoformat(" ", "seconds")
@@ -179,11 +221,10 @@ def lock_folder(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iter
     """Hold the lock of ``folder``, which is made when it is not there, and removed after an error if it is empty.
 
     Args:
-        name: of the lock's file.
         shared: with others that share it; excludes those that do not.
 
     Raises:
-        RunError: somebody else holds it (named), or the folder cannot be written.
+        RunError: another process holds it (named), or the folder cannot be written.
     """
     path, is_new = folder / name, not folder.exists()
     try:
@@ -191,7 +232,7 @@ def lock_folder(folder: Path, name: str = LOCK, *, shared: bool = False) -> Iter
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as fault:
         raise RunError(f"run folder {folder} cannot be written ({fault.strerror}); name another with --out") from fault
-    here = Holder.here()
+    here = Holder.of_this_process()
     _held.add(descriptor)
     try:
         _acquire(path, descriptor, here, shared)

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -19,13 +19,12 @@ from typing import Literal, cast
 import cv2
 import torch
 
-from app.launch.host import memory_bytes, usable_cores
-from app.launch.process_end import kill_after, stop_with_launcher
+from app.launch.host import kill_after, memory_bytes, stop_with_launcher, usable_cores
 from app.settings.cli import FAILED, USAGE, RunError
-from app.settings.launcher import Launch, find_launch, find_task
+from app.settings.launcher import Launch, find_launch, slurm_variables
 from app.settings.strategy import StrategySettings
-from parallel.comm.communicator import Communicator
-from parallel.comm.kinds import RankKind, describe_shared_gpu
+from parallel.comm.communicator import CommunicationError, Communicator, SecondaryError
+from parallel.comm.kinds import RankKind, describe_shared_gpu, has_gpu_each
 from parallel.comm.local import LocalCommunicator
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
@@ -37,28 +36,21 @@ log = logging.getLogger(__name__)
 Precision = Literal["fp32", "tf32", "bf16"]
 
 GPU_RANK_CORES = 2
-"""Of a rank on a GPU: one to tell it what to compute, one to read tiles. The ranks on the CPU need the others."""
-
+"""Cores of a rank on a GPU: one to launch kernels, one to read tiles. The ranks on the CPU need the others."""
 HARDWARE_QUEUES = "32"
 """Of a GPU, for a rank among others. A receive over NCCL holds its stream until the sender comes, and streams that
 share a queue (of 8 by default) would wait behind it."""
-
-NO_GPU = "--device {}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu"
-
 MODEL_COPIES = 4
 """Parameters, their gradients, and two moments of an optimizer."""
-
 OTHERS_SPEAK_S = 8.0
 """A launcher that ends all ranks once one has failed does so in less."""
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankPlacement:
     """The place of this process in a run, and what it computes on.
 
     Attributes:
-        communicator: to the other ranks.
-        device: of this rank.
         precision: as ``--precision``, ``auto`` decided.
     """
 
@@ -72,7 +64,7 @@ class RankPlace:
         return autocast_of(self.precision)
 
 
-def place(settings: StrategySettings) -> RankPlace:
+def place(settings: StrategySettings) -> RankPlacement:
     """Choose device and precision, share the cores among the ranks of this machine, join the other ranks.
 
     Raises:
@@ -83,15 +75,11 @@ def place(settings: StrategySettings) -> RankPlace:
     precision = precision_of(settings.computed_precision, device)
     set_tf32(precision == "tf32")
     take_cores(device, settings.cpu_ranks)
-    return RankPlace(connect(settings, device), device, precision)
+    return RankPlacement(connect(settings, device), device, precision)
 
 
 def take_cores(device: torch.device, cpu_ranks: int = 0) -> None:
-    """Let this process compute on its share of the cores, as fast as the C library and the processor can.
-
-    Args:
-        cpu_ranks: as for ``rank_cores``.
-    """
+    """Let this process compute on its share of the cores, as fast as the C library and the processor can."""
     if device.type == "cpu":
         # Before there are threads, which take it over. Products of denormal numbers are ten times slower, and gradients
         # in the rims of boxes are such where layers scale their branch by 1e-6, as ConvNeXt's.
@@ -135,7 +123,6 @@ def map_share(device: torch.device, limit: int | None, model_bytes: int) -> int:
 
     Args:
         limit: bytes that the rank may use; None: what is free, shared by the ranks of the GPU.
-        model_bytes: of the parameters.
     """
     launch = find_launch()
     ranks = -(-(launch.local_world if launch else 1) // torch.cuda.device_count())
@@ -154,22 +141,20 @@ def connect(settings: StrategySettings, device: torch.device) -> Communicator:
 
     Raises:
         RunError: they did not arrive, or cannot be reached.
-        SystemExit: the same, and another rank tells it.
+        SystemExit: the same, and another rank reports it.
     """
     launch = find_launch()
     if settings.world == 1:
         return LocalCommunicator()
     assert launch is not None  # without a launcher, --ranks has been one
     stop_with_launcher()
-    from parallel.comm.communicator import CommunicationError, SecondaryError
-
     try:
         return _join(settings, device, launch)
     except CommunicationError as fault:
         # What still waits for others, on threads of torch or MPI, must not keep this process.
         atexit.register(os._exit, FAILED)
         if launch.local_rank or isinstance(fault, SecondaryError):
-            # The ranks of a host have the same to say: one of them does, and a launcher ends the others meanwhile.
+            # The ranks of a host have the same error: one reports it, and a launcher ends the others meanwhile.
             time.sleep(OTHERS_SPEAK_S)
         if isinstance(fault, SecondaryError):
             raise SystemExit(FAILED) from None
@@ -180,14 +165,12 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
     if not launch.mpi:
         from parallel.comm.torch_comm import TorchCommunicator
 
-        if "RANK" not in os.environ and (task := find_task()):
-            os.environ.update(task.variables)
+        if "RANK" not in os.environ:
+            os.environ.update(slurm_variables() or {})
         joined = TorchCommunicator(device, settings.timeout_s, settings.join_timeout_s)
         if joined.rank == 0 and (shared := describe_shared_gpu(joined.kinds)):
-            log.warning(
-                "%s: NCCL is off, and whatever ranks send goes through host memory (Gloo); one rank per GPU is faster",
-                shared,
-            )
+            text = "%s: NCCL is off, and messages go through host memory (Gloo); one rank per GPU is faster"
+            log.warning(text, shared)
         return _mixed(joined, joined.kinds, settings, device) if settings.is_mixed else joined
     message = (
         f"rank {launch.rank} of {launch.world} on {socket.gethostname()}: MPI did not start within "
@@ -195,7 +178,7 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
         "there: see what the others say, and whether the hosts reach each other; where starting takes longer, raise "
         "the limit"
     )
-    # One rank after the other, so that one tells it and mpirun ends the others.
+    # One rank after the other, so that one reports it and mpirun ends the others.
     with kill_after(message, settings.join_timeout_s + min(launch.rank, 10) * 0.3):
         from parallel.comm.mpi_comm import MpiCommunicator
     return MpiCommunicator(settings.timeout_s, launch.world)
@@ -204,9 +187,7 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
 def _mixed(
     joined: Communicator, kinds: Sequence[RankKind], settings: StrategySettings, device: torch.device
 ) -> Communicator:
-    """The communicator of ranks on CPUs and GPUs."""
-    from parallel.comm.communicator import CommunicationError
-    from parallel.comm.kinds import has_gpu_each
+    """Return the communicator of ranks on CPUs and GPUs."""
     from parallel.comm.mixed_comm import MixedCommunicator
 
     if not has_gpu_each([kind for kind in kinds if kind.kind == "cuda"]):
@@ -236,21 +217,20 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     Raises:
         ValueError: a GPU is asked for, and there is none or torch has no kernels for it.
     """
-    if asked != "cpu" and (launch := find_launch()) and launch.world > 1:
+    launch = find_launch()
+    if asked != "cpu" and launch and launch.world > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", HARDWARE_QUEUES)  # before anything asks CUDA
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+
+    def missing_on_any() -> str:
+        used = min(torch.cuda.device_count(), launch.local_world if launch else 1)
+        return next(filter(None, map(missing_kernels, range(used))), "")
+
+    kind, missing = _kind_of(asked, missing_on_any)
+    if missing and local_rank == 0:
+        log.warning("computing on the CPU: %s", missing)
+    if kind == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise _refused(NO_GPU.format(asked))
-    launch, count = find_launch(), torch.cuda.device_count()
-    used = min(count, launch.local_world if launch else 1)
-    if missing := next(filter(None, map(missing_kernels, range(used))), ""):
-        if asked != "auto":
-            raise _refused(f"--device {asked}: {missing}; or use --device cpu")
-        if local_rank == 0:
-            log.warning("computing on the CPU: %s", missing)
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % count)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -261,15 +241,19 @@ def device_kind(asked: str) -> Literal["cpu", "cuda"]:
     Raises:
         ValueError: as ``choose_device``.
     """
+    return _kind_of(asked, lambda: gpu_at(0).missing_kernels)[0]
+
+
+def _kind_of(asked: str, missing_kernels: Callable[[], str]) -> tuple[Literal["cpu", "cuda"], str]:
+    """Return the kind of device, and why it is not the GPU that is there."""
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
-        return "cpu"
+        return "cpu", ""
     if not torch.cuda.is_available():
-        raise _refused(NO_GPU.format(asked))
-    if missing := gpu_at(0).missing_kernels:
-        if asked != "auto":
-            raise _refused(f"--device {asked}: {missing}; or use --device cpu")
-        return "cpu"
-    return "cuda"
+        raise _refused(f"--device {asked}: no usable GPU was found; run `python -m app.doctor`, or use --device cpu")
+    missing = missing_kernels()
+    if missing and asked != "auto":
+        raise _refused(f"--device {asked}: {missing}; or use --device cpu")
+    return ("cpu" if missing else "cuda"), missing
 
 
 def _refused(reason: str) -> BaseException:

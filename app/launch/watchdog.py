@@ -1,9 +1,8 @@
-"""A rank's side of its watchdog, the process that tells what became of the rank when the rank cannot.
+"""A rank's side of its watchdog, signals that ask it to stop, and which rank prints why a run failed.
 
-Takes the rank's number and how long an action may take, the schedule once it is known; the engine tells it every
-action, the loop every step. A rank that is killed, crashes, is stopped or stuck is named once, with action, stage,
-shapes and the grid of actions; whatever launched the run then ends the others. A rank that ends in order is let go in
-silence.
+Takes the rank's placement and settings, and the schedule once it is known; the engine reports every action, the loop
+every step. A rank that is killed, crashes, is stopped or stuck is named once, with action, stage, shapes and the grid
+of actions; the launcher then ends the others.
 """
 
 from __future__ import annotations
@@ -12,19 +11,30 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from app.launch.progress_record import AT_REST, CLOSED, LOST, NO_ACTION, REPORTED, ProgressRecord, report_first
+from app.launch.place import RankPlacement
+from app.launch.watchdog_process import AT_REST, CLOSED, LOST, NO_ACTION, REPORTED, ProgressRecord, report_first
+from app.settings.cli import RunError
+from parallel.comm.communicator import CommunicationError
+from parallel.comm.torch_comm import is_lost_peer
+from parallel.engine.step import EngineFault
+from parallel.profile.gpu import lacks_memory
 from parallel.schedule.action import Schedule
+from parallel.schedule.text import describe_fault
+from pipelines.slides.slide import SlideError
 
 if TYPE_CHECKING:
     import torch
@@ -34,14 +44,19 @@ POLL_S = 0.25
 
 Place = tuple[int, bool, str]
 """Position, waiting and shapes, as ``ProgressRecord.at`` takes them."""
+STOPPED_S = 20.0
+ENDED_BY_OTHERS_S = 35.0
+"""How long a rank that lost another waits to be ended: longer than a watchdog takes to name a rank that is stuck."""
+AFTER_MESSAGE_S = 3.0
+"""The launcher should see the rank that failed before those that merely lost it."""
+ASKED_S = 2.0
+"""A rank asked to end still waits this long for the message: the launcher may have been quicker than who says it."""
+GOODBYE_S = 5.0
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class DeviceProgress:
-    """Records the progress of ``device`` beside that of the host.
-
-    Args:
-        device: a GPU.
-    """
+    """Records the progress of ``device`` and of the host."""
 
     def __init__(self, record: ProgressRecord, device: torch.device) -> None:
         self._record, self._device = record, device
@@ -85,24 +100,12 @@ class DeviceProgress:
                 return  # the GPU has failed: the rank meets the same error, and the last place stays recorded
 
 
-STOPPED_S = 20.0
-ENDED_BY_OTHERS_S = 35.0
-"""How long a rank that lost another waits to be ended: longer than a watchdog takes to name a rank that is stuck."""
-AFTER_MESSAGE_S = 3.0
-"""The launcher should see the rank that failed before those that merely lost it."""
-ASKED_S = 2.0
-"""A rank asked to end still waits this long for the message: the launcher may have been quicker than who says it."""
-GOODBYE_S = 5.0
-
-
 class Watchdog:
     """The watch over this process, which is ``rank``.
 
     Args:
-        rank: its number in the run.
         stuck_s: how long one action may take before the rank is given up; 30 s more where it waits for others, and
             outside of actions until ``rest``.
-        stopped_s: how long the rank may be stopped by a signal; ``stuck_s`` if that is less.
         fault_file: not there yet, the same for all ranks of the run: the first to fail writes the message there, the
             others keep silent and end within 20 s. Without it every rank reports for itself.
         device: that the rank computes on; a GPU's own progress is recorded, too.
@@ -117,7 +120,6 @@ class Watchdog:
         rank: int,
         *,
         stuck_s: float,
-        stopped_s: float = STOPPED_S,
         fault_file: Path | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -132,14 +134,14 @@ class Watchdog:
             "rank": rank,
             "descriptor": self._progress.descriptor,
             "stuck_s": stuck_s,
-            "stopped_s": min(stopped_s, stuck_s),
+            "stopped_s": min(STOPPED_S, stuck_s),
             "fault_file": str(fault_file) if fault_file else None,
         }
         self.at = self._device.at if self._device else self._progress.at
         self.step = self._progress.step
 
     def start(self) -> None:
-        """Begin to watch. Returns at once; what happens before the process is up is told all the same."""
+        """Begin to watch, in another process; what happens before it is up is reported, too."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "app.launch.watchdog_process", json.dumps(self._settings)],
             cwd=Path(__file__).parents[2],
@@ -181,7 +183,7 @@ class Watchdog:
         Returns:
             False when another rank has reported before: keep silent.
         """
-        self._progress.enter(REPORTED)
+        self._progress.set_phase(REPORTED)
         atexit.unregister(self.close)  # it stays until the process is gone, however long that takes
         return message is not None and report_first(message, self._fault_file)
 
@@ -192,9 +194,9 @@ class Watchdog:
             asked: True once the launcher has asked this process to end.
 
         Returns:
-            True when the message has been said elsewhere: end in silence. False when nobody seems to know.
+            True when another rank has reported why: end in silence. False when none has.
         """
-        self._progress.enter(LOST)
+        self._progress.set_phase(LOST)
         deadline_s, reported, ending = time.monotonic() + ENDED_BY_OTHERS_S, False, False
         while time.monotonic() < deadline_s and not (reported and ending):
             if not reported and self._fault_file and self._fault_file.exists():
@@ -211,7 +213,7 @@ class Watchdog:
         atexit.unregister(self.close)
         if self._device:
             self._device.close()
-        self._progress.enter(CLOSED)
+        self._progress.set_phase(CLOSED)
         process, self._process = self._process, None
         assert process.stdin is not None
         process.stdin.close()
@@ -220,3 +222,82 @@ class Watchdog:
         except subprocess.TimeoutExpired:  # stopped, or the machine is out of memory
             process.kill()
             process.wait()
+
+
+class Interrupt:
+    """The request to stop a run, remembered.
+
+    A second Ctrl-C ends the process immediately, as a user who presses it twice expects.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def listen(self) -> None:
+        """Take over the signals of ``STOPPING``; from the main thread only."""
+        for number in STOPPING:
+            signal.signal(number, self._request)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+class RankGuard:
+    """The watchdog of this rank, started, and the error that the rank reports. On one rank the watchdog does not start.
+
+    Args:
+        timeout_s: how long an action, or waiting for the other ranks, may take.
+        fault_file: the same for all ranks of this attempt, and not there yet.
+        interrupt: records that the launcher asks this process to end.
+    """
+
+    def __init__(self, placement: RankPlacement, timeout_s: float, fault_file: Path, interrupt: Interrupt) -> None:
+        self._communicator = placement.communicator
+        self._several = self._communicator.world > 1
+        self._file = fault_file
+        self._interrupt = interrupt
+        self._told_elsewhere = False
+        self.watchdog = Watchdog(
+            self._communicator.rank,
+            stuck_s=timeout_s,
+            fault_file=self._file if self._several else None,
+            device=placement.device if self._several else None,
+        )
+        if self._several:
+            self.watchdog.start()
+
+    def explain(self, fault: Exception) -> str:
+        """Return why the run fails: ``fault``, or what is behind it when this rank merely lost another. Then wait to be
+        ended by the launcher, for half a minute at most."""
+        if self._lost_another(fault):
+            self._told_elsewhere = self.watchdog.wait_for_abort(lambda: self._interrupt.requested)
+            with contextlib.suppress(OSError):
+                return self._file.read_text().rstrip()
+        if self.is_expected(fault) or not self._several:
+            return str(fault)
+        reason = f"failed ({type(fault).__name__}: {fault})"
+        advice = "".join(traceback.format_exception(fault)).rstrip()
+        return describe_fault(None, self._communicator.rank, None, self.watchdog.steps, "", reason, advice)
+
+    def is_expected(self, fault: Exception) -> bool:
+        """Return whether the text of ``fault`` says all there is to say; otherwise its traceback is needed."""
+        return (
+            isinstance(fault, (RunError, SlideError, EngineFault)) or lacks_memory(fault) or self._lost_another(fault)
+        )
+
+    def should_print(self, fault: Exception) -> bool:
+        """Return whether this rank is to print ``fault``; False when it ends in silence, as another rank has said why.
+        Either way this process now has to end."""
+        if not self._several:
+            return True
+        usage = isinstance(fault, (ValueError, OSError, MemoryError))  # what the command line tells without a traceback
+        message = str(fault) if usage else self.explain(fault)
+        first = self.watchdog.report(None if self._told_elsewhere else message)
+        # After the message is out: ranks that wait in the communicator's own farewell would wait for each other.
+        atexit.register(self._communicator.abort)
+        return first
+
+    def _lost_another(self, fault: Exception) -> bool:
+        return self._several and (isinstance(fault, CommunicationError) or is_lost_peer(fault))

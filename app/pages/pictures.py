@@ -1,39 +1,55 @@
-"""Pictures of a report: tissue with its tiles, example tiles, and the tint of classes on a picture.
+"""Pictures of a report, and the page of all slides of an index: their pictures, tiles and errors.
 
-Takes paths of picture files; returns small JPEG pictures as text that a page can hold.
+Takes paths of picture files; returns small JPEG pictures as text that a page can hold. Takes the index, its failed
+slides and small pictures; writes ``slides.html``. Filters and orders are CSS: a choice is a radio button, and each
+slide carries its place in each order. So nothing runs, and the pictures, which are files next to the page, are fetched
+when they come into view.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from app.pages.html import Card, format_value, rendered
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import WorkerCrashed, map_isolated
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
+from pipelines.slides.whole_files import write_text
+from pipelines.tiles.index import TileTable
 from pipelines.tiles.overlay import CAPTION_PX
 from pipelines.tiles.slide_index import slide_limits
 
 OVERLAYS = 12
 OVERLAY_PX = 320
 """Pictures of tissue on the page, and their longer side: twelve of them stay under half a megabyte."""
-
 COLOURS = ((220, 30, 40), (0, 110, 255), (255, 170, 0), (0, 150, 80), (150, 60, 200), (0, 170, 190))
 """R, G, B of the classes shown, in their order, from the first again where there are more."""
-
 STRONGEST = 0.6
 """Opacity of a class that is certain: the tissue must stay visible below."""
+PLAIN, ANNOTATED = "small", "annotated"
+"""Folders of the pictures, in ``tissue/``."""
+PICTURE_PX = 420
+"""Longer side: twice what a page shows, for fine screens; about 20 kB."""
+CLASS_RGB = ((214, 39, 40), (148, 103, 189), (140, 86, 75), (23, 150, 160), (190, 120, 0), (227, 20, 150))
+"""Of classes, in turn; not those of tissue and tiles."""
+Lines = Mapping[int, Sequence[NDArray[np.int32]]]
+"""Closed lines in px of a picture, by class id."""
+LITTLE_TISSUE, FEW_TILES = 0.05, 10
+"""Part of a slide that is tissue, and number of tiles, below which a slide is listed as such."""
+FILTERS: Mapping[str, str] = {"fault": "with faults", "pale": "little tissue", "few": "few tiles", "drawn": "annotated"}
 
 
 def overlays(paths: Sequence[Path]) -> list[tuple[str, str]]:
@@ -69,6 +85,11 @@ def as_jpeg(picture: Pixels) -> bytes:
     return cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 80])[1].tobytes()
 
 
+def as_png(picture: NDArray[np.uint8]) -> bytes:
+    """Return an RGB picture, or grey levels, as a PNG."""
+    return cv2.imencode(".png", picture[..., ::-1] if picture.ndim == 3 else picture)[1].tobytes()
+
+
 def colour_of(number: int) -> tuple[int, int, int]:
     """Return R, G, B of the class shown number ``number``, from 0."""
     return COLOURS[number % len(COLOURS)]
@@ -86,26 +107,11 @@ def tinted(pixels: Pixels, probabilities: NDArray[np.uint8]) -> Pixels:
     return np.rint(mixed).astype(np.uint8)
 
 
-PLAIN, ANNOTATED = "small", "annotated"
-"""Folders of the pictures, in ``tissue/``."""
-
-PICTURE_PX = 420
-"""Longer side: twice what a page shows, for fine screens; about 20 kB."""
-
-CLASS_RGB = ((214, 39, 40), (148, 103, 189), (140, 86, 75), (23, 150, 160), (190, 120, 0), (227, 20, 150))
-"""Of classes, in turn; not those of tissue and tiles."""
-
-Lines = Mapping[int, Sequence[NDArray[np.int32]]]
-"""Closed lines in px of a picture, by class id."""
-
-
 @dataclass(frozen=True)
 class SmallPicture:
     """A picture of a slide.
 
     Attributes:
-        path: of its file.
-        width, height: px.
         classes: ids of those outlined on it.
         fault: why its annotation is not outlined.
     """
@@ -133,7 +139,6 @@ def small_pictures(
 
     Args:
         tissue: the pictures that the index has made.
-        specs: the slides.
         truth: what is drawn on them.
         workers: processes that open slides, and threads that decode pictures.
     """
@@ -207,3 +212,126 @@ def _annotated(path: Path, plain: SmallPicture, lines: Lines) -> SmallPicture:
         cv2.drawContours(picture, list(contours), -1, class_rgb(number)[::-1], 2, cv2.LINE_AA)
     path.write_bytes(as_jpeg(picture))
     return SmallPicture(path, plain.width, plain.height, tuple(lines))
+
+
+@dataclass(frozen=True)
+class SlideRow:
+    """One slide on the page.
+
+    Attributes:
+        tissue: part of it that is tissue; None: not known.
+        flags: of all filters that it belongs to.
+    """
+
+    slide_id: str
+    tiles: int
+    tissue: float | None
+    flags: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+ORDERS: Mapping[str, tuple[str, Callable[[SlideRow], tuple[float, ...]]]] = {
+    "name": ("name", lambda row: ()),
+    "faults": ("faults first", lambda row: (-len(row.faults), -len(row.flags))),
+    "tissue": ("least tissue", lambda row: (-1.0 if row.tissue is None else row.tissue,)),
+    "tiles": ("fewest tiles", lambda row: (row.tiles,)),
+}
+
+
+def slide_rows(
+    table: TileTable, failed: Sequence[tuple[str, str, str]], pictures: Mapping[str, SmallPicture]
+) -> list[SlideRow]:
+    """Return a row for every slide that has tiles or has failed, by name.
+
+    Args:
+        failed: slide, step and error of ``failed_slides.csv``.
+    """
+    faults: dict[str, list[str]] = {}
+    for slide_id, step, error in failed:
+        faults.setdefault(slide_id, []).append(f"{step}: {error.partition(chr(10))[0]}")
+    for slide_id, picture in pictures.items():
+        if picture.fault:
+            faults.setdefault(slide_id, []).append(f"annotation: {picture.fault.partition(chr(10))[0]}")
+    counts = np.bincount(table.slide, minlength=len(table.slides)).tolist()
+    sources = dict(zip(table.slides, zip(table.sources, counts, strict=True), strict=True))
+    rows = []
+    for slide_id in sorted({*sources, *faults}):
+        source, tiles = sources.get(slide_id, (None, 0))
+        tissue = source.tissue_share if source else None
+        flags = {
+            "fault": slide_id in faults,
+            "pale": tissue is not None and tissue < LITTLE_TISSUE,
+            "few": not table.settings.one_tile_each and tiles < FEW_TILES,
+            "drawn": slide_id in pictures and bool(pictures[slide_id].classes),
+        }
+        rows.append(
+            SlideRow(
+                slide_id,
+                tiles,
+                tissue,
+                tuple(name for name, holds in flags.items() if holds),
+                tuple(faults.get(slide_id, ())),
+            )
+        )
+    return rows
+
+
+def write_slides_page(
+    path: Path,
+    rows: Sequence[SlideRow],
+    pictures: Mapping[str, SmallPicture],
+    classes: Sequence[str],
+    what: Sequence[str],
+) -> Path:
+    """Write the page and give its path.
+
+    Args:
+        path: of the page; pictures are named from its folder.
+        classes: names by class id.
+    """
+    places = {
+        name: {row.slide_id: place for place, row in enumerate(sorted(rows, key=key))}
+        for name, (_, key) in ORDERS.items()
+    }
+    counts = {name: sum(name in row.flags for row in rows) for name in FILTERS}
+    slides = [
+        {
+            "row": row,
+            "order": "".join(f"--{name}:{place[row.slide_id]};" for name, place in places.items()),
+            "picture": _link(path.parent, pictures.get(row.slide_id)),
+            "figures": _figures(row),
+        }
+        for row in rows
+    ]
+    cards = [
+        Card("Slides", format_value(len(rows))),
+        Card("Tiles", format_value(sum(row.tiles for row in rows))),
+        Card(FILTERS["fault"].capitalize(), format_value(counts["fault"])),
+    ]
+    shown = sorted({number for picture in pictures.values() for number in picture.classes})
+    page = rendered(
+        "slides.html.j2",
+        what=what,
+        cards=cards,
+        filters={name: (text, counts[name]) for name, text in FILTERS.items() if counts[name]},
+        orders={name: text for name, (text, _) in ORDERS.items()},
+        slides=slides,
+        classes=[(classes[number], "#{:02x}{:02x}{:02x}".format(*class_rgb(number))) for number in shown],
+        little=f"{LITTLE_TISSUE:.0%}",
+        few=FEW_TILES,
+    )
+    return write_text(path, page)
+
+
+def _link(folder: Path, picture: SmallPicture | None) -> tuple[str, str, int, int] | None:
+    """Addresses of a small and the large picture, and width and height of the former."""
+    if picture is None:
+        return None
+    large = picture.path.parent.parent / f"{picture.path.stem}.png"
+    small, large_name = (quote(file.relative_to(folder).as_posix()) for file in (picture.path, large))
+    return small, large_name, picture.width, picture.height
+
+
+def _figures(row: SlideRow) -> str:
+    """Tiles and tissue of a slide, in a line."""
+    return f"{row.tiles} tiles" + ("" if row.tissue is None else f" · {row.tissue:.0%} tissue")

@@ -1,7 +1,7 @@
 """Tables and sentences of a run's report: classes, slides, splits, the forecast of its plan, and what to try next.
 
-Takes the rows of ``predictions.csv`` and ``splits.csv``, or the files of a run; gives tables, without rows where there
-is nothing to say.
+Takes the rows of ``predictions.csv`` and ``splits.csv``, or the files of a run; returns tables, without rows where
+there is nothing to say.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from pipelines.labels.class_names import patient_note
 
 SLIDES_SHOWN = 100
 """Rows of the slide table; the slides that came out worst are first, the rest is in ``predictions.csv``."""
-
 CLASSES_SHOWN = 10
 """With more classes the table of confusions no longer fits a page."""
+WAIT, IDLE, BUBBLE, FULL = 0.1, 0.1, 0.25, 0.9
+"""Shares of the step time and of the memory from which something is advised."""
+STAGES = 8
+"""Slowest stages whose seconds are compared."""
+ROOM = 0.5
+"""Share of the memory below which recomputation is not needed: it saves at most about so much of the whole."""
 
 
 def class_table(predictions: Rows) -> Table:
@@ -90,7 +95,6 @@ def split_table(splits: Rows, classes: Sequence[str]) -> tuple[Table, list[str]]
 
     Args:
         splits: slide, patient (empty where unknown), label (index into ``classes``), split.
-        classes: names.
     """
     names = {str(i): name for i, name in enumerate(classes)}
     labels = sorted({row["label"] for row in splits if row.get("label")}, key=lambda text: (len(text), text))
@@ -139,16 +143,6 @@ def _cell(text: str) -> str:
         return f"{float(text):.3f}"
     except ValueError:
         return "–"
-
-
-WAIT, IDLE, BUBBLE, FULL = 0.1, 0.1, 0.25, 0.9
-"""Shares of the step time and of the memory from which something is advised."""
-
-STAGES = 8
-"""Slowest stages whose seconds are compared."""
-
-ROOM = 0.5
-"""Share of the memory below which recomputation is not needed: it saves at most about so much of the whole."""
 
 
 def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.settings.cli import RunError
-from app.settings.data_file import read_data
-from app.settings.fields import settings_of
+from app.settings.fields import read_data, settings_of
 from pipelines.catalog.table import original, read_rows
 
 LOG_LINES = 12
@@ -121,7 +120,7 @@ def _rows(path: Path) -> Rows:
 
 
 def _columns(path: Path) -> Columns:
-    """Columns of a table of numbers, read row by row: a run of a million steps has as many."""
+    """Return the columns of a table of numbers, read row by row: a long run has a million rows."""
     rows = csv.reader(io.StringIO(_text(path), newline=""))
     names = [original(name) for name in next(rows, [])]
     cells = [array("d") for _ in names]

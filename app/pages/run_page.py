@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.pages.charts import SCORES, curves, score_name
-from app.pages.html import Card, Table, flattened, format_setting, format_value, rendered
+from app.pages.html import SCORES, Card, Table, curves, flattened, format_setting, format_value, rendered, score_name
 from app.pages.pictures import colour_of, overlays, small_jpeg
 from app.pages.results import advice, class_table, forecast_table, slide_table, split_table
 from app.pages.run_files import RunFiles, naming_the_summary, read_run
@@ -58,9 +57,12 @@ FIGURES = {
     "final_loss": ("Training loss, last step", ""),
 }
 """Figures of ``summary.json``, or derived from them, by their key: name and unit."""
-
 EXAMPLE_PX = 640
 """Longer side of an example: a tile, or three beside each other."""
+HOW = {"status": "Ended", "strategy": "Strategy", "ranks": "Ranks"}
+"""Of ``summary.json``, above the figures that a run's own report has."""
+OWN = ("out", "resume")
+"""Settings that say nothing of what a run does."""
 
 
 def write_report(run: Path) -> Path:
@@ -273,13 +275,6 @@ def _commands(files: RunFiles) -> list[str]:
     if files.summary.get("status") == "completed":
         return [anew]
     return ["# go on from the last checkpoint", f"{begin} --resume", "# or start anew", anew]
-
-
-HOW = {"status": "Ended", "strategy": "Strategy", "ranks": "Ranks"}
-"""Of ``summary.json``, above the figures that a run's own report has."""
-
-OWN = ("out", "resume")
-"""Settings that say nothing of what a run does."""
 
 
 def write_comparison(runs: Sequence[Path], out: Path) -> Path:

@@ -1,1 +1,1 @@
-"""From a user's question to a plan: ``app.plan``, and ``--parallel auto``."""
+"""Plans for users: ``app.plan``, and ``--parallel auto``."""

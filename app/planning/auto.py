@@ -7,6 +7,7 @@ is then given its text.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,11 @@ from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.strategy import STALE, WHOLE, Strategy
 from parallel.units import bytes_text
+from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE
 
 if TYPE_CHECKING:
     from app.planning.machine import Machine
+
 
 TEXT = "plan.json"
 BOX = 512
@@ -42,7 +45,7 @@ def plan_run(
     say: Callable[[str], None],
     epoch_tiles: int | None = None,
 ) -> None:
-    """Choose a strategy, or what the one that is named computes again, and write ``plan.json`` into ``folder``. One
+    """Choose a strategy, or what the one that is named recomputes, and write ``plan.json`` into ``folder``. One
     process of the run does this.
 
     Args:
@@ -50,7 +53,7 @@ def plan_run(
         epoch_tiles: tiles of an epoch, where a step has ``--batch`` of them.
 
     Raises:
-        RunError: nothing fits the memory, or what is to be computed again of a model that cannot be traced.
+        RunError: nothing fits the memory, or a choice needs a trace of a model that cannot be traced.
     """
     problem = _problem(config, classes, segments)
     if config.resume and (kept := _read(plan_text(folder))) is not None and kept.problem == problem:
@@ -58,15 +61,19 @@ def plan_run(
     try:
         plan = _choose(config, classes, segments, problem)
     except ValueError as fault:  # not traced: it can only be computed as a whole
-        if config.strategy.runs_undecided:
+        if config.strategy.needs_recompute_plan:
             raise RunError(f"--recompute optimal has to look into the model: {fault}. Use --recompute none") from fault
-        if config.strategy.box_undecided:
+        if config.strategy.needs_box_plan:
             raise RunError(f"--stream has to look into the model: {fault}. Leave --stream out") from fault
-        row = PlanRow(Strategy("ddp" if config.strategy.world > 1 else "single", config.strategy.world, 1, _m(config)))
+        world = config.strategy.world
+        m = config.strategy.microbatches or world
+        row = PlanRow(Strategy("ddp" if world > 1 else "single", world, 1, m))
         plan = Plan(problem, row, f"none: {fault}", None)
         say(f"plan: {row.strategy}; the model cannot be planned for: {fault}")
     else:
-        say(f"plan: {_described(plan.row)}")
+        speed = "" if plan.row.images_per_second is None else f", {plan.row.images_per_second:.3g} images/s"
+        peak = bytes_text(max(plan.row.peak_bytes))
+        say(f"plan: {plan.row.strategy}{speed}, {peak} on the fullest rank expected")
         if epoch_tiles and plan.row.step_s:
             say(f"plan: an epoch takes {hours_text(epoch_tiles, config.strategy.batch, plan.row.step_s)}")
     (folder / TEXT).write_text(plan.dumps())
@@ -77,12 +84,11 @@ def decided(settings: StrategySettings, folder: Path, device: str, text: str) ->
 
     Args:
         device: "cpu" or "cuda".
-        text: of the plan.
 
     Raises:
         RunError: the plan is missing or damaged.
     """
-    if not settings.planned:
+    if not settings.needs_plan:
         return settings.to_strategy(device)
     kept = _read(text)
     if kept is None:
@@ -91,7 +97,7 @@ def decided(settings: StrategySettings, folder: Path, device: str, text: str) ->
 
 
 def follow(settings: StrategySettings, row: PlanRow, device: str) -> Strategy:
-    """Return the strategy of ``row``, with whatever plans have no say in as ``settings`` ask for it."""
+    """Return the strategy of ``row``, and as ``settings`` request it what plans do not choose."""
     asked, policy = settings.to_strategy(device), row.strategy.policy
     asked = asked.under(
         recompute=policy.recompute,
@@ -106,7 +112,7 @@ def follow(settings: StrategySettings, row: PlanRow, device: str) -> Strategy:
 
 
 def savings_of(settings: StrategySettings) -> MemoryOptions:
-    """What a search may do to need less memory: what is asked for, else anything."""
+    """Return the ways to need less memory that a search may use: those requested, else all."""
     return MemoryOptions(
         RECOMPUTE if settings.recompute == "none" else (settings.recompute,),
         (False, True) if settings.offload == "none" else (True,),
@@ -115,7 +121,7 @@ def savings_of(settings: StrategySettings) -> MemoryOptions:
 
 
 def names_for(settings: StrategySettings) -> list[str]:
-    """Strategies that the ranks of this run can carry out."""
+    """Return the strategies that the ranks of this run can execute."""
     launch = find_launch()
     names = [name for name in (*WHOLE, SPATIAL.name, *SCHEDULES) if name not in STALE]
     if settings.compile or settings.norm_statistics == "deferred" or settings.offload_state == "parameters":
@@ -126,27 +132,14 @@ def names_for(settings: StrategySettings) -> list[str]:
 
 
 def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, Any]) -> Plan:
-    from app.planning.workload import Workload  # torch is imported once the settings are known to be right
-
     strategy = config.strategy
-    # One rank has hardly anything to choose by time, so nothing is calibrated for it, unless it is asked to choose what
-    # it computes again.
-    timed = strategy.world > 1 or strategy.runs_undecided
+    # One rank has hardly anything to choose by time, so nothing is calibrated for it, unless it chooses what it
+    # recomputes.
+    timed = strategy.world > 1 or strategy.needs_recompute_plan
     machine = machine_of(config, timed=timed, reserved=config.stream.read_ahead_bytes)
-    work = Workload(
-        config.net.model,
-        config.index.side,
-        classes,
-        config.net.norm,
-        segments,
-        config.optimization.optimizer,
-        machine.autocast,
-        config.net.head,
-        config.optimization.ema > 0,
-    )
-    planner = Planner(work.task(strategy.batch, machine.estimate), machine.cluster)
-    if not strategy.undecided:
-        decide = _with_boxes if strategy.box_undecided else _with_runs
+    planner = _planner(config, classes, segments, machine)
+    if not strategy.needs_strategy_plan:
+        decide = _with_boxes if strategy.needs_box_plan else _with_runs
         return planner.plan(problem, decide(strategy, planner))
     names, m = names_for(strategy), strategy.microbatches
     savings = savings_of(strategy)
@@ -157,22 +150,22 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     return planner.plan(problem, best)
 
 
-def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
-    """The strategy that is named, with the best choice of what it computes again.
+def _planner(config: RunConfig, classes: int, segments: bool, machine: Machine) -> Planner:
+    """Return a planner of the model of ``config``; a ValueError where it cannot be traced."""
+    from app.planning.workload import Workload  # torch is imported once the settings are known to be right
 
-    Raises:
-        RunError: none fits the memory.
-    """
+    net, rule = config.net, config.optimization
+    names = net.model, config.index.side, classes, net.norm, segments, rule.optimizer
+    work = Workload(*names, machine.autocast, net.head, rule.ema > 0)
+    return Planner(work.task(config.strategy.batch, machine.estimate), machine.cluster)
+
+
+def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
+    """Return the strategy that is named, with the best choice of what it recomputes."""
     asked = strategy.to_strategy("cpu")
-    candidate = Strategy(
-        asked.name,
-        asked.ranks,
-        asked.depth,
-        asked.m,
-        asked.chunks,
-        zero=asked.zero,
-        grid=asked.grid,
-    ).under(recompute="optimal", offload=asked.policy.offload)
+    mesh = asked.name, asked.ranks, asked.depth, asked.m, asked.chunks
+    candidate = Strategy(*mesh, zero=asked.zero, grid=asked.grid)
+    candidate = candidate.under(recompute="optimal", offload=asked.policy.offload)
     graph, _ = planner.stages.microbatch(planner.stages.tiles(candidate))
     split = asked.partition(graph) if asked.splits else Partition(graph, (0,))
     row = planner.forecast(candidate, partition=split)
@@ -186,11 +179,7 @@ def _with_runs(strategy: StrategySettings, planner: Planner) -> PlanRow:
 
 
 def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
-    """The strategy that is named, in the largest boxes that fit the memory.
-
-    Raises:
-        RunError: none fit, or the model cannot be computed box by box.
-    """
+    """Return the strategy that is named, in the largest boxes that fit the memory."""
     asked = strategy.to_strategy("cpu")
     candidate = Strategy(asked.name, asked.ranks, asked.depth, asked.m, zero=asked.zero, grid=asked.grid)
     candidate = candidate.under(host_bytes=asked.policy.host_bytes)
@@ -286,10 +275,44 @@ def _read(text: str) -> Plan | None:
         return None
 
 
-def _m(config: RunConfig) -> int:
-    return config.strategy.microbatches or config.strategy.world
+def as_square(config: RunConfig, largest: tuple[int, int]) -> RunConfig:
+    """Return ``config`` with square tiles of one size that have the pixels of the largest slide of ``--tile slide``.
+
+    Args:
+        largest: width and height in px.
+    """
+    multiple = config.index.stride or WHOLE_SLIDE_MULTIPLE
+    side = multiple * math.ceil(math.sqrt(largest[0] * largest[1]) / multiple)
+    return dataclasses.replace(config, index=dataclasses.replace(config.index, tile=side, stride=None))
 
 
-def _described(row: PlanRow) -> str:
-    speed = "" if row.images_per_second is None else f", {row.images_per_second:.3g} images/s"
-    return f"{row.strategy}{speed}, {bytes_text(max(row.peak_bytes))} on the fullest rank expected"
+def in_boxes(largest: tuple[int, int]) -> str:
+    """Return advice about slides that are too large to be computed whole."""
+    return (
+        f"the largest slide has {largest[0]} x {largest[1]} px: compute slides in boxes, with --parallel single or ddp "
+        f"and --stream {BOX}, or ask for a coarser --mpp"
+    )
+
+
+def check_largest(config: RunConfig, largest: tuple[int, int], classes: int, segments: bool) -> None:
+    """Refuse slides that a strategy which is named, without boxes, cannot compute.
+
+    Raises:
+        RunError: the largest takes more than there is, by plan.
+    """
+    asked = config.strategy
+    if asked.stream_px is not None:
+        return
+    machine = machine_of(config, timed=False)
+    try:
+        planner = _planner(as_square(config, largest), classes, segments, machine)
+    except ValueError:  # not traced: its memory is unknown
+        return
+    savings = MemoryOptions((asked.recompute,), (asked.offload != "none",), stream=False)
+    rows = planner.search([asked.name], ranks=asked.world, m=asked.m, savings=savings)
+    least = min((max(row.peak_bytes) for row in rows if row.peak_bytes), default=0)
+    if least > machine.cluster.memory_bytes:
+        raise RunError(
+            f"--tile slide takes {bytes_text(least)} a rank, of {bytes_text(machine.cluster.memory_bytes)}; "
+            + in_boxes(largest)
+        )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from app.settings.fields import bytes_of
+from app.settings.fields import at_least, broken, bytes_of
+from app.settings.optimization import Head, Norm
 from app.settings.strategy import Parallel
 from app.settings.strategy_errors import OPTIMAL_OFFLOAD
 from parallel.plan.candidates import RECOMPUTE, MemoryOptions
@@ -26,9 +27,9 @@ class PlanCommand:
     """Classes that the model tells apart."""
     task: Literal["auto", "classify", "segment"] = "auto"
     """segment: a class per pixel; auto: what the model gives."""
-    norm: Literal["batch", "group", "instance", "frozen", "layer"] = "batch"
+    norm: Norm = "batch"
     """Normalisation."""
-    head: Literal["average", "gem", "attention"] = "average"
+    head: Head = "average"
     """What pools the last map of a classifier."""
     ranks: int = 1
     """Ranks to plan for; they need not be there."""
@@ -41,11 +42,9 @@ class PlanCommand:
     microbatches: int | None = None
     """Only this number of microbatches; default: any."""
     memory: str | None = None
-    """Memory of each rank, such as 16GiB, of which plans fill nine tenths; default: what the device has, or its share
-    of this machine's free memory."""
+    """Memory of each rank, such as 16GiB, of which plans fill nine tenths; default: the device's, or what is free."""
     device_spec: str | None = None
-    """Device to plan for by its data sheet, such as v100-16gb, or devices that differ, with their numbers, such as
-    rtxa6000-48gb:2,rtx2080ti-11gb:2; default: this machine, calibrated on first use."""
+    """Device by its data sheet, such as v100-16gb, or several, as a40-48gb:2,t4-16gb:2; default: this machine."""
     per_node: int | None = None
     """Ranks of a node; default: all on this machine, 8 with --device-spec."""
     link: str | None = None
@@ -53,16 +52,13 @@ class PlanCommand:
     network: str | None = None
     """What joins nodes, such as ndr-infiniband or ethernet-10g; default: edr-infiniband, with --device-spec only."""
     recompute: Literal["auto", "none", "stage", "block", "optimal"] = "auto"
-    """What is not kept but computed again before its backward pass, as for app.train; auto: whatever makes a strategy
-    fit, the fastest that does."""
+    """Activations to recompute in the backward pass, as for app.train; auto: the fastest that fits."""
     offload: Literal["auto", "none", "overlap"] = "auto"
-    """Move what forward passes keep to the host's memory until their backward passes, as for app.train; auto: where it
-    makes a strategy fit, and is the fastest that does."""
+    """Move activations to host memory until their backward pass, as for app.train; auto: the fastest that fits."""
     zero: Literal[0, 1, 2, 3] | None = None
     """Only with what this divides among ranks, as for app.train; default: whatever makes a strategy fit."""
     host_memory: str | None = None
-    """Host memory that each rank may fill with --offload and --stream, such as 64GiB; default: its share of half of
-    what this machine has free, at most what --memory leaves, or of 256 GiB a node with --device-spec."""
+    """Host memory of each rank for --offload and --stream, such as 64GiB; default: a share of half of what is free."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
     """Update rule: how many values are kept for each parameter."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
@@ -71,13 +67,11 @@ class PlanCommand:
     tiles: int | None = None
     """Also say how many hours so many tiles take, such as those of an epoch."""
     largest_tile: bool = False
-    """Also search the largest tile that each strategy can train within the memory: as it is, with parts computed again,
-    and with the rest moved to the host, too; and what stands in the way of twice that tile."""
+    """Also search the largest tile of each strategy: as it is, with recomputation, and with offload, too."""
     graph: Literal["op", "layer", "block", "module"] = "block"
     """How finely the model is drawn in --out."""
     out: Path | None = None
-    """Folder for plan.json, candidates.json, schedule.svg and .csv, graph.svg, .dot, .json and .txt, memory.svg (by
-    side of the tiles) and map.svg (model size by branches)."""
+    """Folder for plan.json, candidates.json, the schedule, the graph, memory.svg (by tile size) and map.svg."""
 
     @property
     def step_tiles(self) -> int:
@@ -85,7 +79,7 @@ class PlanCommand:
         return max(8, self.ranks) if self.batch is None else self.batch
 
     @property
-    def savings(self) -> MemoryOptions:
+    def memory_options(self) -> MemoryOptions:
         """Ways of needing less memory that are open."""
         recompute = RECOMPUTE if self.recompute == "auto" else (self.recompute,)
         offload = {"auto": (False, True), "none": (False,), "overlap": (True,)}[self.offload]
@@ -101,32 +95,28 @@ class PlanCommand:
         return tuple(name for name in names if self.zero is None or (name == "fsdp") == (self.zero == 3))
 
     def validate(self) -> list[str]:
-        faults = [
-            f"--{name.replace('_', '-')} must be at least 1; got {value}"
-            for name in ("tile", "classes", "ranks", "batch", "tiles", "stages", "microbatches", "per_node")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        faults += [
-            f"{flag} takes a size such as 512MiB or 16GiB; got {size!r}"
-            for flag, size in (("--memory", self.memory), ("--host-memory", self.host_memory))
-            if size is not None and bytes_of(size) is None
-        ]
-        if self.device_spec is None:
-            faults += [
-                f"{flag} is about a machine described by --device-spec; name the device too"
-                for flag, given in (("--per-node", self.per_node), ("--link", self.link), ("--network", self.network))
-                if given is not None
-            ]
-            if self.precision == "fp16":
-                faults.append("--precision fp16 is for --device-spec; this machine trains in fp32, tf32 or bf16")
-        if self.zero is not None and self.parallel != "auto" and (self.names == ("fsdp",)) != (self.zero == 3):
-            faults.append(
-                f"--zero 3 is --parallel fsdp, or ddp: got --zero {self.zero} with --parallel {self.parallel}"
-            )
-        if self.parallel == "async":
-            faults.append("--parallel async has no schedule that could be planned: plan ddp in its place")
-        if self.recompute == "optimal" and self.offload == "overlap":
-            faults.append(OPTIMAL_OFFLOAD)
-        if self.stages is not None and (self.stages < 2 or self.ranks % self.stages):
-            faults.append(f"--stages must be 2 or more and divide --ranks {self.ranks}; got {self.stages}")
-        return faults
+        sizes = {"--memory": self.memory, "--host-memory": self.host_memory}
+        described = {"--per-node": self.per_node, "--link": self.link, "--network": self.network}
+        here, zero, stages = self.device_spec is None, self.zero, self.stages
+        rules = {
+            **at_least(self, tile=1, classes=1, ranks=1, batch=1, tiles=1, stages=1, microbatches=1, per_node=1),
+            **{
+                f"{flag} takes a size such as 512MiB or 16GiB; got {size!r}": size is not None
+                and bytes_of(size) is None
+                for flag, size in sizes.items()
+            },
+            **{
+                f"{flag} is about a machine described by --device-spec; name the device too": here and given is not None
+                for flag, given in described.items()
+            },
+            "--precision fp16 is for --device-spec; this machine trains in fp32, tf32 or bf16": here
+            and self.precision == "fp16",
+            f"--zero 3 is --parallel fsdp, or ddp: got --zero {zero} with --parallel {self.parallel}": zero is not None
+            and self.parallel != "auto"
+            and (self.names == ("fsdp",)) != (zero == 3),
+            "--parallel async has no schedule that could be planned: plan ddp in its place": self.parallel == "async",
+            OPTIMAL_OFFLOAD: self.recompute == "optimal" and self.offload == "overlap",
+            f"--stages must be 2 or more and divide --ranks {self.ranks}; got {stages}": stages is not None
+            and (stages < 2 or self.ranks % stages),
+        }
+        return broken(rules)

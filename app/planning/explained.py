@@ -6,19 +6,25 @@ Takes the rows of a planner; prints tables and lines of at most 80 columns where
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from app.planning.command import PlanCommand
 from app.planning.table import best_of_each
-from app.settings.console import print_table
+from app.settings.cli import print_table
 from parallel.graph.layers import INPUT, OUTPUT
-from parallel.graph.partition import bytes_across, partition_equal
+from parallel.graph.partition import bytes_across, cut_positions, partition_equal
+from parallel.memory.windows import Windows, thinned
+from parallel.plan.balance import PLACES
 from parallel.plan.plan import BOXES, SIMPLER, PlanRow, best_of
+from parallel.plan.replicated import best_replicated
 from parallel.plan.search import Planner
 from parallel.plan.step_shares import COMPUTING, step_shares
 from parallel.plan.step_time import schedule_of
-from parallel.strategy import Strategy
+from parallel.schedule.action import Kind
+from parallel.schedule.shares import FINE, coarseness
+from parallel.strategy import DELAYED, Strategy
 from parallel.units import bytes_text, seconds_text
 from pipelines.catalog.table import counted
 
@@ -28,6 +34,8 @@ CAUSES = 2
 """That are named of a strategy."""
 NAME = 22
 """Most characters of a layer's name; longer ones lose their beginning."""
+WORTH = 0.03
+"""Part of the images per second that devices have to add not to be advised against: less is within a plan's error."""
 
 
 def print_reasons(planner: Planner, rows: Sequence[PlanRow], best: PlanRow | None) -> None:
@@ -43,11 +51,7 @@ def print_reasons(planner: Planner, rows: Sequence[PlanRow], best: PlanRow | Non
 
 
 def reason(planner: Planner, row: PlanRow, best: PlanRow | None, spent: Mapping[str, float]) -> str:
-    """Return why ``row`` is or is not the plan.
-
-    Args:
-        spent: ``step_shares`` of the plan.
-    """
+    """Return why ``row`` is or is not the plan."""
     if row.refused:
         return f"cannot run: {row.refused}"
     if not row.fits:
@@ -87,8 +91,8 @@ def _causes(planner: Planner, row: PlanRow, best: PlanRow, spent: Mapping[str, f
 
 
 def print_stages(planner: Planner, rows: Sequence[PlanRow], best: PlanRow) -> None:
-    """Print the stages of the plan, or of the fastest split that fits where the plan does not split the model, and what
-    a split into equal numbers of layers would cost; nothing where no split fits."""
+    """Print the stages of the plan, or of the fastest split that fits, and the cost of a split into equal numbers of
+    layers; nothing where no split fits."""
     splits = [row for row in rows if row.strategy.stages > 1 and not row.strategy.paired]
     row = best if best.strategy.stages > 1 else best_of(splits)
     if row is None:
@@ -127,8 +131,7 @@ def print_stages(planner: Planner, rows: Sequence[PlanRow], best: PlanRow) -> No
 
 
 def _slowest(strategy: Strategy, seconds: Sequence[float]) -> list[int]:
-    """Return the stages of the rank that computes longest, of those that hold several stages; none where all ranks of
-    these are as fast."""
+    """Return the stages of the slowest rank; none where ranks with several stages are as fast as each other."""
     mesh = schedule_of(strategy)[1]
     held = [sorted({stage for stage, _ in mesh.held_by(rank)}) for rank in range(strategy.depth)]
     loads = [sum(seconds[stage] for stage in stages) for stages in held]
@@ -181,3 +184,96 @@ def hours_text(tiles: int, batch: int, step_s: float) -> str:
     hours = steps * step_s / 3600
     duration = f"{60 * hours:.1f} min" if hours < 0.1 else f"{hours:.3g} h" if hours < 1000 else f"{hours:,.0f} h"
     return f"{duration} for {tiles:,} tiles, {steps:,} steps of {seconds_text(step_s)}"
+
+
+def delayed_notes(planner: Planner, row: PlanRow, tile: int) -> Iterator[str]:
+    """Yield lines on the best row of pipedream: it is not the plain step, and when it would win.
+
+    Its argument is that values between stages are fewer bytes than the gradients that data parallelism sums. They grow
+    with the pixels of a tile and gradients do not, so large tiles reverse it.
+    """
+    strategy = row.strategy
+    graph, costs = planner.stages.of(strategy)
+    starts = planner.partition_of(row).starts
+    places = thinned(graph, [0, *cut_positions(graph), len(graph.layers)], PLACES)
+    windows = Windows(graph, costs.seconds, sorted({*places, *starts}))
+    timeline = planner.timeline(row)
+    updates = {rank: sum(span.action.kind is Kind.UPDATE for span in spans) for rank, spans in timeline.spans.items()}
+    full_s = max(timeline.busy_s(rank) / count for rank, count in updates.items())
+    yield (
+        f"{strategy.name}: {DELAYED}; no plan chooses it by itself. A microbatch takes {full_s:.3g} s "
+        f"while the pipeline is full, and ranks wait while it fills and empties, once a step: use many microbatches"
+    )
+    passed = windows.received_bytes[:, -1] + windows.returned_bytes[:, -1]
+    sent = strategy.m * max(int(passed[windows.positions.index(start)]) for start in starts[1:])
+    summed = 2 * (strategy.ranks - 1) * int(windows.param_bytes[0, -1]) // strategy.ranks
+    side = tile * math.sqrt(summed / sent)
+    yield (
+        f"a step passes {bytes_text(sent)} over its widest cut, and each rank of ddp sends {bytes_text(summed)} of "
+        f"gradients: pipedream sends less below {side:.0f} px, for values grow with the pixels and gradients do not"
+    )
+    link = planner.cluster.link(0, strategy.ranks - 1)
+    assert link is not None
+    each = range(len(windows) - 1)
+    seconds, stages = best_replicated(
+        [float(windows.seconds[n, n + 1]) for n in each],
+        [float(windows.param_bytes[n, n + 1]) for n in each],
+        [float(passed[n + 1]) / 2 for n in each],
+        strategy.ranks,
+        link.bandwidth,
+    )
+    ranks = "-".join(str(stage.ranks) for stage in stages)
+    data_parallel = " (data parallelism)" if len(stages) == 1 else ""
+    yield (
+        f"with replicas of stages, which are planned and not run, PipeDream would take {ranks} ranks a "
+        f"stage{data_parallel}: {seconds:.3g} s a microbatch"
+    )
+
+
+def unequal_notes(
+    devices: Sequence[str], speeds: Sequence[float], rows: Sequence[PlanRow], without: Callable[[str], float | None]
+) -> Iterator[str]:
+    """Yield lines where devices differ: the gain of shares by speed, and what the slower devices add.
+
+    Args:
+        devices, speeds: of the ranks; the slowest device's speed is 1.
+        without: returns the images per second of the best plan without the devices of a name; None: there is none.
+    """
+    of_device = dict(zip(devices, speeds, strict=True))
+    fastest_first = sorted(of_device.items(), key=lambda item: -item[1])
+    yield "speeds: " + ", ".join(f"{devices.count(name)} x {name} {speed:.2f}" for name, speed in fastest_first)
+    for name in dict.fromkeys(row.strategy.name for row in rows if row.strategy.shares):
+        yield _gain([row for row in rows if row.strategy.name == name])
+    best = best_of(rows)
+    if best is None or not best.images_per_second:
+        return
+    for device, speed in of_device.items():
+        if speed == max(speeds):
+            continue
+        others = without(device)
+        if others is None:
+            continue
+        gain = best.images_per_second / others - 1
+        what = f"{devices.count(device)} x {device}"
+        if gain < WORTH:
+            yield f"without {what}: {others:.3g} images/s, as many or more: leave them out"
+        else:
+            yield f"without {what}: {others:.3g} images/s; they add {gain:.0%}"
+
+
+def _gain(rows: Sequence[PlanRow]) -> str:
+    """Return the gain of a strategy by shares that follow speeds."""
+    shared = best_of(row for row in rows if row.strategy.shares)
+    equal = best_of(row for row in rows if not row.strategy.shares)
+    if shared is None or equal is None or not shared.images_per_second or not equal.images_per_second:
+        return f"{rows[0].strategy.name}: no shares by speed fit"
+    strategy = shared.strategy
+    counts = ",".join(str(len(share)) for share in strategy.shares)
+    gain = shared.images_per_second / equal.images_per_second
+    coarse = ""
+    if strategy.m < FINE * strategy.groups:
+        coarse = f"; {strategy.m} microbatches follow speeds within {coarseness(strategy.m, strategy.groups):.0%}"
+    return (
+        f"{strategy.name} --shares {counts}: {shared.images_per_second:.3g} images/s, {gain:.2f} times its best with "
+        f"equal shares{coarse}"
+    )

@@ -1,6 +1,6 @@
 """The machine a plan is for: this one, calibrated, or one that is named.
 
-Takes numbers of ranks and names of devices; gives a ``Machine``: a cluster, and how long layers take on its devices.
+Takes numbers of ranks and names of devices; returns a ``Machine``: a cluster, and how long layers take on its devices.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -39,23 +40,23 @@ INSTANT = LinkSpec("none", math.inf, 0.0)
 NODE_HOST_BYTES = 256 << 30
 """Host memory of a node of machines that are described by a data sheet."""
 RANKS_PER_CORE = 2
-"""Ranks that are started at most to measure how they talk: more on the same cores would tell nothing else."""
+"""Most ranks that are started to measure messages: more on the same cores would show nothing else."""
 RANKS_PER_GPU = 2
 """The same, of ranks that share GPUs."""
-GPU_LINK = "pcie4"
-"""Between GPUs whose links are not measured."""
+GPU_LINK, NETWORK = "pcie4", "edr-infiniband"
+"""Links between GPUs that are not measured, and between nodes that are not described."""
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a plan is to run.
+    """Machine that a plan is for.
 
     Attributes:
-        estimate: takes a graph of one tile, gives what its layers cost by tiles of a microbatch.
+        estimate: takes a graph of one tile, returns the costs of its layers by tiles of a microbatch.
         autocast: type for mixed precision; None computes in float32 or tf32.
         precision: as ``--precision``, never "auto".
-        speeds: takes a graph of a usual microbatch, gives ``Cluster.speeds``.
+        speeds: takes a graph of a usual microbatch, returns ``Cluster.speeds``.
     """
 
     cluster: Cluster
@@ -74,24 +75,22 @@ def this_machine(
     precision: str = "auto",
     channels_last: bool = True,
     per_node: int | None = None,
-    network: str = "edr-infiniband",
     reserved: int = 0,
     timed: bool = True,
 ) -> Machine:
-    """Machines like this one.
+    """Return a number of machines like this one.
 
     Args:
-        ranks: of the plan; as many as ``per_node`` of them on a machine.
+        ranks: of the plan, ``per_node`` of them on a machine.
         memory: bytes that each rank may use; None: its share of what is free.
-        host_memory: bytes of the host that each rank may fill with what it moves there; None: its share of half of
-            what is free, and no more than ``memory`` leaves.
-        device: as ``--device``.
-        precision: as ``--precision``.
+        host_memory: bytes of the host that each rank may fill; None: its share of half of what is free, and no more
+            than ``memory`` leaves.
+        device, precision: as ``--device``, ``--precision``.
         reserved: bytes that each rank needs besides, of memory that is not given by ``memory``.
         timed: calibrate, unless that was done before; otherwise layers take no time.
 
     Raises:
-        ValueError: a device that is not there, or a network that is not known.
+        ValueError: a device that is not there.
     """
     where = torch.device("cuda", 0) if device_kind(device) == "cuda" else torch.device("cpu")
     per_node = min(ranks, per_node or ranks)
@@ -112,15 +111,17 @@ def this_machine(
     # The host of a CPU is itself: what is moved there takes what the limit leaves.
     left = max(0, available - reserved - (limit if where.type == "cpu" else 0))
     on_host = min(left, available // 2) if host_memory is None else host_memory  # half, as ``host_share``
-    between = link_named(network)
+    between = link_named(NETWORK)
     cluster = Cluster(name, limit, per_node, lanes, INSTANT, between, math.inf, where.type, host_bytes=on_host)
     if where.type == "cuda" and lanes >= per_node:  # over NCCL
         cluster = dataclasses.replace(cluster, link_bytes=LINK_BYTES, communicator_bytes=COMMUNICATOR_BYTES)
     if not timed:
-        return Machine(cluster, _no_times, autocast, used)
+        return Machine(cluster, _no_times, autocast, used)  # none of the layers takes time
     model = _calibrated(where, threads, together, used, channels_last)
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
-    cluster = dataclasses.replace(cluster, update_bandwidth=_moving_speed(model), copy_bandwidth=copies)
+    additions = model.forward[ADDITION]  # the largest of which moves bytes as an update does
+    bandwidth = additions.bytes[-1] / additions.seconds[-1]
+    cluster = dataclasses.replace(cluster, update_bandwidth=bandwidth, copy_bandwidth=copies)
     if where.type == "cuda":
         cluster = _linked_gpus(cluster)
     elif per_node > 1:
@@ -147,36 +148,30 @@ def precision_here(asked: str, device: str) -> Precision:
 
 
 def _calibrated(device: torch.device, threads: int, together: int, precision: str, channels_last: bool) -> CostModel:
-    """The cost model of this machine; the user is told when it takes a while."""
+    """Return the cost model of this machine."""
     dtype, tf32 = autocast_of(precision) or torch.float32, precision == "tf32"
     heap_kept = device.type == "cpu"  # as ranks do when they are placed
     use = DeviceUse(device, threads, together, dtype, channels_last, heap_kept, tf32)
-    path = kept_at(use.key())
-    if path is None or not path.exists():
-        print(
-            f"calibrating this machine for {counted(together, 'rank')} of {counted(threads, 'thread')}, "
-            f"about {QUICK_S:.0f} s" + (f"; to be kept in {path.parent}" if path else ""),
-            file=sys.stderr,
-            flush=True,
-        )
+    ranks = f"{counted(together, 'rank')} of {counted(threads, 'thread')}"
+    _announce(f"calibrating this machine for {ranks}, about {QUICK_S:.0f} s", kept_at(use.key()))
     return load_or_calibrate(use)
 
 
-def _links(ranks: int, threads: int, device: str = "cpu") -> LinkSpeed:
-    """Between ranks of this machine; the user is told when it takes a while."""
-    path = links_kept_at(ranks, threads, device)
+def _announce(what: str, path: Path | None) -> None:
+    """Say what takes a while, unless its result is kept in ``path`` already."""
     if path is None or not path.exists():
-        print(
-            f"measuring messages and sums between {ranks} ranks of this machine, about {TAKES_S} s"
-            + (f"; to be kept in {path.parent}" if path else ""),
-            file=sys.stderr,
-            flush=True,
-        )
+        print(what + (f"; to be kept in {path.parent}" if path else ""), file=sys.stderr, flush=True)
+
+
+def _links(ranks: int, threads: int, device: str = "cpu") -> LinkSpeed:
+    """Return the speed of messages between ranks of this machine."""
+    what = f"measuring messages and sums between {ranks} ranks of this machine, about {TAKES_S} s"
+    _announce(what, links_kept_at(ranks, threads, device))
     return load_or_measure_links(ranks, threads=threads, device=device)
 
 
 def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
-    # Where ranks share cores all that a rank's passes take is stretched, and what they tell each other was so already.
+    # Where ranks share cores all passes of a rank are stretched, and their measured messages were so already.
     told = dataclasses.replace(speed.in_team, latency_s=speed.told_s / cluster.slowdown(cluster.per_node))
     return dataclasses.replace(
         cluster,
@@ -189,8 +184,7 @@ def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
 
 
 def _linked_gpus(cluster: Cluster) -> Cluster:
-    """Return ``cluster`` with its links as measured: over NCCL, or over Gloo where ranks share a GPU. Where they cannot
-    be, as where other ranks hold the GPUs, with ``GPU_LINK``."""
+    """Return ``cluster`` with its links as measured over NCCL or Gloo; with ``GPU_LINK`` where they cannot be."""
     if cluster.per_node == 1:
         return dataclasses.replace(cluster, inside=link_named(GPU_LINK))
     try:
@@ -216,7 +210,7 @@ def devices_named(text: str, ranks: int) -> list[DeviceSpec]:
     """Return the device of each rank, of a name, or of several with their numbers, as "a40-48gb:2,t4-16gb:2".
 
     Raises:
-        ValueError: a device that is not known, or not as many as ranks.
+        ValueError: a device that is not known, or a number other than ``ranks``.
     """
     words = [word.strip().partition(":") for word in text.split(",")]
     if len(words) == 1 and not words[0][1]:
@@ -239,11 +233,11 @@ def named_machine(
     host_memory: int | None = None,
     per_node: int | None = None,
     link: str | None = None,
-    network: str = "edr-infiniband",
+    network: str | None = None,
     precision: str = "auto",
 ) -> Machine:
-    """Machines with devices of a data sheet, one rank a device. Of devices that differ, layers take what they take on
-    the one that is slowest for the model, and every rank may fill what the smallest has.
+    """Return machines with devices of a data sheet, one rank a device. Where devices differ, layers take their time on
+    the slowest one for the model, and every rank has the memory of the smallest.
 
     Args:
         device: as for ``devices_named``.
@@ -251,11 +245,11 @@ def named_machine(
         precision: as ``--precision``; "auto": bf16 if every device computes in it, else fp32.
 
     Raises:
-        ValueError: a device or link that is not known, not as many devices as ranks, or arithmetic that a device does
-            not have.
+        ValueError: a device or link that is not known, a number of devices other than ``ranks``, or arithmetic that a
+            device does not have.
     """
     specs = devices_named(device, ranks)
-    inside, between = link_named(link or GPU_LINK), link_named(network)
+    inside, between = link_named(link or GPU_LINK), link_named(network or NETWORK)
     if precision == "auto":
         precision = "bf16" if all("bfloat16" in spec.flops for spec in specs) else "fp32"
     dtype = DTYPES[precision]
@@ -296,9 +290,3 @@ def named_machine(
         return tuple(max(took.values()) / took[name] for name in names)
 
     return Machine(cluster, estimate, autocast_of(precision), precision, speeds)
-
-
-def _moving_speed(model: CostModel) -> float:
-    """Bytes per second of large additions."""
-    curve = model.forward[ADDITION]
-    return curve.bytes[-1] / curve.seconds[-1]

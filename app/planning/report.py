@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from app.planning.command import PlanCommand
-from app.planning.delayed_notes import delayed_notes
-from app.planning.explained import hours_text, print_reasons, print_stages, train_line
+from app.planning.explained import delayed_notes, hours_text, print_reasons, print_stages, train_line, unequal_notes
 from app.planning.machine import Machine, devices_named, named_machine, this_machine
-from app.planning.region_pictures import write_regions
-from app.planning.regions import PlannerAt
+from app.planning.regions import PlannerAt, write_regions
 from app.planning.table import print_largest, print_rows
-from app.planning.unequal import unequal_notes
 from app.planning.workload import Workload
 from app.settings.cli import FAILED, OK
 from app.settings.fields import bytes_of
@@ -46,8 +43,8 @@ from pipelines.catalog.table import counted
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Look for no garbage in cycles: a graph and what is known of it stay to the end, and going through them again and
-    again takes an eighth of a plan's time."""
+    """Disable garbage collection of cycles: a graph and what is known of it stay to the end, and traversing them takes
+    an eighth of a plan's time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -70,16 +67,9 @@ def report(command: PlanCommand) -> int:
     work = workload_of(command, machine)
     planner = planner_for(command, machine, work)
     names = command.names
-    rows = list(
-        planner.search(
-            names,
-            depth=command.stages,
-            m=command.microbatches,
-            ranks=command.ranks,
-            savings=command.savings,
-        )
-    )
-    rows = planner.tune_recompute(rows, command.savings)
+    savings, m = command.memory_options, command.microbatches
+    rows = list(planner.search(names, ranks=command.ranks, depth=command.stages, m=m, savings=savings))
+    rows = planner.tune_recompute(rows, savings)
     # Never the plan unless it is named: whether each layer takes samples apart shows when it is built.
     by_name = command.parallel == SUBGRAPH.name
     best = best_of(row for row in rows if by_name or row.strategy.name != SUBGRAPH.name)
@@ -136,14 +126,14 @@ def _unequal(
         fewer = dataclasses.replace(command, device_spec=",".join(left), ranks=len(left), batch=command.step_tiles)
         others = planner_for(fewer, machine_of(fewer), work)
         of_others = names if len(left) > 1 else ("single",)
-        best = best_of(others.search(of_others, ranks=len(left), savings=command.savings))
+        best = best_of(others.search(of_others, ranks=len(left), savings=command.memory_options))
         return None if best is None else best.images_per_second
 
     return unequal_notes(devices, planner.cluster.speeds, rows, without)
 
 
 def _box_note(task: Task) -> str:
-    """How far tiles can be computed box by box, where that is not to the end."""
+    """Return the last layer that tiles are computed to box by box, where that is not the end of the model."""
     streamed, fault = task.in_boxes()
     if streamed is None:
         return f"not box by box: {fault}"
@@ -152,23 +142,19 @@ def _box_note(task: Task) -> str:
 
 
 def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
-    """Return how far the team of the fastest row with one divides tiles, where that is not to the end."""
+    """Return the last layer that the team of the fastest row with one divides, where that is not the end."""
     best = best_of(row for row in rows if row.strategy.grid)
     grid = best.strategy.grid if best else None
     if grid is None or planner.stages.teams is None:
         return ""
     ends = planner.stages.teams.plan(grid).ends_at
-    return (
-        f"side by side on {grid} up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole"
-        if ends
-        else ""
-    )
+    rest = "the rest of the model is computed whole"
+    return f"side by side on {grid} up to {ends[0]}, which {ends[1]}; {rest}" if ends else ""
 
 
 def machine_of(command: PlanCommand) -> Machine:
-    """The machine that the command names, or this one."""
-    memory = bytes_of(command.memory) if command.memory else None
-    host = bytes_of(command.host_memory) if command.host_memory else None
+    """Return the machine that the command names, or this one."""
+    memory, host = bytes_of(command.memory or ""), bytes_of(command.host_memory or "")
     if command.device_spec is None:
         return this_machine(command.ranks, memory=memory, host_memory=host, precision=command.precision)
     return named_machine(
@@ -178,27 +164,20 @@ def machine_of(command: PlanCommand) -> Machine:
         host_memory=host,
         per_node=command.per_node,
         link=command.link,
-        network=command.network or "edr-infiniband",
+        network=command.network,
         precision=command.precision,
     )
 
 
 def workload_of(command: PlanCommand, machine: Machine) -> Workload:
-    """What the command asks a plan for."""
-    return Workload(
-        command.model,
-        command.tile,
-        command.classes,
-        command.norm,
-        None if command.task == "auto" else command.task == "segment",
-        command.optimizer,
-        machine.autocast,
-        command.head,
-    )
+    """Return the workload that the command describes."""
+    segments = None if command.task == "auto" else command.task == "segment"
+    names = command.model, command.tile, command.classes, command.norm, segments, command.optimizer
+    return Workload(*names, machine.autocast, command.head)
 
 
 def planner_for(command: PlanCommand, machine: Machine, work: Workload) -> Planner:
-    """A planner of the command's problem, of one tile side."""
+    """Return a planner of the command's problem, of one tile size."""
     task = work.task(command.step_tiles, machine.estimate)
     usual = with_tiles(work.in_float32, max(1, command.step_tiles // (FINE * command.ranks)))
     return Planner(task, dataclasses.replace(machine.cluster, speeds=machine.speeds(usual)))
@@ -222,7 +201,7 @@ def _largest(
         return dataclasses.replace(found, row=planner.with_time(found.row)) if planner and found.row else found
 
     asked = dict.fromkeys(("single", *names) if command.ranks > 1 else names)
-    found = [timed(one) for one in largest_tiles(asked, steps_of(command.savings), least)]
+    found = [timed(one) for one in largest_tiles(asked, steps_of(command.memory_options), least)]
     limits = [limit(one) for one in found]
     print_largest(found, limits, cluster)
     return [
@@ -282,19 +261,12 @@ def _write(
 
 
 def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:
-    """What the choice depends on."""
-    return {
-        "model": command.model,
-        "norm": command.norm,
-        "head": command.head,
-        "classes": command.classes,
+    """Return the settings that the choice depends on."""
+    own = ("model", "norm", "head", "classes", "ranks", "optimizer", "recompute", "offload")
+    return {name: getattr(command, name) for name in own} | {
         "tile_px": command.tile,
         "batch": command.step_tiles,
-        "ranks": command.ranks,
         "memory_bytes": machine.cluster.memory_bytes,
-        "optimizer": command.optimizer,
         "precision": machine.precision,
         "machine": machine.cluster.name,
-        "recompute": command.recompute,
-        "offload": command.offload,
     }

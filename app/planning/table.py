@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from app.settings.console import print_table
+from app.settings.cli import print_table
 from parallel.cost.cluster import Cluster
 from parallel.plan.largest_tile import LIMIT, LargestTile
 from parallel.plan.plan import PlanRow, best_of
@@ -74,7 +74,7 @@ def _line(row: PlanRow, mark: str) -> Sequence[str]:
 
 
 def _mesh(candidate: Strategy) -> str:
-    """Groups and teams, the grid of the teams, and shares that are not equal."""
+    """Return groups and teams, the grid of the teams, and shares that are not equal."""
     if candidate.shares:
         counts = ",".join(str(len(share)) for share in candidate.shares)
         return f"{_mesh(dataclasses.replace(candidate, shares=()))} shares {counts}"
@@ -86,7 +86,7 @@ def _mesh(candidate: Strategy) -> str:
 
 
 def _runs(texts: Sequence[str]) -> list[str]:
-    """Sizes of many ranks, equal neighbours put together, no more than six."""
+    """Return sizes of many ranks, equal neighbours as one, no more than six."""
     runs = [(text, len(list(equal))) for text, equal in itertools.groupby(texts)]
     words = [text if n == 1 else f"{n} x {text}" for text, n in runs]
     return words if len(words) <= 6 else [*words[:3], "...", *words[-2:]]
@@ -108,7 +108,7 @@ def _largest_line(found: LargestTile, cluster: Cluster) -> Sequence[str]:
         bytes_text(max(row.peak_bytes)),
         bytes_text(row.host_bytes) if row.host_bytes else "",
         "" if row.images_per_second is None else f"{row.images_per_second:.3g}",
-        "" if row.step_s is None else f"{_three_digits(row.step_s)}{' !' * _is_long(row)}",
+        "" if row.step_s is None else f"{row.step_s:{'.3g' if row.step_s < 1000 else '.0f'}}{' !' * _is_long(row)}",
         _next_size(found, cluster),
     )
 
@@ -120,7 +120,3 @@ def _next_size(found: LargestTile, cluster: Cluster) -> str:
         return f"the search ends at {LIMIT} px" if found.tile == LIMIT else ""
     on_device = max(row.peak_bytes, default=0) - cluster.usable_bytes
     return f"{bytes_text(row.over_bytes)} over{' on the host' * (row.over_bytes > max(0, on_device))}"
-
-
-def _three_digits(seconds: float) -> str:
-    return f"{seconds:.3g}" if seconds < 1000 else f"{seconds:.0f}"

@@ -1,7 +1,7 @@
 """The model and its loss as a planner sees them: traced with one tile, on tensors without data.
 
-Takes the names a user gives; gives a ``Task``. No weights are drawn and no memory is taken, whatever the size of model
-and tile.
+Takes names of the command line; returns a ``Task``. No weights are drawn and no memory is taken, whatever the size of
+model and tile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SLOTS = {"sgd": 1, "adamw": 2}
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the steps of a region take, as recorded on tiles of ``side`` px; ``hints`` as in ``Streamed``."""
+    """Costs of the steps of a region, as recorded on tiles of ``side`` px; ``hints`` as in ``Streamed``."""
 
     records: Mapping[str, StepRecord]
     side: int
@@ -58,7 +58,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, by name.
+    """Model and tiles to train, by name.
 
     Attributes:
         tile: side in px.
@@ -85,13 +85,11 @@ class Workload:
     )
 
     def at(self, tile: int) -> Workload:
-        """The same on tiles of another side. The model is followed once for all of them, where its path is the same,
-        and run for no more of them than tell what it does on all."""
+        """Return the same on tiles of another size. The model is traced once for all of them where its path is the
+        same, and run for as few as show its costs on all."""
         other = dataclasses.replace(self, tile=tile)
-        object.__setattr__(other, "_followed", self._followed)
-        object.__setattr__(other, "_sides", self._sides)
-        object.__setattr__(other, "_recorded", self._recorded)
-        object.__setattr__(other, "_refused", self._refused)
+        for name in ("_followed", "_sides", "_recorded", "_refused"):
+            object.__setattr__(other, name, getattr(self, name))
         return other
 
     def build(self) -> nn.Module:
@@ -104,7 +102,7 @@ class Workload:
             build_model, self.model, classes=self.classes, norm=self.norm, head=self.head, side=self.tile
         )
         try:
-            with torch.device("meta"), _Undrawn():
+            with torch.device("meta"), _SkipInit():
                 return build()
         except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
             return build()
@@ -118,7 +116,7 @@ class Workload:
         return self._with_loss(self._trace(autocast))
 
     def _trace(self, autocast: torch.dtype | None = None) -> Traced:
-        """Trace the model; where that fails for the side of the tiles, say so."""
+        """Trace the model; where that fails for the tile size, say so."""
         model = self.build()
         try:
             return trace(model, self._shape, autocast=autocast)
@@ -144,7 +142,7 @@ class Workload:
         return dataclasses.replace(traced, graph=self._of_side(traced, autocast, graph_at))
 
     def _of_side(self, traced: Traced, key: object, make: Callable[[Workload], T]) -> T:
-        """Return what ``make`` gives; of a model whose path is the same for all sides, from what it gave for others."""
+        """Return what ``make`` returns; of a model whose path is the same for all sizes, from its values for others."""
         if not traced.any_side:
             return make(self)
         sides = self._sides.setdefault(key, BySide())
@@ -178,7 +176,7 @@ class Workload:
         """Return the task of a planner.
 
         Args:
-            estimate: takes the graph in float32, gives what its layers cost by tiles of a microbatch.
+            estimate: takes the graph in float32, returns the costs of its layers by tiles of a microbatch.
 
         Raises:
             ValueError: as ``trace``.
@@ -217,7 +215,7 @@ class Workload:
             return None, str(fault)
 
     def _region_of_teams(self, traced: Traced) -> Region:
-        """What has rows where each node is computed once: the same where all of it goes box by box, too."""
+        """Return the part of the model that has rows where each node is computed once."""
         try:
             region = self._region(traced)
         except FAULTS:
@@ -290,11 +288,11 @@ def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:
 def _loss_layers(classes: int, side: int | None) -> tuple[Layer, ...]:
     """Return the layers of the loss alone."""
     shape = (1, classes) if side is None else (1, classes, side, side)
-    loss = trace(_OnTargets(TileClassLoss() if side is None else PixelClassLoss()), shape).graph
+    loss = trace(_LossOnLogits(TileClassLoss() if side is None else PixelClassLoss()), shape).graph
     return loss.layers[3:]  # behind the input, the zero, and their sum
 
 
-class _Undrawn(TorchFunctionMode):
+class _SkipInit(TorchFunctionMode):
     """Leaves out random numbers for tensors without data: a normal distribution takes long to draw none of."""
 
     def __torch_function__(
@@ -305,20 +303,20 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OnTargets(nn.Module):
+class _LossOnLogits(nn.Module):
     """A loss of logits (n, C) or (n, C, h, w) that need a gradient."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self.zero = nn.Parameter(torch.zeros(()))
-        self.loss = _OfZeros(loss)
+        self.loss = _ZeroTargets(loss)
 
     def forward(self, logits: Tensor) -> Tensor:
         value: Tensor = self.loss(logits + self.zero)
         return value
 
 
-class _OfZeros(nn.Module):
+class _ZeroTargets(nn.Module):
     """A loss whose targets are all class 0."""
 
     def __init__(self, loss: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""Overlapping windows put together to one map in bounded memory, and the weights that they are put together with.
+"""Overlapping windows blended to one map in bounded memory, and the weights of the blend.
 
 Takes the probabilities of windows from the top of the slide to the bottom; returns the rows of the map that no further
-window touches. Held are as many rows as a window has: in memory, or in a file that is mapped into it where that would
-be more than ``SPILL_BYTES``. Gaussian weights as nnU-Net and MONAI have them (Isensee et al., Nature Methods 18, 2021).
+window touches. The rows of one window are held: in memory, or in a mapped file where they exceed ``SPILL_BYTES``.
+Gaussian weights as nnU-Net and MONAI have them (Isensee et al., Nature Methods 18, 2021).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 SPILL_BYTES = 256 << 20
-"""More rows than fit are kept in a file; and as much of the file is resident before the kernel is told to let go."""
-
+"""More rows than fit are kept in a file; and so much of the file is resident before its pages are released."""
 ROWS_AT_ONCE = 256
 """Rows given at a time."""
 
@@ -41,7 +40,6 @@ class Blender:
     """The weighted mean of windows, and where there is none 0.
 
     Args:
-        classes: maps of each window.
         width, height: of the canvas in cells.
         weights: float32 (h, w) of a window.
         folder: where a file is put if one is needed; it has no name and ends with this process.
@@ -117,7 +115,7 @@ class Blender:
 def _mapped(size: int, folder: Path) -> mmap.mmap:
     """Return a file without a name of ``size`` bytes of 0, mapped."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is told here, not by a signal at the first write
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not by a signal at the first write
         return mmap.mmap(file.fileno(), size)
 
 

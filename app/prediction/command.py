@@ -30,23 +30,19 @@ class PredictCommand:
     model: str | None = None
     """Only where the checkpoint is of a package.module:factory, whose code is run: its name again."""
     slide_mpp: float | None = None
-    """um/px of level 0 for every slide, instead of what the files say. Default: what the run read its slides at, and
-    its --slide-mpp for other slides."""
+    """um/px of level 0 for every slide, instead of what the files say. Default: the run's."""
     mpp_table: Path | None = None
-    """CSV with columns slide and mpp: um/px of level 0 by slide; goes before --slide-mpp. Default: column mpp of
-    labels.csv in --slides, for slides that the run did not have."""
+    """CSV with columns slide and mpp; goes before --slide-mpp. Default: column mpp of labels.csv in --slides."""
     scene: int | None = None
-    """Image of a slide file that holds several of similar size, counted from 0. Default: that of the run."""
+    """Image of slide files that hold several, counted from 0. Default: that of the run."""
     backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] | None = None
     """Slide reader; auto takes the fastest that reads the file exactly. Default: that of the run."""
     ranks: int = 1
     """Processes that share the slides out among them. Under torchrun, mpirun or srun, those."""
     stages: int = 1
-    """Ranks that a copy of the model is split over, as in training, where it is too large for one; as many compute a
-    slide together, and groups of so many share the slides out."""
+    """Ranks that a copy of the model is split over, as in training; groups of so many share the slides."""
     stream: str = "none"
-    """Side in px of boxes, such as 512, that windows are computed in one after the other, as in training: memory for a
-    box in place of a window."""
+    """Compute each window in boxes of this many px, such as 512, exactly, in less memory."""
     offload: Literal["none", "parameters"] = "none"
     """parameters: they lie in the host's memory, and come to the device layer by layer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -44,7 +44,7 @@ MOST_OFF = 1e-3
 
 @torch.inference_mode()
 def with_folded_norms(module: nn.Module, example: Tensor) -> nn.Module:
-    """Return ``module`` with its batch norms folded, or as it is where it cannot be followed or gives other values.
+    """Return ``module`` with its batch norms folded, or as it is where it cannot be traced or other values result.
 
     Args:
         module: in evaluation mode.
@@ -70,8 +70,7 @@ class Placement:
     """Placement of a model over ranks in prediction.
 
     Attributes:
-        communicator: to the ranks of this group, a stage each.
-        stream: side of the boxes that windows are computed in, px; None: at once.
+        stream: box size for windows, px; None: windows are computed whole.
         parameters: they lie on the host, and come to the device layer by layer.
         host: where maps lie that are computed box by box.
     """
@@ -82,8 +81,8 @@ class Placement:
     host: HostMemory | None = None
 
     @property
-    def plain(self) -> bool:
-        """One process computes the model at once, on its device."""
+    def is_local(self) -> bool:
+        """One process computes the whole model on its device."""
         return self.communicator.world == 1 and self.stream is None and not self.parameters
 
     def strategy(self) -> Strategy:
@@ -94,23 +93,21 @@ class Placement:
 
 
 class MakePixels(Protocol):
-    """Gives what makes tiles the model's input."""
+    """Returns the function that makes tiles the model's input."""
 
     def __call__(self, *, stains: StainSteps | None = None) -> PixelMaker: ...
 
 
 class LocalModel:
-    """One process that computes the model at once.
+    """One process that computes the whole model.
 
     Attributes:
         reads, writes: tiles are wanted here, logits are had here.
         alone: no other rank computes the same slide.
-        device: that computes.
 
     Args:
-        pixels: gives what makes tiles the model's input, whose stains are changed as asked.
+        pixels: returns the function that makes tiles the model's input, for a stain.
         autocast: type for mixed precision; None computes in the model's own.
-        side: of a usual window, px.
     """
 
     reads = writes = alone = True
@@ -146,45 +143,40 @@ class LocalModel:
         return value
 
     def fail_together(self) -> contextlib.AbstractContextManager[None]:
-        """Around what each rank of the group does alone: where one fails, all do."""
+        """If one rank of the group raises inside this block, all do."""
         return contextlib.nullcontext()
 
 
 class DistributedModel:
-    """A group of ranks with a stage each, or one; windows at once or box by box.
-
-    Args:
-        side: of a usual window, px.
-        batch: windows computed together.
-    """
+    """A group of ranks with a stage each, or one; windows whole or box by box."""
 
     def __init__(
         self,
         module: nn.Module,
-        spread: Placement,
+        placement: Placement,
         pixels: MakePixels,
         autocast: torch.dtype | None,
         side: int,
         batch: int,
     ) -> None:
-        self._communicator = spread.communicator
+        self._communicator = placement.communicator
         self._engine: TrainingEngine = build_engine(
-            spread.strategy(),
+            placement.strategy(),
             module,
             TileClassLoss(None),
             lambda parameters: build_optimizer(OptimizerSettings(), parameters),
-            spread.communicator,
+            placement.communicator,
             batch=batch,
             tile=side,
             seed=0,
             device=pixels().device,
             autocast=autocast,
-            host=spread.host,
+            host=placement.host,
         )
         self.device = pixels().device
-        self._pixels, self._in_boxes = pixels, spread.stream is not None
+        self._pixels, self._in_boxes = pixels, placement.stream is not None
         self.reads, self.writes = self._engine.predict_wants
-        self.alone = spread.communicator.world == 1
+        self.alone = placement.communicator.world == 1
 
     def logits(
         self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainSteps | None = None
@@ -220,7 +212,7 @@ def _on_device(images: NDArray[np.uint8], maker: PixelMaker) -> Tensor:
 
 @contextlib.contextmanager
 def rank_faults(slide_id: str, computation: LocalModel | DistributedModel) -> Iterator[None]:
-    """Around what the ranks of a group do in step: a fault that not all of them meet alike ends the run.
+    """End the run if one rank of a group raises inside this block, where they compute together.
 
     Raises:
         RunError: there was one; of a slide that cannot be used and of the device, what was raised is left as it is.

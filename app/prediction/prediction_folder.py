@@ -16,7 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from app.settings.data_file import read_data, write_json
+from app.settings.fields import read_data, write_json
 from app.training.run_slides import opening
 from pipelines.catalog.catalog import PREDICTIONS_FILE, SlideSpec
 from pipelines.catalog.failures import FailedSlides
@@ -31,11 +31,7 @@ LONGEST_PART = 60
 
 
 class PredictionFolder:
-    """Paths and records of the predictions of one model.
-
-    Args:
-        path: the folder.
-    """
+    """Paths and records of the predictions of one model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

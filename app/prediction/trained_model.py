@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import autocast_of, precision_of
@@ -42,12 +43,8 @@ log = logging.getLogger(__name__)
 
 LIBRARIES = ("torchvision", "timm", "smp", "unet")
 """Words before the colon of a model's name that stand for a library, not for a package of the user's."""
-
-
 USUAL_SIDE = 1024
 """Px of the image that a model of whole slides is first looked at with; slides may have any sides."""
-
-
 CONTENT = {"settings": dict, "classes": list | tuple, "model": dict, "step": int}
 """Content of a checkpoint that a model is made of, and its types."""
 SETTINGS = {
@@ -72,7 +69,6 @@ class TrainedModel:
         name: as ``--model`` of the run had it.
         task: classify (one class per tile) or segment (one per px).
         classes: names, in the order of the model's outputs.
-        config: settings of the run.
         digest: of the checkpoint's bytes.
         step: after how many steps it was written.
         averaged: its weights are their running averages.
@@ -103,7 +99,7 @@ class TrainedModel:
 
     @property
     def in_bags(self) -> bool:
-        """It gives attention scores, too: it was trained with ``--bag``."""
+        """It was trained with ``--bag``, and has attention scores as further outputs."""
         return self.config.stream.bag > 0
 
     @property
@@ -165,7 +161,7 @@ class TrainedModel:
             stain: of the slide; None: its colours are not changed.
 
         Raises:
-            ValueError: the model gives other values than its task has.
+            ValueError: the outputs of the model are not those of its task.
         """
         wait = self.begin(images, shape, stain)
         return None if wait is None else wait()
@@ -197,52 +193,24 @@ class TrainedModel:
 
 
 def load_model(
-    path: Path, named: str | None, device: torch.device, spread: Placement | None = None, batch: int = 1
+    path: Path, named: str | None, device: torch.device, placement: Placement | None = None, batch: int = 1
 ) -> TrainedModel:
     """Return the model of the checkpoint ``path`` on ``device``, or spread from there.
 
     Args:
         named: ``--model`` of the user, who may say only what the run said.
-        spread: over a group of ranks, each of which calls it, or in boxes; None: this process computes it at once.
-        batch: windows that will be computed together.
+        placement: over a group of ranks, each of which calls it, or in boxes; None: the whole model, in this process.
 
     Raises:
         RunError: the checkpoint is damaged or of another version.
         ValueError: there is none, or its model cannot be used so.
     """
-    if path.is_dir():
-        raise ValueError(
-            f"--checkpoint {path} is a folder; give a file, as {path / 'checkpoints' / 'best.pt'} of a run"
-        )
-    if not path.is_file():
-        raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
-    state = load_checkpoint(path)
-    _check_content(path, state)
+    state = _read_state(path, named)
     settings, classes = state["settings"], tuple(state["classes"])
-    name = settings["model"]
-    if named not in (None, name):
-        raise ValueError(f"--model is that of the checkpoint, {name}; got {named}: leave it out")
-    source, colon, _ = name.partition(":")
-    if colon and source not in LIBRARIES and named is None:
-        raise ValueError(
-            f"{path} is of the model {name}, which is a package of its user's and runs its code when it is built: "
-            f"if you trust it, say so with --model {name}"
-        )
-    own = None if settings["tile"] == "slide" else settings["tile"]
-    module = build_model(name, classes=len(classes), norm=settings["norm"], head=settings["head"], side=own)
+    name, whole = settings["model"], settings["tile"] == "slide"
     config = with_values(RunConfig(DataSettings(Path())), settings)
-    if config.stream.bag:
-        put_bag_head(module, name, len(classes))
-    averages = state.get("average", {})
-    try:
-        module.load_state_dict(state["model"])
-        with torch.no_grad():
-            for key, parameter in module.named_parameters():
-                parameter.copy_(averages.get(key, parameter))
-    except (RuntimeError, TypeError, AttributeError) as fault:
-        reason = " ".join(str(fault).split())[:300]
-        raise RunError(f"{path} has no weights of {name} for {len(classes)} classes: {reason}") from fault
-    side = USUAL_SIDE if settings["tile"] == "slide" else settings["tile"]
+    module = _module_of(path, state, config.stream.bag > 0)
+    side = USUAL_SIDE if whole else settings["tile"]
     channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
     if channels_last:
         module.to(memory_format=torch.channels_last)
@@ -257,7 +225,7 @@ def load_model(
     set_tf32(False)  # folded norms are compared with the model as it is
     task = state.get("task")
     computation: LocalModel | DistributedModel
-    if spread is None or spread.plain:
+    if placement is None or placement.is_local:
         computation = LocalModel(module, pixels, autocast, side)
         task = task or _task(computation, name, len(classes), side)
     elif task is None:
@@ -266,10 +234,10 @@ def load_model(
             "without --stages, --stream and --offload"
         )
     else:
-        computation = DistributedModel(module, spread, pixels, autocast, side, batch)
+        computation = DistributedModel(module, placement, pixels, autocast, side, batch)
     set_tf32(precision == "tf32")
-    choose_algorithms((spread or Placement()).strategy(), device, fixed=settings["tile"] != "slide")
-    if task == "segment" and settings["tile"] == "slide":
+    choose_algorithms((placement or Placement()).strategy(), device, fixed=not whole)
+    if task == "segment" and whole:
         raise ValueError(
             f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "
             "with a side in px"
@@ -278,8 +246,48 @@ def load_model(
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     numbers = state.get("stain_target")  # of a run from before there was any: None
     target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
-    slides, step = state.get("slides"), state["step"]
-    return TrainedModel(name, task, classes, config, digest, step, bool(averages), target, slides, computation)
+    slides, step, averaged = state.get("slides"), state["step"], bool(state.get("average"))
+    return TrainedModel(name, task, classes, config, digest, step, averaged, target, slides, computation)
+
+
+def _read_state(path: Path, named: str | None) -> dict[str, Any]:
+    """Return the checked content of the checkpoint ``path``, whose model the user trusts."""
+    if path.is_dir():
+        raise ValueError(
+            f"--checkpoint {path} is a folder; give a file, as {path / 'checkpoints' / 'best.pt'} of a run"
+        )
+    if not path.is_file():
+        raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
+    state = load_checkpoint(path)
+    _check_content(path, state)
+    name: str = state["settings"]["model"]
+    if named not in (None, name):
+        raise ValueError(f"--model is that of the checkpoint, {name}; got {named}: leave it out")
+    source, colon, _ = name.partition(":")
+    if colon and source not in LIBRARIES and named is None:
+        raise ValueError(
+            f"{path} is of the model {name}, which is a package of its user's and runs its code when it is built: "
+            f"if you trust it, say so with --model {name}"
+        )
+    return state
+
+
+def _module_of(path: Path, state: dict[str, Any], in_bags: bool) -> nn.Module:
+    """Return the model on the CPU, with its weights or their running averages."""
+    settings, classes, averages = state["settings"], len(state["classes"]), state.get("average", {})
+    name, side = settings["model"], None if settings["tile"] == "slide" else settings["tile"]
+    module = build_model(name, classes=classes, norm=settings["norm"], head=settings["head"], side=side)
+    if in_bags:
+        put_bag_head(module, name, classes)
+    try:
+        module.load_state_dict(state["model"])
+        with torch.no_grad():
+            for key, parameter in module.named_parameters():
+                parameter.copy_(averages.get(key, parameter))
+    except (RuntimeError, TypeError, AttributeError) as fault:
+        reason = " ".join(str(fault).split())[:300]
+        raise RunError(f"{path} has no weights of {name} for {classes} classes: {reason}") from fault
+    return module
 
 
 @functools.lru_cache(maxsize=1)

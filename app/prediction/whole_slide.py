@@ -1,8 +1,8 @@
 """One slide predicted: windows read ahead, asked of the model, blended, and written as they are finished.
 
 Takes a slide, a trained model and a folder; leaves there heat maps, an overlay picture, GeoJSON and a table of tiles,
-and gives the slide's row. Held are the rows of one window, and a map of the whole slide that is reduced until it is
-small enough for areas to be drawn around.
+and returns the slide's row. Memory holds the rows of one window, and a map of the whole slide that is reduced until it
+is small enough for areas to be drawn around.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.launch.place import rank_cores
-from app.prediction.area_files import Scored, write_areas
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.computation import rank_faults
 from app.prediction.prediction_folder import PredictionFolder, file_names
-from app.prediction.score_tables import (
+from app.prediction.slide_files import (
+    SlidePrediction,
     TileRow,
     attention_weights,
     bag_scores,
     class_scores,
     draw_prediction,
+    write_areas,
     write_tiles,
 )
 from app.prediction.trained_model import TrainedModel
@@ -47,10 +48,8 @@ log = logging.getLogger(__name__)
 
 AREA_VALUES = 1 << 26
 """Most values (px times classes) of the map that areas are drawn around; a larger one is halved until it has fewer."""
-
 CHUNK_ROWS = 256
 """Rows that are finished together, a power of 2: also the most that the map of areas is reduced by."""
-
 MOST_UNREADABLE = 0.5
 """A slide of whose windows more cannot be read is given up."""
 
@@ -59,9 +58,6 @@ def predict_slide(
     spec: SlideSpec, model: TrainedModel, settings: WindowSettings, batch: int, folder: PredictionFolder
 ) -> dict[str, Any] | None:
     """Predict one slide; return its row of ``slides.csv``, on the rank of its group that has the model's outputs.
-
-    Args:
-        batch: windows that the model is asked at a time.
 
     Raises:
         SlideError: the slide cannot be used; on every rank of the group.
@@ -124,7 +120,7 @@ def _scored(
     model: TrainedModel,
     folder: PredictionFolder,
     slide_id: str,
-) -> Scored:
+) -> SlidePrediction:
     """Take the answers for all windows and write the heat maps."""
     classes, cells = len(model.classes), windows.cells
     weights = gaussian_window(cells) if model.task == "segment" else np.ones((cells, cells), np.float32)
@@ -171,7 +167,7 @@ def _scored(
         attention = attention_weights(attention)
         _write_attention(attention, windows, folder, slide_id)
     fault = faults[0] if faults else ""
-    return Scored(scores, certainty, np.concatenate(reduced, axis=1), factor, fault, attention)
+    return SlidePrediction(scores, certainty, np.concatenate(reduced, axis=1), factor, fault, attention)
 
 
 def _blended(
@@ -225,7 +221,7 @@ class _Asked(NamedTuple):
     Attributes:
         numbers: of its windows.
         faults: why each cannot be read, or nothing.
-        wait: gives the probabilities, where this rank has them.
+        wait: returns the probabilities, where this rank has them.
     """
 
     numbers: range
@@ -256,7 +252,7 @@ def _asked(slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int)
 
 
 def _tiles(slide: Slide, windows: SlideWindows, ahead: int) -> Iterator[Pixels | SlideError]:
-    """All windows in order, or why one cannot be read; as many as ``ahead`` are read before their turn."""
+    """Yield all windows in order, or why one cannot be read; prefetch ``ahead`` of them."""
 
     def read(i: int) -> Pixels | SlideError:
         try:
@@ -289,7 +285,7 @@ def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
     return means
 
 
-def _tile_rows(windows: SlideWindows, scored: Scored) -> Iterator[TileRow]:
+def _tile_rows(windows: SlideWindows, scored: SlidePrediction) -> Iterator[TileRow]:
     """Yield the place of each window on level 0, its tissue, and the scores of the classes."""
     l0_side = round(windows.cells * windows.l0_cell)
     for i, (scores, certainty) in enumerate(zip(scored.scores, scored.certainty, strict=True)):

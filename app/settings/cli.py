@@ -1,41 +1,52 @@
-"""The command-line frame that every ``python -m app.*`` shares.
+"""The command line that every ``python -m app.*`` shares, and tables on standard output.
 
 Takes a frozen dataclass (nested ones are flattened: every field is one flag and one YAML key) and a body; returns the
 exit code: 0 done, 1 failed, 2 wrong usage. ``--help`` leaves ``Rare`` fields out, ``--help-all`` shows all.
 ``--config FILE.yaml`` is read before the other flags, so flags win; ``--print-config`` writes the resolved settings as
-YAML and stops. The faults that a settings class's ``validate()`` returns are printed all at once before anything runs.
+YAML and stops. The errors that a settings class's ``validate()`` returns are printed together before anything runs.
+Tables are drawn on a terminal; elsewhere their columns are aligned and no line is broken, for ``grep`` and log files.
 """
 
 from __future__ import annotations
 
 import difflib
 import errno
+import io
+import os
 import shutil
+import stat
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, get_args, get_origin
 
 import tyro
 import yaml
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from app.settings.console import ignore_broken_pipe
-from app.settings.data_file import read_data
-from app.settings.fields import arguments_for, flags_of, flat, settings_of, without_rare
+from app.settings.fields import arguments_for, flags_of, flat, for_help, read_data, settings_of
 from parallel.profile.cache import own_torch_cache
 from pipelines.slides.slide import SlideError, printable
 
-Config = TypeVar("Config")
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
+COLOURS = {"ok": "green", "warning": "yellow", "FAULT": "bold red"}
+NARROW = 14
+"""Most characters of a column that is not broken on a terminal."""
+Config = TypeVar("Config")
 _TYRO = threading.Lock()
 """tyro keeps its state in globals while it parses; ranks that are threads parse at the same time."""
-
 OK, FAILED, USAGE = 0, 1, 2
 HELP = {"--help-all": "--help"}
 """Flag of ours -> that of tyro."""
-
 ADVICE = {
     errno.ENOSPC: "make room on that disk, or name a folder on another (--out; TMPDIR for what is temporary)",
     errno.EDQUOT: "make room, or name a folder elsewhere (--out; TMPDIR for what is temporary)",
@@ -45,11 +56,77 @@ ADVICE = {
     errno.EFBIG: "allow larger files (ulimit -f unlimited), or name a folder on a disk that takes them",
     errno.EMFILE: "allow more open files: ulimit -n 4096",
 }
-"""What a user can do about what the system says."""
+"""Advice by error number of the system."""
+
+
+class _Drained(io.FileIO):
+    """A descriptor whose reader may close it."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def ignore_broken_pipe() -> Iterator[None]:
+    """Ignore BrokenPipeError inside this block, as in ``app.plan | head``."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_drained, before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _drained(stream: TextIO) -> TextIO:
+    try:
+        descriptor = stream.fileno()
+    except (OSError, AttributeError, ValueError):  # no file at all, as where output is captured
+        return stream
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return stream
+    stream.flush()
+    raw = _Drained(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=stream is sys.stderr)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. FAULT: training would fail; warning: it may, or will be slow; note: good to know."""
+
+    state: Literal["ok", "note", "warning", "FAULT"]
+    name: str
+    text: str
+
+
+def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print ``rows`` under ``headers`` (all empty: none) and ``title``; cells that name a state are coloured."""
+    if sys.stdout.isatty():
+        table = Table(title=Text(title), title_justify="left", show_header=any(headers), title_style="bold")
+        table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
+        for number, header in enumerate(headers):
+            widest = max(cell_len(row[number]) for row in (headers, *rows))
+            table.add_column(header, overflow="fold", no_wrap=widest <= NARROW)  # the wide ones share what is left
+        for row in rows:
+            table.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
+        print()
+        Console().print(table)
+        return
+    print(f"\n{title}")
+    lines = [headers, *rows] if any(headers) else list(rows)
+    widths = [max(cell_len(line[i]) for line in lines) for i in range(len(headers))]
+    for line in lines:
+        padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
+        print(("  " + "  ".join(padded)).rstrip(), flush=True)
 
 
 class RunError(Exception):
-    """A command that was asked rightly and could not be done: exit code 1, the message is all the user sees."""
+    """A failure of a correct command: exit code 1, and the message alone is printed."""
 
 
 def run_command(
@@ -98,7 +175,7 @@ def _fail(fault: BaseException, code: int, prog: str) -> int:
 
 
 def describe_system_error(fault: OSError) -> str:
-    """Return what the system refuses, where, and what to do; what was raised with words of its own stays as it is."""
+    """Return the error of the system, its file, and advice; errors without a known number stay as they are."""
     advice = ADVICE.get(fault.errno or 0)
     if advice is None:
         return str(fault)
@@ -130,7 +207,8 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
     from_files = [word for file in files for word in _read_yaml(config_type, Path(file))]
     show = "--print-config" in argv
     short = "--help" in argv or "-h" in argv
-    shown: Any = without_rare(config_type) if short else config_type
+    helps = short or "--help-all" in argv
+    shown: Any = for_help(config_type, rare=not short) if helps else config_type
     with _TYRO:
         config: Config = tyro.cli(
             shown,
@@ -146,46 +224,42 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
 
 
 def _take_option(argv: list[str], option: str, what: str) -> tuple[list[str], list[str]]:
-    """``argv`` without ``option VALUE`` and ``option=VALUE``, and the values."""
+    """Return ``argv`` without ``option VALUE`` and ``option=VALUE``, and the values."""
     rest: list[str] = []
     values: list[str] = []
-    arguments = iter(argv)
-    for arg in arguments:
-        if arg == option:
-            value = next(arguments, None)
-            if value is None:
-                raise ValueError(f"{option} needs {what} after it")
-            values.append(value)
-        elif arg.startswith(option + "="):
-            values.append(arg.removeprefix(option + "="))
-        else:
-            rest.append(arg)
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != option:
+            rest.append(word)
+            continue
+        found = value if equals else next(words, None)
+        if found is None:
+            raise ValueError(f"{option} needs {what} after it")
+        values.append(found)
     return rest, values
 
 
-def _takes(hint: Any, values: list[Any]) -> bool:
-    """Return whether a setting of type ``hint`` takes several values, and these are no lists themselves."""
-    several = any(get_origin(each) in (tuple, list) for each in (hint, *get_args(hint)))
-    return several and not any(isinstance(value, list | dict) for value in values)
-
-
 def _read_yaml(config_type: type, path: Path) -> list[str]:
-    """Return the flags that say the same as a YAML file, so that types and messages are those of the command line."""
+    """Return the flags of a YAML file, so that types and messages are those of the command line."""
     try:
         loaded = settings_of(read_data(path))
     except ValueError as fault:
         raise ValueError(f"--config {fault}") from fault
     known = {flag.name: flag.type for flag in flags_of(config_type)}
+    several = {name for name, hint in known.items() if {tuple, list} & {*map(get_origin, (hint, *get_args(hint)))}}
     faults: list[str] = []
     arguments: list[str] = []
     for key, value in loaded.items():
-        name = str(key).replace("-", "_")
+        name, values = str(key).replace("-", "_"), value if isinstance(value, list) else []
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             faults.append(f"unknown key `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
         elif known[name] is bool and not isinstance(value, bool):
             faults.append(f"key `{key}` takes true or false, found {value!r}")
-        elif isinstance(value, dict) or (isinstance(value, list) and not _takes(known[name], value)):
+        elif isinstance(value, dict) or (
+            isinstance(value, list) and (name not in several or any(isinstance(each, list | dict) for each in values))
+        ):
             faults.append(f"key `{key}` does not take {value!r:.60}")
         else:
             arguments += arguments_for({name: value if known[name] is bool or isinstance(value, list) else str(value)})

@@ -1,20 +1,60 @@
-"""The settings of a command as fields of dataclasses, as flags and as YAML.
+"""Settings of a command as fields of dataclasses, as flags and as YAML; files of names and values.
 
 Takes a frozen dataclass, nested ones flattened: every field is one flag and one YAML key, ``Rare`` ones included.
+Nothing in a file runs code (``yaml.safe_load``); files are written as a whole or not at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
+import yaml
+from docstring_parser import parse_from_object
 
 from pipelines.slides.rare import RARE
+from pipelines.slides.whole_files import write_text
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+HIDDEN: Any = tyro.conf.Suppress
+"""Marker of a field that tyro leaves out of its help."""
+OLD_BLOCK = "developer"
+"""Key under which ``config.yaml`` of older runs has their rare settings."""
+
+
+def read_data(path: Path) -> dict[str, Any]:
+    """Return the names and values in a file, JSON by its suffix, else YAML; of an empty YAML file, none.
+
+    Raises:
+        ValueError: the file cannot be read or understood, or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except RecursionError as fault:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply; expected names and values") from fault
+    except OSError as fault:
+        raise ValueError(f"{path} cannot be read: {fault.strerror}") from fault
+    except (ValueError, yaml.YAMLError) as fault:  # ValueError: no UTF-8, no JSON, or a date that is none
+        raise ValueError(f"{path} cannot be read: {fault}") from fault
+    if loaded is None and path.suffix != ".json":
+        return {}
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path}: expected `key: value` lines, found a {type(loaded).__name__}")
+    return loaded
+
+
+def write_json(path: Path, value: Any, *, nan: bool = False) -> Path:
+    """Write ``value`` as ``write_text`` does; ``nan``: numbers in it may be NaN, which is not JSON.
+
+    Raises:
+        ValueError: one is.
+    """
+    return write_text(path, json.dumps(value, indent=2, allow_nan=nan) + "\n")
 
 
 def bytes_of(text: str) -> int | None:
@@ -34,10 +74,32 @@ def bytes_of(text: str) -> int | None:
     return None
 
 
-HIDDEN: Any = tyro.conf.Suppress
-"""Marker of a field that tyro leaves out of its help."""
-OLD_BLOCK = "developer"
-"""Key under which ``config.yaml`` of older runs has their rare settings."""
+def broken(rules: Mapping[str, object]) -> list[str]:
+    """Return the messages of the rules that are broken.
+
+    Args:
+        rules: by message, true where broken.
+    """
+    return [message for message, is_broken in rules.items() if is_broken]
+
+
+def at_least(settings: Any, **least: int) -> dict[str, object]:
+    """Return rules for ``broken``: the settings of these names are None, or at least so large."""
+    values = {name: getattr(settings, name) for name in least}
+    return {
+        f"--{name.replace('_', '-')} must be at least {least[name]}; got {value}": value is not None
+        and value < least[name]
+        for name, value in values.items()
+    }
+
+
+def error_of(check: Callable[[], object]) -> list[str]:
+    """Return the message of the ValueError that ``check`` raises, if it raises one."""
+    try:
+        check()
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 class Flag(NamedTuple):
@@ -61,19 +123,22 @@ def flags_of(config_type: type) -> Iterator[Flag]:
             yield Flag(field.name, get_args(hint)[0], True)
 
 
-def without_rare(config_type: type) -> type:
-    """Return a dataclass of which tyro's help shows the same flags but for rare ones."""
+def for_help(config_type: type, *, rare: bool) -> type:
+    """Return the dataclass as tyro's help shows it: a paragraph for each flag, with or without ``rare`` ones."""
     namespace: dict[str, Any] = {"__doc__": config_type.__doc__, "__module__": config_type.__module__}
     namespace |= {"__qualname__": config_type.__qualname__, "__annotations__": {}}
     hints = get_type_hints(config_type, include_extras=True)
+    helps = {param.arg_name: param.description or "" for param in parse_from_object(config_type).params}
     for field in dataclasses.fields(config_type):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
-            hint = without_rare(hint)  # type: ignore[arg-type]
+            hint = for_help(hint, rare=rare)  # type: ignore[arg-type]
             if field.default_factory is not dataclasses.MISSING:
                 namespace[field.name] = dataclasses.field(default_factory=hint)
-        elif RARE in get_args(hint):
+        elif RARE in get_args(hint) and not rare:
             hint = HIDDEN[hint]
+        elif field.name in helps:  # of which tyro would keep every line break
+            hint = Annotated[hint, tyro.conf.arg(help=" ".join(helps[field.name].split()))]
         namespace["__annotations__"][field.name] = hint
     return dataclasses.dataclass(frozen=True)(type(config_type.__name__, (config_type,), namespace))
 
@@ -87,7 +152,7 @@ def settings_of(loaded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_for(values: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line that say ``values``, settings by name; None says nothing."""
+    """Return the words of a command line for ``values``, settings by name; None is left out."""
     words: list[str] = []
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
@@ -119,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return ``config`` with ``values`` by name, wherever they lie in it."""
+    """Return ``config`` with ``values`` by name, nested ones included."""
     changed = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -19,44 +19,24 @@ from parallel.comm.launch import STARTED_BY_US
 
 PORTS = range(20000, 30000)
 """Where the ranks of a step meet: below the ports that Linux hands out by itself."""
-
 STEP_NUMBERS = 31
 """Ports between two consecutive jobs, so that their first steps do not meet where the other's do."""
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # srun --mpi=pmix: PMIX_RANK says that MPI processes were started, Slurm says how many.
+    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+)
+"""Variables that hold rank, world, local rank and local world: Open MPI, MPICH and its kin, Slurm with PMIx."""
+AGENTS = frozenset({"TORCHELASTIC_RUN_ID", STARTED_BY_US})
+"""Variables of ranks whose parent is torchrun or ``--ranks``."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlurmTask:
-    """This task of a step of several.
+def slurm_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """Return the variables that torchrun would set for this task of a step of several; None where it is none.
 
-    Attributes:
-        host: of rank 0.
-        port: on that host; the same for all tasks of the step, and for no other step nearby.
-    """
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    host: str
-    port: int
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Return the variables that torchrun would set, which torch.distributed reads."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world),
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(self.port),
-        }
-
-
-def find_task(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """This process as a task of a step of several; None when it is none.
-
-    MASTER_ADDR and MASTER_PORT go before what is made of the step's hosts and number.
+    MASTER_PORT is the same for all tasks of the step, and for no other step nearby. A value of the user goes first.
 
     Raises:
         ValueError: a variable of Slurm that cannot be read.
@@ -70,15 +50,15 @@ def find_task(environment: Mapping[str, str] = os.environ) -> SlurmTask | None:
     hosts = environment["SLURM_STEP_NODELIST"]
     host = first_host(hosts)
     step = int(environment["SLURM_JOB_ID"]) * STEP_NUMBERS + int(environment["SLURM_STEP_ID"])
-    return SlurmTask(
-        int(environment["SLURM_PROCID"]),
-        world,
-        int(environment["SLURM_LOCALID"]),
-        tasks_of_node(environment) or world,
-        # Within one machine its name need not be known to anybody.
-        environment.get("MASTER_ADDR") or ("127.0.0.1" if host == hosts else host),
-        int(environment.get("MASTER_PORT") or PORTS[step % len(PORTS)]),
-    )
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(tasks_of_node(environment) or world),
+        # Within one machine its name may not resolve.
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or ("127.0.0.1" if host == hosts else host),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(PORTS[step % len(PORTS)]),
+    }
 
 
 def tasks_of_node(environment: Mapping[str, str]) -> int | None:
@@ -135,16 +115,6 @@ class Launch:
     mpi: bool
 
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # srun --mpi=pmix: PMIX_RANK says that MPI processes were started, Slurm says how many.
-    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-)
-"""Variables that hold rank, world, local rank and local world: Open MPI, MPICH and its kin, Slurm with PMIx."""
-
-
 def find_launch() -> Launch | None:
     """Return how this process was launched; None when a user started it alone.
 
@@ -160,9 +130,11 @@ def find_launch() -> Launch | None:
             local_rank = os.environ.get("SLURM_LOCALID")
             local_world = str(tasks_of_node(os.environ) or world)
         return Launch(int(rank), int(world), int(local_rank or 0), int(local_world or world), mpi)
-    if task := find_task():
-        return Launch(task.rank, task.world, task.local_rank, task.local_world, False)
-    return None
+    variables = slurm_variables()
+    if variables is None:
+        return None
+    rank, world, local_rank, local_world = (int(variables[name]) for name in TORCHRUN)
+    return Launch(rank, world, local_rank, local_world, False)
 
 
 def started_by_us() -> bool:
@@ -170,13 +142,9 @@ def started_by_us() -> bool:
     return STARTED_BY_US in os.environ
 
 
-AGENTS = frozenset({"TORCHELASTIC_RUN_ID", STARTED_BY_US})
-"""Variables of ranks whose parent is torchrun or ``--ranks``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Program that starts the processes of a run, and would start them again.
+    """Program that starts, and restarts, the processes of a run.
 
     Attributes:
         agent: host and process of torchrun or of ``--ranks``; None when there is neither.
@@ -194,9 +162,7 @@ class Attempts:
     """The record in the run folder: attempts of one start.
 
     Attributes:
-        begun: how many, so far.
         agents, job: of the starter; of each rank's in the last attempt.
-        ranks: of each attempt.
     """
 
     begun: int
@@ -247,10 +213,9 @@ def previous_attempts(record: Attempts | None, starter: Launcher) -> int:
 
 
 def describe_restart(before: int, step: int, repeated: int, ranks: Sequence[int] = ()) -> str:
-    """Return the line that tells the user.
+    """Return the line for the user.
 
     Args:
-        before: attempts before this one.
         step: steps that the last checkpoint holds; 0 when there is none.
         repeated: steps after it that an earlier attempt had done.
         ranks: of each attempt, this one's last.

@@ -5,19 +5,9 @@ Takes ``StrategySettings``; returns a line for each error. ``strategy_errors`` c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from app.settings.fields import broken
 from app.settings.launcher import find_launch
 from app.settings.strategy import AUTO, StrategySettings
-
-
-def broken(rules: Mapping[str, object]) -> list[str]:
-    """Return the messages of the rules that are broken.
-
-    Args:
-        rules: by message, true where broken.
-    """
-    return [message for message, is_broken in rules.items() if is_broken]
 
 
 def share_errors(settings: StrategySettings) -> list[str]:
@@ -25,7 +15,7 @@ def share_errors(settings: StrategySettings) -> list[str]:
     text, name = settings.shares, settings.name
     if text == "equal":
         return []
-    if settings.planned:
+    if settings.needs_plan:
         return [f"--shares {text} is of a strategy that nothing is planned for: name --parallel, recompute and boxes"]
     if name in ("single", "fsdp"):
         why = "has one rank" if name == "single" else "gathers the model with every pass of all ranks alike"
@@ -91,7 +81,7 @@ def mixed_errors(settings: StrategySettings) -> list[str]:
         and not 0 < settings.cpu_ranks < here,
         "--device mixed is for --parallel ddp, whose ranks each compute the whole model; got --parallel "
         f"{settings.parallel}": settings.parallel != "ddp",
-        "--device mixed is not planned for: name what is computed again, and the side of boxes": settings.planned
+        "--device mixed is not planned for: name what is computed again, and the side of boxes": settings.needs_plan
         and settings.parallel != "auto",
         f"--precision {settings.precision} rounds differently on a CPU and on a GPU, so that --device mixed would not "
         "be the plain step: leave it out for fp32": settings.precision in ("tf32", "bf16"),
@@ -123,7 +113,7 @@ def async_errors(settings: StrategySettings) -> list[str]:
             settings.device in ("cuda", "mixed")
         ),
         "--parallel async is not planned for: use --recompute none, stage or block, and --stream with a number of px": (
-            settings.planned
+            settings.needs_plan
         ),
         f"--offload-state={settings.offload_state} is not for --parallel async, whose optimizer is on the "
         "server: leave it out": settings.offload_state != "none",

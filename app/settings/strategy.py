@@ -43,15 +43,12 @@ Parallel = Literal[
 
 AHEAD = {"cuda": None, "cpu": 0}
 """``ActivationPolicy.ahead`` unless ``offload_ahead`` is given, by kind of device."""
-
 AUTO = "auto"
 """Of ``--shares``: they follow measured speeds."""
-
 PER_WORKER = 4
 """Most minibatches of a step for each worker of ``async`` when the user names no number."""
-
 JOIN_S = 50.0
-"""Together with what connecting takes, a trouble of the start is told within a minute."""
+"""Seconds; with the time to connect, a failed start is reported within a minute."""
 
 
 @dataclass(frozen=True)
@@ -59,99 +56,65 @@ class StrategySettings:
     """Ranks, the parts of the model they compute, and precision."""
 
     parallel: Parallel = "auto"
-    """Strategy. single: one process; ddp: data parallel, each rank has the model and a share of the batch; fsdp: the
-    same, with parameters, gradients and optimizer state in parts on the ranks, gathered block by block; spatial: each
-    tile is divided among the ranks of a team (--grid); subgraph: --stages ranks divide the branches of each block, as
-    of Inception. The others split the model into stages, one a rank: mp-basic, gpipe, 1f1b, interleaved, zero-bubble
-    with one copy of the model; mast, master, bidirectional with two, the second in inverse order; pipedream: as 1f1b,
-    but every microbatch updates the weights, with delayed gradients, which is not the plain step. async: as ddp, but a
-    parameter server updates the weights with the gradients of each microbatch as they arrive; delayed gradients, too.
-    auto: the fastest that fits the memory, as app.plan finds it; among what --stages and --microbatches leave open."""
+    """Strategy, as docs/strategies.md lists them; pipedream and async delay gradients. auto: fastest that fits."""
     memory: str | None = None
-    """Memory that each rank may take on its device, such as 16GiB: plans and GPUs keep to it, on a CPU the first
-    steps are compared with it. Default: what is free."""
+    """Memory of each rank's device, such as 16GiB: plans and GPUs keep to it. Default: what is free."""
     memory_excess: Rare[Literal["warn", "stop"]] = "warn"
-    """A run on a CPU whose tensors take more than --memory: warn at its end, or stop where a GPU of that size would."""
+    """On a CPU, where tensors take more than --memory: warn at the end, or stop as a GPU would."""
     ranks: int = 1
-    """Processes to start on this machine; under torchrun, mpirun or srun those that were started are used."""
+    """Processes to start on this machine; torchrun, mpirun or srun start their own."""
     stages: Rare[int | None] = None
-    """Ranks that a copy of the model is split over; more ranks make data-parallel groups. Default: all ranks."""
+    """Ranks that a copy of the model is split over; more ranks are data parallel. Default: all."""
     grid: Rare[str] = ""
-    """How the ranks of a team divide each tile, rows x columns of boxes: 4x1 are four strips, 2x2 four quarters. With
-    spatial one team computes the model, and more ranks make data-parallel groups; default: a strip for each rank. With
-    strategies that split the model a team takes the place of each rank."""
+    """How ranks of a team divide each tile, as 4x1 (four strips) or 2x2. Default: a strip for each rank of spatial."""
     chunks: Rare[int | None] = None
     """Stages on each rank, with interleaved; default: 2."""
     cuts: Rare[str] = ""
-    """Layers or modules that begin a new stage, comma separated, one fewer than stages; default: equal cost."""
+    """Layers that begin a new stage, comma separated, one fewer than stages; default: equal cost."""
     schedule: Rare[Path | None] = None
     """CSV file of a schedule, one row a rank, in place of that of --parallel."""
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None
-    """Parts the global batch is computed in, over all ranks. Default: one per rank with ddp and fsdp, up to 4 with
-    async, 1 per group with mp-basic, 2 with mast, otherwise 2 per stage and group, with --shares auto 8 per group at
-    least, if the batch has as many tiles."""
+    """Parts the global batch is computed in, over all ranks. Default: one per rank; 2 per stage of a pipeline."""
     shares: Rare[str] = "equal"
-    """Microbatches that each rank with ddp, or each data-parallel group, computes of a step, for devices of unequal
-    speed. equal: as many each; 3,1: three and one, whose sum is --microbatches; auto: as the speeds measured in the run
-    ask for; or a CSV file with the columns microbatch,group, a line for each, or the shares.csv of an earlier run. The
-    same numbers whoever computes what."""
+    """Microbatches of each rank or group: equal, counts as 3,1, auto (by measured speed), or a shares.csv file."""
     staleness: Rare[int] = 4
-    """Minibatches that a worker may be ahead of the slowest, with --parallel async. 0: rounds, in which all use the
-    same parameters; from the largest of --shares on: no bound."""
+    """Minibatches that a worker of --parallel async may be ahead of the slowest. 0: rounds."""
     push_rate: Rare[Literal["workers", "staleness"]] = "workers"
-    """Learning rate of an update with --parallel async. workers: --lr divided by their number; staleness: divided by 1
-    + the updates made since its parameters were pulled."""
+    """Learning rate of async: --lr divided by the number of workers, or by 1 + the update's staleness."""
     replay: Rare[Path | None] = None
     """pushes.csv of an earlier run with --parallel async, whose updates one rank repeats bit for bit."""
     recompute: Recompute = "none"
-    """What is not kept but computed again before its backward pass; less memory, more time, the same numbers. stage:
-    all but what enters a rank's stage; block: all but what enters a block of the model; optimal: what costs least time
-    of all that fits --memory, with the times of this machine. none leaves it to the plan with --parallel auto."""
+    """Activations to recompute in the backward pass: all of a stage, of a block, or what costs least time."""
     recompute_runs: Rare[str] = ""
-    """Layers computed again with --recompute optimal, as first:last pairs, comma separated; default: as planned."""
+    """Layers that --recompute optimal recomputes, as first:last pairs, comma separated; default: planned."""
     offload: Rare[Offload] = "none"
-    """Move what forward passes keep to the host's memory until their backward passes. overlap: copied beside what a GPU
-    computes; a CPU is its own host, where this saves nothing of the machine's memory. none leaves it to the plan with
-    --parallel auto."""
+    """overlap: move activations to host memory until their backward pass, while the GPU computes."""
     offload_ahead: Rare[str | None] = None
-    """Memory of the device, such as 512MiB, for what is about to leave or has come back before it is needed, with
-    --offload overlap; default: twice the largest activation on a GPU, none on a CPU, whose copies overlap nothing."""
+    """Device memory for copies of --offload overlap under way, such as 512MiB. Default: two activations on a GPU."""
     offload_host: Rare[str | None] = None
-    """Host memory, such as 64GiB, that a rank may fill with --offload overlap or --stream; the rest stays on the
-    device, or in files. Default: its share of half of what is free."""
+    """Host memory for --offload overlap or --stream, such as 64GiB. Default: a share of half of what is free."""
     offload_state: Rare[Literal["none", "optimizer", "parameters"]] = "none"
-    """What else is on the host instead of the device. optimizer: its state, and its step is computed there; parameters:
-    these too, and they come to the device layer by layer. Plans do not count on it."""
+    """Keep in host memory: the optimizer with its state, or the parameters, too. Not part of plans."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What ranks that hold the same part of the model divide among themselves. 1: optimizer state; 2: gradients, too;
-    3: parameters, too, with ddp alone, which is fsdp then. 0 leaves it to the plan with --parallel auto."""
+    """Divide among data-parallel ranks: 1 optimizer state, 2 and gradients, 3 and parameters (fsdp)."""
     stream: str = "none"
-    """Side in px of boxes, such as 512, that a tile is computed in one after the other, in the forward pass and once
-    more in the backward pass: the same numbers, and memory for a box in place of a tile. The tile stays bytes in the
-    host's memory, beside maps between parts of the model: few with --norm frozen or layer, one for each norm with
-    others. Each stage of a model that is split has boxes of its own; not for --parallel fsdp and zero-bubble, nor for
-    auto with several ranks. auto, with one rank, ddp and spatial: the largest boxes that fit the memory; on a CPU
-    without --memory of 512 px. none leaves it to the plan with --parallel auto."""
+    """Compute each tile in boxes of this many px, such as 512, exactly, in less memory. auto: the largest that fit."""
     gradient_buckets: Rare[str | None] = None
-    """Gradients that ranks sum at once, such as 4MiB, beside what their last backward passes compute; 0: all, once
-    everything is computed. Default: 25MiB; plans count on that."""
+    """Gradients to sum in one message during the backward pass, such as 4MiB; 0: all after it. Default: 25MiB."""
     norm_statistics: Rare[Literal["per-microbatch", "deferred"]] = "per-microbatch"
-    """When batch norm updates its running statistics: with each microbatch, or once a step over the whole batch."""
+    """When batch norm updates its running statistics: each microbatch, or once a step over the batch."""
     compile: Rare[bool] = False
     """Compile each stage with torch.compile."""
     device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
-    """Where to compute; auto takes a GPU when there is one. mixed: with ddp, --cpu-ranks of each machine's ranks on its
-    CPU and the others on a GPU each, all in fp32; --shares gives them unequal parts of a step."""
+    """Where to compute; auto: a GPU if there is one; mixed: ddp on GPUs and --cpu-ranks CPUs, in fp32."""
     cpu_ranks: Rare[int] = 0
     """Ranks of each machine, the last ones, that compute on its CPU with --device mixed."""
     mixed_sums: Rare[Literal["host", "device"] | None] = None
-    """Where gradients are summed with --device mixed. host: in the memory of each machine, then between machines;
-    device: a CPU rank hands its gradients to a GPU rank, and the GPUs sum. Default: device."""
+    """Where --device mixed sums gradients: in host memory, or on the GPUs. Default: device."""
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """bf16: mixed precision; tf32: float32 with 10-bit mantissas in products and convolutions; fp32: float32.
-    auto: bf16 on GPUs that compute in it (Ampere and later, as TF32), fp32 elsewhere."""
+    """bf16: mixed precision; tf32: 10-bit mantissas in products; auto: bf16 on GPUs that have it, else fp32."""
     channels_last: Rare[bool] = True
     """Memory layout of images and convolutions; faster on most hardware."""
     timeout_s: Rare[float] = 1800.0
@@ -166,24 +129,24 @@ class StrategySettings:
         return launch.world if launch else self.ranks
 
     @property
-    def undecided(self) -> bool:
+    def needs_strategy_plan(self) -> bool:
         """A planner has yet to choose the strategy. One rank with --stream leaves no choice."""
         return self.parallel == "auto" and (self.world > 1 or self.stream == "none")
 
     @property
-    def runs_undecided(self) -> bool:
-        """A planner has yet to choose what the strategy computes again."""
+    def needs_recompute_plan(self) -> bool:
+        """A planner has yet to choose what the strategy recomputes."""
         return self.recompute == "optimal" and not self.recompute_runs
 
     @property
-    def box_undecided(self) -> bool:
-        """A planner has yet to choose the side of the boxes."""
+    def needs_box_plan(self) -> bool:
+        """A planner has yet to choose the box size."""
         return self.stream == "auto"
 
     @property
-    def planned(self) -> bool:
+    def needs_plan(self) -> bool:
         """A planner has yet to choose something."""
-        return self.undecided or self.runs_undecided or self.box_undecided
+        return self.needs_strategy_plan or self.needs_recompute_plan or self.needs_box_plan
 
     @property
     def memory_bytes(self) -> int | None:
@@ -197,7 +160,7 @@ class StrategySettings:
 
     @property
     def stream_px(self) -> int | None:
-        """Side of the boxes that tiles are computed in; None: at once, or as yet to be chosen."""
+        """Box size that tiles are computed in; None: whole tiles, or yet to be chosen."""
         return None if self.stream in ("none", "auto") else int(self.stream)
 
     @property
@@ -300,11 +263,7 @@ class StrategySettings:
 
     def to_strategy(self, device: str) -> Strategy:
         """Return what is asked for as the engine's own value; where a planner has yet to choose, as for a model that
-        fits everywhere.
-
-        Args:
-            device: "cpu" or "cuda".
-        """
+        fits everywhere."""
         runs = tuple((first, last) for first, last in (run.split(":") for run in self.recompute_runs.split(",") if run))
         policy = ActivationPolicy(
             self.recompute,

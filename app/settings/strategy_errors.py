@@ -1,13 +1,13 @@
 """Errors of a strategy as it is asked for: how ranks and batch are divided, and settings that exclude each other.
 
-Takes ``StrategySettings``; returns a line for each error, all at once.
+Takes ``StrategySettings``; returns a line for each error.
 """
 
 from __future__ import annotations
 
-from app.settings.fields import bytes_of
+from app.settings.fields import broken, bytes_of, error_of
 from app.settings.launcher import find_launch
-from app.settings.share_errors import async_errors, broken, mixed_errors, share_errors
+from app.settings.share_errors import async_errors, mixed_errors, share_errors
 from app.settings.strategy import StrategySettings
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.registry import kind_of
@@ -21,7 +21,7 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
     """Return the errors of ``settings`` on the number of ranks there are."""
     if settings.ranks < 1:
         return [f"--ranks must be at least 1; got {settings.ranks}"]
-    errors = _of_planner(settings) if settings.undecided else _of_mesh(settings) or _of_microbatches(settings)
+    errors = _of_planner(settings) if settings.needs_strategy_plan else _of_mesh(settings) or _of_microbatches(settings)
     for find in (_of_options, _of_memory_policy, _of_buckets, share_errors, mixed_errors, async_errors):
         errors += find(settings)
     errors += broken(
@@ -34,7 +34,7 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
             f"--join-timeout-s must be above 0; got {settings.join_timeout_s:g}": not settings.join_timeout_s > 0,
         }
     )
-    if not errors and not settings.undecided:
+    if not errors and not settings.needs_strategy_plan:
         strategy = settings.to_strategy("cpu")
         errors = [f"--parallel {error}" for error in strategy.stash_faults + strategy.zero_faults]
         if settings.name == "subgraph":
@@ -45,10 +45,10 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
 def _of_options(settings: StrategySettings) -> list[str]:
     """Return the options that mean nothing under the strategy."""
     rule = f"--parallel {settings.name} does not split it"
-    if settings.undecided:
+    if settings.needs_strategy_plan:
         rule = "--parallel auto chooses this itself: leave it out, or name the strategy"
     of_stages = {
-        "--stages": settings.stages is not None and not settings.undecided,
+        "--stages": settings.stages is not None and not settings.needs_strategy_plan,
         "--cuts": settings.cuts,
         "--schedule": settings.schedule is not None,
         "--recompute stage": settings.recompute == "stage",
@@ -61,11 +61,11 @@ def _of_options(settings: StrategySettings) -> list[str]:
             f"--chunks is for --parallel interleaved; got --parallel {settings.parallel}": settings.chunks is not None
             and settings.name != "interleaved",
             f"--parallel auto chooses --zero itself: leave --zero {zero} out, or name the strategy": zero
-            and settings.undecided,
+            and settings.needs_strategy_plan,
             f"--zero 3 divides a model that each rank computes whole: got --parallel {settings.name}, use ddp": zero
             == 3
             and not is_fsdp
-            and not settings.undecided,
+            and not settings.needs_strategy_plan,
             f"--parallel fsdp is --zero 3; got --zero {zero}: use --parallel ddp with it": zero in (1, 2) and is_fsdp,
             f"--schedule {settings.schedule} is not a file": settings.schedule is not None
             and not settings.schedule.is_file(),
@@ -143,11 +143,8 @@ def _of_microbatches(settings: StrategySettings) -> list[str]:
 def _of_teams(settings: StrategySettings) -> list[str]:
     """Return errors of ``--grid`` under a strategy that is named, and of ``--parallel spatial``."""
     name, world = settings.name, settings.world
-    if settings.grid:
-        try:
-            Grid.parse(settings.grid)
-        except ValueError as fault:
-            return [f"--grid: {fault}"]
+    if settings.grid and (unread := error_of(lambda: Grid.parse(settings.grid))):
+        return [f"--grid: {unread[0]}"]
     if not settings.splits:
         return [
             f"--grid divides each tile among the ranks of a team, which --parallel {name} does not have: use "
@@ -199,7 +196,7 @@ def _of_memory_policy(settings: StrategySettings) -> list[str]:
         f"--offload {offload}": offload != "none",
         "--offload-state=parameters": settings.offload_state == "parameters",
     }
-    is_fsdp = settings.name == "fsdp" and not settings.undecided
+    is_fsdp = settings.name == "fsdp" and not settings.needs_strategy_plan
     errors = [
         f"{flag} is not for --parallel fsdp, whose parameters come and go: use ddp, or a strategy with stages"
         for flag in (broken(policies) if is_fsdp else ())
@@ -227,7 +224,7 @@ def _of_boxes(settings: StrategySettings) -> list[str]:
     stream, parallel = settings.stream, settings.parallel
     if stream == "none":
         return []
-    if not settings.box_undecided and (not stream.isdecimal() or int(stream) < 1):
+    if not settings.needs_box_plan and (not stream.isdecimal() or int(stream) < 1):
         return [f"--stream takes none, auto or the side of boxes in px, such as 512; got {stream!r}"]
     excluded = {
         f"--recompute {settings.recompute}": settings.recompute != "none",
@@ -241,16 +238,16 @@ def _of_boxes(settings: StrategySettings) -> list[str]:
         "zero-bubble": "which splits a backward pass that boxes compute in one",
     }
     reason = reasons.get(parallel, "which does not plan boxes yet")
-    refused = settings.undecided or settings.name in ("fsdp", "zero-bubble")
+    refused = settings.needs_strategy_plan or settings.name in ("fsdp", "zero-bubble")
     return [
-        f"--stream {stream} computes a tile again box by box, and goes without {flag}: leave that out"
+        f"--stream {stream} recomputes a tile box by box, and is incompatible with {flag}: leave that out"
         for flag in broken(excluded)
     ] + broken(
         {
             f"--stream {stream} is not for --parallel {parallel}, {reason}: name another strategy": refused,
             f"--stream auto is planned for --parallel single, ddp and spatial; got --parallel {parallel}: name the "
             "side of boxes in px, such as 512": not refused
-            and settings.box_undecided
+            and settings.needs_box_plan
             and settings.name not in STREAMED,
         }
     )
@@ -265,7 +262,7 @@ def _of_buckets(settings: StrategySettings) -> list[str]:
     sums = settings.name == "ddp" and settings.world > 1
     if settings.splits:
         sums = settings.groups > 1 or settings.group_ranks > settings.depth or kind_of(settings.name).replicas == 2
-    if settings.undecided or sums:
+    if settings.needs_strategy_plan or sums:
         return []
     ranks = f"{settings.world} rank{'s' * (settings.world > 1)}"
     units = ": it sums those of a unit at once" if settings.name == "fsdp" else ""

@@ -1,9 +1,9 @@
-"""Which tiles a rank reads: pixels where they are fed to the model, targets where they are held against outputs.
+"""Which tiles a rank reads: pixels where they are fed to the model, targets where the loss is computed.
 
 Takes what the engine wants of each microbatch; returns the stream of this rank's tiles and its microbatches. Which tile
-replaces one that cannot be read follows from the files, and the rank that reads the pixels finds out. Ranks that have
-only targets are told, in the exchange that ends each step, that a tile of the next batch is replaced; only then, and
-where the next batch was not read in time, do the ranks exchange row numbers before a step.
+replaces one that cannot be read follows from the files, and the rank that reads the pixels finds out. The exchange
+that ends each step says whether a tile of the next batch is replaced; only then, and where the next batch was not read
+in time, the ranks exchange row numbers before a step.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.launch.place import RankPlace, rank_cores
+from app.launch.place import RankPlacement, rank_cores
 from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_areas
 from parallel.comm.communicator import Communicator, agree
-from parallel.engine.step import Microbatch, NeededInputs
+from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine
 from parallel.offload.host_memory import HostMemory
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
@@ -36,6 +36,8 @@ from pipelines.stream.iterator import TileIterator, rows_to_follow
 from pipelines.stream.order import pixel_weights, slide_weights
 from pipelines.stream.read import OnFault
 from pipelines.stream.stream import TileStream
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,40 +70,30 @@ class RankReading:
         part: tuple[TileBox, TileBox] | None = None,
         samples: Callable[[int], range] = range,
     ) -> RankReading:
-        """Collective: finds out whether any rank has targets without pixels.
-
-        Args:
-            batch: tiles of a global batch.
-            part: of tiles and of masks that the rank needs; None: all.
-            samples: takes the number of tiles of a microbatch, returns those that the rank needs, one at least.
-        """
+        """Collective: finds out whether any rank has targets without pixels."""
         apart = part is not None or any(want.targets and not want.images for want in wants)
         return cls(communicator, batch, tuple(ranges), tuple(wants), agree(communicator, apart), part, samples)
 
-    def of_ranges(self, ranges: Sequence[range], wants: Sequence[NeededInputs]) -> RankReading:
-        """Return the reading of other microbatches, of which the rank needs the same parts."""
-        return replace(self, ranges=tuple(ranges), wants=tuple(wants))
-
     @property
-    def own(self) -> tuple[range, ...]:
+    def read_ranges(self) -> tuple[range, ...]:
         """Tiles of each of the microbatches that are read here."""
         return tuple(tiles[own.start : own.stop] for tiles in self.ranges for own in (self.samples(len(tiles)),))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of these."""
-        return tuple(map(len, self.own))
+        return tuple(map(len, self.read_ranges))
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Tiles of each of the microbatches, whoever reads them."""
+        """Tiles of each of the microbatches, on whatever rank they are read."""
         return tuple(map(len, self.ranges))
 
     def sharded(self, stream: TileStream) -> TileStream:
         """``stream`` in global batches, of which this rank reads its part."""
-        rows = tuple(itertools.chain(*self.own))
+        rows = tuple(itertools.chain(*self.read_ranges))
         images, targets = (
-            [row for tiles, want in zip(self.own, self.wants, strict=True) if want[k] for row in tiles]
+            [row for tiles, want in zip(self.read_ranges, self.wants, strict=True) if want[k] for row in tiles]
             for k in range(2)
         )
         stream = stream.batch(self.batch).shard(rows, images, targets)
@@ -150,7 +142,7 @@ class RankReading:
 def microbatches_of(
     feed: DevicePrefetcher, batch: Batch, sizes: Sequence[int], counts: Sequence[int] | None = None
 ) -> Iterator[Microbatch]:
-    """``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and held by nobody here.
+    """Return ``batch`` in parts of ``sizes`` tiles, made on the device one at a time, and not held here.
 
     Args:
         counts: tiles of each microbatch, where other ranks read further ones; None: ``sizes``.
@@ -162,12 +154,19 @@ def microbatches_of(
     return map(made, counts or sizes, itertools.accumulate(sizes, initial=0), feed.microbatches(batch, sizes))
 
 
+def part_of(engine: TrainingEngine, shape: tuple[int, int, int, int]) -> tuple[TileBox, TileBox] | None:
+    """Return the parts of every tile and mask that this rank reads, where it does not read all."""
+    boxes = engine.parts(shape)
+    if boxes == (None, None):
+        return None
+    whole = TileBox.whole(*shape[2:])
+    images, targets = (whole if box is None else TileBox(*box[0], *box[1]) for box in boxes)
+    return images, targets
+
+
 def sizes_of_part(batch: Batch, largest: int) -> list[int]:
     """Microbatches of up to ``largest`` tiles for a batch that may be short, at the end of a finite stream."""
     return [len(part) for part in np.split(batch.samples, range(largest, len(batch), largest)) if len(part)]
-
-
-log = logging.getLogger(__name__)
 
 
 def tiles_in_order(
@@ -189,14 +188,14 @@ def training_tiles(
     rows: NDArray[np.int64],
     pool: SlidePool,
     failed: FailedSlides,
-    placement: RankPlace,
+    placement: RankPlacement,
 ) -> TileStream:
-    """Return tiles ``rows`` shuffled, drawn as asked, augmented; one that cannot be read is replaced and written down.
+    """Return tiles ``rows`` shuffled, drawn as asked, augmented; one that cannot be read is replaced and recorded.
 
     Raises:
         ValueError: they cannot be drawn as asked.
     """
-    stream = tiles_in_order(config, dataset, rows).read(pool, told("replaced", "read", failed))
+    stream = tiles_in_order(config, dataset, rows).read(pool, recorded("replaced", "read", failed))
     stream = stream.shuffle(config.stream.open_slides)
     sample = config.stream.sample
     if config.stream.bag:
@@ -222,9 +221,8 @@ def augmentation_of(config: RunConfig) -> AugmentSettings:
     return AugmentSettings(augment="none") if config.index.whole_pictures else config.augmentation
 
 
-def _pixel_weights(dataset: Dataset, rows: NDArray[np.int64], placement: RankPlace) -> NDArray[np.float64]:
-    """Return the weights (n,) of ``--sample pixels`` as the first rank reads them: what one rank cannot read another
-    may, and all have to draw alike."""
+def _pixel_weights(dataset: Dataset, rows: NDArray[np.int64], placement: RankPlacement) -> NDArray[np.float64]:
+    """Return the weights (n,) of ``--sample pixels`` as the first rank reads them: all ranks have to draw alike."""
     if dataset.tile_labels is not None:
         raise ValueError(
             "--sample pixels is for segmentation, and here tiles have classes: use --sample class, or --task segment"
@@ -243,8 +241,8 @@ def _pixel_weights(dataset: Dataset, rows: NDArray[np.int64], placement: RankPla
     return weights.numpy()
 
 
-def told(what: str, step: str, failed: FailedSlides) -> OnFault:
-    """Return what logs and writes down tiles that cannot be read, each once however often it is tried.
+def recorded(what: str, step: str, failed: FailedSlides) -> OnFault:
+    """Return the function that logs and records tiles that cannot be read, each once however often it is tried.
 
     Args:
         what: was done with the tile.
@@ -259,7 +257,7 @@ def told(what: str, step: str, failed: FailedSlides) -> OnFault:
 
 
 def read_ahead(
-    config: RunConfig, stream: TileStream, placement: RankPlace, host: HostMemory | None, share: float
+    config: RunConfig, stream: TileStream, placement: RankPlacement, host: HostMemory | None, share: float
 ) -> TileStream:
     """Return ``stream`` read ahead within ``share`` of the budget."""
 

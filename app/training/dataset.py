@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
-from app.training.run_slides import find_run_slides
-from app.training.split_choice import choose_splits
+from app.training.run_slides import choose_splits, find_run_slides
 from pipelines.cache.tile_cache import CachedSpec, TileCache
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.failures import FailedSlides
@@ -40,7 +39,6 @@ log = logging.getLogger(__name__)
 LABEL_GRID = 64
 """A tile's class from annotations is decided on this many points along its longer side; that of any area drawn on it
 on every pixel."""
-
 WEIGHT_SAMPLE = 500
 """About as many tiles are looked at to count the pixels of each class."""
 
@@ -52,8 +50,6 @@ class Dataset:
     Attributes:
         task: classify (one class per tile) or segment (one per pixel).
         classes: names, in the order of the model's outputs.
-        truth: what is known of the slides.
-        tiles: of every usable slide.
         tile_labels: int64 (n,), class of each tile when the task is classify, else None.
         slide_labels: class of each slide; empty when only tiles or pixels have one.
         stains: of each slide of ``tiles``, None where there is no fit; empty when they are not normalised.
@@ -83,7 +79,7 @@ class Dataset:
         return StainSteps.of(self.stain_target, self.stains, self.tiles.slide[rows])
 
     def pool(self, capacity: int, cache: TileCache | None = None) -> SlidePool:
-        """Handles for these slides, at most ``capacity`` open at once; their tiles go through ``cache``."""
+        """Return handles for these slides, at most ``capacity`` open; their tiles go through ``cache``."""
         return SlidePool(self.specs if cache is None else [CachedSpec(spec, cache) for spec in self.specs], capacity)
 
 
@@ -91,9 +87,8 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     """Find, label, index and split the slides of ``config``.
 
     Args:
-        config: the run's settings.
         folder: receives tile index, overlays, split file and the list of failed slides.
-        progress: told what is going on, a line at a time, and of each slide that is indexed.
+        progress: takes lines, and each slide that is indexed.
 
     Raises:
         ValueError: no slides, no labels, labels of one class, settings that do not fit the slides, or files in the run
@@ -112,8 +107,10 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     )
     task = _task(config, truth)
     known = truth.label if isinstance(truth, SlideLabels) else truth.paths
+    failed = FailedSlides(folder.failed_slides)
     if isinstance(truth, SlideAnnotations):
-        _record_annotation_faults(truth, FailedSlides(folder.failed_slides))
+        for slide_id, fault in truth.failed.items():
+            failed.add_once(slide_id, "annotation", fault)
     specs = tuple(spec for spec in specs if spec.slide_id in known)
     progress(f"{counted(len(specs), 'slide')}, {task}, labels from {truth.source}: {', '.join(truth.classes)}")
     tiles = build_index(
@@ -126,28 +123,22 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     )
     if tiles.sides is not None:
         progress(f"whole slides as tiles: {sides_text(tiles)} at {config.index.mpp:g} um/px")
-    off = (
-        _off_slides(tiles, truth, FailedSlides(folder.failed_slides)) if isinstance(truth, SlideAnnotations) else set()
-    )
+    off = _off_slides(tiles, truth, failed) if isinstance(truth, SlideAnnotations) else set()
     usable = [slide_id for slide_id in tiles.slides if slide_id in known and slide_id not in off]
-    tiles, drawn_labels = tiles.of_slides(usable), None
+    tile_labels: NDArray[np.int64] | None = None
+    tiles = tiles.of_slides(usable)
     if task == "classify" and isinstance(truth, SlideAnnotations):
         rule = TileLabel.parse(data.tile_label)
         points = max(tiles.largest) if rule.counts_any else LABEL_GRID
-        tiles, areas = _drawn_areas(tiles, truth, specs, FailedSlides(folder.failed_slides), points)
-        tiles, drawn_labels = _labelled(tiles, rule.classes(areas), progress)
+        tiles, areas = _drawn_areas(tiles, truth, specs, failed, points)
+        tiles, tile_labels = _labelled(tiles, rule.classes(areas), progress)
         usable = list(tiles.slides)
     specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
     slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
     given = split_folders(data.slides, specs)
     splits = choose_splits(config, folder, truth, usable, slide_labels, given, progress)
-    if task == "segment":
-        tile_labels = None
-    elif isinstance(truth, SlideLabels):
+    if isinstance(truth, SlideLabels):
         tile_labels = np.array([slide_labels[s] for s in tiles.slides], np.int64)[tiles.slide]
-    else:
-        assert drawn_labels is not None
-        tile_labels = drawn_labels
     positive_class(truth.classes, config.score.positive_class)  # a name that is no class is refused before training
     dataset = Dataset(task, tuple(truth.classes), specs, truth, splits, tiles, tile_labels, slide_labels)
     if config.colour.method:
@@ -159,17 +150,8 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     return dataset
 
 
-def _record_annotation_faults(truth: SlideAnnotations, failed: FailedSlides) -> None:
-    """Slides left out because their annotation cannot be read, each written down once."""
-    told = {(slide, step) for slide, step, _ in failed.rows()}
-    for slide_id, fault in truth.failed.items():
-        if (slide_id, "annotation") not in told:
-            failed.add(slide_id, "annotation", fault)
-
-
 def _off_slides(tiles: TileTable, truth: SlideAnnotations, failed: FailedSlides) -> set[str]:
-    """Return the slides whose annotation lies completely outside of them, which are written down; log what else lies
-    outside."""
+    """Return the slides whose annotation lies completely outside of them, which are recorded; log partial ones."""
     off: set[str] = set()
     partly: list[str] = []
     for source in tiles.sources:
@@ -213,8 +195,8 @@ def _task(config: RunConfig, truth: SlideLabels | SlideAnnotations) -> str:
 def _drawn_areas(
     tiles: TileTable, truth: SlideAnnotations, specs: tuple[SlideSpec, ...], failed: FailedSlides, points: int
 ) -> tuple[TileTable, NDArray[np.int64]]:
-    """The tiles of slides whose annotation can be read, and the areas (n, C) of each class on them, in points of a grid
-    of so many along the longer side; the other slides are written down."""
+    """Return the tiles of slides whose annotation can be read, and the areas (n, C) of each class on them, in points of
+    a grid. Record the other slides."""
     areas = np.zeros((len(tiles), len(truth.classes)), np.int64)
     lost: set[str] = set()
     with contextlib.closing(SlidePool(specs, 1)) as pool:
@@ -237,7 +219,7 @@ def _drawn_areas(
 def _labelled(
     tiles: TileTable, labels: NDArray[np.int64], progress: Callable[[str], None]
 ) -> tuple[TileTable, NDArray[np.int64]]:
-    """The tiles that have a class, and their classes; those that are ignored as a whole are told."""
+    """Return the tiles that have a class, and their classes; report those that are ignored as a whole."""
     rows = np.flatnonzero(labels != NOTHING_COUNTS)
     if len(rows) == len(labels):
         return tiles, labels
@@ -249,7 +231,7 @@ def _labelled(
 def _class_areas(
     tiles: TileTable, row: int, truth: SlideAnnotations, pool: SlidePool, points: int = LABEL_GRID
 ) -> NDArray[np.int64]:
-    """Points of a grid over tile ``row`` that fall on each class, (C,)."""
+    """Return how many points of a grid over tile ``row`` fall on each class, (C,)."""
     tile = tiles.region(row)
     longer = max(tile.width, tile.height)
     grid = min(points, longer)
@@ -301,7 +283,7 @@ def class_counts(dataset: Dataset, rows: NDArray[np.int64], *, of_slides: bool =
 
 def class_areas(dataset: Dataset, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     """Return the points of each class on a grid over each of the tiles ``rows``, (n, C), and how many tiles cannot be
-    read: these, which are written down where they are read for training, have none."""
+    read: these, which are recorded where they are read for training, have none."""
     assert isinstance(dataset.truth, SlideAnnotations)
     areas, unread = np.zeros((len(rows), len(dataset.classes)), np.int64), 0
     with contextlib.closing(dataset.pool(1)) as pool:

@@ -6,7 +6,7 @@ sharded is never on the device as a whole: each rank moves its own stages or par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +23,9 @@ from parallel.engine.weight_average import keep_average
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_optimizer import LR_SCALE
+from parallel.schedule.shares import FINE, coarseness
 from parallel.stage.stage import Loss
-from parallel.strategy import Strategy
+from parallel.strategy import DELAYED, Strategy
 from parallel.trace.updated_faults import refuse_updating_copies
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ def build_engine(
         batch: tiles of a usual step over all ranks.
         tile: px of a usual tile, a side, or height and width; where tiles differ in size, of the largest.
         autocast: type for mixed precision; None computes in the model's own.
-        watchdog: told of every action.
         host: where maps of tiles lie that are computed box by box; None: in memory.
 
     Raises:
@@ -106,7 +106,6 @@ def choose_algorithms(strategy: Strategy, device: torch.device, *, fixed: bool, 
 
     Args:
         fixed: all tiles have one size.
-        limited: memory is limited by ``--memory``.
     """
     policy = strategy.policy
     saves = limited or policy.saves or policy.state != "none" or policy.stream is not None
@@ -143,3 +142,21 @@ def build_optimizer(
     if settings.ema:
         keep_average(optimizer, settings.ema)
     return optimizer
+
+
+def strategy_notes(strategy: Strategy) -> Iterator[str]:
+    """Yield what the user should know of gradients, and of the shares of groups."""
+    counts, groups = [len(share) for share in strategy.shares], strategy.groups
+    if strategy.delayed:
+        yield f"{strategy.name}: {DELAYED}"
+    if strategy.shares:
+        yield f"shares of the {strategy.m} microbatches of a step: {', '.join(map(str, counts))}"
+    if strategy.rebalanced:
+        yield f"the {strategy.m} microbatches of a step are shared by {groups} ranks as their speeds ask for"
+    if strategy.m < FINE * groups and (strategy.shares or strategy.rebalanced):
+        lost = coarseness(strategy.m, groups)
+        yield (
+            f"{strategy.m} microbatches for {groups} follow speeds coarsely: even the best shares may take "
+            f"{lost:.0%} longer than finer ones would; from --microbatches {FINE * groups} on it is at most "
+            f"{coarseness(FINE * groups, groups):.0%}"
+        )

@@ -8,141 +8,27 @@ and the bound is the same for every model.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from app.settings.optimization import OptimizerSettings
-from app.training.engines import build_optimizer
-from app.training.projected_error import ProjectedError
-from models.losses import IGNORE
+from app.training.plain_training import ExactnessTrial, MakeEngine, MeasuredEngine, PlainTraining, StepOutcome
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
-from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine, microbatch_seed
-from parallel.schedule.shares import Shares
+from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.space.grid import Span
-from parallel.stage.stage import Loss
-from parallel.trace.patched_kernels import patch_kernels
 from parallel.trace.stage_module import as_tensor
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a tensor that passes, relative to the largest value of the tensor."""
-
 FLOOR = 1e-3
 """The error of a tensor is relative to at least this share of the largest value of its kind in the model: the gradient
 of a bias before batch norm, which is zero but for rounding, has no scale of its own."""
-
 KINDS = ("gradients", "parameters", "statistics", "optimizer")
-
-
-class MeasuredEngine(TrainingEngine, Protocol):
-    """An engine that shows its gradients."""
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return gradients of the global batch's mean loss after a step, by name of the parameters of this rank."""
-        ...
-
-
-MakeEngine = Callable[[nn.Module, Loss, MakeOptimizer, Communicator], MeasuredEngine]
-
-
-@dataclass(frozen=True, eq=False)
-class ExactnessTrial:
-    """Trial that is computed both ways, on random tiles.
-
-    Attributes:
-        module: with the weights to begin with; left as it is.
-        sizes: tiles of each microbatch of the global batch.
-        tile: px.
-        steps: optimiser steps, each of which is compared.
-        channels_last: memory layout of images and model.
-        by_boxes: the engine is given images of which it asks for boxes.
-        loss: what is minimised; None: ``ProjectedError``.
-        classes: targets are ids of so many classes, of which every ninth row does not count; 0: numbers.
-        shares: of the groups, taken in turns by the steps after the first; empty: they stay as they are.
-    """
-
-    module: nn.Module
-    sizes: tuple[int, ...]
-    tile: int
-    dtype: torch.dtype
-    device: torch.device
-    steps: int = 3
-    seed: int = 0
-    lr: float = 1e-3
-    channels_last: bool = False
-    by_boxes: bool = False
-    loss: Loss | None = None
-    classes: int = 0
-    shares: tuple[Shares, ...] = ()
-
-    @property
-    def minimised(self) -> Loss:
-        """The loss."""
-        return self.loss or ProjectedError()
-
-    def fresh_module(self) -> nn.Module:
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        # What hooks compute anew from parameters, as weight norm does, torch refuses to copy with its history.
-        attributes = (value for part in self.module.modules() for value in vars(part).values())
-        computed = {id(t): t.detach().clone() for t in attributes if isinstance(t, Tensor) and not t.is_leaf}
-        return in_precision(copy.deepcopy(self.module, computed), self.dtype).to(memory_format=layout)
-
-    def microbatch(self, step: int, i: int, wants: NeededInputs) -> Microbatch:
-        """Microbatch ``i`` of ``step``: images (n, 3, tile, tile), targets (n, tile, tile)."""
-        generator = torch.Generator().manual_seed(microbatch_seed(self.seed, step, i) >> 1)
-        shape = (self.sizes[i], 3, self.tile, self.tile)
-        targets = self._targets((shape[0], *shape[2:]), generator).to(self.device)
-        images = torch.randn(shape, generator=generator, dtype=self.dtype).to(self.device) if wants.images else None
-        if images is not None and self.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return Microbatch(images, targets if wants.targets else None, shape)
-
-    def _targets(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """(n, tile, tile)."""
-        if not self.classes:
-            return torch.randn(shape, generator=generator, dtype=self.dtype)
-        classes = torch.randint(0, self.classes, shape, generator=generator, dtype=torch.uint8)
-        classes[:, ::9] = IGNORE
-        return classes
-
-    def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        return build_optimizer(OptimizerSettings(optimizer="sgd", lr=self.lr), parameters)
-
-
-def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """``module`` with parameters and buffers of this precision, complex ones among them, which ``nn.Module.to`` would
-    make real."""
-
-    def converted(tensor: Tensor) -> Tensor:
-        if tensor.is_complex():
-            return tensor.to(dtype.to_complex())
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    converted_module: nn.Module = module._apply(converted)  # type: ignore[no-untyped-call]
-    return converted_module
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of one step on one rank.
-
-    Attributes:
-        loss: of the global batch.
-        gradients: by name of the parameter; those that the rank holds.
-        state: after the step, as ``TrainingEngine.state_dict`` gives it; empty on all ranks but the first.
-    """
-
-    loss: float
-    gradients: Mapping[str, Tensor]
-    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -150,7 +36,6 @@ class Errors:
     """Largest relative errors of a strategy.
 
     Attributes:
-        loss: of the loss of a step.
         of_tensors: kind (of ``KINDS``) -> name of the tensor -> largest relative error.
         tolerance: largest error that passes.
     """
@@ -195,63 +80,6 @@ class Errors:
         return Errors(max(self.loss, other.loss), of_tensors, other.tolerance)
 
 
-class PlainTraining:
-    """The training loop of one process: forward, backward, gradients accumulated, update.
-
-    Uses nothing of ours but the seeds, and the workarounds for faults of torch.
-
-    Attributes:
-        held_by_ranks: names of the parameters that each rank of the engine has gradients of.
-    """
-
-    held_by_ranks: Sequence[Collection[str]] = ()
-
-    def __init__(self, trial: ExactnessTrial) -> None:
-        patch_kernels()
-        self._trial = trial
-        self.module = trial.fresh_module().to(trial.device).train()
-        self.optimizer = trial.make_optimizer(self.module.named_parameters())
-        self.parameters = [name for name, _ in self.module.named_parameters()]
-        numbers = {parameter: number for number, parameter in enumerate(self.module.parameters())}
-        # The optimizer numbers parameters group by group, the state of an engine in the order of the model.
-        self._numbers = [numbers[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def step(self, step: int) -> StepOutcome:
-        """Compute step ``step`` from the present state."""
-        trial = self._trial
-        self.optimizer.zero_grad()
-        total = 0.0
-        for i, size in enumerate(trial.sizes):
-            loss = self.loss_of(step, i) * (size / sum(trial.sizes))
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        self.optimizer.step()
-        return self.outcome(total)
-
-    def loss_of(self, step: int, i: int) -> Tensor:
-        """Return the loss of microbatch ``i`` of ``step``."""
-        images, targets, _ = self._trial.microbatch(step, i, NeededInputs(images=True, targets=True))
-        assert targets is not None
-        torch.manual_seed(microbatch_seed(self._trial.seed, step, i))
-        return self._trial.minimised(self.module(images), as_tensor(targets))
-
-    def outcome(self, loss: float) -> StepOutcome:
-        """Return what the step left, whose mean loss was ``loss``."""
-        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-        states = {self._numbers[own]: values for own, values in self.optimizer.state_dict()["state"].items()}
-        return StepOutcome(loss, gradients, {"model": self.module.state_dict(), "optimizer": {"state": states}})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of an engine, with the options of this optimizer."""
-        for buffer in self.module.buffers():
-            if 0 in buffer.stride():  # one value seen as many, which cannot be written to
-                buffer.data = buffer.clone()
-        self.module.load_state_dict(state["model"])
-        states = copy.deepcopy(state["optimizer"]["state"])  # torch would share the engine's tensors
-        own = {own: states[number] for own, number in enumerate(self._numbers) if number in states}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": own})
-
-
 def verify_engine(
     trial: ExactnessTrial,
     make_engine: MakeEngine,
@@ -262,12 +90,12 @@ def verify_engine(
 ) -> Errors | None:
     """Compare every step of an engine with the plain step from the same state.
 
-    The engine is left alone: the plain loop takes over the engine's state, not the other way round, so that copies of
-    the model that drift apart, or state that an engine loses between steps, are not repaired on the way.
+    The plain loop takes over the engine's state, not the other way round. So copies of the model that drift apart, or
+    state that an engine loses between steps, are not repaired on the way.
 
     Args:
         deferred: running statistics differ from those of the plain step by intention, and are not compared.
-        make_reference: gives what the engine is held against.
+        make_reference: returns the loop that the engine is compared with.
 
     Returns:
         The errors on rank 0; None on the others.

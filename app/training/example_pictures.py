@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.pages.pictures import as_jpeg, tinted
-from app.training.examples import Example
+from app.training.metrics import Example
 from app.training.session import Session
 from models.losses import IGNORE
 from parallel.offload.copies import read_later
@@ -120,7 +120,7 @@ def write_examples(
 
 
 def _panels(session: Session, row: int, predicted: Masks | None, pool: SlidePool) -> list[NDArray[np.uint8]]:
-    """The tile, and where pixels have classes the tile with its true and its predicted mask; RGB."""
+    """Return the tile, and in segmentation the tile with its true and its predicted mask; RGB."""
     dataset, slide_id = session.dataset, session.dataset.tiles.slide_id(row)
     tile = dataset.tiles.region(row)
     with pool.lease(slide_id) as slide:

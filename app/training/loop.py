@@ -1,7 +1,7 @@
 """The training loop: stream -> engine.step -> metrics -> checkpoint.
 
-Takes a ``Session`` and its run folder; gives an ``Outcome``. Nothing here knows the strategy: another engine is swapped
-in where the session is built.
+Takes a ``Session`` and its run folder; returns an ``Outcome``. Nothing here knows the strategy: another engine is
+swapped in where the session is built.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ import torch
 
 from app.checkpoint.file import keep_as, not_resumable, resume_state
 from app.checkpoint.periodic import CheckpointManager
-from app.launch.rank_guard import Interrupt
+from app.launch.watchdog import Interrupt
 from app.settings.cli import RunError
-from app.training.bags import steps_of
-from app.training.memory_limit import MemoryLimit
 from app.training.metrics_log import MetricsLog, MlflowLog
-from app.training.outcome import JUDGED_FROM, WARM_UP, IdleTime, Outcome, Stopwatch, Throughput
+from app.training.outcome import JUDGED_FROM, WARM_UP, IdleTime, MemoryLimit, Outcome, Stopwatch, Throughput
 from app.training.progress import RunProgress
 from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from app.training.session import Session
 from app.training.share import share
-from app.training.step_tiles import StepTiles
+from app.training.steps import TrainLoader, steps_of
 from app.training.validation import evaluate
 from parallel.engine.step import NonFiniteLoss, StepResult
 from parallel.engine.weight_average import averages_of
@@ -44,15 +42,10 @@ PROGRESS = ("step", "images", "replaced", "loss", "metrics", "validation", "best
 class TrainingLoop:
     """Trains a session to its last step, or to a signal.
 
-    Args:
-        session: model, data and engine of this rank.
-        folder: receives metrics and checkpoints.
-        interrupt: asked after each step whether to stop.
-
     Attributes:
         outcome: where the run stands.
         memory: what its tensors take, against the limit.
-        mlflow: told the run's scalars by the first rank, where that is asked for; to be closed by who ends the run.
+        mlflow: log of the first rank, where requested; to be closed at the end of the run.
         repeated: steps done before, after the checkpoint that this run continues; known to the first rank alone.
     """
 
@@ -62,19 +55,15 @@ class TrainingLoop:
         self._interrupt = interrupt
         self._communicator = session.placement.communicator
         self.outcome = Outcome(Throughput(session.config.strategy.batch), IdleTime(self._communicator.world))
-        strategy = session.config.strategy
-        self.memory = MemoryLimit(
-            strategy.memory_bytes,
-            session.placement.device,
-            counts=not strategy.compile,
-            stops=strategy.memory_excess == "stop",
-        )
+        strategy, device = session.config.strategy, session.placement.device
+        stops = strategy.memory_excess == "stop"
+        self.memory = MemoryLimit(strategy.memory_bytes, device, counts=not strategy.compile, stops=stops)
         self.memory.impose()
         state = self._restore() if session.config.resume else {}
-        self._tiles = StepTiles(session, self.memory.beside, state.get("stream"))
+        self._tiles = TrainLoader(session, self.memory.on_other_thread, state.get("stream"))
         shares = tuple(map(tuple, state["shares"])) if "shares" in state else None
         self._resharing = Resharing(session.strategy, self._communicator, folder, self.outcome.step, shares)
-        self._reshares = self._resharing.begins_with_others
+        self._reshares = self._resharing.differs_at_start
         if session.strategy.rebalanced or self._reshares:
             self.outcome.shares = self._resharing.shares
         self._check_replaced = functools.partial(
@@ -84,20 +73,14 @@ class TrainingLoop:
             replaced=self.outcome.replaced,
             judged_from=min(JUDGED_FROM, session.epoch_length),
         )
-        self._checkpoints = CheckpointManager(
-            session.config.checkpoint,
-            folder.last,
-            folder.best,
-            session.engine,
-            session.placement.device,
-            self.outcome.step,
-        )
+        paths, step = (folder.last, folder.best), self.outcome.step
+        self._checkpoints = CheckpointManager(session.config.checkpoint, *paths, session.engine, device, step)
         self._train = steps_of(session)
         self._checkpoint_asked = False
         self._last_batch: Batch | None = None
         experiment = session.config.mlflow if self._is_first else ""
         self.mlflow = MlflowLog(folder.path, experiment, session.settings) if experiment else None
-        self._log = MetricsLog(folder, self.outcome.step, session.dataset.classes, self._is_first, self.mlflow)
+        self._log = MetricsLog(folder, step, session.dataset.classes, self._is_first, self.mlflow)
         self.repeated = self._log.dropped
 
     @property
@@ -138,10 +121,11 @@ class TrainingLoop:
                 self._check_replaced()
                 self._checkpoints.add_step(step_s)
                 progress.step(outcome.step, result.loss, self._session.config.strategy.batch / step_s)
-                if self._validation_due() and not stop:
+                validates = self._validation_due()
+                if validates and not stop:
                     progress.say(self._validate())
                 ended = self.is_done
-                if stop or self._checkpoint_due():
+                if stop or validates or self._checkpoint_asked or outcome.step == total:
                     self._save(at_once=stop or ended)
                 outcome.throughput.rest_s.append(watch.lap())
             self._checkpoints.finish()
@@ -166,7 +150,7 @@ class TrainingLoop:
         return result
 
     def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
-        """Which tiles of which slides were in the microbatches whose loss is not finite, on whatever rank."""
+        """Return the error of a loss that is not finite, with the tiles of its microbatches on any rank."""
         session = self._session
         samples = [first_sample + k for i in fault.microbatches for k in session.ranges[i]]
         tiles = [
@@ -212,22 +196,12 @@ class TrainingLoop:
         epoch_ends = session.epoch_of(step) > session.epoch_of(step - 1)
         return step == session.total_steps or (step % every == 0 if every else epoch_ends)
 
-    def _checkpoint_due(self) -> bool:
-        return self._checkpoint_asked or self.outcome.step == self._session.total_steps or self._validation_due()
-
     def _validate(self) -> str:
         """Score the validation tiles; a line about it."""
         session, outcome = self._session, self.outcome
+        parts = session.engine, session.loss, session.dataset, session.validation_rows, session.validation
         with session.engine.averaged():
-            scores = evaluate(
-                session.engine,
-                session.loss,
-                session.dataset,
-                session.validation_rows,
-                session.validation,
-                self._communicator,
-                session.config.score,
-            )
+            scores = evaluate(*parts, self._communicator, session.config.score)
         outcome.metrics = scores.metrics
         outcome.validation = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
         outcome.examples = scores.examples
@@ -248,32 +222,26 @@ class TrainingLoop:
         return f"validation at step {outcome.step}: {figures}{left_out}"
 
     def _save(self, at_once: bool) -> None:
-        """Write the last checkpoint, and name it the best when it is. Every rank gives what it holds."""
+        """Write the last checkpoint, and name it the best when it is. Every rank contributes its state."""
         begun_s, outcome = time.monotonic(), self.outcome
         state = self._session.engine.state_dict()
         if self._is_first:
+            session = self._session
+            state |= {name: getattr(outcome, name) for name in PROGRESS}
             state |= {
                 "stream": self._tiles.state(outcome.step),
-                "random": _random_state(self._session.placement.device),
-                "step": outcome.step,
-                "images": outcome.images,
-                "replaced": outcome.replaced,
-                "loss": outcome.loss,
-                "metrics": outcome.metrics,
-                "validation": outcome.validation,
-                "best": outcome.best,
-                "stale": outcome.stale,
-                "classes": list(self._session.dataset.classes),
-                "task": self._session.dataset.task,
-                "settings": self._session.settings,
+                "random": _random_state(session.placement.device),
+                "classes": list(session.dataset.classes),
+                "task": session.dataset.task,
+                "settings": session.settings,
                 "numbers": self._numbers,
-                "stain_target": self._session.stain_target,
-                "normalisation": [list(values) for values in self._session.normalisation],
-                "slides": self._session.slides,
+                "stain_target": session.stain_target,
+                "normalisation": [list(values) for values in session.normalisation],
+                "slides": session.slides,
+                "shares": [list(share) for share in self._resharing.shares],
             }
             if averages := averages_of(state):
                 state["average"] = averages  # the optimizer's own tensors, under their names: no byte more
-            state["shares"] = [list(share) for share in self._resharing.shares]
         self._checkpoints.save(state, outcome.step, begun_s, best=self._is_best, at_once=at_once)
 
     @property
@@ -329,26 +297,15 @@ class TrainingLoop:
             "microbatches": "batch norm and dropout look at other groups of tiles",
             "gradients": "updates are others",
         }
+        text = "%s %s from step %d on, %s before: %s, so the numbers are not those of an uninterrupted run"
         for name, now in self._numbers.items():
             if (before := state.get("numbers", {}).get(name, now)) != now:
-                log.warning(
-                    "%s %s from step %d on, %s before: %s, so the numbers are not those of an uninterrupted run",
-                    name,
-                    now,
-                    step + 1,
-                    before,
-                    reasons[name],
-                )
+                log.warning(text, name, now, step + 1, before, reasons[name])
         before, now = session.steps_of(state["settings"]["steps"], state["settings"]["epochs"]), session.total_steps
         if before != now:
-            log.warning(
-                "the run ends at step %d instead of %d: the learning rate of step %d is %.3g instead of %.3g",
-                now,
-                before,
-                step + 1,
-                session.learning_rate(step),
-                session.learning_rate(step, before),
-            )
+            rates = session.learning_rate(step), session.learning_rate(step, before)
+            text = "the run ends at step %d instead of %d: the learning rate of step %d is %.3g instead of %.3g"
+            log.warning(text, now, before, step + 1, *rates)
 
     @property
     def measures_twin(self) -> bool:
@@ -357,7 +314,7 @@ class TrainingLoop:
 
     def measure_twin(self) -> float | None:
         """Repeat the last step on its batch, held in memory, and return the images per second. Runs when all else is
-        on the disk: it changes parameters that nobody uses any more."""
+        on the disk: it changes parameters that are no longer used."""
         assert self._last_batch is not None
         twin = Throughput(self._session.config.strategy.batch)
         with self._tiles:
@@ -370,14 +327,12 @@ class TrainingLoop:
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the default generators. Training draws from the seed of each microbatch instead; only a
-    model that draws in validation continues from these."""
+    """Return the states of the default generators, from which only a model that draws in validation continues."""
     return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []}
 
 
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators of the CPU and of ``device`` alone. Older checkpoints hold a state for each GPU of the host,
-    the first of which is that of rank 0; this host may have fewer GPUs."""
+    """Set the generators of the CPU and of ``device``. Older checkpoints have a state for each GPU, first rank 0's."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and state["cuda"]:
         torch.cuda.set_rng_state(state["cuda"][0], device)

@@ -25,23 +25,25 @@ from pipelines.catalog.table import write_rows
 if TYPE_CHECKING:
     from app.training.session import Session
 
-
-class PushLog:
-    """The file as one run writes it; there is none before the first update.
-
-    Args:
-        path: of the file; updates of steps that are repeated are dropped.
-        step: steps done when the run starts.
-    """
-
-    def __init__(self, path: Path, step: int) -> None:
-        self._path = path
-        if path.exists():
-            CsvLog(path, Push._fields).cut_after(step - 1)  # the log counts steps from 0
-
-    def add(self, pushes: Sequence[Push]) -> None:
-        for push in pushes:
-            CsvLog(self._path, Push._fields).add(push._asdict())
+log = logging.getLogger(__name__)
+RUN_FILE = "mlflow.json"
+ARTEFACTS = (
+    *("config.yaml", "env.json", "summary.json", "report.html"),
+    *("metrics.csv", "validation.csv", "predictions.csv", "splits.csv", "failed_slides.csv"),
+)
+"""What is sent when the run has ended, where it is there. Checkpoints stay: they may be of any size."""
+ENDED = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+"""MLflow's words for how a run ended."""
+SEND_EVERY_S, RETRY_S, CLOSE_S = 2.0, 30.0, 60.0
+"""Seconds between two messages, after one that failed, and that the end of a run waits for the last of them."""
+MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 500
+"""What one message may hold, and characters of a setting, by MLflow's interface."""
+MOST_WAITING = 200_000
+"""Scalars kept for a server that is not there; the oldest are dropped."""
+STEP_COLUMNS = ("step", "epoch", "images", "loss", "lr", "step_s", "data_wait_s", "images_per_second")
+VALIDATION_COLUMNS = (
+    *("step", "loss", "tile_auc", "slide_auc", "slide_balanced_accuracy", "tile_balanced_accuracy", "dice"),
+)
 
 
 def staleness_in(path: Path) -> dict[int, int] | None:
@@ -53,30 +55,8 @@ def staleness_in(path: Path) -> dict[int, int] | None:
     return dict(sorted(counts.items()))
 
 
-log = logging.getLogger(__name__)
-
-RUN_FILE = "mlflow.json"
-ARTEFACTS = (
-    *("config.yaml", "env.json", "summary.json", "report.html"),
-    *("metrics.csv", "validation.csv", "predictions.csv", "splits.csv", "failed_slides.csv"),
-)
-"""What is sent when the run has ended, where it is there. Checkpoints stay: they may be of any size."""
-
-ENDED = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-"""MLflow's words for how a run ended."""
-
-SEND_EVERY_S, RETRY_S, CLOSE_S = 2.0, 30.0, 60.0
-"""Seconds between two messages, after one that failed, and that the end of a run waits for the last of them."""
-
-MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 500
-"""What one message may hold, and characters of a setting, by MLflow's interface."""
-
-MOST_WAITING = 200_000
-"""Scalars kept for a server that is not there; the oldest are dropped."""
-
-
 class MlflowLog:
-    """One run of MLflow, told from a thread of its own.
+    """One run of MLflow, updated from a thread of its own.
 
     Args:
         folder: of the run; its name is the run's.
@@ -126,7 +106,7 @@ class MlflowLog:
         lost = self._dropped + len(self._sending) + len(self._waiting)
         if lost or self._last:
             files = " and the last files" if self._last else ""
-            log.warning("MLflow was not told %d scalars%s; all are in %s", lost, files, self._folder)
+            log.warning("MLflow did not get %d scalars%s; all are in %s", lost, files, self._folder)
 
     def _tell(self) -> None:
         """Until closed: open the run, then send what is waiting; whatever fails is tried again later."""
@@ -142,7 +122,7 @@ class MlflowLog:
                     del self._last[0]
             except Exception as fault:  # clients raise anything, and a run does not end for it
                 if not self._warned:
-                    log.warning("MLflow cannot be told, and is tried again every %g s: %s", RETRY_S, fault)
+                    log.warning("MLflow cannot be reached, and is tried again every %g s: %s", RETRY_S, fault)
                 self._warned = True
                 if self._closes:
                     return
@@ -189,27 +169,12 @@ class MlflowLog:
                 client.log_artifact(run, str(self._folder / name))
 
 
-STEP_COLUMNS = ("step", "epoch", "images", "loss", "lr", "step_s", "data_wait_s", "images_per_second")
-VALIDATION_COLUMNS = (
-    "step",
-    "loss",
-    "tile_auc",
-    "slide_auc",
-    "slide_balanced_accuracy",
-    "tile_balanced_accuracy",
-    "dice",
-)
-
-
 class MetricsLog:
     """The growing files of one run.
 
     Args:
-        folder: where they are.
-        step: steps done when the run starts; rows after it are dropped, they will be computed again.
+        step: steps done when the run starts; rows after it are dropped, as these steps are repeated.
         classes: names, for the columns of Dice.
-        writes: whether this rank writes.
-        mlflow: told the same scalars.
 
     Attributes:
         dropped: steps whose rows were dropped.
@@ -230,7 +195,9 @@ class MetricsLog:
         self._validations = CsvLog(folder.validation, [*VALIDATION_COLUMNS, *(f"dice_{name}" for name in classes)])
         self.dropped = self._steps.cut_after(step)
         self._validations.cut_after(step)
-        self._pushes = PushLog(folder.pushes, step)
+        self._pushes = folder.pushes
+        if folder.pushes.exists():
+            CsvLog(folder.pushes, Push._fields).cut_after(step - 1)  # the log counts steps from 0
         # purge_step makes TensorBoard forget what an earlier start wrote beyond the checkpoint.
         self._events = SummaryWriter(folder.path / "tensorboard", purge_step=step + 1)
 
@@ -249,7 +216,8 @@ class MetricsLog:
             "images_per_second": round(session.config.strategy.batch / step_s, 4),
         }
         self._steps.add(row)
-        self._pushes.add(result.pushes)
+        for push in result.pushes:
+            CsvLog(self._pushes, Push._fields).add(push._asdict())
         self._scalars(step, {f"train/{name}": row[name] for name in ("loss", "lr", "images_per_second")})
 
     def validation(self, step: int, scores: Scores) -> None:

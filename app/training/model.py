@@ -1,7 +1,7 @@
 """The model of a run and its loss: built by name, with the weights it starts from, in the layout it is computed in.
 
-Takes settings and the classes of a dataset; gives a module on the CPU, the same on every rank, and what the user should
-know about how it was made.
+Takes settings and the classes of a dataset; returns a module on the CPU, the same on every rank, and what the user
+should know about how it was made.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.checkpoint.file import check_weights
-from app.settings.optimization import OptimizerSettings
-from app.settings.run import ModelSettings, RunConfig
+from app.settings.optimization import ModelSettings, OptimizerSettings
+from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_counts
 from app.training.share import share
 from models.bag import BagLoss, has_bag_head, put_bag_head
@@ -111,7 +111,6 @@ class RunModel:
     """A model, ready for an engine.
 
     Attributes:
-        parameters: of the whole model, in numbers.
         scales: of the learning rate, by name of the parameter; those that are missing have 1.
         channels_last: it is to be given images in that layout.
         loaded: the weights that it starts from; None: as they were drawn.

@@ -1,26 +1,114 @@
-"""Counts of a run so far, and whether it is still a run on the tiles that it was given.
+"""Counts and measurements of a run so far: speed, idle time, memory against ``--memory``, and replaced tiles.
 
-Takes counts from the loop, step by step; returns what checkpoints keep and the summary tells.
+Takes counts from the loop, step by step; returns what checkpoints keep and the summary reports. On a GPU the allocator
+keeps to ``--memory``. A CPU has no memory of its own to run out of, so the tensors of its first steps are counted
+(``parallel.offload.live_bytes``); unless asked to stop as a GPU would, a run that takes more gets a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from app.settings.cli import RunError
-from app.training.examples import Example
+from app.training.metrics import Example
+from parallel.offload.live_bytes import LiveBytes
 from parallel.schedule.shares import Shares
+from parallel.units import bytes_text
 
+CHECKED = 2
+"""Steps that are counted on a CPU: the second has the optimizer's state and all gradients. They are those that speed
+figures leave out as a warm-up."""
+HELP = (
+    "lower --tile, raise --microbatches, or use --stream 512, --recompute block, --offload overlap or --precision bf16"
+)
 WARM_UP = 2
 """Steps left out of every speed figure: allocators, thread pools and autotuning settle in them."""
+UNKNOWN = -1
+"""In place of microseconds: where a clock does not show it, or there is one rank."""
+JUDGED_FROM = 200
+"""Tiles of a start after which a run most of whose tiles are replaced is given up: few beside a run, and enough that a
+bad slide among the first that are read does not decide."""
+
+
+class MemoryLimit:
+    """Memory limit of one rank.
+
+    Args:
+        limit: bytes that it may take; None: all.
+        counts: count on a CPU; not compiled stages, which what watches every operation would keep from being compiled.
+        stops: on a CPU, fail where a GPU of that size would.
+    """
+
+    def __init__(self, limit: int | None, device: torch.device, *, counts: bool = True, stops: bool = False) -> None:
+        self.limit = limit
+        self._stop_at = limit if stops else None
+        self._device = device
+        self._left = CHECKED if device.type == "cpu" and counts else 0
+        self._live: LiveBytes | None = None
+        self._peak: int | None = None
+
+    def impose(self) -> None:
+        """Let allocations beyond the limit fail on a GPU."""
+        if self.limit is not None and self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self._device)
+
+    @contextlib.contextmanager
+    def watching(self, held: Iterable[Tensor]) -> Iterator[None]:
+        """Count the tensors of a step inside this block."""
+        if not self._left:
+            yield
+            return
+        self._left -= 1
+        self._live = live = LiveBytes(self._stop_at)
+        try:
+            live.add(held)
+            with live:
+                yield
+        finally:
+            self._live = None
+            self._peak = max(self._peak or 0, live.peak_bytes)
+
+    @contextlib.contextmanager
+    def on_other_thread(self) -> Iterator[None]:
+        """Count tensors that another thread makes on the device inside this block, in a step that is watched."""
+        live = self._live
+        with live.on_other_thread() if live is not None else contextlib.nullcontext():
+            yield
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The most that tensors took on the device at a time; None where that was not counted."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return self._peak
+
+    def fault(self) -> str:
+        """Return the error message when a device has no memory left."""
+        within = f" within --memory {bytes_text(self.limit)}" if self.limit is not None else ""
+        return f"out of memory on {self._device}{within}: {HELP}; `python -m app.plan --largest-tile` says what fits"
+
+
+def excess(limit: int | None, device_bytes: Sequence[int | None]) -> str:
+    """A warning about the ranks that took more than ``limit``; empty where none did."""
+    over = {rank: size for rank, size in enumerate(device_bytes) if limit is not None and (size or 0) > limit}
+    if limit is None or not over:
+        return ""
+    ranks = ", ".join(f"rank {rank} {bytes_text(size or 0)}" for rank, size in over.items())
+    return (
+        f"--memory allows {bytes_text(limit)} a rank, and tensors took more on {len(over)} of "
+        f"{len(device_bytes)}: {ranks}. A device of that size could not train this: {HELP}"
+    )
 
 
 @dataclass
@@ -104,16 +192,8 @@ class Stopwatch:
         return elapsed
 
 
-UNKNOWN = -1
-"""In place of microseconds: where a clock does not show it, or there is nobody to wait for."""
-
-
 class IdleTime:
-    """Idle time of all ranks.
-
-    Args:
-        world: how many.
-    """
+    """Idle time of all ranks."""
 
     def __init__(self, world: int) -> None:
         self._idle_s = [0.0] * world
@@ -122,11 +202,11 @@ class IdleTime:
 
     @staticmethod
     def to_microseconds(waited_s: float | None) -> int:
-        """Return what a rank tells the others of a step: whole microseconds."""
+        """Return the idle time that a rank sends to the others: whole microseconds."""
         return UNKNOWN if waited_s is None else round(waited_s * 1e6)
 
     def add(self, waited_us: Sequence[int], step_s: float) -> None:
-        """Count a step, by what each rank ``told``; one in which any did not know is left out, as is the warm-up."""
+        """Count a step by the idle time of each rank; one in which any is unknown is left out, as is the warm-up."""
         self._steps += 1
         if self._steps <= WARM_UP or min(waited_us) < 0:
             return
@@ -141,11 +221,6 @@ class IdleTime:
         if len(self._idle_s) < 2 or not self._step_s:
             return None
         return [idle_s / self._step_s for idle_s in self._idle_s]
-
-
-JUDGED_FROM = 200
-"""Tiles of a start after which a run most of whose tiles are replaced is given up: few beside a run, and enough that a
-bad slide among the first that are read does not decide."""
 
 
 @dataclass
@@ -191,7 +266,6 @@ class Outcome:
         """Fail when more than half of the tiles are replaced.
 
         Args:
-            failed_slides: the file that names them.
             images, replaced: leave out these, which were counted before.
             judged_from: tiles before that is judged.
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Self
 
 from rich.cells import cell_len, set_cell_size
@@ -20,20 +21,23 @@ from pipelines.tiles.index import SlideDone
 
 log = logging.getLogger("app.train")
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""Of a line of ``run.log``."""
-
 LINE_EVERY_S = 10.0
 """Without a terminal: at most one line of steps or slides in this many seconds."""
-
 LINE_CELLS = 80
 """Without a terminal: a line of slides is this long at most."""
-
 FAILED_SHOWN = 10
 """As many slides that failed are told of with the reason as soon as they do; the log has all."""
-
 NAME_CELLS = 12
 """A slide's name that would have to be shorter is left out."""
+
+
+def log_to(path: Path, name: str | None = None) -> logging.Handler:
+    """Write everything logged, or what logger ``name`` gets, to the file ``path``; return the handler."""
+    handler = logging.FileHandler(path, errors="backslashreplace")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger(name).addHandler(handler)
+    logging.getLogger(name).setLevel(logging.INFO)
+    return handler
 
 
 def _on_terminal() -> bool:
@@ -52,11 +56,7 @@ def shortened(name: str, cells: int) -> str:
 
 class IndexProgress:
     """Slides that were indexed: one line that changes on a terminal, now and then a line elsewhere. The first that
-    failed stay, each on a line of its own.
-
-    Args:
-        say: takes every other line.
-    """
+    failed stay, each on a line of its own."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -110,8 +110,6 @@ class RunProgress:
     """Steps done of ``total``, with the latest figures.
 
     Args:
-        total: steps of the whole run.
-        done: steps finished before, when resumed.
         quiet: print nothing (all ranks but the first).
     """
 

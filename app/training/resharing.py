@@ -1,7 +1,7 @@
-"""Which microbatches each rank computes, as a run continues: as asked, replayed, or as its speeds ask for.
+"""Microbatches that each rank computes, as a run continues: as requested, replayed, or by measured speed.
 
-Takes the seconds of each step; gives new shares at the boundary of a step, the same on every rank, and ``shares.csv``,
-with which ``--shares`` makes another run change at the same steps.
+Takes the seconds of each step; returns new shares at the boundary of a step, the same on every rank, and
+``shares.csv``, with which ``--shares`` makes another run change at the same steps.
 """
 
 from __future__ import annotations
@@ -20,31 +20,13 @@ from parallel.engine.step import StepResult
 from parallel.schedule.shares import CHANGING, WINDOW, Changes, Rebalancing, Shares, consecutive, read_changes, rows_of
 from parallel.strategy import Strategy
 
-
-class SharesLog:
-    """The file as one run writes it; the first rank has one.
-
-    Args:
-        path: of the file; what it says of steps that are computed again is dropped.
-        step: steps done when the run starts.
-        shares: in force then.
-    """
-
-    def __init__(self, path: Path, step: int, shares: Shares) -> None:
-        self._log = CsvLog(path, CHANGING)
-        self._log.cut_after(step)
-        if _last_rows(path) != [list(map(str, row[1:])) for row in rows_of(step, shares)]:
-            self._log.cut_after(step - 1)
-            self.add(step, shares)
-
-    def add(self, step: int, shares: Shares) -> None:
-        """``shares`` are in force once ``step`` steps are done."""
-        for row in rows_of(step, shares):
-            self._log.add(dict(zip(CHANGING, row, strict=True)))
+log = logging.getLogger(__name__)
+WARM_UP = 2
+"""Steps after a start or a change whose seconds are not looked at: memory grows, files are opened."""
 
 
 def _last_rows(path: Path) -> list[list[str]]:
-    """Microbatch and group of the last step that the file knows of."""
+    """Return microbatch and group of the last step in the file."""
     with path.open(newline="") as file:
         rows = list(csv.reader(file))[1:]
     return [row[1:] for row in rows if row[0] == rows[-1][0]]
@@ -69,25 +51,16 @@ def changes_in(path: Path) -> int | None:
         return max(0, len({row[0] for row in csv.reader(file)}) - 2)
 
 
-log = logging.getLogger(__name__)
-
-WARM_UP = 2
-"""Steps after a start or a change whose seconds are not looked at: memory grows, files are opened."""
-
-
 class Resharing:
     """The shares of one run.
 
     Args:
-        strategy: as the run was asked for.
-        communicator: of all ranks.
-        folder: of the run.
         step: steps done when the run starts.
         shares: in force then; None: as the strategy begins.
 
     Attributes:
         shares: of each group, in force now.
-        begins_with_others: than the strategy.
+        differs_at_start: the run begins with other shares than the strategy.
     """
 
     def __init__(
@@ -105,17 +78,21 @@ class Resharing:
             if shares is not None and _sizes(shares) == _sizes(begins_with):
                 self.shares = shares
             self._rebalancing = Rebalancing(list(map(len, self.shares)))
-        self.begins_with_others = self.shares != begins_with
+        self.differs_at_start = self.shares != begins_with
         self._communicator = communicator
         self._seconds: list[float] = []
         self._counted = 0
-        self._told = False
+        self._warned = False
         self._warm_up = WARM_UP
-        self._log: SharesLog | None = None
+        self._log: CsvLog | None = None
         kept = strategy.rebalanced or self._changes or folder.shares.exists()
         asked = ((0, strategy.shares), *strategy.changes)
         if communicator.rank == 0 and kept and not says(folder.shares, asked):
-            self._log = SharesLog(folder.shares, step, self.shares)
+            self._log = CsvLog(folder.shares, CHANGING)
+            self._log.cut_after(step)
+            if _last_rows(folder.shares) != [list(map(str, row[1:])) for row in rows_of(step, self.shares)]:
+                self._log.cut_after(step - 1)
+                self._record(step)
 
     def after(self, step: int, result: StepResult) -> bool:
         """Take what this rank's microbatches took; True where other shares are in force once ``step`` steps are done.
@@ -128,9 +105,14 @@ class Resharing:
         if shares is None:
             return False
         self.shares = shares
-        if self._log is not None:
-            self._log.add(step, shares)
+        self._record(step)
         return True
+
+    def _record(self, step: int) -> None:
+        """Write that the shares are in force once ``step`` steps are done."""
+        if self._log is not None:
+            for row in rows_of(step, self.shares):
+                self._log.add(dict(zip(CHANGING, row, strict=True)))
 
     def _rebalanced(self, rebalancing: Rebalancing, step: int, seconds: Sequence[tuple[int, float]]) -> Shares | None:
         self._warm_up -= 1
@@ -143,8 +125,11 @@ class Resharing:
         of_ranks: list[float] = self._communicator.all_gather(torch.tensor(median_s, dtype=torch.float64)).tolist()
         counted, self._counted, self._seconds = self._counted, 0, []
         if unknown := [rank for rank, each in enumerate(of_ranks) if not each > 0]:
-            if counted:
-                self._tell_unknown(unknown)
+            if counted and self._communicator.rank == 0 and not self._warned:
+                reason = "what a microbatch takes ranks %s is not known, as pipelines of GPUs are not measured"
+                text = f"shares stay as they are: {reason}; give counts, such as --shares 3,1"
+                log.warning(text, ", ".join(map(str, unknown)))
+                self._warned = True
             return None
         # A group is done with a microbatch when the last of its ranks is.
         of_groups = [0.0] * len(self.shares)
@@ -157,16 +142,6 @@ class Resharing:
             counts, took = ", ".join(map(str, rebalancing.counts)), ", ".join(f"{each:.3g}" for each in of_groups)
             log.warning("shares are %s from step %d on: a microbatch takes %s s", counts, step + 1, took)
         return consecutive(rebalancing.counts)
-
-    def _tell_unknown(self, ranks: list[int]) -> None:
-        """Warn that the times of pipelines of GPUs are not measured."""
-        if self._communicator.rank == 0 and not self._told:
-            log.warning(
-                "shares stay as they are: what a microbatch takes ranks %s is not known, as pipelines of GPUs are not "
-                "measured; give counts, such as --shares 3,1",
-                ", ".join(map(str, ranks)),
-            )
-        self._told = True
 
 
 def _sizes(shares: Shares) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 ``config.yaml env.json attempts.json run.lock rank0.lock plan.json run.log tissue/ tiles.parquet stains.json splits.csv
 metrics.csv validation.csv predictions.csv checkpoints/{last,best}.pt failed_slides.csv summary.json report.html
-tensorboard/``, ``mlflow.json`` where MLflow is told, ``shares.csv`` where shares may change, ``pushes.csv`` of a
+tensorboard/``, ``mlflow.json`` with ``--mlflow``, ``shares.csv`` where shares may change, ``pushes.csv`` of a
 parameter server, and ``fault.txt`` of a run that failed on several ranks (``fault-2.txt`` of its second attempt). A
 model split into stages also leaves ``schedule.csv schedule.svg trace.json``.
 """
@@ -22,65 +22,27 @@ import yaml
 
 from app.launch.host import lock_folder
 from app.settings.cli import RunError
-from app.settings.data_file import read_data, write_json
-from app.settings.fields import flat, settings_of
+from app.settings.fields import flat, read_data, settings_of, write_json
 from app.settings.launcher import Attempts
 from app.settings.run import EPOCHS, DataSettings, RunConfig
-from app.training.progress import LOG_FORMAT
+from app.training.progress import log_to
 from pipelines.catalog.failures import names_file
 from pipelines.catalog.table import write_rows
 from pipelines.slides.whole_files import write_text
 
-FREE_TO_CHANGE = frozenset(
-    {
-        "resume",
-        "extend",
-        "max_restarts",
-        "min_ranks",
-        "parallel",
-        "ranks",
-        "stages",
-        "grid",
-        "shares",
-        "chunks",
-        "cuts",
-        "schedule",
-        "recompute",
-        "recompute_runs",
-        "offload",
-        "offload_ahead",
-        "offload_host",
-        "offload_state",
-        "stream",
-        "zero",
-        "compile",
-        "memory",
-        "memory_excess",
-        "device",
-        "cpu_ranks",
-        "mixed_sums",
-        "channels_last",
-        "timeout_s",
-        "join_timeout_s",
-        "read_threads",
-        "read_ahead",
-        "cache",
-        "cache_bytes",
-        "device_prefetch",
-        "gradient_buckets",
-        "index_workers",
-        "mpp_table",  # the index refuses other values in it
-    }
-    | {"checkpoint_every", "checkpoint_overhead", "checkpoint_write"}
-    | {"validate_every", "patience", "positive_class", "twin_steps", "slides", "out", "mlflow"}
-    | {"precision", "microbatches"}
-)
-"""Settings that may differ when a run is resumed: they change where it runs, not what it computes. The last two change
-the numbers: the first steps with another value are announced by a warning (``TrainingLoop``)."""
-
+FREE_TO_CHANGE = {
+    *("resume", "extend", "max_restarts", "min_ranks", "out", "slides", "mpp_table", "mlflow", "index_workers"),
+    *("parallel", "ranks", "stages", "grid", "shares", "chunks", "cuts", "schedule", "stream", "zero", "compile"),
+    *("recompute", "recompute_runs", "offload", "offload_ahead", "offload_host", "offload_state"),
+    *("memory", "memory_excess", "gradient_buckets", "device", "cpu_ranks", "mixed_sums", "channels_last"),
+    *("timeout_s", "join_timeout_s", "read_threads", "read_ahead", "cache", "cache_bytes", "device_prefetch"),
+    *("checkpoint_every", "checkpoint_overhead", "checkpoint_write"),
+    *("validate_every", "patience", "positive_class", "twin_steps", "precision", "microbatches"),
+}
+"""Settings that may differ when a run is resumed: they change where it runs, not its numbers; the index refuses other
+values in ``mpp_table``. ``precision`` and ``microbatches`` change the numbers: ``TrainingLoop`` warns of that."""
 LENGTH = ("steps", "epochs")
 """Settings of the end of a run, which the learning rate depends on: they may grow with ``--extend``."""
-
 BEFORE = {"decay_all": True}
 """Values that runs had before these settings existed, where the default is another now."""
 
@@ -227,15 +189,11 @@ class RunFolder:
 
     def log_to_file(self) -> None:
         """Send everything logged to ``run.log``, and warnings to the user too."""
-        handler = logging.FileHandler(self.path / "run.log", errors="backslashreplace")
-        handler.setFormatter(logging.Formatter(LOG_FORMAT))
-        root = logging.getLogger()
-        root.addHandler(handler)
+        log_to(self.path / "run.log")
         shown = logging.StreamHandler()
         shown.setLevel(logging.WARNING)
         shown.setFormatter(logging.Formatter("warning: %(message)s"))
-        root.addHandler(shown)
-        root.setLevel(logging.INFO)
+        logging.getLogger().addHandler(shown)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write ``value`` atomically; a reader never sees half a file."""

@@ -17,25 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from app.launch.host import cpu_model, memory_bytes, usable_cores
-from app.settings.launcher import find_task, started_by_us
+from app.settings.launcher import slurm_variables, started_by_us
 
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where the packages lie; of a checkout, its root."""
-
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "openslide-python", "tifffile", "imagecodecs", "zarr", "mpi4py")
 """Distributions whose version changes pixels, numbers or speed."""
-
 LAUNCHERS = ("torchrun", "mpirun", "srun")
-
 RANK_VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
 }
 """Variables by which a launcher tells a process its place; the first one present decides."""
-
 COMMAND_S = 20.0
 """Longest wait for an outside command: nvidia-smi can hang when a driver is ill."""
 
@@ -106,18 +102,18 @@ def describe_gpus() -> dict[str, Any]:
 
 
 def describe_launcher() -> dict[str, Any]:
-    """``found``: launcher -> is it there; ``started_by`` one of them or None; ``variables`` that told so."""
+    """``found``: launcher -> is it there; ``started_by`` one of them or None; ``variables`` that show it."""
     told = {who: names for who, names in RANK_VARIABLES.items() if not (who == "torchrun" and started_by_us())}
     variables = {name: os.environ[name] for names in told.values() for name in names if os.environ.get(name)}
     started_by = next((who for who, names in told.items() if any(n in variables for n in names)), None)
-    if started_by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ and find_task():
+    if started_by == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ and slurm_variables():
         started_by = "slurm"  # a rank of srun that has been given torchrun's variables to join the others
     found = {name: find_program(name) is not None for name in LAUNCHERS}
     return {"found": found, "started_by": started_by, "variables": variables}
 
 
 def find_program(name: str) -> str | None:
-    """Path of a program on PATH or beside this Python: a virtual environment need not be activated."""
+    """Return the path of a program on PATH or in the folder of this Python, whose environment may not be active."""
     beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     return shutil.which(name, path=beside)
 

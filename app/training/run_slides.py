@@ -1,20 +1,26 @@
-"""Slides as a run opens them, and what its checkpoint keeps of each: its split, its patient and how it was opened.
+"""Slides of a run: how they are opened, how they are split, and what its checkpoint keeps of each.
 
 ``app.train`` finds its slides here, and ``app.predict`` those that it predicts, with the settings in the checkpoint. A
-setting that `find_slides` takes, or a field of `SlideSpec`, therefore reaches prediction without code of its own.
+setting that `find_slides` takes, or a field of `SlideSpec`, therefore reaches prediction without code of its own. They
+are split by a file, by folds, by sites, by folders, or by fractions of the patients; ``splits.csv`` in the run folder
+is read by a resumed run and by other ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from app.settings.run import DataSettings
+from app.settings.run import DataSettings, RunConfig
+from app.training.run_folder import RunFolder
 from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides
 from pipelines.catalog.handles import SlideState
-from pipelines.labels.slide_labels import read_mpp
-from pipelines.labels.splits import Splits
+from pipelines.labels.annotations import SlideAnnotations
+from pipelines.labels.class_names import patient_note
+from pipelines.labels.folds import fold_splits, read_split_file, site_splits
+from pipelines.labels.slide_labels import SlideLabels, read_mpp
+from pipelines.labels.splits import Splits, fixed_splits, make_splits
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index_settings import IndexSettings
 
@@ -108,3 +114,73 @@ def _is_same(spec: SlideSpec, columns: SlideColumns) -> bool:
         return digest is not None and SlideState.now(spec.path).digest == digest
     except (OSError, SlideError):  # reported when it is opened
         return False
+
+
+def choose_splits(
+    config: RunConfig,
+    folder: RunFolder,
+    truth: SlideLabels | SlideAnnotations,
+    usable: list[str],
+    slide_labels: dict[str, int],
+    given: dict[str, str],
+    progress: Callable[[str], None],
+) -> Splits:
+    """Return the splits of the ``usable`` slides: as asked for at first, as the run folder has them from then on.
+
+    Raises:
+        ValueError: ones that cannot be, or the run folder has others than are asked for.
+    """
+    patients = {slide_id: truth.patient.get(slide_id, slide_id) for slide_id in usable}
+    unknown = frozenset(usable) - truth.patient.keys()
+    sites = {slide_id: truth.site[slide_id] for slide_id in usable if slide_id in truth.site}
+    saved = Splits.load(folder.splits, patients) if folder.splits.exists() else None
+    splits = saved
+    if saved is None or (config.split.is_asked and not folder.last.exists()):
+        has_truth = {*truth.paths, *truth.failed} if isinstance(truth, SlideAnnotations) else {*truth.label}
+        known = has_truth.union(truth.unlabelled)
+        splits = _asked_splits(config, Splits({}, patients, slide_labels, sites), given, known, progress)
+        splits = dataclasses.replace(splits, unknown=unknown)
+        if saved is None:
+            splits.save(folder.splits)
+        elif saved.split != splits.split:
+            raise ValueError(
+                f"{folder.splits} holds another split than is asked for: delete it, or name another folder with --out"
+            )
+    assert splits is not None
+    splits = dataclasses.replace(splits, site=sites, unknown=unknown)
+    counts = ", ".join(f"{part} {sum(s == part for s in splits.split.values())}" for part in ("train", "val", "test"))
+    at_sites = f"; sites in more than one split: {splits.site_overlap()}" if sites else ""
+    overlap = f"patients in more than one split: {splits.patient_overlap()}"
+    note = patient_note(splits.known_patient, usable)
+    if note is not None:
+        overlap = note if len(unknown) == len(usable) else f"{overlap}; {note}"
+    progress(f"slides by split: {counts}; {overlap}{at_sites}")
+    return splits
+
+
+def _asked_splits(
+    config: RunConfig, known: Splits, given: dict[str, str], slides: set[str], progress: Callable[[str], None]
+) -> Splits:
+    """The splits that the settings ask for."""
+    asked, patients, labels = config.split, known.patient, known.label or None
+    if given and asked.is_asked:
+        raise ValueError(
+            f"slides lie in folders called like splits, {', '.join(sorted(set(given.values())))}, and --splits, "
+            "--folds or --split-by asks for another split: leave that out, or move the slides out of these folders"
+        )
+    if asked.splits is not None:
+        splits = read_split_file(asked.splits, patients, slides=slides, fold=asked.fold)
+        return dataclasses.replace(splits, label=known.label, site=known.site)
+    sites = known.site if asked.split_by == "site" else None
+    if asked.folds is not None and asked.fold is not None:
+        splits = fold_splits(
+            patients, labels, sites, folds=asked.folds, fold=asked.fold, test=asked.test, seed=config.seed
+        )
+    elif sites is not None:
+        splits = site_splits(patients, labels, sites, validation=asked.validation, test=asked.test, seed=config.seed)
+    elif given:
+        progress(f"split by the folders {', '.join(sorted(set(given.values())))}")
+        splits = fixed_splits(given, patients, known.label, validation=asked.validation, seed=config.seed)
+    else:
+        splits = make_splits(patients, labels, validation=asked.validation, test=asked.test, seed=config.seed)
+    return dataclasses.replace(splits, site=known.site)

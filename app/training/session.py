@@ -1,4 +1,4 @@
-"""All the parts of a training run, put together: what the loop needs and nothing about how it came to be.
+"""All parts of a training run that the loop needs.
 
 Takes settings, dataset and placement; returns a ``Session``. Everything that depends on the strategy is in the engine;
 the rest asks it only for ``step``, ``predict`` and its state.
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from app.launch.place import RankPlace, host_memory, host_share, map_share
+from app.launch.place import RankPlacement, host_memory, host_share, map_share
 from app.launch.watchdog import Watchdog
 from app.settings.fields import flat
 from app.settings.run import EPOCHS, RunConfig
@@ -27,28 +27,28 @@ from app.training.batches import (
     RankReading,
     augmentation_of,
     microbatches_of,
+    part_of,
     read_ahead,
+    recorded,
     sizes_of_part,
     tiles_in_order,
-    told,
     training_tiles,
 )
 from app.training.dataset import Dataset
-from app.training.engines import build_engine, build_optimizer, choose_algorithms
+from app.training.engines import build_engine, build_optimizer, choose_algorithms, strategy_notes
 from app.training.model import RunModel, build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
-from app.training.validation import Outputs, spread
+from app.training.validation import Outputs, subsample_per_slide
 from models.bag import BagGradient
 from models.weights import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_memory import HostMemory
-from parallel.schedule.shares import FINE, coarseness, split_batch
-from parallel.strategy import DELAYED, Strategy
+from parallel.schedule.shares import split_batch
+from parallel.strategy import Strategy
 from pipelines.cache.tile_cache import TileCache
 from pipelines.cache.tile_kind import CacheSpec
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
-from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DevicePrefetcher
@@ -72,21 +72,20 @@ class Session:
         pixels: turns uint8 tiles into the model's input on the device; ``validation_pixels`` of rows makes another.
         reading, validation_reading: what this rank reads of each global batch.
         ranges: tiles of the global batch in each microbatch, over all ranks.
-        parameters: of the whole model, in numbers.
-        watchdog: is told where this rank is.
+        parameters: number of them in the whole model.
         train_rows, validation_rows: rows of the dataset's tiles.
         loaded: the weights that the model started from; None: as they were drawn.
         normalisation: mean and standard deviation of R, G and B, 0 to 1, that images are normalised with.
-        notes: what the user should know about how the model was made.
-        failed: where tiles are written down that cannot be read.
-        host: where tiles and maps lie that are computed box by box; None: tiles are not.
-        cache: keeps tiles as they were read; None: nothing does.
+        notes: lines for the user about how the model was made.
+        failed: record of tiles that cannot be read.
+        host: memory of tiles and maps that are computed box by box; None: tiles are not.
+        cache: of tiles as they were read, if there is one.
     """
 
     config: RunConfig
     strategy: Strategy
     dataset: Dataset
-    placement: RankPlace
+    placement: RankPlacement
     engine: TrainingEngine
     loss: nn.Module
     stream: TileStream
@@ -179,14 +178,11 @@ class Session:
         """Open this rank's share of the validation tiles, or of tiles ``rows``, each exactly once over all groups."""
         rows = self.validation_rows if rows is None else rows
         stream = tiles_in_order(self.config, self.dataset, rows, epochs=1)
-        stream = stream.read(self.pool, told("left out of the scores", "validate", self.failed), replaces=False)
-        prefetch = self.config.stream.device_prefetch
+        stream = stream.read(self.pool, recorded("left out of the scores", "validate", self.failed), replaces=False)
         stream = self.validation_reading.sharded(stream)
         stream = read_ahead(self.config, stream, self.placement, self.host, VALIDATION_SHARE)
-        with (
-            iter(stream) as tiles,
-            DevicePrefetcher(tiles, tiles.ready, self.validation_pixels(rows), prefetch=prefetch) as feed,
-        ):
+        pixels, prefetch = self.validation_pixels(rows), self.config.stream.device_prefetch
+        with iter(stream) as tiles, DevicePrefetcher(tiles, tiles.ready, pixels, prefetch=prefetch) as feed:
             yield self._outputs(feed)
 
     def _outputs(self, feed: DevicePrefetcher) -> Iterator[Outputs]:
@@ -204,7 +200,7 @@ def build_session(
     config: RunConfig,
     strategy: Strategy,
     dataset: Dataset,
-    placement: RankPlace,
+    placement: RankPlacement,
     failed: FailedSlides,
     watchdog: Watchdog,
 ) -> Session:
@@ -216,12 +212,20 @@ def build_session(
     Raises:
         ValueError: a model, weights file or batch that does not fit the task or the ranks.
     """
-    _check_dataset(config, dataset)
+    if config.score.patience and not len(dataset.rows("val")):
+        raise ValueError(
+            f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
+        )
+    if config.stream.bag and not dataset.slide_labels:
+        raise ValueError(
+            "--bag gives the tiles of a slide one label, and these slides have none: annotations label tiles and "
+            "pixels. Give --labels FILE.csv, or leave out --bag"
+        )
     ranges = split_batch(config.strategy.batch, strategy.m)
     width, height = dataset.tiles.largest
     model = build_run_model(config, len(dataset.classes), (len(ranges[0]), 3, height, width))
     train_rows = dataset.rows("train")
-    validation_rows = spread(dataset, dataset.rows("val"), config.score.validation_tiles)
+    validation_rows = subsample_per_slide(dataset, dataset.rows("val"), config.score.validation_tiles)
     communicator, bag = placement.communicator, config.stream.bag
     loss = build_loss(config.optimization, dataset, train_rows, communicator, in_bags=bag > 0).to(placement.device)
     engine_loss = BagGradient() if bag else loss
@@ -234,15 +238,19 @@ def build_session(
         made = PixelMaker(device, augment, config.seed, model.normalisation, channels_last=layout, stains=stains)
         return made if strategy.policy.stream is None else BoxMaker(made)
 
-    cache = _tile_cache(config, dataset)
+    reads = config.stream
+    cache: TileCache | None = None
+    if reads.cache is not None:
+        cache = TileCache(reads.cache, reads.cache_bound, CacheSpec(*dataset.tiles.largest, config.index.mpp))
     pool = dataset.pool(config.stream.open_slides + 2, cache)
     stream = training_tiles(config, dataset, train_rows, pool, failed, placement)
     shares = [ranges[i] for i in engine.share]
     # Of whole slides as tiles each has another box.
-    part = None if dataset.tiles.sides is not None else _part(engine, (max(map(len, ranges)), 3, height, width))
+    part = None if dataset.tiles.sides is not None else part_of(engine, (max(map(len, ranges)), 3, height, width))
     reading = functools.partial(RankReading.of, placement.communicator, config.strategy.batch, shares, part=part)
     samples = engine.samples if min(map(len, ranges)) >= strategy.ways else range  # each member reads one at least
     training_reading = reading([engine.wants(i) for i in engine.share], samples=samples)
+    memory_share = 1 - VALIDATION_SHARE if len(validation_rows) else 1.0
     return Session(
         config,
         strategy,
@@ -250,13 +258,7 @@ def build_session(
         placement,
         engine,
         loss,
-        read_ahead(
-            config,
-            training_reading.sharded(stream),
-            placement,
-            host,
-            1 - VALIDATION_SHARE if len(validation_rows) else 1.0,
-        ),
+        read_ahead(config, training_reading.sharded(stream), placement, host, memory_share),
         pixels(augmentation_of(config), train_rows),
         functools.partial(pixels, AugmentSettings(augment="none")),
         pool,
@@ -269,24 +271,11 @@ def build_session(
         watchdog,
         model.loaded,
         model.normalisation,
-        (*model.notes, *_strategy_notes(strategy)),
+        (*model.notes, *strategy_notes(strategy)),
         failed,
         host,
         cache,
     )
-
-
-def _check_dataset(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse what these slides do not allow."""
-    if config.score.patience and not len(dataset.rows("val")):
-        raise ValueError(
-            f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
-        )
-    if config.stream.bag and not dataset.slide_labels:
-        raise ValueError(
-            "--bag gives the tiles of a slide one label, and these slides have none: annotations label tiles and "
-            "pixels. Give --labels FILE.csv, or leave out --bag"
-        )
 
 
 def _engine_of(
@@ -295,7 +284,7 @@ def _engine_of(
     dataset: Dataset,
     model: RunModel,
     loss: nn.Module,
-    placement: RankPlace,
+    placement: RankPlacement,
     watchdog: Watchdog,
 ) -> tuple[TrainingEngine, HostMemory | None]:
     """Return the engine of this rank, and the host memory of tiles that are computed box by box."""
@@ -324,39 +313,3 @@ def _engine_of(
         strategy, placement.device, fixed=dataset.tiles.sides is None, limited=config.strategy.memory is not None
     )
     return engine, host
-
-
-def _strategy_notes(strategy: Strategy) -> Iterator[str]:
-    """Yield what the user should know of gradients, and of the shares of groups."""
-    counts, groups = [len(share) for share in strategy.shares], strategy.groups
-    if strategy.delayed:
-        yield f"{strategy.name}: {DELAYED}"
-    if strategy.shares:
-        yield f"shares of the {strategy.m} microbatches of a step: {', '.join(map(str, counts))}"
-    if strategy.rebalanced:
-        yield f"the {strategy.m} microbatches of a step are shared by {groups} ranks as their speeds ask for"
-    if strategy.m < FINE * groups and (strategy.shares or strategy.rebalanced):
-        lost = coarseness(strategy.m, groups)
-        yield (
-            f"{strategy.m} microbatches for {groups} follow speeds coarsely: even the best shares may take "
-            f"{lost:.0%} longer than finer ones would; from --microbatches {FINE * groups} on it is at most "
-            f"{coarseness(FINE * groups, groups):.0%}"
-        )
-
-
-def _part(engine: TrainingEngine, shape: tuple[int, int, int, int]) -> tuple[TileBox, TileBox] | None:
-    """Return the parts of every tile and mask that this rank reads, where it does not read all."""
-    boxes = engine.parts(shape)
-    if boxes == (None, None):
-        return None
-    whole = TileBox.whole(*shape[2:])
-    images, targets = (whole if box is None else TileBox(*box[0], *box[1]) for box in boxes)
-    return images, targets
-
-
-def _tile_cache(config: RunConfig, dataset: Dataset) -> TileCache | None:
-    """Return the tile cache of the run, if there is one."""
-    asked = config.stream
-    if asked.cache is None:
-        return None
-    return TileCache(asked.cache, asked.cache_bound, CacheSpec(*dataset.tiles.largest, config.index.mpp))

@@ -1,8 +1,9 @@
-"""Give every rank what the first rank has found.
+"""Broadcast values that the first rank has found.
 
-Takes a value on the first rank; gives it on all. Ranks that look for themselves may find different things: a file that
-one of them cannot read, or that a file server shows it late, would leave it with other slides, classes or weights than
-the others, in silence. The bytes are read back without calling anything but the classes of this project and of numpy.
+Takes a value on the first rank; returns it on all. Ranks that look for themselves may find different things: a file
+that one of them cannot read, or that a file server shows it late, would leave it with other slides, classes or weights
+than the others, in silence. The bytes are read back without calling anything but the classes of this project and of
+numpy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from parallel.comm.objects import broadcast_object
 
 ROOMS = ("app.", "pipelines.", "parallel.")
 """Packages whose classes may be sent."""
-
 OTHERS = {
     *(("pathlib", "PosixPath"), ("numpy", "dtype"), ("numpy", "ndarray")),
     *(("numpy._core.numeric", "_frombuffer"), ("numpy._core.multiarray", "scalar")),
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 
 def share(communicator: Communicator, find: Callable[[], Value]) -> Value:
-    """Return what ``find`` gives on the first rank; the others do not call it.
+    """Return the value of ``find`` on the first rank; the others do not call it.
 
     Raises:
         Exception: on the first rank, as ``find`` raised it; the others then wait until the first ends the run.

@@ -20,9 +20,8 @@ from app.pages.run_page import write_report
 from app.planning.auto import planned_speed
 from app.settings.launcher import find_launch
 from app.training.example_pictures import predicted_masks, write_examples
-from app.training.memory_limit import MemoryLimit, excess
 from app.training.metrics_log import MlflowLog, staleness_in
-from app.training.outcome import Outcome, peak_resident_bytes
+from app.training.outcome import MemoryLimit, Outcome, excess, peak_resident_bytes
 from app.training.resharing import changes_in
 from app.training.run_folder import RunFolder
 from app.training.session import Session
@@ -41,6 +40,8 @@ from parallel.units import number_text
 from pipelines.cache.tile_cache import CacheCounts, TileCache
 from pipelines.catalog.table import counted
 from pipelines.tiles.tile_table import three_sizes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,6 @@ class StepRecord:
 
 def write_step(engine: TrainingEngine, communicator: Communicator, name: str, folder: Path) -> StepRecord | None:
     """Write the last step of ``engine`` into ``folder``. Every rank calls it.
-
-    Args:
-        name: of the strategy.
 
     Returns:
         The step, on rank 0 of an engine that splits the model; None elsewhere, and where ranks are on several
@@ -103,19 +101,11 @@ def of_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
     return dataclasses.replace(timeline, spans=spans)
 
 
-log = logging.getLogger(__name__)
-
-
 class RunSummary:
     """Writes what is left of a run; silent on all ranks but the first.
 
     Args:
-        session: the run's parts.
-        folder: where it goes.
-        outcome: kept up to date by the loop.
-        memory: likewise.
         restarts: attempts of the same start before this one.
-        mlflow: is told the end, and closed.
     """
 
     def __init__(

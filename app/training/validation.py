@@ -19,10 +19,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.settings.run import ScoreSettings
+from app.settings.optimization import ScoreSettings
 from app.training.dataset import Dataset
-from app.training.examples import Example, certain_examples, dice_examples
-from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, rows_by, slide_scores
+from app.training.metrics import (
+    Example,
+    auc,
+    balanced_accuracy,
+    certain_examples,
+    dice_by_slide,
+    dice_examples,
+    mean_defined,
+    rows_by,
+    slide_scores,
+)
 from models.bag import BagLoss, bag_logits
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
@@ -42,7 +51,6 @@ class Scores:
         predictions: one row per slide: slide, split, then scores, empty without a readable tile.
         criterion: name of the metric that chooses the best checkpoint.
         tiles, unreadable: how many were to be scored, and how many of them could not be read.
-        examples: tiles that a report shows.
     """
 
     metrics: dict[str, float | None]
@@ -68,7 +76,7 @@ class Scores:
         return value < before if self.criterion == "loss" else value > before
 
 
-def spread(dataset: Dataset, rows: NDArray[np.int64], per_slide: int) -> NDArray[np.int64]:
+def subsample_per_slide(dataset: Dataset, rows: NDArray[np.int64], per_slide: int) -> NDArray[np.int64]:
     """Return at most ``per_slide`` of ``rows`` for each slide, evenly spread over its tiles; 0 keeps all."""
     if per_slide == 0 or not len(rows):
         return rows
@@ -120,7 +128,7 @@ def evaluate(
             unread[part.rows[~part.readable]] = 1
             output = engine.predict(part.microbatch, score.sums if score else None)
             if output is None or not part.readable.any():
-                continue  # another rank of the group has it, or nobody
+                continue  # another rank of the group has it, or none
             before, put = put, _begin_scores(part, output, score or loss, losses, sums)
             if before is not None:
                 before()  # while a GPU computes the one that was begun
@@ -130,13 +138,13 @@ def evaluate(
         communicator.all_reduce(gathered)
     sums[unread > 0] = 0  # pixels and targets may be read on two ranks: each has said what it could not read
     readable = unread.numpy() == 0
-    slide = dataset.tiles.slide[rows].astype(np.int64)
+    tiles = _Tiles(dataset, rows, dataset.tiles.slide[rows].astype(np.int64), readable)
     mean_loss = float(losses.numpy()[readable].mean()) if readable.any() else None
     if isinstance(loss, BagLoss):
-        return _bags(dataset, rows, slide, readable, sums, loss)
+        return _of_bags(tiles, sums, loss)
     if dataset.task == "classify":
-        return _tiles(dataset, rows, slide, readable, sums.numpy(), mean_loss, settings)
-    return _segmentation(dataset, rows, slide, readable, sums.numpy(), mean_loss)
+        return _of_tiles(tiles, sums.numpy(), mean_loss, settings)
+    return _of_pixels(tiles, sums.numpy(), mean_loss)
 
 
 def _begin_scores(
@@ -194,58 +202,62 @@ class _PixelScore:
         return torch.stack([self.loss.value(tile[None], pixels) for tile in sums[:, : -2 * self.classes]])
 
 
-def _tiles(
-    dataset: Dataset,
-    rows: NDArray[np.int64],
-    slide: NDArray[np.int64],
-    readable: NDArray[np.bool_],
-    sums: NDArray[np.float64],
-    loss: float | None,
-    settings: ScoreSettings,
-) -> Scores:
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """Validation tiles: int64 (n,) rows of the dataset and numbers of their slides, bool (n,) whether all was read."""
+
+    dataset: Dataset
+    rows: NDArray[np.int64]
+    slide: NDArray[np.int64]
+    readable: NDArray[np.bool_]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """All tiles, and those that cannot be read."""
+        return len(self.readable), int(np.count_nonzero(~self.readable))
+
+    def slide_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the first cells of each slide's prediction: slide, split, tiles that were scored, and others."""
+        for number, own in zip(*rows_by(self.slide), strict=True):
+            slide_id, read = self.dataset.tiles.slides[number], int(np.count_nonzero(self.readable[own]))
+            split = self.dataset.splits.split[slide_id]
+            yield {"slide": slide_id, "split": split, "tiles": read, "tiles_unreadable": len(own) - read}
+
+
+def _of_tiles(tiles: _Tiles, sums: NDArray[np.float64], loss: float | None, settings: ScoreSettings) -> Scores:
     """Return the scores of a classifier of tiles."""
-    assert dataset.tile_labels is not None
-    probability, labels = sums[readable], dataset.tile_labels[rows][readable]
+    assert tiles.dataset.tile_labels is not None
+    rows, slide = tiles.rows[tiles.readable], tiles.slide[tiles.readable]
+    probability, labels = sums[tiles.readable], tiles.dataset.tile_labels[rows]
     metrics = {
         "loss": loss,
         "tile_auc": auc(probability, labels),
         "tile_balanced_accuracy": balanced_accuracy(probability, labels),
     }
-    of_slides = slide_scores(probability, slide[readable], settings.slide_score, settings.top_k)
-    scores = _classification(dataset, slide, readable, metrics, *of_slides)
-    return replace(scores, examples=certain_examples(rows[readable], slide[readable], probability, labels))
+    of_slides = slide_scores(probability, slide, settings.slide_score, settings.top_k)
+    scores = _classification(tiles, metrics, *of_slides)
+    return replace(scores, examples=certain_examples(rows, slide, probability, labels))
 
 
-def _bags(
-    dataset: Dataset,
-    rows: NDArray[np.int64],
-    slide: NDArray[np.int64],
-    readable: NDArray[np.bool_],
-    outputs: Tensor,
-    loss: BagLoss,
-) -> Scores:
+def _of_bags(tiles: _Tiles, outputs: Tensor, loss: BagLoss) -> Scores:
     """Return the scores of a classifier of bags: all tiles of a slide are one, and the heaviest is its example."""
-    loss = copy.deepcopy(loss).cpu()
-    numbers, tiles = rows_by(slide[readable])
-    outputs = outputs[torch.from_numpy(readable)]
-    logits = torch.cat([bag_logits(outputs[own][None]) for own in tiles]) if len(numbers) else None
+    dataset, loss = tiles.dataset, copy.deepcopy(loss).cpu()
+    numbers, bags = rows_by(tiles.slide[tiles.readable])
+    outputs = outputs[torch.from_numpy(tiles.readable)]
+    logits = torch.cat([bag_logits(outputs[own][None]) for own in bags]) if len(numbers) else None
     labels = torch.tensor([dataset.slide_labels[dataset.tiles.slides[number]] for number in numbers])
     value = None if logits is None else float(loss.of_items(logits, labels).mean())
     scores = np.empty((0, len(dataset.classes))) if logits is None else logits.softmax(1).numpy()
-    heaviest = np.array([own[int(outputs[own, -1].argmax())] for own in tiles], np.int64)
-    examples = certain_examples(rows[readable][heaviest], numbers, scores, labels.numpy())
-    return replace(_classification(dataset, slide, readable, {"loss": value}, numbers, scores), examples=examples)
+    heaviest = np.array([own[int(outputs[own, -1].argmax())] for own in bags], np.int64)
+    examples = certain_examples(tiles.rows[tiles.readable][heaviest], numbers, scores, labels.numpy())
+    return replace(_classification(tiles, {"loss": value}, numbers, scores), examples=examples)
 
 
 def _classification(
-    dataset: Dataset,
-    slide: NDArray[np.int64],
-    readable: NDArray[np.bool_],
-    metrics: dict[str, float | None],
-    numbers: NDArray[np.int64],
-    scores: NDArray[np.float64],
+    tiles: _Tiles, metrics: dict[str, float | None], numbers: NDArray[np.int64], scores: NDArray[np.float64]
 ) -> Scores:
     """Return ``metrics`` with those of slides, and a prediction for each slide."""
+    dataset = tiles.dataset
     metrics |= {"slide_auc": None, "slide_balanced_accuracy": None}
     ids = [dataset.tiles.slides[number] for number in numbers]
     if dataset.slide_labels:
@@ -254,60 +266,31 @@ def _classification(
         metrics["slide_balanced_accuracy"] = balanced_accuracy(scores, truth)
     score_of = dict(zip(ids, scores.tolist(), strict=True))
     predictions = []
-    for row in _slide_rows(dataset, slide, readable):
+    for row in tiles.slide_rows():
         score = score_of.get(row["slide"])
-        label = dataset.classes[dataset.slide_labels[row["slide"]]] if dataset.slide_labels else None
-        predictions.append(
-            {
-                **row,
-                "label": label,
-                "prediction": dataset.classes[int(np.argmax(score))] if score else None,
-                **{f"score_{name}": score[c] if score else None for c, name in enumerate(dataset.classes)},
-            }
-        )
+        row["label"] = dataset.classes[dataset.slide_labels[row["slide"]]] if dataset.slide_labels else None
+        row["prediction"] = dataset.classes[int(np.argmax(score))] if score else None
+        row |= {f"score_{name}": score[c] if score else None for c, name in enumerate(dataset.classes)}
+        predictions.append(row)
     criterion = next((name for name in ("slide_auc", "tile_auc") if metrics.get(name) is not None), "loss")
-    return Scores(metrics, predictions, criterion, len(readable), int(np.count_nonzero(~readable)))
+    return Scores(metrics, predictions, criterion, *tiles.counts)
 
 
-def _slide_rows(dataset: Dataset, slide: NDArray[np.int64], readable: NDArray[np.bool_]) -> Iterator[dict[str, Any]]:
-    """The first cells of each slide's prediction: slide, split, tiles that were scored, and those that were not."""
-    for number, own in zip(*rows_by(slide), strict=True):
-        slide_id, read = dataset.tiles.slides[number], int(np.count_nonzero(readable[own]))
-        yield {
-            "slide": slide_id,
-            "split": dataset.splits.split[slide_id],
-            "tiles": read,
-            "tiles_unreadable": len(own) - read,
-        }
-
-
-def _segmentation(
-    dataset: Dataset,
-    rows: NDArray[np.int64],
-    slide: NDArray[np.int64],
-    readable: NDArray[np.bool_],
-    sums: NDArray[np.float64],
-    loss: float | None,
-) -> Scores:
-    classes = len(dataset.classes)
-    by_slide = np.stack([sums[own].sum(0) for own in rows_by(slide)[1]])
+def _of_pixels(tiles: _Tiles, sums: NDArray[np.float64], loss: float | None) -> Scores:
+    """Return the scores of a segmenter."""
+    names, readable = tiles.dataset.classes, tiles.readable
+    classes = len(names)
+    by_slide = np.stack([sums[own].sum(0) for own in rows_by(tiles.slide)[1]])
     dice = dice_by_slide(by_slide[:, :classes], by_slide[:, classes:])
     metrics: dict[str, float | None] = {"loss": loss}
     # The background is not what anyone segments for: the mean leaves it out.
     metrics["dice"] = mean_defined(dice[:, 1:])
-    for c, name in enumerate(dataset.classes):
-        metrics[f"dice_{name}"] = mean_defined(dice[:, c])
+    metrics |= {f"dice_{name}": mean_defined(dice[:, c]) for c, name in enumerate(names)}
     predictions = [
-        {
-            **row,
-            **{
-                f"dice_{name}": None if np.isnan(value) else float(value)
-                for name, value in zip(dataset.classes, of_slide, strict=True)
-            },
-        }
-        for row, of_slide in zip(_slide_rows(dataset, slide, readable), dice, strict=True)
+        row | {f"dice_{name}": None if np.isnan(v) else float(v) for name, v in zip(names, of_slide, strict=True)}
+        for row, of_slide in zip(tiles.slide_rows(), dice, strict=True)
     ]
     criterion = "dice" if metrics["dice"] is not None else "loss"
     overlap, size = sums[readable, 1:classes], sums[readable, classes + 1 :]
-    examples = dice_examples(rows[readable], slide[readable], overlap, size)
-    return Scores(metrics, predictions, criterion, len(slide), int(np.count_nonzero(~readable)), examples)
+    examples = dice_examples(tiles.rows[readable], tiles.slide[readable], overlap, size)
+    return Scores(metrics, predictions, criterion, *tiles.counts, examples)

@@ -27,7 +27,8 @@ from app.settings.launcher import TORCHRUN
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from app.training.engines import build_engine
-from app.training.exactness import KINDS, Errors, ExactnessTrial, PlainTraining, verify_engine
+from app.training.exactness import KINDS, Errors, verify_engine
+from app.training.plain_training import ExactnessTrial, PlainTraining
 from benchmarks.exactness.cells import Cell
 from models.registry import build_model
 from parallel.comm.communicator import Communicator

@@ -30,17 +30,8 @@ from app.checkpoint.two_phase import TwoPhaseCheckpoints, tensors_in
 from app.settings.cli import parse
 from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine
-from app.training.exactness import (
-    TOLERANCE,
-    CroppedImages,
-    Errors,
-    ExactnessTrial,
-    MakeEngine,
-    MeasuredEngine,
-    PlainTraining,
-    compare,
-    verify_engine,
-)
+from app.training.exactness import TOLERANCE, CroppedImages, Errors, compare, verify_engine
+from app.training.plain_training import ExactnessTrial, MakeEngine, MeasuredEngine, PlainTraining
 from benchmarks.gpu.setting import Row
 from benchmarks.gpu.smoke_commands import STOP_AFTER
 from models.registry import build_model

@@ -38,7 +38,8 @@ def write_checkpoint(path: Path, tile: int) -> None:
 
     from app.checkpoint.file import save_checkpoint
     from app.settings.fields import flat
-    from app.settings.run import DataSettings, ModelSettings, RunConfig
+    from app.settings.optimization import ModelSettings
+    from app.settings.run import DataSettings, RunConfig
     from models.registry import build_model
     from pipelines.tiles.index_settings import IndexSettings
 

@@ -23,9 +23,10 @@ import torch
 from app.checkpoint import two_phase
 from app.checkpoint.file import save_checkpoint
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
-from app.launch.place import RankPlace, take_cores
+from app.launch.place import RankPlacement, take_cores
 from app.launch.watchdog import Watchdog
-from app.settings.run import DataSettings, ModelSettings, RunConfig, SplitSettings, StreamSettings
+from app.settings.optimization import ModelSettings
+from app.settings.run import DataSettings, RunConfig, SplitSettings, StreamSettings
 from app.settings.strategy import StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import Dataset, prepare
@@ -121,7 +122,7 @@ class Ranks(contextlib.ExitStack):
                 config,
                 dataclasses.replace(strategy, ranks=1) if alone else strategy,
                 self._dataset,
-                RankPlace(LocalCommunicator() if alone else self._links, CPU),
+                RankPlacement(LocalCommunicator() if alone else self._links, CPU),
                 FailedSlides(self._folder / "failed_slides.csv"),
                 self._watchdog,
             )

@@ -16,7 +16,8 @@ from typing import Any
 from app import synth
 from app.launch.place import place
 from app.launch.watchdog import Watchdog
-from app.settings.run import DataSettings, ModelSettings, RunConfig, ScoreSettings, SplitSettings, StrategySettings
+from app.settings.optimization import ModelSettings, ScoreSettings
+from app.settings.run import DataSettings, RunConfig, SplitSettings, StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import prepare
 from app.training.outcome import Stopwatch

@@ -73,9 +73,7 @@ class AugmentSettings:
     """Variation of tiles in training. Strengths are the largest change; 0 switches one off."""
 
     augment: Literal["none", "device", "cpu"] = "device"
-    """device: flips, quarter turns, stain, brightness, where the model runs; cpu: also affine changes and blur, in
-    the reading threads, which costs more there than reading; none: tiles as they are. With
-    --pictures resize, device stands for random crops and left-right flips, and for nothing else."""
+    """device: flips, turns, stain, brightness on the device; cpu: also affine changes and blur, in reading threads."""
     flip: Rare[bool] = True
     """Flips and quarter turns, all eight orientations equally often."""
     stain_jitter: Rare[float] = 0.05

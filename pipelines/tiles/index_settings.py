@@ -23,15 +23,11 @@ class IndexSettings:
     mpp: float = 0.5
     """Resolution the tiles are read at, in um/px."""
     stride: Rare[int | None] = None
-    """Step from tile to tile, in px at --mpp; the tile's side by default, less makes tiles overlap. With --tile slide:
-    sides are multiples of it, 32 by default."""
+    """Step from tile to tile, px at --mpp; default: the tile's side. --tile slide: sides are multiples of it (32)."""
     min_tissue: float = 0.25
-    """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile. With --tile slide any tissue is enough, and 0
-    keeps a slide without any, as a whole."""
+    """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile. --tile slide: any tissue is enough."""
     pictures: Rare[Literal["tiles", "resize"]] = "tiles"
-    """What a PNG or JPEG picture is. tiles: a slide, cut into tiles where there is tissue; resize: one image, whatever
-    its size: a random part of it resized to --tile in training, its middle in validation. Pictures are named by their
-    path then, and --mpp, --stride and --min-tissue say nothing."""
+    """PNG and JPEG files. tiles: slides, cut into tiles; resize: each one image with one class, resized to --tile."""
     tissue_mpp: Rare[float] = 8.0
     """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
 

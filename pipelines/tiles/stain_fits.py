@@ -39,9 +39,7 @@ class StainSettings:
     """Stain normalisation of slides, in training and prediction."""
 
     stain: Literal["none", "macenko", "reinhard"] = "none"
-    """Stain normalisation, fitted once for each slide and applied where the model runs, before any jitter. macenko:
-    colours and amounts of two stains; reinhard: mean and spread of the tissue's colours. A slide that cannot be fitted
-    is left as it is and named. Prediction does what its checkpoint's run did."""
+    """Stain normalisation, fitted once for each slide: macenko, two stains; reinhard, mean and spread of colours."""
     stain_target: Rare[str] = ""
     """Slide of --slides that the others are made to look like; default: the method's published reference."""
 

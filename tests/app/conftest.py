@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from app import synth
-from app.launch.rank_guard import Interrupt
+from app.launch.watchdog import Interrupt
 from tests.helpers.at_once import at_once, in_processes
 from tests.helpers.forked import launched_here
 from tests.helpers.hand_made_checkpoint import CLASSIFIER, SEGMENTER

@@ -11,11 +11,9 @@ import psutil
 import pytest
 
 from app import bench
-from app.benchmark import trial as trials
-from app.benchmark.case import Case, StrategySpec, cases_of
-from app.benchmark.command import BenchCommand
-from app.benchmark.row import compare, row_of
-from app.benchmark.trial import Trial, run_trial
+from app.benchmark import row as trials
+from app.benchmark.command import BenchCommand, Case, StrategySpec, cases_of
+from app.benchmark.row import Trial, compare, row_of, run_trial
 from app.settings.run import DataSettings
 from parallel.space.team import Grid
 from tests.app.conftest import CLASSIFIER, begin

@@ -21,7 +21,7 @@ SMALLER = {
         "0",
     ),
     "segment_folds": ("--fold", "4", "--annotations", NUCLEI / "masks", "--batch", "2"),
-    "large_tiles": ("--tile", "128", "--batch", "2", "--microbatches", "2", "--model", "resnet18", "--norm", "group"),
+    "large_tiles": ("--tile", "128", "--batch", "2", "--microbatches", "2", "--model", "resnet18"),
     "whole_slides": ("--mpp", "4", "--stream", "256", "--validation", "0.4"),
 }
 """Put after ``--config``: fewer and smaller tiles, and models that need no download."""

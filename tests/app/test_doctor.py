@@ -8,11 +8,10 @@ import pytest
 import tifffile
 import torch
 
-from app.checks import host as host_check
+from app import doctor as host_check
 from app.checks import slides as slide_check
-from app.checks.host import check_run_folder, check_versions
 from app.checks.slides import check_backends, check_slide, check_slides
-from app.doctor import main
+from app.doctor import check_run_folder, check_versions, main
 from pipelines.backends.registry import BACKENDS
 from pipelines.catalog.catalog import SlideSpec
 from tests.helpers.dying_slide import DyingSpec

@@ -16,7 +16,7 @@ import app
 import parallel
 from app import plan
 from app.benchmark import runner
-from app.benchmark.trial import Trial
+from app.benchmark.row import Trial
 from app.planning.machine import CUDA_CONTEXT, this_machine
 from app.training.run_info import describe_gpus
 from parallel.comm.launch import RankServer

@@ -149,14 +149,14 @@ def test_what_it_writes(tmp_path, capsys):
 
 
 def test_a_wrong_gradient_is_found(monkeypatch, tmp_path, capsys):
-    right, plain = exactness.ProjectedError.value, exactness.PlainTraining.step
+    right, plain = exactness.RandomProjectionLoss.value, exactness.PlainTraining.step
 
     def step_right(*arguments):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exactness.ProjectedError, "value", right)
+            patch.setattr(exactness.RandomProjectionLoss, "value", right)
             return plain(*arguments)
 
-    monkeypatch.setattr(exactness.ProjectedError, "value", lambda *given: 1.001 * right(*given))
+    monkeypatch.setattr(exactness.RandomProjectionLoss, "value", lambda *given: 1.001 * right(*given))
     monkeypatch.setattr(exactness.PlainTraining, "step", step_right)
     assert main([*TINY, "--parallel", "single", "--steps", "1", "--out", str(tmp_path)]) == 1
     assert "FAILED: " in capsys.readouterr().out

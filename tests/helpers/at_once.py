@@ -17,7 +17,7 @@ from pipelines.catalog import processes
 MODULES = (
     "app.checks.slides",
     "app.pages.pictures",
-    "app.prediction.slide_as_tile",
+    "app.prediction.share",
     "pipelines.tiles.index",
     "pipelines.tiles.stain_fits",
     "pipelines.tiles.windows",

@@ -9,7 +9,8 @@ import torch
 
 from app.checkpoint.file import save_checkpoint
 from app.settings.fields import flat
-from app.settings.run import DataSettings, ModelSettings, RunConfig
+from app.settings.optimization import ModelSettings
+from app.settings.run import DataSettings, RunConfig
 from pipelines.tiles.index_settings import IndexSettings
 from tests.helpers import tiny_models
 

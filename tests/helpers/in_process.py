@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import app.training.session  # noqa: F401  # what commands load when they are called is not to be paid for by the first that is
-from app.launch.rank_guard import STOPPING
+from app.launch.watchdog import STOPPING
 from app.planning.workload import Workload
 from parallel.trace.trace import Traced
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from app.pages.pictures import SmallPicture
-from app.pages.slides_page import slide_rows, write_slides_page
+from app.pages.pictures import SmallPicture, slide_rows, write_slides_page
 from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.tile_table import IndexedSlide, TileTable
 

@@ -225,7 +225,7 @@ def test_engines_wait_for_nothing_when_nothing_is_written_beside_them(tmp_path):
 def after(step_s, between_s=0.0, blocked_s=0.0, write_s=0.0, overhead=0.035):
     interval = CheckpointInterval(overhead)
     for _ in range(5):
-        interval.add_step(step_s, beside=False)
+        interval.add_step(step_s, overlapped=False)
     interval.add_checkpoint(between_s, blocked_s, write_s)
     return interval
 
@@ -248,14 +248,14 @@ def test_bound_and_disk_decide(step_s, between_s, blocked_s, write_s, k):
 def test_steps_that_ran_slower_beside_it_are_its_cost():
     interval = CheckpointInterval(0.1)
     for _ in range(5):
-        interval.add_step(1.0, beside=False)
+        interval.add_step(1.0, overlapped=False)
     assert (interval.every, interval.cost_s) == (FIRST, None)  # before the first checkpoint
     for _ in range(3):
-        interval.add_step(1.5, beside=True)
+        interval.add_step(1.5, overlapped=True)
     interval.add_checkpoint(0.5, blocked_s=0.2, write_s=4.0)
     assert interval.cost_s == pytest.approx(0.5 + 3 * 0.5)  # what updates waited is among the slower steps
     assert interval.every == 20
-    interval.add_step(0.9, beside=True)
+    interval.add_step(0.9, overlapped=True)
     interval.add_checkpoint(0.5, blocked_s=0.2, write_s=4.0)
     assert interval.cost_s == pytest.approx((2.0 + 0.7) / 2)  # a step that was quicker by chance earns nothing
 
@@ -269,7 +269,7 @@ def test_one_that_was_held_up_moves_nothing_and_a_change_that_stays_does():
         interval.add_checkpoint(0.70, 0.0, 0.0)
     assert interval.every == 20
     for _ in range(STEPS):
-        interval.add_step(2.0, beside=False)
+        interval.add_step(2.0, overlapped=False)
     assert interval.every == 10
 
 

@@ -7,9 +7,9 @@ import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
 from app.evaluation import classification
-from app.evaluation.areas import SlideHits, _major_axes, froc, hits
+from app.evaluation.areas import SlideHits, _major_axes, froc, match_detections
 from app.evaluation.classification import (
-    Cases,
+    Predictions,
     auc,
     auprc,
     balanced_accuracy,
@@ -23,14 +23,14 @@ from tests.helpers.counted import visited
 
 def cases_of(positive, label, patient=None):
     score = np.stack([1 - np.array(positive), np.array(positive)], 1)
-    return Cases(score, np.array(label), np.arange(len(label)) if patient is None else np.array(patient))
+    return Predictions(score, np.array(label), np.arange(len(label)) if patient is None else np.array(patient))
 
 
 def test_measures_are_those_of_scikit_learn():
     random = np.random.default_rng(0)
     label = random.integers(0, 3, 60)
     score = random.dirichlet(np.ones(3), 60) + 0.3 * np.eye(3)[label]
-    cases = Cases(score, label, np.arange(60))
+    cases = Predictions(score, label, np.arange(60))
     one_hot = np.eye(3)[label]
     assert auc(cases) == pytest.approx(roc_auc_score(one_hot, score, average="macro"))
     assert auprc(cases) == pytest.approx(average_precision_score(one_hot, score, average="macro"))
@@ -61,7 +61,7 @@ def test_a_patient_has_the_positive_class_where_one_slide_has_it(positive):
 
 def test_patients_of_more_classes_have_the_mean():
     score = np.array([[0.8, 0.1, 0.1], [0.4, 0.3, 0.3], [0, 0, 1], [0, 1, 0]])
-    patients, mixed = by_patient(Cases(score, np.array([0, 0, 2, 1]), np.array([0, 0, 1, 1])))
+    patients, mixed = by_patient(Predictions(score, np.array([0, 0, 2, 1]), np.array([0, 0, 1, 1])))
     np.testing.assert_allclose(patients.score, [[0.6, 0.2, 0.2]])
     assert (patients.label.tolist(), mixed.tolist()) == ([0], [1])  # slides of patient 1 differ in class
 
@@ -77,7 +77,7 @@ def test_patients_are_looked_at_once():
     def per_case(count):
         score = np.random.default_rng(0).random((count, 2))
         label, patient = np.arange(count) % 2, np.arange(count) // 2
-        return visited(lambda *arrays: by_patient(Cases(*arrays, 1)), score, label, patient) / count
+        return visited(lambda *arrays: by_patient(Predictions(*arrays, 1)), score, label, patient) / count
 
     assert per_case(800) < 1.3 * per_case(200)
 
@@ -140,13 +140,13 @@ RING = lesions((10, 10, 60, 60)) & ~lesions((25, 25, 45, 45))
     ids=["hits, misses, false alarms", "near each other are one", "far", "isolated cells are neither", "holes belong"],
 )
 def test_which_lesions_are_found(mask, detections, expected):
-    assert hits(mask, MPP, detections) == expected
+    assert match_detections(mask, MPP, detections) == expected
 
 
 def test_the_curve_by_hand():
     # four lesions on two slides; thresholds 0.9 0.8 0.6 0.4
     curve = froc([SlideHits(3, (0.9, 0.4), (0.8,)), SlideHits(1, (0.6,), (0.4, 0.4))])
-    assert curve.false_per_slide.tolist() == [0, 0, 0.5, 0.5, 1.5]
+    assert curve.fp_per_slide.tolist() == [0, 0, 0.5, 0.5, 1.5]
     assert curve.sensitivity.tolist() == [0, 0.25, 0.25, 0.5, 0.75]
     # at 1/4: between (0, 1/4) and (1/2, 1/4); at 1/2: 1/2; at 1: between 1/2 and 3/4; beyond 1.5: 3/4
     assert curve.score == pytest.approx(np.mean([0.25, 0.5, 0.625, 0.75, 0.75, 0.75]))
@@ -155,10 +155,10 @@ def test_the_curve_by_hand():
 def test_no_lesion_has_no_score_and_objects_that_merge_have_no_curve():
     assert froc([SlideHits(0, (), (0.5,))]).score is None
     nuclei = lesions(*((x, y, x + 2, y + 2) for x in range(0, 60, 4) for y in range(0, 60, 4)))
-    curve = froc([hits(nuclei, MPP, [(5, 5, 0.9), (150, 150, 0.8)])])
+    curve = froc([match_detections(nuclei, MPP, [(5, 5, 0.9), (150, 150, 0.8)])])
     assert (curve.score, curve.lesions, curve.detections) == (None, 1, 2)
     assert "225 annotated objects merge into 1" in curve.reason
-    assert "no lesion" in froc([hits(lesions((9, 9, 12, 12)), MPP, [])]).reason
+    assert "no lesion" in froc([match_detections(lesions((9, 9, 12, 12)), MPP, [])]).reason
 
 
 def test_major_axes_are_those_of_each_component():
@@ -204,5 +204,5 @@ def test_the_curve_is_that_of_another_implementation():
         ours = froc([SlideHits(int(n), tp, fp) for n, tp, fp in zip(lesions, found, false, strict=True)])
         theirs = monai.compute_froc_curve_data(np.concatenate(false), np.concatenate(found), lesions.sum(), slides)
         # From the highest threshold as ours is; the lowest, which only ours has, is its last.
-        for own, their in zip((ours.false_per_slide, ours.sensitivity), theirs, strict=True):
+        for own, their in zip((ours.fp_per_slide, ours.sensitivity), theirs, strict=True):
             np.testing.assert_allclose(own[1:-1], their[::-1][1:])

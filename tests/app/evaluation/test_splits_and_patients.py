@@ -8,7 +8,7 @@ import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
 from app.evaluation import classification
-from app.evaluation.labelled import choose_split, labelled_slides, read_truth
+from app.evaluation.classification import choose_split, labelled_slides, read_truth
 from app.evaluation.report_page import SHOWN, extreme_tiles
 from app.prediction.prediction_folder import PredictionFolder
 from pipelines.catalog.handles import SlideState

@@ -55,7 +55,7 @@ def without_locks(monkeypatch):
 
 def left_behind(folder):
     """The lock's file of a holder elsewhere that did not let go."""
-    (folder / LOCK).write_text(json.dumps(asdict(replace(Holder.here(), host="elsewhere", pid=4711))))
+    (folder / LOCK).write_text(json.dumps(asdict(replace(Holder.of_this_process(), host="elsewhere", pid=4711))))
 
 
 def refuses(folder, match, **how):
@@ -80,7 +80,7 @@ def test_the_second_is_told_who_the_first_is_and_a_killed_one_keeps_nobody_out(
 
 @pytest.mark.process
 def test_who_is_ended_by_what_starts_us_is_waited_for(tmp_path, other, monkeypatch):
-    path, here = tmp_path / LOCK, Holder.here()
+    path, here = tmp_path / LOCK, Holder.of_this_process()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"agent": "host 1"}))
     threading.Timer(1.0, other.kill).start()
     begun_s = time.monotonic()

@@ -11,9 +11,8 @@ import psutil
 import pytest
 import torch
 
-from app.launch.progress_record import NO_ACTION, ProgressRecord, report_first
 from app.launch.watchdog import DeviceProgress, Watchdog
-from app.launch.watchdog_process import WatchdogProcess
+from app.launch.watchdog_process import NO_ACTION, ProgressRecord, WatchdogProcess, report_first
 from parallel.schedule.action import Action
 from parallel.schedule.text import describe_action, describe_fault, format_grid, from_csv
 from tests.app.conftest import ROOT
@@ -169,7 +168,7 @@ def test_a_machine_without_shared_memory_of_its_own():
     able = subprocess.run(["unshare", "-rm", "sh", "-c", mount + "true"], capture_output=True, text=True, timeout=20)
     if able.returncode:
         pytest.skip(f"no /dev/shm of its own can be made here: {able.stderr.strip()}")
-    record = "from app.launch.progress_record import ProgressRecord as W; w = W(); w.step(3); "
+    record = "from app.launch.watchdog_process import ProgressRecord as W; w = W(); w.step(3); "
     record += "print(W(w.descriptor).read().step)"
     command = ["unshare", "-rm", "sh", "-c", mount + f"{sys.executable} -c '{record}'"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
-from app.pages.charts import COLOURS, MARKERS, Chart, Series, line_chart
-from app.pages.html import format_value, rendered
+from app.pages.html import COLOURS, MARKERS, Chart, Series, format_value, line_chart, rendered
 from tests.helpers.slides_page import write_many
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from app.planning.command import PlanCommand
-from app.planning.region_pictures import LIMITS, write_regions
-from app.planning.regions import MemoryCurve, branches, memory_curves, regions
+from app.planning.regions import LIMITS, MemoryCurve, branches, memory_curves, regions, write_regions
 from app.planning.report import machine_of, planner_for, workload_of
 from app.planning.workload import Workload
 from models.losses import PixelClassLoss, TileClassLoss

@@ -53,7 +53,7 @@ def path(tmp_path_factory):
 @pytest.mark.parametrize("spread", [None, Placement(parameters=True)], ids=["whole", "by the engine"])
 @pytest.mark.parametrize("target", [None, StainFit("macenko", (*FIT.numbers[:6], 1.0, 1.2))], ids=["plain", "stained"])
 def test_a_batch_is_waited_for_when_the_next_is_asked(path, spread, target, monkeypatch):
-    load = functools.partial(load_model, path, CLASSIFIER, spread=spread, batch=BATCH)
+    load = functools.partial(load_model, path, CLASSIFIER, placement=spread, batch=BATCH)
     expected = answers(load(torch.device("cpu")), target)
     assert [i for i, _ in expected] == list(range(COUNT))
     assert expected[-1][1] == "damaged"

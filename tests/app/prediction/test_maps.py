@@ -10,9 +10,9 @@ from shapely.geometry import shape
 from torch import nn
 
 from app.prediction import blending
-from app.prediction.area_files import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 from app.prediction.blending import Blender, chunks, gaussian_window
 from app.prediction.computation import with_folded_norms
+from app.prediction.slide_files import collection, feature, largest_areas, peaks, polygons_of, without_saddles
 from models.registry import build_model
 
 

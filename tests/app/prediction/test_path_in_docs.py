@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.prediction import area_files
+from app.prediction import slide_files
 from tests.helpers.in_process import call
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tutorial.md"
@@ -52,7 +52,7 @@ def check(commands, folders):
 
 @pytest.mark.long
 def test_from_drawn_areas_to_predicted_ones(segment_slides, tmp_path, monkeypatch):
-    monkeypatch.setattr(area_files, "MOST_AREAS", 200)  # two steps of training give specks by the hundred thousand
+    monkeypatch.setattr(slide_files, "MOST_AREAS", 200)  # two steps of training give specks by the hundred thousand
     folders = {"demo-data/glands": segment_slides, "demo-data": tmp_path, "runs": tmp_path / "runs"}
     commands = [shown for shown in shown_commands() if "study" not in shown[0]]
     assert check(commands, folders) == ["synth", "convert", "doctor", "train", "synth", "predict", "evaluate"]

@@ -17,10 +17,8 @@ import yaml
 
 from app.plan import main as plan
 from app.report import main as report
-from app.settings.cli import RunError, parse, run_command
-from app.settings.console import print_table
-from app.settings.data_file import read_data
-from app.settings.fields import arguments_for, flags_of, flat
+from app.settings.cli import RunError, parse, print_table, run_command
+from app.settings.fields import arguments_for, flags_of, flat, read_data
 from app.settings.run import (
     DataSettings,
     RunConfig,

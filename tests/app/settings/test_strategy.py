@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from app.settings.launcher import PORTS, expand_counts, find_launch, find_task, first_host, tasks_of_node
+from app.settings.launcher import PORTS, expand_counts, find_launch, first_host, slurm_variables, tasks_of_node
 from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from parallel.schedule.registry import SCHEDULES
@@ -48,13 +48,19 @@ def test_a_slurm_batch_script_is_no_launcher(monkeypatch):
 
 
 def test_all_tasks_of_a_step_meet_at_one_place_and_other_steps_elsewhere():
-    first, last = find_task({**TASK, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}), find_task(TASK)
-    assert (last.rank, last.world, last.local_rank, last.local_world, last.host) == (4, 5, 1, 2, "gpu09")
-    assert last.port in PORTS
-    assert last.variables["MASTER_PORT"] == str(last.port)
-    assert (first.host, first.port, first.local_world) == (last.host, last.port, 3)
-    others = [find_task({**TASK, "SLURM_JOB_ID": str(123456 + k)}) for k in range(1, 300)]
-    assert all(other.port != first.port for other in (*others, find_task({**TASK, "SLURM_STEP_ID": "3"})))
+    first, last = (
+        slurm_variables({**TASK, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}),
+        slurm_variables(TASK),
+    )
+    assert list(last.values())[:-1] == ["4", "5", "1", "2", "gpu09"]
+    assert int(last["MASTER_PORT"]) in PORTS
+    place = {name: last[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    assert first | place | {"LOCAL_WORLD_SIZE": "3"} == first
+    others = [slurm_variables({**TASK, "SLURM_JOB_ID": str(123456 + k)}) for k in range(1, 300)]
+    assert all(
+        other["MASTER_PORT"] != first["MASTER_PORT"]
+        for other in (*others, slurm_variables({**TASK, "SLURM_STEP_ID": "3"}))
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,9 +73,9 @@ def test_all_tasks_of_a_step_meet_at_one_place_and_other_steps_elsewhere():
     ],
 )
 def test_where_tasks_meet_and_what_is_no_task(changed, place):
-    task = find_task({name: value for name, value in (TASK | changed).items() if value is not None})
-    assert (task and task.host) == place
-    assert "MASTER_PORT" not in changed or task.port == 29500
+    task = slurm_variables({name: value for name, value in (TASK | changed).items() if value is not None})
+    assert (task and task["MASTER_ADDR"]) == place
+    assert "MASTER_PORT" not in changed or task["MASTER_PORT"] == "29500"
 
 
 def test_a_task_is_launched_without_mpi(monkeypatch):

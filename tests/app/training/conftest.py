@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from app.launch.place import RankPlace
-from app.launch.rank_guard import Interrupt
-from app.launch.watchdog import Watchdog
+from app.launch.place import RankPlacement
+from app.launch.watchdog import Interrupt, Watchdog
 from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
@@ -88,7 +87,7 @@ def train_on_threads(config, dataset):
     (config.out / "config.yaml").write_text("{}")
 
     def rank(communicator, _):
-        place, watchdog = RankPlace(communicator, torch.device("cpu")), Watchdog(communicator.rank, stuck_s=60)
+        place, watchdog = RankPlacement(communicator, torch.device("cpu")), Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
         session = build_session(config, strategy, dataset, place, FailedSlides(folder.failed_slides), watchdog)
         loop = TrainingLoop(session, folder, Interrupt())

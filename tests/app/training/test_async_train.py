@@ -5,7 +5,8 @@ import pytest
 from app.planning.auto import names_for
 from app.planning.command import PlanCommand
 from app.settings.strategy import StrategySettings
-from app.training.metrics_log import PushLog, staleness_in
+from app.training.metrics_log import staleness_in
+from app.training.run_folder import CsvLog
 from parallel.schedule.pushes import Push, read_pushes
 from parallel.strategy import DELAYED
 from tests.app.conftest import QUICK, begin_train, checkpoint_of, rank_process, rows_of, same_weights, summary_of
@@ -56,9 +57,13 @@ def test_the_log_is_cut_back_to_the_checkpoint(tmp_path):
     path = tmp_path / "pushes.csv"
     assert staleness_in(path) is None
     pushes = [Push(step, push, 0, push, 0, push, 0.1 / 3) for step in range(3) for push in range(2)]
-    PushLog(path, 0).add(pushes)
+    log = CsvLog(path, Push._fields)
+    for push in pushes:
+        log.add(push._asdict())
     assert read_pushes(path.read_text()) == tuple(pushes)
-    PushLog(path, 2).add(pushes[4:])  # two steps were done
+    assert log.cut_after(1) == 2  # two steps were done
+    for push in pushes[4:]:
+        log.add(push._asdict())
     assert read_pushes(path.read_text()) == tuple(pushes)
     assert staleness_in(path) == {0: 3, 1: 3}
     assert len(rows_of(path)) == 6

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from app.settings.optimization import OptimizerSettings
-from app.settings.run import DataSettings, ModelSettings, RunConfig, StreamSettings
-from app.training.bags import BagSteps
+from app.settings.optimization import ModelSettings, OptimizerSettings
+from app.settings.run import DataSettings, RunConfig, StreamSettings
 from app.training.dataset import class_counts
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_run_model
+from app.training.steps import BagSteps
 from models.bag import BagGradient, BagLoss, bag_logits, put_bag_head
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads

@@ -149,7 +149,7 @@ def test_a_member_that_has_some_samples_of_a_microbatch_reads_these_alone():
     wants = (NeededInputs(True, True),) * 2
     ranges = (range(4), range(4, 7))
     reading = RankReading(LocalCommunicator(), 7, ranges, wants, False, samples=lambda count: range(count // 2, count))
-    assert reading.own == (range(2, 4), range(5, 7))
+    assert reading.read_ranges == (range(2, 4), range(5, 7))
     assert (reading.sizes, reading.counts) == ((2, 2), (4, 3))
 
 

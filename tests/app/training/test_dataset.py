@@ -8,8 +8,7 @@ import pytest
 from app.settings.run import DataSettings, RunConfig, SplitSettings
 from app.training.dataset import prepare
 from app.training.run_folder import RunFolder
-from app.training.run_slides import predicted_slides
-from app.training.split_choice import choose_splits
+from app.training.run_slides import choose_splits, predicted_slides
 from pipelines.catalog.catalog import find_slides
 from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlideState

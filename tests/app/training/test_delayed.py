@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from app.settings.optimization import OptimizerSettings
-from app.training import delayed
+from app.training import plain_training
 from app.training.engines import build_engine, build_optimizer
-from app.training.exactness import ExactnessTrial, verify_engine
+from app.training.exactness import verify_engine
+from app.training.plain_training import ExactnessTrial
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import NonFiniteLoss
 from parallel.memory.policy import KEEP_ALL, ActivationPolicy
@@ -50,7 +51,7 @@ def errors_of(each, depth, policy=KEEP_ALL):
     make = functools.partial(engine_of, strategy, each)
 
     def run(communicator, _):
-        return verify_engine(each, make, communicator, make_reference=delayed.reference)
+        return verify_engine(each, make, communicator, make_reference=plain_training.reference)
 
     return run_on_threads(depth, run, timeout_s=60)[0]
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from app.training.engines import build_engine
-from app.training.exactness import FLOOR, TOLERANCE, ExactnessTrial, PlainTraining, compare, verify_engine
+from app.training.exactness import FLOOR, TOLERANCE, compare, verify_engine
 from app.training.model import refuse_draws
-from app.training.projected_error import ProjectedError
+from app.training.plain_training import ExactnessTrial, PlainTraining, RandomProjectionLoss
 from benchmarks.whole_engine import whole_engine
 from models.losses import PixelClassLoss
 from models.registry import build_model
@@ -129,7 +129,7 @@ def test_counters_and_infinite_values_are_compared(expected, found, error, plain
 
 def test_every_output_and_every_target_counts():
     output = {"out": torch.randn(2, 3), "aux": (torch.randn(2, 4, 5),)}
-    targets, projected_error = torch.zeros(2, 6, 5), ProjectedError()
+    targets, projected_error = torch.zeros(2, 6, 5), RandomProjectionLoss()
     loss = projected_error(output, targets)
     assert projected_error(output, targets + torch.tensor([0.0, 1.0])[:, None, None]) != loss
     assert projected_error({**output, "aux": (output["aux"][0] * 2,)}, targets) != loss
@@ -144,7 +144,7 @@ def test_every_output_and_every_target_counts():
 def test_boxes_of_a_map_add_up_and_every_px_of_it_counts():
     generator = torch.Generator().manual_seed(0)
     output, targets = (torch.randn(shape, generator=generator).double() for shape in ((2, 3, 6, 5), (2, 6, 5)))
-    loss = ProjectedError()
+    loss = RandomProjectionLoss()
     parts = [(slice(None), slice(0, 4)), (slice(0, 5), slice(4, 5)), (slice(5, 6), slice(4, 5))]
     sums = sum(loss.sums(output[:, :, rows, columns], targets[:, rows, columns]) for rows, columns in parts)
     assert float(loss.value(sums, 30)) == pytest.approx(float(loss(output, targets)), rel=1e-12)

@@ -12,7 +12,7 @@ from app.prediction.computation import Placement
 from app.prediction.trained_model import load_model
 from app.settings.cli import RunError
 from app.training.engines import choose_algorithms
-from app.training.memory_limit import CHECKED, MemoryLimit, excess
+from app.training.outcome import CHECKED, MemoryLimit, excess
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.local import LocalCommunicator
 from parallel.comm.thread_comm import run_on_threads
@@ -100,7 +100,7 @@ def test_microbatches_made_ahead_on_another_thread_count():
         memory, found = MemoryLimit(None, CPU), []
         pixels = PixelMaker(CPU, AugmentSettings(augment="none"), 0)
         repeated = itertools.repeat(batch)
-        feed = DevicePrefetcher(repeated, lambda: True, pixels, prefetch=prefetch, beside=memory.beside)
+        feed = DevicePrefetcher(repeated, lambda: True, pixels, prefetch=prefetch, beside=memory.on_other_thread)
         for _step in range(CHECKED):
             next(feed)
             with memory.watching(feed.held()):

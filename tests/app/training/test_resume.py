@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.checkpoint.file import load_checkpoint, save_checkpoint
-from app.planning.whole_slides import as_square
+from app.planning.auto import as_square
 from app.settings.run import DataSettings, RunConfig
 from app.training import run_folder
 from app.training.loop import TrainingLoop, _random_state, _set_random_state

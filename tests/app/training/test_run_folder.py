@@ -14,7 +14,8 @@ import yaml
 
 from app.settings.cli import RunError
 from app.settings.fields import with_values
-from app.settings.run import DataSettings, ModelSettings, RunConfig
+from app.settings.optimization import ModelSettings
+from app.settings.run import DataSettings, RunConfig
 from app.training import metrics_log
 from app.training.metrics_log import MlflowLog
 from app.training.run_folder import CsvLog, RunFolder
@@ -246,7 +247,7 @@ def test_a_server_that_comes_late_is_told_all(server, tmp_path, monkeypatch, cap
     log = MlflowLog(tmp_path, "study", {f"setting{k}": "x" * 600 for k in range(150)})
     for step in range(1500):
         log.scalars(step, {"train/loss": float(step), "train/none": None})
-    while "MLflow cannot be told" not in caplog.text:
+    while "MLflow cannot be reached" not in caplog.text:
         pass
     server.mkdir()
     log.close("interrupted")
@@ -261,8 +262,8 @@ def test_a_server_that_is_not_there_ends_nothing(server, tmp_path, monkeypatch, 
     for step in range(5):
         log.scalars(step, {"train/loss": 1.0})
     log.close("completed")
-    assert caplog.text.count("MLflow cannot be told, and is tried again every 30 s: connection refused") == 1
-    assert f"MLflow was not told 5 scalars and the last files; all are in {tmp_path}" in caplog.text
+    assert caplog.text.count("MLflow cannot be reached, and is tried again every 30 s: connection refused") == 1
+    assert f"MLflow did not get 5 scalars and the last files; all are in {tmp_path}" in caplog.text
 
 
 def test_without_mlflow_it_is_refused_by_name(monkeypatch):

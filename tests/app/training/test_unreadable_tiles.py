@@ -17,7 +17,7 @@ from app.training import session as session_module
 from app.training.batches import tiles_in_order
 from app.training.outcome import IdleTime, Outcome, Throughput
 from app.training.run_folder import RunFolder
-from app.training.validation import spread
+from app.training.validation import subsample_per_slide
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import SlideSpec
@@ -98,7 +98,7 @@ def test_unreadable_tiles_take_no_part_in_scores(case, classify_slides, data, dr
     dataset = dataclasses.replace(dataset, splits=dataclasses.replace(dataset.splits, split=splits))
     # Of two validation slides the first is unreadable, the second in one tile.
     lost, torn = dataset.splits.slides("val")[:2]
-    validated = spread(dataset, dataset.rows("val"), 5)
+    validated = subsample_per_slide(dataset, dataset.rows("val"), 5)
     bad_row = validated[dataset.tiles.slide[validated] == dataset.tiles.slides.index(torn)][0]
     corner = (int(dataset.tiles.l0_x[bad_row]), int(dataset.tiles.l0_y[bad_row]))
 
@@ -106,11 +106,11 @@ def test_unreadable_tiles_take_no_part_in_scores(case, classify_slides, data, dr
         return train_on_threads(tile_config(classify_slides, tmp_path / name, model=model, **strategy), dataset)
 
     def readable(dataset, rows, per_slide):
-        kept = spread(dataset, rows, per_slide)
+        kept = subsample_per_slide(dataset, rows, per_slide)
         return kept[(dataset.tiles.slide[kept] != dataset.tiles.slides.index(lost)) & (kept != bad_row)]
 
     damaged = ran("damaged", broken(dataset, {lost: None, torn: frozenset({corner})}))
-    monkeypatch.setattr(session_module, "spread", readable)
+    monkeypatch.setattr(session_module, "subsample_per_slide", readable)
     expected = ran("readable", dataset)
 
     summary, found = damaged.summary, predictions(damaged)

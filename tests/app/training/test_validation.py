@@ -13,12 +13,21 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from app.settings.run import ScoreSettings
+from app.settings.optimization import ScoreSettings
 from app.training import validation
 from app.training.example_pictures import CELLS, GAP_PX, PICTURE_PX, _CellTargets, _count
-from app.training.examples import EACH, certain_examples, dice_examples
-from app.training.metrics import auc, balanced_accuracy, dice_by_slide, mean_defined, rows_by, slide_scores
-from app.training.validation import Outputs, _segmentation, _slide_rows, evaluate, spread
+from app.training.metrics import (
+    EACH,
+    auc,
+    balanced_accuracy,
+    certain_examples,
+    dice_by_slide,
+    dice_examples,
+    mean_defined,
+    rows_by,
+    slide_scores,
+)
+from app.training.validation import Outputs, _of_pixels, _Tiles, evaluate, subsample_per_slide
 from models.losses import IGNORE, PixelClassLoss, TileClassLoss
 from parallel.comm.local import LocalCommunicator
 from parallel.engine.step import Microbatch
@@ -78,10 +87,10 @@ def test_rows_by_number():
 
 WORK = {
     "slide scores": lambda data, slide, values, readable: slide_scores(values, slide, "top-k", 5),
-    "spread": lambda data, slide, values, readable: spread(data, np.arange(len(slide)), 5),
-    "rows of slides": lambda data, slide, values, readable: list(_slide_rows(data, slide, readable)),
-    "segmentation": lambda data, slide, values, readable: _segmentation(
-        data, np.arange(len(slide)), slide, readable, values, None
+    "spread": lambda data, slide, values, readable: subsample_per_slide(data, np.arange(len(slide)), 5),
+    "rows of slides": lambda data, slide, values, readable: list(_Tiles(data, slide, slide, readable).slide_rows()),
+    "segmentation": lambda data, slide, values, readable: _of_pixels(
+        _Tiles(data, np.arange(len(slide)), slide, readable), values, None
     ),
 }
 
@@ -238,8 +247,8 @@ def test_ignored_px_are_in_no_dice():
 
 @pytest.mark.parametrize("pixels", [False, True], ids=["tiles", "pixels"])
 def test_a_microbatch_is_waited_for_when_the_next_is_begun(pixels, monkeypatch):
-    monkeypatch.setattr(validation, "_tiles", lambda *given: given[-3:-1])
-    monkeypatch.setattr(validation, "_segmentation", lambda *given: given[-2:])
+    monkeypatch.setattr(validation, "_of_tiles", lambda *given: given[-3:-1])
+    monkeypatch.setattr(validation, "_of_pixels", lambda *given: given[-2:])
     expected_sums, expected_loss = scores(torch.device("cpu"), pixels, [])
     notes = []
     with simulated(1, late=0) as gpus:

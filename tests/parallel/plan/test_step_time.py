@@ -12,7 +12,7 @@ import pytest
 from app.planning.command import PlanCommand
 from app.planning.machine import devices_named, named_machine
 from app.planning.report import report
-from app.planning.unequal import unequal_notes
+from app.planning.explained import unequal_notes
 from app.planning.workload import Workload
 from app.settings.cli import OK
 from parallel.cost.cluster import Cluster

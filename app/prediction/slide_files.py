@@ -1,6 +1,6 @@
-"""The areas of one slide where a class is the likeliest, as files: GeoJSON, a table and a mask.
+"""Files of one slide's prediction: tables of scores, areas as GeoJSON, table and mask, and a picture.
 
-Takes the model's outputs for a slide; leaves three files, and gives um2 of each class.
+Takes the model's outputs for a slide; writes the files, and returns um2 of each class.
 """
 
 from __future__ import annotations
@@ -10,25 +10,103 @@ import logging
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from app.pages.pictures import colour_of
+from app.pages.pictures import as_png, colour_of, tinted
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.table import write_rows
 from pipelines.labels.conversion import outlines_of
 from pipelines.labels.geojson import closed_rings, signed_area
+from pipelines.tiles.overlay import caption_strip
+from pipelines.tiles.tissue import Overview
 from pipelines.tiles.windows import SlideWindows
 
 Ring = NDArray[np.float64]
 """float64 (n, 2), corners (x, y), not closed."""
-
 NAMESPACE = uuid.UUID("6f0c8a52-6a53-4b0e-9a3c-0d7f1c3b5e21")
 """Of the ids of features, which are the same whenever the same area is written."""
+log = logging.getLogger(__name__)
+MOST_AREAS = 50_000
+"""Of a class and slide, as many areas are drawn, and as many holes: the largest. A model that is hardly trained gives a
+hundred times as many specks."""
+ROWS_AT_ONCE = 256
+"""Rows of the map that are looked at together."""
+
+
+def draw_prediction(thumbnail: Overview, probabilities: NDArray[np.uint8], caption: str) -> bytes:
+    """Return a PNG of the slide with the probabilities of its classes.
+
+    Args:
+        probabilities: uint8 (classes shown, h, w), 255 is 1, of the same bounds.
+    """
+    picture = tinted(thumbnail.pixels, probabilities)
+    return as_png(np.concatenate([picture, caption_strip(picture.shape[1], caption, thumbnail.mpp)]))
+
+
+@dataclass(frozen=True, eq=False)
+class TileRow:
+    """A tile of a slide: where it lies on level 0, the part of it that is tissue, its scores (classes,), and how
+    certain the model is, 0 to 1; NaN where it could not be read. Models of bags give its attention weight, too."""
+
+    l0_x: int
+    l0_y: int
+    l0_width: int
+    l0_height: int
+    tissue: float
+    scores: NDArray[np.float64]
+    certainty: float
+    attention: float | None = None
+
+
+def write_tiles(path: Path, classes: Sequence[str], tiles: Iterable[TileRow]) -> None:
+    """Write ``tiles`` to the CSV file ``path``; the cells of a score that is NaN are empty."""
+    header = ["l0_x", "l0_y", "l0_width", "l0_height", "tissue", *(f"score_{name}" for name in classes)]
+    header.append("certainty")
+    rows: list[list[Any]] = []
+    for tile in tiles:
+        values = [*tile.scores, tile.certainty]
+        if tile.attention is not None:
+            values.append(tile.attention)
+            header = header if header[-1] == "attention" else [*header, "attention"]
+        cells = [None if np.isnan(value) else float(value) for value in values]
+        rows.append([tile.l0_x, tile.l0_y, tile.l0_width, tile.l0_height, round(tile.tissue, 4), *cells])
+    with path.open("w", newline="", encoding="utf-8") as file:
+        write_rows(file, [header, *rows])
+
+
+def attention_weights(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the weights (n,) of the tiles of a bag from their attention ``scores``: 1 on average; NaN stays NaN."""
+    weights = np.exp(scores - np.nanmax(scores))
+    relative: NDArray[np.float64] = weights / np.nanmean(weights)
+    return relative
+
+
+def bag_scores(probability: NDArray[np.float64], attention: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the probabilities (classes,) of a bag.
+
+    ``models.bag.bag_logits`` averages logits. Logarithms of probabilities differ from the logits of a tile by one
+    number for all classes, and so do their averages, which softmax does not see.
+
+    Args:
+        probability: (n, classes) of each tile.
+        attention: (n,) weights, 1 on average.
+    """
+    logits = (attention[:, None] * np.log(np.maximum(probability, np.finfo(np.float32).tiny))).mean(0)
+    exponentials: NDArray[np.float64] = np.exp(logits - logits.max())
+    probabilities: NDArray[np.float64] = exponentials / exponentials.sum()
+    return probabilities
+
+
+def class_scores(classes: Sequence[str], scores: NDArray[np.float64]) -> dict[str, Any]:
+    """Return the cells of a slide's row that say what it is: the likeliest class, and the score (classes,) of each."""
+    likeliest = classes[int(np.argmax(scores))]
+    return {"prediction": likeliest, **{f"score_{name}": float(scores[c]) for c, name in enumerate(classes)}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +158,7 @@ def peaks(
 
 
 def without_saddles(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return ``mask`` with a px added beside any two that touch at a corner alone."""
+    """Return ``mask`` with a pixel added to any two that touch at a corner alone."""
     filled = mask.copy()
     while True:
         a, b, c, d = filled[:-1, :-1], filled[:-1, 1:], filled[1:, :-1], filled[1:, 1:]
@@ -106,9 +184,7 @@ def feature(polygon: Polygon, name: str, colour: Sequence[int], measurements: Ma
 
     Args:
         polygon: level-0 px from the corner of the slide's bounds.
-        name: of the class.
         colour: R, G, B.
-        measurements: shown with the annotation.
     """
     rings = closed_rings([np.round(ring, 2) for ring in (polygon.outer, *polygon.holes)])
     return {
@@ -129,25 +205,14 @@ def collection(features: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "FeatureCollection", "features": list(features)}
 
 
-log = logging.getLogger(__name__)
-
-MOST_AREAS = 50_000
-"""Of a class and slide, as many areas are drawn, and as many holes: the largest. A model that is hardly trained gives a
-hundred times as many specks."""
-
-ROWS_AT_ONCE = 256
-"""Rows of the map that are looked at together."""
-
-
 @dataclass(frozen=True, eq=False)
-class Scored:
+class SlidePrediction:
     """Outputs of the model for the windows of a slide.
 
     Attributes:
         scores: float64 (n, classes), of a segmenter the mean over the window; NaN of one that cannot be read.
         certainty: float64 (n,), the probability of the likeliest class, of a segmenter the mean over the window.
         areas_map: uint8 (classes, h, w), probabilities of ``factor`` x ``factor`` cells, 255 is 1.
-        fault: the first of the windows that cannot be read.
         attention: float64 (n,), attention weights of a model of bags, 1 on average; None of other models.
     """
 
@@ -160,7 +225,7 @@ class Scored:
 
 
 def write_areas(
-    model: TrainedModel, windows: SlideWindows, scored: Scored, folder: PredictionFolder, slide_id: str
+    model: TrainedModel, windows: SlideWindows, scored: SlidePrediction, folder: PredictionFolder, slide_id: str
 ) -> dict[str, float]:
     """Write the areas of the classes shown as GeoJSON, as a table and as a mask; um2 of each class."""
     l0_px = windows.l0_cell * scored.factor
@@ -191,9 +256,7 @@ def write_areas(
             )
             rows.append([name, um2, probability, round((x + 0.5) * l0_px, 2), round((y + 0.5) * l0_px, 2)])
     folder.geojson(slide_id).write_text(json.dumps(collection(features), ensure_ascii=False), encoding="utf-8")
-    done, png = cv2.imencode(".png", whole)
-    assert done
-    folder.mask(slide_id).write_bytes(png.tobytes())
+    folder.mask(slide_id).write_bytes(as_png(whole))
     with folder.areas(slide_id).open("w", newline="", encoding="utf-8") as file:
         write_rows(file, [["class", "area_um2", "max_probability", "l0_x", "l0_y"], *rows])
     return areas
