@@ -218,7 +218,7 @@ class WatchdogProcess:
             # Time in which this process was itself held, with the whole job, does not count.
             passed_s, before_s = min(now_s - before_s, 2 * POLL_S), now_s
             stopped = _is_stopped(rank)
-            launcher = rank.parent()
+            launcher = rank.parent() if stopped else None
             is_paused = launcher is not None and _is_stopped(launcher)  # the user stopped the run
             stopped_s = stopped_s + passed_s if stopped and not is_paused else 0.0
             idle_s = idle_s + passed_s * (not stopped) if progress.since_s == since_s else 0.0

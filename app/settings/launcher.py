@@ -133,8 +133,8 @@ def find_launch() -> Launch | None:
     variables = slurm_variables()
     if variables is None:
         return None
-    rank, world, local_rank, local_world = (int(variables[name]) for name in TORCHRUN)
-    return Launch(rank, world, local_rank, local_world, False)
+    numbers = [int(variables[name]) for name in TORCHRUN]
+    return Launch(numbers[0], numbers[1], numbers[2], numbers[3], False)
 
 
 def started_by_us() -> bool:
