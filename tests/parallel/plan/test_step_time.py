@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from app.planning.command import PlanCommand
+from app.planning.explained import unequal_notes
 from app.planning.machine import devices_named, named_machine
 from app.planning.report import report
-from app.planning.explained import unequal_notes
 from app.planning.workload import Workload
 from app.settings.cli import OK
 from parallel.cost.cluster import Cluster
