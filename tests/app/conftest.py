@@ -56,6 +56,9 @@ def slurm():
         yield started
 
 
+BEGUN = []
+
+
 def train_command(*arguments):
     return [sys.executable, "-m", "app.train", *map(str, arguments)]
 
@@ -68,7 +71,19 @@ def begin(*command, new_session=False, **env):
     """Start a command whose output and errors come from one pipe."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     env = {**train_environment(), **env}
-    return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=new_session, **streams)
+    BEGUN.append(subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=new_session, **streams))
+    return BEGUN[-1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on():
+    """What a test that failed has begun ends with it."""
+    yield
+    while BEGUN:
+        process = BEGUN.pop()
+        if not process.stdout.closed:
+            process.kill()
+            process.communicate()
 
 
 def begin_train(*arguments, **env):
