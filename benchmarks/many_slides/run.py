@@ -111,6 +111,7 @@ def main() -> None:
     where = ["--slides", str(slides), "--checkpoint", checkpoint, "--out", str(predicted)]
     stages.append(watched("predict", "app.predict", *where))
     truth = ["--annotations", str(slides / "annotations"), "--slides", str(slides)]
+    truth += ["--split", "train"] if given.slides == 1 else []
     stages.append(watched("evaluate", "app.evaluate", "--predictions", str(predicted), *truth))
     header = ("command", "s", "slides/s", "held, 2nd quarter", "held, last quarter", "most", "last / 2nd quarter")
     table = markdown_table(header, [stage.cells(given.slides) for stage in stages])
