@@ -11,9 +11,6 @@ import torchvision
 from torch import Tensor, nn
 
 from models.amoebanet import AmoebaNet
-from parallel.comm.communicator import Communicator
-from parallel.strategy import Strategy
-from tests.helpers import small_nets
 from tests.helpers.small_nets import batch_of, pixel_loss
 
 
@@ -106,13 +103,3 @@ def steps_for(name: str, sizes: list[int], steps: int = 2) -> list[Any]:
     """One step of deep networks: where batch norm sees few values, an update enlarges rounding beyond all bounds."""
     count = 1 if name in SIDES else steps
     return [batch_of(sizes, SIDES.get(name, 12), 100 + step, torch.float64) for step in range(count)]
-
-
-def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``engine_runs.run`` does, for ranks that are processes."""
-    from tests.helpers.engine_runs import run
-
-    small_nets.ALL_NETS.update(BRANCHED_NETS)
-    name, ways = argument["name"], argument["ways"]
-    strategy = Strategy("subgraph", communicator.world, 1, len(argument["sizes"]), ways=ways)
-    return run(communicator, name, strategy, steps_for(name, argument["sizes"]))

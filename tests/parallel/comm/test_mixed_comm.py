@@ -5,7 +5,6 @@ The ranks are on CPUs all of them; the tables say otherwise, and which machine e
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -15,20 +14,19 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.whole_engine import whole_engine
 from parallel.comm import mixed_comm
 from parallel.comm.communicator import CommunicationError, Communicator
 from parallel.comm.kinds import RankKind, by_node
 from parallel.comm.mixed_comm import MixedCommunicator, Way
 from parallel.comm.thread_comm import run_on_threads
-from parallel.engine.step import Microbatch
-from parallel.schedule.shares import split_batch
+from parallel.strategy import Strategy
 from tests.contracts.communicator_contract import check_communicator
-from tests.helpers.plain_step import TOLERANCE, largest_error, plain_run
+from tests.helpers.engine_runs import assert_equal, plain_of, run
+from tests.helpers.plain_step import TOLERANCE
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.small_nets import batch_of
 
 HERE = "tests.parallel.comm.test_mixed_comm"
 Launcher = Literal["forked", "mpi", "threads"]
@@ -66,11 +64,15 @@ def contract(communicator: Communicator, argument: Any) -> dict[str, Any]:
     ("launcher", "way", "kinds"),
     [
         *(pytest.param("threads", *case, marks=pytest.mark.long) for case in CASES),
-        pytest.param("forked", "device", "a0 ac", marks=pytest.mark.process),
-        pytest.param("forked", "host", "a0 ac b0 bc", marks=pytest.mark.process),
-        pytest.param("forked", "device", "a0 ac bc b0", marks=pytest.mark.process),
-        pytest.param("mpi", "host", "a0 ac ac", marks=pytest.mark.process),
-        pytest.param("mpi", "device", "a0 a1 ac", marks=pytest.mark.process),
+        *(
+            pytest.param(*case, marks=pytest.mark.process)
+            for case in (
+                ("forked", "host", "a0 ac b0 bc"),
+                ("forked", "device", "a0 ac bc b0"),
+                ("mpi", "host", "a0 ac ac"),
+                ("mpi", "device", "a0 a1 ac"),
+            )
+        ),
     ],
 )
 def test_both_ways_keep_the_contract(launcher: Launcher, way: Way, kinds: str, tmp_path: Path) -> None:
@@ -115,43 +117,21 @@ def in_order(tensors: Sequence[Tensor]) -> Tensor:
 
 SHARES = {2: ((0, 1, 2), (3,)), 4: ((0, 1, 2), (3,), (4, 5, 6), (7,))}
 """3 and 1 on each machine."""
-BATCH, SEED, STEPS = 11, 3, 2
 
 
-def net(dtype: torch.dtype) -> nn.Module:
-    layers = [nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.3)]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
-    generator = torch.Generator().manual_seed(5)  # threads share the one that layers draw from
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator)
-    return model.to(dtype)
+def strategy_of(world: int) -> tuple[Strategy, list[list[int]]]:
+    """And the tiles of its microbatches, in two steps."""
+    m = sum(map(len, SHARES[world]))
+    return Strategy("ddp", world, 1, m, gradient_bytes=100, shares=SHARES[world]), [[3, 2, 1, 1, 1, 1, 1, 1][:m]] * 2
 
 
-def batches(dtype: torch.dtype, m: int) -> list[list[tuple[Tensor, Tensor]]]:
-    generator = torch.Generator().manual_seed(1)
-    steps = []
-    for _ in range(STEPS):
-        images = torch.randn(BATCH, 3, 9, 9, generator=generator, dtype=dtype)
-        labels = torch.randint(0, 3, (BATCH,), generator=generator)
-        steps.append([(images[list(part)], labels[list(part)]) for part in split_batch(BATCH, m)])
-    return steps
-
-
-def trained(communicator: Communicator, argument: Any) -> dict[str, dict[str, Tensor]]:
-    """Gradients of the last step, and the state after it, of each type of number."""
+def trained(communicator: Communicator, argument: Any) -> dict[str, Any]:
     mixed = MixedCommunicator(communicator, table(argument["kinds"]), argument["way"])
-    found = {}
-    rule = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    for dtype in TOLERANCE:
-        model, own = net(dtype), SHARES[mixed.world]
-        m, form = sum(map(len, own)), {"shape": (1, 3, 9, 9), "seed": SEED, "gradient_bytes": 100, "shares": own}
-        engine = whole_engine(model, F.cross_entropy, rule, mixed, batch=BATCH, m=m, **form)
-        for step, batch in enumerate(batches(dtype, m)):
-            engine.step([Microbatch(*batch[i], tuple(batch[i][0].shape)) for i in engine.share], step, 0.1)
-        found[f"{dtype} gradients"] = {name: value.clone() for name, value in engine.gradients().items()}
-        found[f"{dtype} model"] = dict(model.state_dict())
-        engine.close()
-    return found
+    strategy, sizes = strategy_of(mixed.world)
+    return {
+        str(dtype): run(mixed, "skips", strategy, [batch_of(each, 12, k, dtype) for k, each in enumerate(sizes)])
+        for dtype in TOLERANCE
+    }
 
 
 @pytest.mark.parametrize("way", ["host", "device"])
@@ -160,7 +140,6 @@ def trained(communicator: Communicator, argument: Any) -> dict[str, dict[str, Te
     [
         ("threads", "a0 ac"),
         ("threads", "a0 ac b0 bc"),
-        pytest.param("forked", "a0 ac", marks=pytest.mark.process),
         pytest.param("forked", "a0 ac b0 bc", marks=pytest.mark.process),
         pytest.param("mpi", "a0 ac", marks=pytest.mark.process),
     ],
@@ -168,18 +147,9 @@ def trained(communicator: Communicator, argument: Any) -> dict[str, dict[str, Te
 def test_gradients_are_those_of_the_plain_step(launcher: Launcher, kinds: str, way: Way, tmp_path: Path) -> None:
     world = len(kinds.split())
     ranks = run_on_ranks(world, f"{HERE}:trained", tmp_path, {"kinds": kinds, "way": way}, launcher=launcher)
-    for dtype, tolerance in TOLERANCE.items():
-        steps = batches(dtype, sum(map(len, SHARES[world])))
-        plain = plain_run(net(dtype), F.cross_entropy, rule_of, steps, seed=SEED, lr=0.1)
-        assert largest_error(plain.gradients, ranks[0][f"{dtype} gradients"]) <= tolerance
-        assert largest_error(plain.model, ranks[0][f"{dtype} model"]) <= tolerance
-        for rank in ranks[1:]:
-            for what in (f"{dtype} gradients", f"{dtype} model"):
-                assert all(torch.equal(value, rank[what][name]) for name, value in ranks[0][what].items())
-
-
-def rule_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD((parameter for _, parameter in parameters), lr=0.1, momentum=0.9)
+    for dtype in TOLERANCE:
+        steps = [batch_of(each, 12, k, dtype) for k, each in enumerate(strategy_of(world)[1])]
+        assert_equal([rank[str(dtype)] for rank in ranks], plain_of("skips", steps), dtype)
 
 
 def test_a_machine_without_a_gpu_rank_cannot_sum_on_gpus() -> None:

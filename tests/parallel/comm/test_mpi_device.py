@@ -1,27 +1,38 @@
-"""Tensors on a GPU over MPI, with an MPI and a GPU that only record: nothing blocks, and the order is kept."""
+"""Tensors on a GPU over an MPI that only records: nothing blocks; threads work on the GPU of their rank."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import importlib
+import queue
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from parallel.comm import objects
+from app.checkpoint import two_phase
+from app.checkpoint.two_phase import TwoPhaseCheckpoints
+from parallel.comm import objects, torch_rendezvous
+from parallel.comm.device_thread import OrderedTasks
+from parallel.comm.kinds import RankKind
+from parallel.comm.local import LocalCommunicator
+from parallel.comm.mixed_comm import MixedCommunicator
+from parallel.offload.copies import Copies
+from parallel.offload.host_optimizer import HostOptimizer
+from tests.helpers.sim_gpu import Gpus, simulated
 
 MODULES = ("mpi4py", "parallel.comm.mpi_comm")
 GPU = 3
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on a GPU."""
-
     is_cuda = True
 
     def record_stream(self, stream: Any) -> None:
@@ -37,8 +48,6 @@ class Event:
 
 
 class Stream:
-    """Keeps what it is asked; its events are over when the test says so."""
-
     def __init__(self, device: Any = None) -> None:
         self.calls: list[str] = []
         self.events: list[Event] = []
@@ -55,8 +64,6 @@ class Stream:
 
 
 class FakeMpi:
-    """Records the operations handed to it; all are over at once."""
-
     Exception = type("Exception", (RuntimeError,), {})
     COMM_TYPE_SHARED = THREAD_MULTIPLE = 3
     BYTE = UINT8_T = INT32_T = INT64_T = FLOAT = DOUBLE = 1
@@ -80,26 +87,17 @@ class FakeMpi:
         return SimpleNamespace(Test=lambda: True)
 
 
-class Fixture(SimpleNamespace):
-    mpi: FakeMpi
-    computing: Stream
-    devices: list[int]
-    make: Callable[[], Any]
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
     mpi, computing, devices, made = FakeMpi(), Stream(), list[torch.device](), list[Any]()
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    fakes = {"current_stream": lambda device: computing, "Stream": Stream, "is_initialized": lambda: True}
+    fakes |= {"current_device": lambda: GPU, "stream": lambda _: contextlib.nullcontext(), "set_device": devices.append}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(objects, "pinned_like", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
     def make() -> Any:
@@ -107,21 +105,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
         made.append(module.MpiCommunicator(5, 2))
         return made[-1]
 
-    yield Fixture(mpi=mpi, computing=computing, devices=devices, make=make)
+    yield SimpleNamespace(mpi=mpi, computing=computing, devices=devices, make=make)
     for communicator in made:
         communicator.progress.stop()
         atexit.unregister(communicator.progress.stop)
 
 
-def test_copies_to_the_host_run_beside_the_device_and_keep_the_order(gpu: Fixture) -> None:
+def test_copies_to_the_host_run_beside_the_device_and_keep_the_order(gpu: Any) -> None:
     communicator = gpu.make()
     assert not communicator._device_memory  # this process has no CUDA-aware MPI
     sent = torch.arange(4.0).as_subclass(OnGpu)
-    works = [
-        communicator.isend(sent, 1, 5),
-        communicator.iall_reduce(sent),
-        communicator.isend(torch.zeros(1), 1, 6),
-    ]
+    works = [communicator.isend(sent, 1, 5), communicator.iall_reduce(sent), communicator.isend(torch.zeros(1), 1, 6)]
     assert gpu.mpi.begun == []  # what is on the host does not overtake, either
     assert communicator._leaving.calls == ["wait_stream", "record_stream"] * 2
     first, second = communicator._leaving.events
@@ -134,7 +128,7 @@ def test_copies_to_the_host_run_beside_the_device_and_keep_the_order(gpu: Fixtur
     assert gpu.devices == [GPU]  # of the thread that calls MPI
 
 
-def test_received_data_are_copied_to_the_device_without_waiting(gpu: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_received_data_are_copied_to_the_device_without_waiting(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = list[bool]()
     monkeypatch.setattr(OnGpu, "copy_", lambda _, source, non_blocking=False: copied.append(non_blocking))
     gpu.make().irecv(torch.zeros(4).as_subclass(OnGpu), 1, 5).wait()
@@ -143,7 +137,7 @@ def test_received_data_are_copied_to_the_device_without_waiting(gpu: Fixture, mo
 
 @pytest.mark.parametrize(("variable", "direct"), [(None, True), ("1", True), ("0", False)])
 def test_device_memory_is_given_to_mpi_once_it_is_computed_and_unless_switched_off(
-    variable: str | None, direct: bool, gpu: Fixture, monkeypatch: pytest.MonkeyPatch
+    variable: str | None, direct: bool, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = SimpleNamespace(MPIX_Query_cuda_support=lambda: 1)
     monkeypatch.setattr("ctypes.CDLL", lambda name: query)
@@ -159,7 +153,7 @@ def test_device_memory_is_given_to_mpi_once_it_is_computed_and_unless_switched_o
     assert gpu.mpi.begun == [("Isend", 5)]
 
 
-def test_a_fault_of_the_gpu_is_not_that_of_another_rank(gpu: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_gpu_is_not_that_of_another_rank(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(event: Event) -> bool:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
 
@@ -167,3 +161,59 @@ def test_a_fault_of_the_gpu_is_not_that_of_another_rank(gpu: Fixture, monkeypatc
     work = gpu.make().isend(torch.arange(4.0).as_subclass(OnGpu), 1, 5)
     with pytest.raises(torch.AcceleratorError):
         work.wait()
+
+
+Told = Callable[..., None]
+
+
+def host_optimizer(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    layer = nn.Linear(2, 2)
+    host = HostOptimizer(lambda named: torch.optim.SGD(named, lr=0.1), dict(layer.named_parameters()), Copies())
+    host.before_update = told
+    layer(torch.ones(1, 2)).sum().backward()
+    host.apply(0.1)
+
+
+def sends(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    messages = OrderedTasks("sends")
+    messages.add(told).wait()
+    messages.close()
+
+
+def mixed_sums(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    mixed = MixedCommunicator(LocalCommunicator(), [RankKind("a", "cuda", "0")], "device")
+    mixed._sums.add = told
+    mixed.all_reduce(torch.ones(2))
+    mixed.close()
+
+
+def checkpoint(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setattr(two_phase, "save_checkpoint", told)
+    checkpoints = TwoPhaseCheckpoints(torch.device("cpu"))
+    checkpoints.begin({"model": {}, "optimizer": {}}, frozenset(), folder / "last.pt", None)
+    checkpoints.finish()
+
+
+def connection(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setattr(torch_rendezvous, "open_store", lambda *_: None)
+    patch.setattr(torch_rendezvous, "join_attempt", lambda *_: (None, ()))
+    patch.setattr(dist, "init_process_group", told)
+    torch_rendezvous.join_group(lambda kinds: "gloo", RankKind("a", "cpu"), 0, 1, None, 1.0)
+
+
+@pytest.fixture
+def on_gpu_1() -> Iterator[Gpus]:
+    with simulated(2) as gpus:
+        torch.cuda.set_device(1)
+        yield gpus
+
+
+@pytest.mark.parametrize("start", [host_optimizer, sends, mixed_sums, checkpoint, connection])
+def test_a_thread_works_on_the_gpu_of_its_rank(
+    start: Callable[..., None], on_gpu_1: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    devices: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    start(lambda *_, **__: devices.put(torch.cuda.current_device()), monkeypatch, tmp_path)
+    assert devices.get(timeout=10) == 1
+    assert on_gpu_1.process.contexts == {1}

@@ -75,7 +75,6 @@ GPUS = tuple(RankKind(str(rank // 8), "cuda", str(rank % 8)) for rank in range(W
 def joined(
     monkeypatch: pytest.MonkeyPatch, rank: int, kinds: tuple[RankKind, ...] = GPUS
 ) -> tuple[FakeDistributed, TorchCommunicator]:
-    """``rank`` of a run of ``kinds``."""
     fake = FakeDistributed(rank)
     monkeypatch.setattr(torch_comm, "dist", fake)
     monkeypatch.setattr(torch_comm, "join_group", lambda *_: kinds)
@@ -85,7 +84,6 @@ def joined(
 
 
 def connected(monkeypatch: pytest.MonkeyPatch, rank: int, pairs: Collection[Pair]) -> FakeDistributed:
-    """What ``rank`` of ``WORLD`` makes when it joins and connects."""
     fake, communicator = joined(monkeypatch, rank)
     with FakeTensorMode():
         communicator.connect(pairs)
@@ -140,13 +138,6 @@ def test_ranks_that_wait_for_each_other_never_do_so_in_a_circle(monkeypatch: pyt
     assert meetings == sum(pair[0] < 64 for pair in pairs)
 
 
-def test_pairs_of_ranks() -> None:
-    assert Mesh(1, (0, 1, 2)).pairs({(0, 1): True, (1, 2): False, (0, 2): False}) == ((0, 1), (0, 2), (1, 0), (1, 2))
-    assert Mesh(2, (0, 1)).pairs({(0, 1): True}) == ((0, 1), (1, 0), (2, 3), (3, 2))
-    assert Mesh(1, (0, 1), replicas=2).pairs({(0, 1): False}) == ((0, 1), (1, 0))
-    assert Mesh(1, (0, 1, 0, 1)).pairs({(0, 1): False, (1, 2): False, (0, 2): True}) == ((0, 1), (1, 0))
-
-
 def test_a_subgroup_uses_links_that_the_whole_run_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Process groups are named by counting: two subgroups that made some would connect across."""
     made = []
@@ -182,25 +173,19 @@ def test_every_rank_asks_for_the_same_groups(
         assert not isinstance(part, TorchCommunicator) or part.kinds == tuple(kinds[each] for each in ranks)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64])
-def test_links_send_bytes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL has no type for some of these."""
+def test_groups_on_gpus_outlast_the_watchdog_send_bytes_and_take_few_thread_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL ends the rank that waits, whoever keeps it waiting; it has no type for some numbers."""
     fake, communicator = joined(monkeypatch, 0)
     with FakeTensorMode():
         communicator.connect([(0, 1), (1, 0)])
-        communicator.isend(torch.empty(3, 4, dtype=dtype, device="cuda"), 1, 0)
-        communicator.irecv(torch.empty((), dtype=dtype, device="cuda"), 1, 0)
+        for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64):
+            communicator.isend(torch.empty(3, 4, dtype=dtype, device="cuda"), 1, 0)
+            communicator.irecv(torch.empty((), dtype=dtype, device="cuda"), 1, 0)
     assert fake.dtypes == {torch.uint8}
-
-
-def test_links_take_few_thread_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = connected(monkeypatch, 0, [(0, 1), (1, 0)])
     assert [options.config.max_ctas for options in fake.options] == [4, 4]
     assert fake.options[0] is not fake.options[1]  # torch writes the name of the group there
-
-
-def test_groups_on_gpus_outlast_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL ends the rank that waits, whoever keeps it waiting."""
     waits = dict[str, float]()
     monkeypatch.setattr(
         torch_comm, "join_group", lambda _, kind, *rest: waits.update({kind.kind: rest[2].total_seconds()}) or (kind,)
@@ -233,5 +218,5 @@ def talk(communicator: Any, _: Any) -> list[list[float]]:
 
 @pytest.mark.process
 def test_links_carry_messages_between_processes(tmp_path: Path) -> None:
-    got = run_on_ranks(4, "tests.parallel.comm.test_torch_links:talk", tmp_path)
+    got = run_on_ranks(4, f"{__name__}:talk", tmp_path)
     assert got == [[[10.0 * ((rank - 1) % 4)] * 2, [10.0 * ((rank + 1) % 4) + 1] * 2] for rank in range(4)]

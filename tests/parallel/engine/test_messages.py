@@ -1,16 +1,22 @@
-"""Values arrive as they were sent: structure, layout, numbers between tensors; headers once, buffers posted ahead."""
+"""Values arrive as they were sent: structure, layout, numbers between tensors; bytes of a stranger make nothing."""
 
 from __future__ import annotations
 
+import collections
+import functools
+import os
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from parallel.comm.communicator import Communicator
+from parallel.comm.objects import UnknownTypeError, dump, load
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine import transfers as transfers_module
-from parallel.engine.messages import Messenger, TensorForm, take_apart
+from parallel.engine.messages import Form, Messenger, TensorForm, take_apart
 from parallel.engine.transfers import Parcel, StageTransfers
 from parallel.schedule.action import Action
 from parallel.schedule.mesh import Mesh
@@ -63,42 +69,51 @@ def test_any_structure_arrives_as_it_was_sent() -> None:
     run_on_threads(2, talk, timeout_s=30)
 
 
+class Noted:
+    """A communicator that notes the kind of device and the tag of each message, from both of its ends."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner, self.kinds, self.tags = inner, list[str](), list[int]()
+
+    def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        self.kinds.append(tensor.device.type)
+        self.tags.append(tag)
+        return self.inner.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        self.kinds.append(tensor.device.type)
+        return self.inner.irecv(tensor, peer, tag)
+
+
 def test_the_form_is_told_once_for_each_kind() -> None:
-    sent: list[int] = []
-
-    class Counting:
-        def __init__(self, communicator: Communicator) -> None:
-            self.inner = communicator
-
-        def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-            sent.append(tag)
-            return self.inner.isend(tensor, peer, tag)
-
-    def talk(communicator: Communicator, _: Any) -> None:
-        if communicator.rank == 0:
-            messenger = Messenger(Counting(communicator), CPU)  # type: ignore[arg-type]
-            for height in (4, 4, 6, 4):
+    def talk(communicator: Communicator, _: Any) -> list[int]:
+        noted = Noted(communicator)
+        messenger = Messenger(noted, CPU)
+        for height in (4, 4, 6, 4):
+            if communicator.rank == 0:
                 messenger.send(1, height, torch.zeros(1, height))
-            messenger.finish()
-        else:
-            messenger = Messenger(communicator, CPU)
-            for height in (4, 4, 6, 4):
+            else:
                 _, (tensor,) = messenger.post(0, height).wait()
                 assert tensor.shape == (1, height)
+        messenger.finish()
+        return noted.tags
 
-    run_on_threads(2, talk, timeout_s=30)
-    assert sent == [0, 0, 0, 1, 2, 2, 2, 3]  # length, header and tensor; then tensors alone
+    assert run_on_threads(2, talk, timeout_s=30)[0] == [0, 0, 0, 1, 2, 2, 2, 3]  # length, header, tensor; tensors alone
 
 
-def test_a_value_of_another_form_than_announced_is_refused() -> None:
+class Plain:
+    """An object of a user's own class."""
+
+
+def test_a_value_of_another_form_or_of_a_type_of_its_own_is_refused() -> None:
     def talk(communicator: Communicator, _: Any) -> None:
         messenger = Messenger(communicator, CPU)
         if communicator.rank == 0:
             messenger.send(1, "values", torch.zeros(2, 3))
-            with pytest.raises(
-                ValueError, match=r"\(2, 4\) float32 is to be sent where \(2, 3\) float32 was announced"
-            ):
+            with pytest.raises(ValueError, match=r"\(2, 4\) float32 .* where \(2, 3\) float32 was announced"):
                 messenger.send(1, "values", torch.zeros(2, 4))
+            with pytest.raises(ValueError, match=r"between stages go tensors, .*Plain is not plain data"):
+                messenger.send(1, "more values", (torch.ones(1), Plain()))
             messenger.finish()
         else:
             messenger.post(0, "values").wait()
@@ -123,29 +138,16 @@ def test_every_layout_has_a_form(tensor: torch.Tensor) -> None:
     like = TensorForm.of(tensor).empty(CPU)
     assert like.shape == tensor.shape
     assert like.stride() == tensor.stride() or tensor.numel() <= 12
-
-
-class Recording:
-    """Records the kind of device of each message, from both of its ends."""
-
-    def __init__(self, inner: Communicator) -> None:
-        self.inner, self.kinds = inner, list[str]()
-
-    def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        self.kinds.append(tensor.device.type)
-        return self.inner.isend(tensor, peer, tag)
-
-    def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        self.kinds.append(tensor.device.type)
-        return self.inner.irecv(tensor, peer, tag)
+    assert TensorForm.of(tensor, CPU).empty(DEVICE).device == DEVICE  # of a rank on the CPU, and on a device
+    assert TensorForm.of(tensor.to(DEVICE), DEVICE).empty(CPU).device == CPU
 
 
 def test_a_tensor_on_the_host_is_received_on_the_host() -> None:
     """A random state, or a CPU tensor of the user's model. NCCL would wait for it for ever."""
 
     def talk(communicator: Communicator, _: Any) -> list[str]:
-        recording = Recording(communicator)
-        messenger = Messenger(recording, DEVICE)  # type: ignore[arg-type]
+        noted = Noted(communicator)
+        messenger = Messenger(noted, DEVICE)
         value = {"map": torch.ones(2, 3, device=DEVICE), "table": torch.arange(3.0, requires_grad=True)}
         for _repeat in range(2):
             if communicator.rank == 0:
@@ -157,16 +159,10 @@ def test_a_tensor_on_the_host_is_received_on_the_host() -> None:
                 messenger.send_tensors(0, [table], form.gradient().tensors)
             assert table.tolist() == [0, 1, 2]
         messenger.finish()
-        return recording.kinds
+        return noted.kinds
 
     sent, received = run_on_threads(2, talk, timeout_s=30)
     assert sent == received == ["cpu", "cpu", "meta", "cpu", "cpu", "meta", "cpu", "cpu"]
-
-
-def test_values_of_a_rank_on_the_cpu_arrive_on_the_device() -> None:
-    form = TensorForm.of(torch.zeros(2), CPU)
-    assert form.empty(DEVICE).device == DEVICE
-    assert TensorForm.of(torch.zeros(2, device=DEVICE), DEVICE).empty(CPU).device == CPU
 
 
 def test_gradients_of_a_host_tensor_add_up_on_the_host_between_teams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +172,7 @@ def test_gradients_of_a_host_tensor_add_up_on_the_host_between_teams(monkeypatch
     def talk(communicator: Communicator, _: Any) -> None:
         messenger, rank = Messenger(communicator, DEVICE), communicator.rank
         routes, links = {(0, 1): ("table",)}, {(0, 1): True}
-        transfers = StageTransfers(routes, links, mesh, messenger, rank, lambda *_: None)  # type: ignore[arg-type,return-value]
+        transfers = StageTransfers(routes, links, mesh, messenger, rank, lambda *_: None)
         if rank == 0:
             transfers.stash_output(Action.parse("0F0"), {"table": torch.ones(3, requires_grad=True)})
             transfers.send_forward(Action.parse("0SEND_F0>1"), (1, 3, 8, 8))
@@ -191,3 +187,66 @@ def test_gradients_of_a_host_tensor_add_up_on_the_host_between_teams(monkeypatch
         messenger.finish()
 
     run_on_threads(4, talk, timeout_s=30)
+
+
+class Order:
+    """Unpickled, it calls what it is made with."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call[0], self.call[1:]
+
+
+def test_every_structure_of_plain_values_comes_through() -> None:
+    one = torch.ones(2, 2)
+    value = {
+        "list": [one, (1, 2.5, None, "text", 1j, slice(1, 2))],
+        "ordered": collections.OrderedDict(key=one),
+        "default": collections.defaultdict(list, {1: one}),
+        "deque": collections.deque([one]),
+        "pair": Pair(one, one),
+        "max": one.max(0),
+        "torch": (torch.Size([1, 2]), torch.float16, torch.device("cpu"), torch.channels_last),
+    }
+    form, tensors = take_apart(value)
+    told = load(dump(form, Form, TensorForm), Form, TensorForm)
+    assert told == form
+    assert [type(part) for part in told.build(tensors).values()] == [type(part) for part in value.values()]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (os.mkdir, "{}"),
+        (eval, "__import__('os').mkdir('{}')"),
+        (functools.partial, os.mkdir, "{}"),
+        (getattr, os, "mkdir"),
+        (torch.load, "{}"),
+    ],
+    ids=lambda call: call[0].__name__,
+)
+def test_nothing_is_called_that_is_no_plain_type(call: tuple[Any, ...], tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    filled = [part.format(trace) if isinstance(part, str) else part for part in call if part is not os]
+    data = pickle.dumps([Order(*filled)])
+    with pytest.raises(UnknownTypeError, match="is not plain data"):
+        load(data)
+    assert not trace.exists()
+
+
+def test_a_header_of_a_stranger_runs_nothing(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+
+    def talk(communicator: Communicator, _: Any) -> None:
+        if communicator.rank == 0:
+            header = torch.frombuffer(bytearray(pickle.dumps(Order(os.mkdir, str(trace)))), dtype=torch.uint8)
+            for tensor in (torch.tensor([header.numel()]), header):
+                communicator.isend(tensor, 1, 0).wait()
+        else:
+            with pytest.raises(UnknownTypeError, match=r"mkdir is not plain data"):
+                Messenger(communicator, torch.device("cpu")).post(0, "values").wait()
+
+    run_on_threads(2, talk, timeout_s=30)
+    assert not trace.exists()

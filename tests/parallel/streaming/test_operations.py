@@ -100,6 +100,9 @@ def channel_shuffle(x: Tensor) -> Tensor:
     return torch.cat((second, first + second), dim=1)
 
 
+LAST = Call(lambda x: x.permute(0, 2, 3, 1))
+
+
 KINDS: dict[str, tuple[nn.Module, int]] = {
     "relu": (nn.ReLU(), 4),
     "relu in place": (nn.ReLU(inplace=True), 4),
@@ -119,14 +122,8 @@ KINDS: dict[str, tuple[nn.Module, int]] = {
     "channels": (Call(lambda x: x[:, 1:3]), 2),
     "softmax": (nn.Softmax(dim=1), 4),
     "transposed dims": (Call(lambda x: x.transpose(2, 3) * 2), 4),
-    "linear over channels": (
-        nn.Sequential(Call(lambda x: x.permute(0, 2, 3, 1)), nn.Linear(4, 5), Call(lambda x: x.permute(0, 3, 1, 2))),
-        5,
-    ),
-    "channel shuffle": (
-        Call(lambda x: x.view(x.size(0), 2, 2, x.size(2), x.size(3)).transpose(1, 2).reshape(x.shape)),
-        4,
-    ),
+    "linear over channels": (nn.Sequential(LAST, nn.Linear(4, 5), Call(lambda x: x.permute(0, 3, 1, 2))), 5),
+    "channel shuffle": (Call(lambda x: x.view(-1, 2, 2, x.size(2), x.size(3)).transpose(1, 2).reshape(x.shape)), 4),
     "squeeze and excite": (SqueezeExcitation(4, 2), 4),
     "mean": (Call(lambda x: x * x.mean((2, 3), keepdim=True)), 4),
     "sum": (Call(lambda x: x - 0.01 * x.sum(dim=[2, 3])[:, :, None, None]), 4),

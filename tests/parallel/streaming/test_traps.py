@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from parallel.space.rule import Resample
 from parallel.streaming import part_plan
 from parallel.streaming.local_ops import resample
 from parallel.streaming.patch import Patch
+from tests.helpers.small_nets import Made
 from tests.helpers.streaming import end_of_boxes, in_boxes, streaming_error
 from tests.helpers.team_operations import Call
 
@@ -25,14 +27,13 @@ EXACT = 1e-12
 
 
 def called(function: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A convolution, and a function of its value."""
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Call(function))
 
 
 def shifted(channels: int) -> FrozenBatchNorm2d:
     """A norm that makes something other than zero of zeros."""
     norm = FrozenBatchNorm2d(channels)
-    nn.init.constant_(norm.running_mean, -0.7)  # type: ignore[arg-type]
+    nn.init.constant_(norm.running_mean, -0.7)
     return norm
 
 
@@ -40,13 +41,8 @@ def four_layers() -> nn.Module:
     return nn.Sequential(*(part for _ in range(4) for part in (nn.Conv2d(3, 3, 3, padding=1), shifted(3), nn.ReLU())))
 
 
-class Resized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.interpolate(self.conv(x), size=x.shape[-2:], mode="bilinear", align_corners=False)
+def resized() -> nn.Module:
+    return Made(lambda m, x: F.interpolate(m.conv(x), size=x.shape[-2:], mode="bilinear"), conv=nn.Conv2d(3, 4, 3, 2))
 
 
 TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
@@ -81,7 +77,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "norms of nothing have no gradient": (
         lambda: called(lambda x: x + F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True)), (1, 3, 18, 18), 8),
     # A model that resamples to ``x.shape`` would resample to that of the box.
-    "sizes are those of the whole image": (Resized, (1, 3, 29, 22), 9),
+    "sizes are those of the whole image": (resized, (1, 3, 29, 22), 9),
 }  # fmt: skip
 
 
@@ -112,27 +108,19 @@ def test_moments_do_not_cancel() -> None:
     images = 1000 + torch.randn(1, 1, 41, 53, generator=torch.Generator().manual_seed(0))
     in_boxes(net, 16)(net, images)
     variance = net[1].running_var
-    assert isinstance(variance, Tensor)
     torch.testing.assert_close(10 * variance - 9, images.double().var()[None].float(), rtol=1e-4, atol=0.0)
 
 
 def test_parameters_whose_gradients_are_one_tensor_are_summed_apart() -> None:
     """Autograd hands the gradient of a sum to both of its terms, in the same memory."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 1, 3)
-            self.first, self.second = (nn.Parameter(torch.randn(1, 4, 1, 1)) for _ in range(2))
+    def scaled() -> nn.Module:
+        first, second = (nn.Parameter(torch.randn(1, 4, 1, 1)) for _ in range(2))
+        return Made(lambda m, x: m.conv(x) * (m.first + m.second), conv=nn.Conv2d(3, 1, 3), first=first, second=second)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(x) * (self.first + self.second)
-
-    assert streaming_error(Scaled(), (1, 3, 20, 20), 6) <= EXACT
-    net = Scaled()
+    assert streaming_error(scaled(), (1, 3, 20, 20), 6) <= EXACT
+    net = scaled()
     in_boxes(net, 6)(net, torch.randn(1, 3, 20, 20))[0].sum().backward()
-    assert net.first.grad is not None
-    assert net.second.grad is not None
     assert net.first.grad.data_ptr() != net.second.grad.data_ptr()
 
 
@@ -156,10 +144,7 @@ LARGEST = "takes the largest of the whole image, which boxes do not add up: use 
     [
         (lambda: nn.AdaptiveMaxPool2d(1), LARGEST),
         (lambda: Call(lambda x: torch.linalg.vector_norm(x, ord=1, dim=(2, 3))), "is a norm of order 1: use 2"),
-        (
-            lambda: Call(lambda x: x.sum((2, 3), dtype=torch.float32)),
-            "is given dtype, which boxes do not take: leave it out",
-        ),
+        (lambda: Call(lambda x: x.sum((2, 3), dtype=torch.float32)), "is given dtype"),
         (lambda: Call(forgetful), "changes mul in place, which is used again by that name"),
         (lambda: Doubled(4, 4, 1), "is a Doubled, which computes other than Conv2d: use layers"),
         (lambda: nn.utils.spectral_norm(SQUARE()), "has hooks, which would run for each box"),
@@ -182,26 +167,21 @@ def test_two_backward_passes_are_refused() -> None:
         loss.backward()
 
 
-class Counted(nn.Module):
-    """A gate with batch norm, and dropout that draws."""
+def gated(m: Any, x: Tensor) -> Any:
+    y = m.first(x)
+    return m.last(y * torch.sigmoid(m.dropout(m.norm(y.mean((2, 3), keepdim=True)))))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
-        self.norm, self.dropout = nn.BatchNorm2d(4), nn.Dropout(0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        gate = self.dropout(self.norm(y.mean((2, 3), keepdim=True)))
-        value: Tensor = self.last(y * torch.sigmoid(gate))
-        return value
+def counted() -> nn.Module:
+    first, last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+    return Made(gated, first=first, norm=nn.BatchNorm2d(4), dropout=nn.Dropout(0.5), last=last)
 
 
 def test_what_counts_or_draws_in_a_gate_does_so_once() -> None:
     """Boxes computed gates again in the backward pass: batch norm counted twice, dropout drew other numbers, and
     gradients were a quarter off."""
     torch.manual_seed(0)
-    net = Counted().double()
+    net = counted().double()
     ours = streamed(copy.deepcopy(net), 8, (4, 3, 20, 20))
     images = torch.randn(4, 3, 20, 20, dtype=torch.float64)
     for module in (net, ours):

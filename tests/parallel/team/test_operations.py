@@ -1,9 +1,11 @@
-"""Every kind of operation by a team, on parts of any size, gives what one device gives: outputs, and all gradients."""
+"""Operations by a team, on parts of any size, give what one device gives: outputs, draws, statistics, all gradients."""
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,12 @@ from torch import Tensor, nn
 
 from parallel.space.team import Grid, SpatialMesh
 from parallel.team.team_plan import BoxedParts
+from tests.helpers.small_nets import Made
 from tests.helpers.team_error import team_error
-from tests.helpers.team_operations import OPERATIONS, Network
+from tests.helpers.team_operations import OPERATIONS, Call, Network
 
-EXACT = 1e-12
-SHAPE = (2, 2, 37, 29)
+EXACT, SHAPE, SQUARE = 1e-12, (2, 2, 37, 29), (2, 2, 20, 20)
+HALVES, QUARTERS = Grid(2, 1), Grid(2, 2)
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_one_operation_on_uneven_parts(name: str, uneven: Callable[[str], None]) -> None:
     uneven(name)
-    grid = random.Random(name).choice([Grid(2, 1), Grid(1, 2), Grid(3, 1), Grid(2, 2)])
+    grid = random.Random(name).choice([HALVES, Grid(1, 2), Grid(3, 1), QUARTERS])
     torch.manual_seed(0)
     errors = team_error(OPERATIONS[name].network().double(), SHAPE, grid)
     assert errors.largest <= EXACT, errors
@@ -50,33 +53,21 @@ def test_one_operation_on_uneven_parts(name: str, uneven: Callable[[str], None])
     assert sum(errors.sent_bytes) > 0
 
 
-@pytest.mark.parametrize("name", ["convolution, batch norm, ReLU", "dropout", "squeeze and excitation"])
-def test_evaluation(name: str) -> None:
-    torch.manual_seed(0)
-    errors = team_error(OPERATIONS[name].network().double(), SHAPE, Grid(2, 2), training=False)
-    assert errors.largest <= EXACT, errors
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(c, 4, 3, padding=1) for c in (2, 4))
+        self.drop, self.channels = nn.Dropout(0.3), nn.Dropout2d(0.4)
+        self.head, self.last = nn.Linear(64, 3), nn.Linear(4, 3)
 
-
-def test_windows_of_padding_alone_do_not_come_to_the_map() -> None:
-    """Member 1 has the last row, which no window comes to; of a map of 2 rows it makes the row after."""
-    torch.manual_seed(0)
-    network = Network(nn.Conv2d(4, 4, 1, (2, 1), (2, 0)), 4)
-    errors = team_error(network.double(), (2, 2, 2, 9), Grid(2, 1))
-    assert errors.largest <= EXACT, errors
-    assert errors.ends_at is None
-
-
-def test_what_follows_a_sum_may_change_it_in_place() -> None:
-    """As dropout behind the pool of torchvision's EfficientNet does."""
-    torch.manual_seed(0)
-    parts = nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5, inplace=True), nn.Conv2d(4, 3, 1)
-    errors = team_error(nn.Sequential(*parts).double(), (2, 2, 20, 20), Grid(2, 1))
-    assert errors.largest <= EXACT, errors
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.drop(self.first(x))
+        beside = self.head(F.dropout(torch.flatten(F.adaptive_avg_pool2d(y, 4), 1), 0.5, self.training))
+        y = self.channels(self.drop(self.second(y)))
+        return self.last(y.mean((2, 3))), beside
 
 
 class Skips(nn.Module):
-    """Norms, a pool, a gate, channels dropped, maps added after resampling, and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (
@@ -93,18 +84,77 @@ class Skips(nn.Module):
         return self.head(y.mean((2, 3)))
 
 
-@pytest.mark.parametrize(("grid", "training"), [(Grid(2, 1), True), (Grid(2, 2), True), (Grid(1, 3), False)])
-def test_boxes_of_members_are_exact(grid: Grid, training: bool) -> None:
-    torch.manual_seed(0)
-    errors = team_error(Skips().double(), (2, 3, 36, 48), grid, training, boxed=BoxedParts(8, 0))
-    assert errors.largest <= EXACT, errors
-    assert all(errors.sent_bytes), "every member has rims that others look at"
+def changed() -> nn.Module:
+    """Member 0 changes the map that it gathered; whoever takes the map later must not take the parts."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        y.relu_()
+        return m.last(y)
+
+    return Made(compute, first=nn.Conv2d(2, 4, 3, padding=1), last=nn.Conv2d(4, 2, 3))
 
 
-def test_a_whole_map_that_leaves_is_gathered() -> None:
+def sequence(parts: Callable[[], Iterable[nn.Module]]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*parts())
+
+
+def drawing(name: str) -> Callable[[], nn.Module]:
+    """Channels last, torch draws for all channels of a px before the next px, even where a part is one column."""
+
+    def make() -> nn.Module:
+        network = OPERATIONS[name].network()
+        network.operation = nn.Sequential(network.operation, nn.Dropout(0.3))
+        return network.to(memory_format=torch.channels_last)
+
+    return make
+
+
+def certain(p: float) -> list[nn.Module]:
+    """Dropout that draws nothing: what is drawn afterwards is drawn from the same state."""
+    first = [nn.Conv2d(2, 4, 3), nn.Dropout(p), nn.Dropout2d(p), nn.Conv2d(4, 4, 1), nn.Dropout(0.5)]
+    return [*first, Call(lambda x: F.dropout(x, 0.2)), nn.Conv2d(4, 2, 3)]
+
+
+FLATTENED = ("flatten", "makes other dims of rows and columns")
+ONE_PX = ("_1 (1)", "gives maps of 1 x 1 px, of which not every member of a 2x1 team has a part")
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Grid, Any, Any]] = {
+    # The others have not drawn, and go on from where it is: else their masks would be of other numbers.
+    "member 0 alone draws between draws of all": (Branches, (2, 2, 24, 20), QUARTERS, {}, FLATTENED),
+    **{f"draws after {name}": (drawing(name), (2, 2, 16, 4), Grid(1, 3), {}, None) for name in (
+        "convolution 3x3", "bilinear, factor 2", "batch norm", "layer norm and linear layer by px")},
+    **{f"dropout of {p}": (sequence(functools.partial(certain, p)), SQUARE, HALVES, {}, None) for p in (0.0, 1.0)},
+    **{f"evaluation of {name}": (OPERATIONS[name].network, SHAPE, QUARTERS, {"training": False}, None) for name in (
+        "convolution, batch norm, ReLU", "dropout", "squeeze and excitation")},
+    # Member 1 has the last row, which no window comes to; of a map of 2 rows it makes the row after.
+    "windows of padding alone": (
+        lambda: Network(nn.Conv2d(4, 4, 1, (2, 1), (2, 0)), 4), (2, 2, 2, 9), HALVES, {}, None),
+    # As dropout behind the pool of torchvision's EfficientNet does.
+    "a sum that is changed in place": (
+        sequence(lambda: (
+            nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5, inplace=True), nn.Conv2d(4, 3, 1))),
+        SQUARE, HALVES, {}, ...),
+    **{f"boxes of {grid}": (Skips, (2, 3, 36, 48), grid, {"training": training, "boxed": BoxedParts(8, 0)}, ...)
+       for grid, training in ((HALVES, True), (QUARTERS, True), (Grid(1, 3), False))},
+    "a whole map that leaves is gathered": (
+        sequence(lambda: (nn.Conv2d(3, 4, 5, padding=2), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3, dilation=3))),
+        (1, 3, 40, 33), HALVES, {"boxed": BoxedParts(7)}, ...),
+    # A norm of 1 x 1 px over two members has no second part; the plan says so.
+    "maps with less px than members": (
+        sequence(lambda: (nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 20, 20), nn.BatchNorm2d(4), nn.ReLU())),
+        SQUARE, HALVES, {}, ONE_PX),
+    "ties of maxima go to the px that torch takes": (
+        lambda: Network(Call(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1)), 4), SHAPE, HALVES, {}, None),
+    "a map that is changed in place outside the team": (changed, SHAPE, HALVES, {}, ...),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exact(case: str) -> None:
+    make, shape, grid, options, ends_at = CASES[case]
     torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Conv2d(3, 4, 5, padding=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 3, dilation=3)
-    )
-    errors = team_error(network.double(), (1, 3, 40, 33), Grid(2, 1), boxed=BoxedParts(7))
+    errors = team_error(make().double(), shape, grid, **options)
     assert errors.largest <= EXACT, errors
+    assert ends_at is ... or errors.ends_at == ends_at
+    assert make is not Skips or all(errors.sent_bytes), "every member has rims that others look at"
+    assert make is not changed or errors.ends_at is not None

@@ -1,0 +1,226 @@
+"""Steps do not wait for their device once per norm, box, layer or microbatch: the host would queue nothing meanwhile;
+an action's seconds are those between its events, and a rank's leave out its wait for others.
+
+Either the device is torch's "meta", whose tensors have no values, so that whatever reads one fails; losses, which are
+read at the end of a step, are counted in place of being read. Or operations are counted one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.training.engines import build_engine
+from benchmarks.whole_engine import whole_engine
+from parallel.comm.communicator import Communicator
+from parallel.comm.grad_reducer import GradReducer
+from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.engine import engine, step
+from parallel.engine.device_clock import DeviceClock
+from parallel.engine.step import Microbatch, StepResult
+from parallel.memory.policy import ActivationPolicy
+from parallel.strategy import Strategy
+from tests.helpers.device_counts import STRATEGIES as COUNTED
+from tests.helpers.device_counts import Counts, count
+from tests.helpers.engine_runs import SGD, build, train
+from tests.helpers.fake_events import CUDA, FakeEvents
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.small_nets import Made, batch_of
+from tests.helpers.streaming import in_boxes
+
+META = torch.device("meta")
+M = 4
+STRATEGIES = {
+    "single": Strategy("single", 1, 1, M),
+    "offload": Strategy("single", 1, 1, M, policy=ActivationPolicy(offload="overlap")),
+    "ddp": Strategy("ddp", 2, 1, M),
+    "gpipe": Strategy("gpipe", 2, 2, M),
+    "1f1b in two groups": Strategy("1f1b", 4, 2, M),
+    "deferred statistics": Strategy("1f1b", 4, 2, M, statistics="deferred"),
+    "zero-bubble": Strategy("zero-bubble", 2, 2, M),
+    "master, recomputed": Strategy("master", 2, 2, M, policy=ActivationPolicy("block")),
+}
+BLOCKS = 2
+
+
+def net() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(BLOCKS):
+        layers += [nn.Conv2d(4 if layers else 3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(), nn.Linear(4, 2))
+
+
+def without_values(losses: Mapping[int, tuple[Tensor, int]], m: int) -> Tensor:
+    assert all(mean.is_meta for mean, _ in losses.values())
+    return step.read_losses({i: (torch.tensor(1.0), tiles) for i, (_, tiles) in losses.items()}, m)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_step_reads_nothing_but_its_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it does not know the device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    monkeypatch.setattr(engine, "read_losses", without_values)
+    strategy = STRATEGIES[name]
+    shape = (1, 3, 16, 16)
+    microbatch = Microbatch(torch.empty(shape, device=META), torch.empty(1, dtype=torch.int64, device=META), shape)
+
+    def two_steps(communicator: Communicator, _: Any) -> int:
+        make = functools.partial(torch.optim.SGD, lr=0.1)
+        made = build_engine(strategy, net(), F.cross_entropy, make, communicator, batch=M, tile=16, seed=0, device=META)
+        return sum(made.step([microbatch for _ in made.share], number, 0.1).tiles for number in range(2))
+
+    assert sum(run_on_threads(strategy.ranks, two_steps, timeout_s=20)) == 2 * M
+
+
+def test_losses_are_read_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Tensor] = []
+    cpu: Callable[[Tensor], Tensor] = Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: copies.append(tensor) or cpu(tensor))
+    table = step.read_losses({i: (torch.tensor(0.1 * i), i) for i in (3, 0, 2)}, 5)
+    assert len(copies) == 1
+    assert table.dtype == torch.float64
+    expected = [float(torch.tensor(0.1 * i)) for i in range(4)]
+    assert table.tolist() == [[0, 0, expected[2], expected[3], 0], [0, 0, 2, 3, 0]]
+
+
+def test_hooks_of_gradients_start_nothing_on_the_device() -> None:
+    """Which parameters a rank has gradients for is counted once a step, with one operation on all of a bucket."""
+    operations = []
+    for reduced in (False, True):
+        layer, images = nn.Linear(3, 3), torch.ones(2, 3)
+        counts = Counts([*layer.parameters(), images])
+        if reduced:
+            reducer = GradReducer(layer.parameters(), LocalCommunicator(), overlap=False)
+            reducer.begin_step()
+        for parameter in layer.parameters():
+            parameter.grad = parameter.grad if reduced else torch.zeros_like(parameter)
+        with counts.counting():
+            layer(images).sum().backward()
+        operations.append(counts.operations)
+    assert operations[0] == operations[1]
+
+
+STEP = {"step.py", "grad_reducer.py"}
+"""Files that wait once a step and rank: for its losses, and for which parameters had no gradient."""
+MAPS = {"maps.py"}
+"""Maps of boxes go to the host and back."""
+
+
+def waiting(counts: Counts) -> dict[str, int]:
+    """Waits by file, besides those for maps of boxes."""
+    files: dict[str, int] = {}
+    for place, number in counts.syncs.items():
+        file = place.partition(" ")[0].rpartition("/")[2]
+        files[file] = files.get(file, 0) + number
+    return {file: number for file, number in files.items() if file not in MAPS}
+
+
+@pytest.mark.parametrize("name", ["ddp, 2 ranks", "spatial 2x1", "streaming, 1 rank"])
+def test_waits_of_a_step_do_not_grow_with_its_microbatches(name: str) -> None:
+    waits = []
+    for m in (2, 4):
+        counts = count(COUNTED[name], net, 64, m)
+        waits.append(waiting(counts))
+        assert counts.operations["native_batch_norm_backward"] >= BLOCKS * m
+    assert waits[0] == waits[1]
+    assert waits[0].keys() <= STEP
+    assert sum(waits[0].values()) <= 2 * COUNTED[name]["ranks"]
+
+
+OPERATIONS = {
+    "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "corners": nn.Upsample(size=(29, 31), mode="bilinear", align_corners=True),
+    "nearest": nn.Upsample(scale_factor=1.7, mode="nearest"),
+    "average pool": nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+    "reflection": nn.ReflectionPad2d(3),
+    "replication": nn.Conv2d(4, 4, 5, padding=2, padding_mode="replicate"),
+    "batch norm": nn.BatchNorm2d(4),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_boxes_of_an_operation_wait_for_nothing(name: str) -> None:
+    module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), OPERATIONS[name], nn.Conv2d(4, 3, 2))
+    images = torch.randn(1, 2, 23, 19)
+    counts = Counts([*module.parameters(), *module.buffers(), images])
+    run = in_boxes(module, 8)
+    with counts.counting():
+        run(module, images.requires_grad_())[0].sum().backward()
+    assert sum(counts.operations.values()) > 20
+    assert not waiting(counts)
+
+
+def test_spans_come_from_events_that_only_who_asks_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [batch_of([2, 2, 2], 12, 1, torch.float32)] * 2
+    engine = build(LocalCommunicator(), "skips", Strategy("1f1b", 1, 1, 3), steps)
+    events = FakeEvents(monkeypatch)
+    engine._clock = DeviceClock(CUDA)
+    train(engine, steps)
+    assert events.waits == len(steps), "a step waits for its last loss alone"
+    spans = engine.spans()
+    assert events.waits > len(steps)
+    assert [str(span.action) for span in spans] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
+    assert [span.duration_s for span in spans] == pytest.approx([1.0] * 6)
+    assert [span.start_s - spans[0].start_s for span in spans] == pytest.approx([0, 2, 4, 6, 8, 10])
+    assert spans[-1].end_s == pytest.approx(time.perf_counter() - 1, abs=0.5), "in the host's seconds"
+
+
+def test_own_seconds_come_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each microbatch begins and ends with an event; the wait for the sums begins with the last one's end."""
+    batch = batch_of([2, 2], 12, 1, torch.float32)
+    strategy = Strategy("ddp", 2, 1, 2)
+
+    def step(communicator: Communicator, _: None) -> StepResult:
+        engine = build(communicator, "skips", strategy, [batch])
+        engine._clock = DeviceClock(CUDA)
+        (i,) = engine.share
+        return engine.step([Microbatch(*batch[i], tuple(batch[i][0].shape))], 0, 0.1)
+
+    FakeEvents(monkeypatch)
+    for rank, result in enumerate(run_on_threads(2, step, None, timeout_s=60)):
+        assert [i for i, _ in result.seconds] == [rank]
+        assert result.seconds[0][1] >= 3.0, "forward and backward, an event before and after each"
+        assert result.waited_s >= 1.0
+
+
+LATE_S = 0.2
+TARGET = f"{__name__}:step_beside_a_late_rank"
+
+
+def asleep(m: Any, x: Tensor) -> Tensor:
+    output: Tensor = m.layer(x.mean(dim=(2, 3)))
+    output.register_hook(lambda _: time.sleep(m.seconds))
+    return output
+
+
+def step_beside_a_late_rank(communicator: Communicator, _: Any) -> dict[str, Any]:
+    """The second of two steps, of four microbatches; the last rank takes ``LATE_S`` for each of its own."""
+    torch.manual_seed(0)
+    model = Made(asleep, layer=nn.Linear(3, 2), seconds=LATE_S * (communicator.rank == communicator.world - 1))
+    engine = whole_engine(model, F.cross_entropy, SGD, communicator, batch=4, m=4, shape=(1, 3, 4, 4))
+    for number in range(2):
+        one = Microbatch(torch.zeros(1, 3, 4, 4), torch.zeros(1, dtype=torch.int64), (1, 3, 4, 4))
+        result = engine.step((one for _ in engine.share), number, 0.1)
+    return {"seconds": result.seconds, "waited_s": result.waited_s}
+
+
+@pytest.mark.parametrize("launcher", ["threads", pytest.param("forked", marks=pytest.mark.process)])
+def test_own_seconds_leave_out_the_wait_for_others(launcher: Any, tmp_path: Path) -> None:
+    early, late = run_on_ranks(2, TARGET, tmp_path, launcher=launcher)
+    assert [i for i, _ in early["seconds"]] == [0, 1]
+    assert [i for i, _ in late["seconds"]] == [2, 3]
+    assert all(seconds >= LATE_S for _, seconds in late["seconds"])
+    assert early["waited_s"] > LATE_S, "the late rank is still at its second microbatch"
+    assert sum(seconds for _, seconds in early["seconds"]) < early["waited_s"]
+    assert late["waited_s"] < LATE_S
+    assert run_on_ranks(1, TARGET, tmp_path, launcher="threads") == [{"seconds": (), "waited_s": None}]
