@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from app.settings.strategy import StrategySettings
-from app.training import exactness
+from app.training import plain_training
 from app.verify import VerifyCommand, main, verify
 from parallel.engine.engine import Engine
 from parallel.engine.optimizer_step import OptimizerStep
@@ -149,15 +149,15 @@ def test_what_it_writes(tmp_path, capsys):
 
 
 def test_a_wrong_gradient_is_found(monkeypatch, tmp_path, capsys):
-    right, plain = exactness.RandomProjectionLoss.value, exactness.PlainTraining.step
+    right, plain = plain_training.RandomProjectionLoss.value, plain_training.PlainTraining.step
 
     def step_right(*arguments):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exactness.RandomProjectionLoss, "value", right)
+            patch.setattr(plain_training.RandomProjectionLoss, "value", right)
             return plain(*arguments)
 
-    monkeypatch.setattr(exactness.RandomProjectionLoss, "value", lambda *given: 1.001 * right(*given))
-    monkeypatch.setattr(exactness.PlainTraining, "step", step_right)
+    monkeypatch.setattr(plain_training.RandomProjectionLoss, "value", lambda *given: 1.001 * right(*given))
+    monkeypatch.setattr(plain_training.PlainTraining, "step", step_right)
     assert main([*TINY, "--parallel", "single", "--steps", "1", "--out", str(tmp_path)]) == 1
     assert "FAILED: " in capsys.readouterr().out
     written = json.loads((tmp_path / "verify.json").read_text())
