@@ -60,7 +60,7 @@ FAULTS = [
         *("--cuts is about", "--recompute stage is about", "--compile is about", "leave --zero 1 out"),
     ),
     ("stream=0", "--stream takes none, auto or the side of boxes in px, such as 512; got '0'"),
-    ("stream=512 recompute=block ranks=2", "incompatible with --recompute block", "--stream 512 is not for --parallel auto"),
+    ("stream=512 recompute=block ranks=2", "with --recompute block", "--stream 512 is not for --parallel auto"),
     ("stream=auto 1f1b ranks=2 memory=1GiB", "--stream auto is planned for --parallel single, ddp and spatial"),
     (
         "stream=512 zero-bubble ranks=2 norm_statistics=deferred",

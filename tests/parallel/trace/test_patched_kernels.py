@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from app.settings.strategy import StrategySettings
-from app.training import exactness
+from app.training import exactness, plain_training
 from app.verify import VerifyCommand, verify
 from parallel.trace.patched_kernels import CHANNELS, conv2d, patch_kernels
 
@@ -87,8 +87,8 @@ STRATEGIES: list[dict[str, Any]] = [
 def test_gradients_are_those_of_contiguous_tiles(strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain step of ``verify`` is helped, too: here it computes in the layout that torch gets right."""
 
-    class OnContiguous(exactness.PlainTraining):
-        def __init__(self, trial: exactness.ExactnessTrial) -> None:
+    class OnContiguous(plain_training.PlainTraining):
+        def __init__(self, trial: plain_training.ExactnessTrial) -> None:
             super().__init__(dataclasses.replace(trial, channels_last=False))
 
     monkeypatch.setattr(exactness, "PlainTraining", OnContiguous)
