@@ -84,7 +84,7 @@ def test_who_is_ended_by_what_starts_us_is_waited_for(tmp_path, other, monkeypat
     path.write_text(json.dumps(json.loads(path.read_text()) | {"agent": "host 1"}))
     threading.Timer(1.0, other.kill).start()
     begun_s = time.monotonic()
-    monkeypatch.setattr(Holder, "here", lambda: replace(here, agent="host 1"))
+    monkeypatch.setattr(Holder, "of_this_process", lambda: replace(here, agent="host 1"))
     with lock_folder(tmp_path):
         assert time.monotonic() - begun_s > 0.9
 
