@@ -36,8 +36,7 @@ from app.training.progress import IndexProgress
 from app.training.run_folder import RunFolder
 from app.training.run_info import describe_environment
 from parallel.comm.launch import RankServer
-from pipelines.catalog.failures import FailedSlides
-from pipelines.catalog.table import counted
+from pipelines.catalog.table import FailedSlides, counted
 
 if TYPE_CHECKING:
     from app.launch.place import RankPlacement

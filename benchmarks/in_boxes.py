@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.graph.partition import Partition
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.rng import get_random_state, set_random_state

@@ -6,7 +6,7 @@ import ctypes
 import gc
 from pathlib import Path
 
-from parallel.profile.malloc import M_MMAP_MAX, M_TRIM_THRESHOLD
+from parallel.profile.cache import M_MMAP_MAX, M_TRIM_THRESHOLD
 
 M_MMAP_THRESHOLD = -3
 """Of malloc.h; see mallopt(3)."""

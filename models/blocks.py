@@ -123,7 +123,7 @@ class SideCheck(nn.Module):
     """A layer that passes (n, c, h, w) on after ``check_sides``; no parameters.
 
     Args:
-        multiple: px that both sides must be a multiple of; a power of two.
+        multiple: of both sides, px; a power of two.
     """
 
     def __init__(self, multiple: int) -> None:

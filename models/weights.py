@@ -1,8 +1,8 @@
 """Weights from a file, or of a library, into a model: what ``--weights`` does.
 
 Takes .pt, .pth or .safetensors with a state dict, bare or under ``teacher``, ``model`` or ``state_dict``, with or
-without words before its names such as ``module.`` or ``backbone.``; gives what matched, block by block. A checkpoint of
-ours gives the averages of its weights where it has any.
+without words before its names such as ``module.`` or ``backbone.``; returns what matched, block by block. Of a
+checkpoint of ours, averages of weights are taken where it has any.
 """
 
 from __future__ import annotations

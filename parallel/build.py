@@ -17,15 +17,15 @@ from torch import nn
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
-from parallel.comm.local import LocalCommunicator
 from parallel.comm.sharded_reducer import Piece, ShardedReducer
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.cost.stage_cost import nominal_costs
 from parallel.engine.async_engine import AsyncEngine
 from parallel.engine.engine import Engine
 from parallel.engine.messages import Messenger
 from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep
 from parallel.engine.parameter_server import ParameterServer
-from parallel.engine.rank_program import RankProgram, StageGroups
+from parallel.engine.rank_program import RankProgram, StageGroups, statistics_of_stage
 from parallel.engine.state_dict import FullStateDict
 from parallel.engine.step import Observer
 from parallel.engine.transfers import Routes, StageTransfers
@@ -42,13 +42,12 @@ from parallel.schedule.action import Action, Kind, Schedule, held
 from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_communication
-from parallel.schedule.pushes import PushRule
 from parallel.schedule.shares import Shares
+from parallel.schedule.text import PushRule
 from parallel.schedule.timeline import StageCost
-from parallel.stage.joint_statistics import statistics_of_stage
+from parallel.stage.microbatch_state import WeightVersions
 from parallel.stage.split_backward import DeferredWeights
 from parallel.stage.stage import Compute, Loss, Stage
-from parallel.stage.weight_versions import WeightVersions
 from parallel.strategy import Strategy
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import MOST_PLANS, BoxedParts, plan_alone, team_plans
@@ -56,9 +55,8 @@ from parallel.team.team_stage import Plans
 from parallel.team.team_stages import stages_of_rank
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
-from parallel.trace.trace import Traced
-from parallel.trace.untraced import Untraced, UntracedModule, trace_as_needed
-from parallel.trace.updated_faults import refuse_schedule
+from parallel.trace.trace import Traced, Untraced, UntracedModule, trace_as_needed
+from parallel.trace.updated_search import refuse_schedule
 
 
 def assemble(

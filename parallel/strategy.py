@@ -20,10 +20,9 @@ from parallel.schedule.check import check
 from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.pushes import PushRule
 from parallel.schedule.registry import PIPEDREAM, SPATIAL, SUBGRAPH, build_schedule, kind_of, mesh_for
 from parallel.schedule.shares import Changes, Shares, share_of
-from parallel.schedule.text import from_csv
+from parallel.schedule.text import PushRule, from_csv
 from parallel.schedule.timeline import StageCost
 from parallel.space.team import Grid
 
@@ -57,10 +56,10 @@ class Strategy:
         schedule_csv: text of a schedule file, run in place of the named one's actions on the same mesh.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
         compile: run the stages through ``torch.compile``.
-        gradient_bytes: of a stage's gradients summed at once over the ranks that hold it, from its last backward pass
-            on; 0: all, once this rank has computed everything; None: as ``GradReducer`` does.
+        gradient_bytes: of a stage's gradients in a sum over the ranks that hold it, from its last backward pass on; 0:
+            all, once this rank has computed everything; None: as ``GradReducer`` does.
         grid: of the teams, which divide each tile among their ranks; None: one rank a team.
-        shares: microbatches of each group; empty: consecutive ones, as many for each.
+        shares: microbatches of each group; empty: consecutive ones, the same number for each.
         changes: steps from which other shares are in force.
         rebalanced: shares follow the speed of groups.
         pushes: how the parameter server of async treats gradients; None: under other strategies.
@@ -105,7 +104,7 @@ class Strategy:
         """Return the microbatches that a group computes, rising.
 
         Raises:
-            ValueError: there are not as many as groups.
+            ValueError: there are more or fewer than groups.
         """
         return self.shares[group] if self.shares else share_of(group, self.groups, self.m)
 
@@ -136,7 +135,7 @@ class Strategy:
 
     @property
     def holders(self) -> int:
-        """Ranks that hold each stage; half as many the middle one of two inverted replicas."""
+        """Ranks that hold each stage; half of them the middle one of two inverted replicas."""
         return self.copies * self.members
 
     @property
@@ -149,7 +148,7 @@ class Strategy:
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **policy))
 
     @property
-    def savings(self) -> str:
+    def policy_text(self) -> str:
         """Return the measures that save memory, for people: "+recompute block +offload"; empty without any."""
         recompute = self.policy.recompute
         words = (
@@ -166,7 +165,7 @@ class Strategy:
             mesh += f" of {self.grid}"
         elif self.ways > 1:
             mesh = f" {self.groups} x {self.ways}"
-        return f"{self.name}{mesh}, m={self.m} {self.savings}".rstrip()
+        return f"{self.name}{mesh}, m={self.m} {self.policy_text}".rstrip()
 
     @property
     def mesh(self) -> Mesh:
@@ -182,7 +181,7 @@ class Strategy:
         policy = self.policy
         if self.compile and (policy.segmented or policy.moves or policy.parameters):
             faults.append(
-                "compiled stages cannot be computed again in parts, nor what they keep or their parameters be moved to "
+                "compiled stages cannot be recomputed in parts, nor what they keep or their parameters be moved to "
                 "the host: do not compile, or do not save memory so"
             )
         if (policy.segmented or policy.parameters) and self.name == "zero-bubble":
@@ -272,7 +271,7 @@ class Strategy:
         """Return the stages of the model.
 
         Raises:
-            ValueError: cuts that are not in the model, or not as many as the stages need.
+            ValueError: cuts that are not in the model, or more or fewer than the stages need.
         """
         stages = self.mesh.stages
         if not self.cuts:

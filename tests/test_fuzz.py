@@ -86,7 +86,7 @@ def test_own_errors_are_known_by_what_raises_them() -> None:
             call()  # type: ignore[operator]
         return caught.value
 
-    from pipelines.tiles.index_parts import IndexPart
+    from pipelines.tiles.tile_table import IndexPart
 
     def refused() -> None:
         raise SlideError("damaged")

@@ -53,7 +53,6 @@ def test_only_the_device_feed_lets_torch_into_the_data_side():
         "pipelines/stream/device.py",
         "pipelines/stream/device_batch.py",
         "pipelines/stream/device_pixels.py",
-        "pipelines/stream/tile_bytes.py",
     }
 
 

@@ -26,7 +26,7 @@ from app.training.dataset import prepare
 from app.training.run_folder import RunFolder
 from app.training.run_info import describe_environment
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 
 MAY_GROW = ("tiles", "ranks", "stages", "strategies", "repeats", "resume", "out", "trial_timeout_s", "index_workers")
 """Settings that may differ when a benchmark is gone on with: they add runs, and change none that was made."""

@@ -18,8 +18,15 @@ import torch
 from app.launch.host import cpu_model, memory_bytes, usable_cores
 from app.launch.place import Precision, autocast_of, decide_precision, device_kind
 from parallel.cost.calibrated import CostModel
-from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES, Cluster
-from parallel.cost.devices import DeviceSpec, LinkSpec, device_named, link_named
+from parallel.cost.cluster import (
+    COMMUNICATOR_BYTES,
+    LINK_BYTES,
+    Cluster,
+    DeviceSpec,
+    LinkSpec,
+    device_named,
+    link_named,
+)
 from parallel.cost.roofline import BANDWIDTH, cost_on
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
@@ -177,7 +184,7 @@ def _linked(cluster: Cluster, speed: LinkSpeed) -> Cluster:
         cluster,
         inside=speed.messages,
         sums=speed.sums,
-        told=told,
+        inside_team=told,
         beside_backward=speed.beside_backward,
         gathering=speed.gathering,
     )

@@ -63,7 +63,7 @@ def _line(row: PlanRow, mark: str) -> Sequence[str]:
     if row.refused:
         return (candidate.name, "", "", "no", "", "", "")
     return (
-        f"{candidate.name} {candidate.savings}".rstrip(),
+        f"{candidate.name} {candidate.policy_text}".rstrip(),
         _mesh(candidate),
         str(candidate.m),
         "yes" if row.fits else f"{bytes_text(row.over_bytes)} over",
@@ -102,7 +102,7 @@ def _largest_line(found: LargestTile, cluster: Cluster) -> Sequence[str]:
     if row is None:
         return (found.name, "none", "", "", "", "", "", _next_size(found, cluster))
     return (
-        f"{found.name} {row.strategy.savings}".rstrip(),
+        f"{found.name} {row.strategy.policy_text}".rstrip(),
         str(found.tile),
         str(row.strategy.m),
         bytes_text(max(row.peak_bytes)),

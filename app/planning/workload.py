@@ -29,7 +29,7 @@ from parallel.plan.largest_tile import LIMIT
 from parallel.plan.part_costs import Divisible
 from parallel.plan.stages import Task
 from parallel.plan.streamed import Streamed
-from parallel.space.region import PaperRegion
+from parallel.space.spatial_plan import PaperRegion
 from parallel.space.team import Grid
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import with_sums
@@ -37,7 +37,7 @@ from parallel.streaming.read_region import read_region
 from parallel.streaming.region import Region
 from parallel.streaming.step_record import StepRecord, record, with_record
 from parallel.trace.trace import Traced, run_again, trace
-from parallel.trace.updated_faults import copies_fault
+from parallel.trace.updated_search import copies_fault
 from parallel.trace.without_data import preserve_module_state, refuse_tile_size
 
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from models.losses import TileClassLoss
 from parallel.comm.communicator import Communicator, agree
-from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import broadcast_object
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_memory import HostMemory

@@ -19,9 +19,8 @@ from typing import Any
 from app.settings.fields import read_data, write_json
 from app.training.run_slides import opening
 from pipelines.catalog.catalog import PREDICTIONS_FILE, SlideSpec
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlideState
-from pipelines.catalog.table import shown, write_rows
+from pipelines.catalog.table import FailedSlides, shown, write_rows
 from pipelines.slides.whole_files import write_text
 
 SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"

@@ -36,7 +36,7 @@ from app.settings.strategy import StrategySettings
 from app.training.progress import log_to
 from app.training.run_slides import opening, predicted_slides
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.profile.gpu import is_device_fault, lacks_memory
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import map_isolated
@@ -217,7 +217,7 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
     if writes and len(share) > len(todo):
         _say(f"done in {command.out} already: {counted(len(share) - len(todo), 'slide')}")
     if writes:
-        folder.failed.forget([spec.slide_id for spec in todo])
+        folder.failed.remove([spec.slide_id for spec in todo])
     failed = []
     for number, spec in enumerate(todo, 1):
         started_s = time.perf_counter()

@@ -29,7 +29,7 @@ from app.settings.run import DataSettings, RunConfig
 from app.training.engines import choose_algorithms
 from app.training.model import takes_channels_last
 from app.training.run_slides import SlideColumns
-from models.bag import put_bag_head
+from models.heads import put_bag_head
 from models.registry import build_model
 from parallel.offload.copies import read_later
 from parallel.profile.gpu import has_bf16, set_tf32
@@ -37,7 +37,7 @@ from pipelines.catalog.handles import SlideState
 from pipelines.labels.class_names import patient_in, positive_class
 from pipelines.stream.augment import AugmentSettings, StainSteps
 from pipelines.stream.device_pixels import IMAGENET, PixelMaker
-from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain import StainFit
 
 log = logging.getLogger(__name__)
 

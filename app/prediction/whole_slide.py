@@ -40,8 +40,7 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError
 from pipelines.stream.device import allocate_pinned
-from pipelines.tiles.stain_fit import StainFit
-from pipelines.tiles.stain_fits import STEP
+from pipelines.tiles.stain import StainFit
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
 
 log = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ def predict_slide(
         what = f"{unread} windows with tissue cannot be read and are left out: {windows.damaged[1] or scored.fault}"
         folder.failed.add(spec.slide_id, "windows", what)
     if isinstance(windows.stain, str):
-        folder.failed.add(spec.slide_id, STEP, f"its colours are left as they are: {windows.stain}")
+        folder.failed.add(spec.slide_id, "stain", f"its colours are left as they are: {windows.stain}")
     areas = write_areas(model, windows, scored, folder, spec.slide_id)
     write_tiles(folder.tiles(spec.slide_id), model.classes, _tile_rows(windows, scored))
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"

@@ -15,12 +15,12 @@ from typing import Literal
 from app.settings.fields import bytes_of
 from app.settings.launcher import find_launch
 from parallel.memory.policy import ActivationPolicy, Offload, Recompute
-from parallel.schedule.pushes import PushRule, read_pushes
 from parallel.schedule.registry import default_microbatches
 from parallel.schedule.shares import FINE, Changes, parse_counts, read_changes
+from parallel.schedule.text import PushRule, read_pushes
 from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
-from pipelines.slides.rare import Rare
+from pipelines import Rare
 
 Parallel = Literal[
     "auto",

@@ -24,8 +24,8 @@ from app.training.dataset import Dataset, class_areas
 from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine
 from parallel.offload.host_memory import HostMemory
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
+from pipelines.catalog.table import FailedSlides
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region, TileBox
 from pipelines.stream.augment import AugmentSettings
@@ -206,11 +206,11 @@ def training_tiles(
                 "--sample class draws classes of tiles equally often, and segmentation has classes of pixels: use "
                 "--sample pixels"
             )
-        stream = stream.balance(dataset.tile_labels[rows])
+        stream = stream.class_balanced(dataset.tile_labels[rows])
     elif sample != "tiles":
         by_slide = sample == "slide"
         weights = slide_weights(stream.tiles.slide) if by_slide else _pixel_weights(dataset, rows, placement)
-        stream = stream.weigh(weights)
+        stream = stream.weighted(weights)
     if config.index.whole_pictures:
         stream = stream.crop(varied=config.augmentation.augment == "device", flip=config.augmentation.flip)
     return stream.augment(augmentation_of(config))

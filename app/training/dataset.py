@@ -19,9 +19,8 @@ from app.training.run_folder import RunFolder
 from app.training.run_slides import choose_splits, find_run_slides
 from pipelines.cache.tile_cache import CachedSpec, TileCache
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
-from pipelines.catalog.table import counted, listed
+from pipelines.catalog.table import FailedSlides, counted, listed
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import NOTHING_COUNTS, ClassMap, TileLabel, positive_class
 from pipelines.labels.slide_labels import SlideLabels, find_labels
@@ -29,9 +28,8 @@ from pipelines.labels.splits import Splits, split_folders
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
 from pipelines.stream.augment import StainSteps
-from pipelines.tiles.index import SlideDone, TileTable, build_index, pinned
-from pipelines.tiles.stain_fit import StainFit
-from pipelines.tiles.stain_fits import fit_slides
+from pipelines.tiles.index import SlideDone, TileTable, build_index, with_index_state
+from pipelines.tiles.stain import StainFit, fit_slides
 from pipelines.tiles.tile_table import sides_text
 
 log = logging.getLogger(__name__)
@@ -133,7 +131,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         tiles, areas = _drawn_areas(tiles, truth, specs, failed, points)
         tiles, tile_labels = _labelled(tiles, rule.classes(areas), progress)
         usable = list(tiles.slides)
-    specs = pinned([spec for spec in specs if spec.slide_id in set(usable)], tiles)
+    specs = with_index_state([spec for spec in specs if spec.slide_id in set(usable)], tiles)
     slide_labels = {s: truth.label[s] for s in usable} if isinstance(truth, SlideLabels) else {}
     given = split_folders(data.slides, specs)
     splits = choose_splits(config, folder, truth, usable, slide_labels, given, progress)
@@ -145,7 +143,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         how = config.colour.method, config.index.tissue_mpp, folder.path
         fits = fit_slides(specs, *how, workers=data.index_workers, progress=progress)
         target = fits.target(config.colour.stain_target)
-        dataset = replace(dataset, stains=tuple(fits.of_slides(tiles.slides)), stain_target=target)
+        dataset = replace(dataset, stains=tuple(fits.fits[slide_id] for slide_id in tiles.slides), stain_target=target)
     _check_training_part(dataset)
     return dataset
 

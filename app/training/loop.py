@@ -28,8 +28,8 @@ from app.training.session import Session
 from app.training.share import share
 from app.training.steps import TrainLoader, steps_of
 from app.training.validation import evaluate
+from parallel.engine.optimizer_step import averages_of
 from parallel.engine.step import NonFiniteLoss, StepResult
-from parallel.engine.weight_average import averages_of
 from parallel.strategy import DELAYED
 from pipelines.catalog.table import listed
 from pipelines.stream.batch import Batch

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 from app.training.run_folder import CsvLog, RunFolder
 from app.training.validation import Scores
 from parallel.engine.step import StepResult
-from parallel.schedule.pushes import Push
-from pipelines.catalog.failures import names_file
-from pipelines.catalog.table import write_rows
+from parallel.schedule.text import Push
+from pipelines.catalog.table import names_file, write_rows
 
 if TYPE_CHECKING:
     from app.training.session import Session

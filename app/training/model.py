@@ -22,11 +22,10 @@ from app.settings.optimization import ModelSettings, OptimizerSettings
 from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_counts
 from app.training.share import share
-from models.bag import BagLoss, has_bag_head, put_bag_head
+from models.heads import BagLoss, has_bag_head, put_bag_head
 from models.layer_depth import freeze, layer_decay_scales, layers_of
 from models.losses import PixelClassLoss, TileClassLoss, balanced_weights
-from models.pretrained import PRETRAINED, names_weights, pretrained_weights
-from models.registry import build_model
+from models.registry import PRETRAINED, build_model, names_weights, pretrained_weights
 from models.weights import IMAGENET, LoadedWeights, Weights, load_weights, read_weights
 from parallel.comm.communicator import Communicator
 from parallel.trace.without_data import preserve_module_state, refuse_tile_size, run_without_data

@@ -22,7 +22,7 @@ from pipelines.labels.folds import fold_splits, read_split_file, site_splits
 from pipelines.labels.slide_labels import SlideLabels, read_mpp
 from pipelines.labels.splits import Splits, fixed_splits, make_splits
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 
 OF_THE_FILE = frozenset({"slide_id", "path", "state", "backend"})
 """Fields of a `SlideSpec` that no checkpoint keeps: they follow from the file, or, as the backend, change no pixel."""

@@ -36,8 +36,8 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.graph.partition import Partition, equal_cost
 from parallel.memory.policy import ActivationPolicy, Recompute
 from parallel.memory.rank_bytes import rank_bytes
-from parallel.memory.recompute_ranks import chosen_runs
-from parallel.memory.stage_memory import StageMemory
+from parallel.memory.recompute_search import chosen_runs
+from parallel.memory.stage_bytes import StageMemory
 from parallel.schedule.shares import split_batch
 from parallel.strategy import Strategy
 

@@ -20,8 +20,8 @@ from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.slide_labels import SlideLabels, find_labels, read_mpp_column
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide, SlideError, TileReadError
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import find_tiles
+from pipelines.tiles.tiling import IndexSettings
 
 ROOT = Path(__file__).parents[2]
 MPP = 0.5

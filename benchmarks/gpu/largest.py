@@ -20,7 +20,7 @@ from benchmarks.gpu.work import CLASSES, Problem, Work
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes
-from parallel.memory.stage_memory import StageMemory
+from parallel.memory.stage_bytes import StageMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.schedule.registry import build_schedule, mesh_for
 

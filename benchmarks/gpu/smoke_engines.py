@@ -36,7 +36,7 @@ from benchmarks.gpu.setting import Row
 from benchmarks.gpu.smoke_commands import STOP_AFTER
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.step import Microbatch
 from parallel.profile.gpu import set_tf32
 from parallel.schedule.shares import split_batch

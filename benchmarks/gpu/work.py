@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.gpu.setting import Setting
 from models.registry import build_model
 from parallel.build import put_to_work
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import Partition

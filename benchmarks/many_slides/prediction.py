@@ -41,7 +41,7 @@ def write_checkpoint(path: Path, tile: int) -> None:
     from app.settings.optimization import ModelSettings
     from app.settings.run import DataSettings, RunConfig
     from models.registry import build_model
-    from pipelines.tiles.index_settings import IndexSettings
+    from pipelines.tiles.tiling import IndexSettings
 
     torch.manual_seed(0)
     net = build_model(MODEL, classes=2)

@@ -23,7 +23,7 @@ from benchmarks.offload_study import naive
 from benchmarks.offload_study.pictures import Pictures
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copies import CopyClock, CopyTime

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from app.planning.workload import Workload
-from parallel.cost.cluster import Cluster
-from parallel.cost.devices import LinkSpec
+from parallel.cost.cluster import Cluster, LinkSpec
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import equal_cost

@@ -24,8 +24,8 @@ from benchmarks.out_of_core.problem import CLASSES, strategy_of
 from benchmarks.resident import resident, settle
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import gather_objects
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine, microbatch_seed
 from parallel.offload.live_bytes import LiveBytes

@@ -37,13 +37,13 @@ from benchmarks.overlap.settings import MACHINES, WARM_UP, Case, Setting, Window
 from benchmarks.results import measured_on
 from benchmarks.tile_reading.cache import SHARE
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
-from pipelines.catalog.failures import FailedSlides
+from parallel.comm.thread_comm import LocalCommunicator
 from pipelines.catalog.handles import SlidePool
+from pipelines.catalog.table import FailedSlides
 from pipelines.slides.slide import Slide
 from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.stream import TileStream
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 
 CPU, LR, MICROBATCHES, LINK_S = torch.device("cpu"), 1e-5, 4, 2e-3
 

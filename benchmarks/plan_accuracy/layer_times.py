@@ -18,11 +18,11 @@ from torch import nn
 from benchmarks.plan_accuracy.layer_measured import measure
 from benchmarks.results import finish, markdown_table, measured_on, parser_of, publish, results, write_json
 from models.registry import build_model
-from parallel.cost.shapes import products
+from parallel.cost.roofline import products
 from parallel.cost.stage_cost import Costs
 from parallel.graph.layers import Layer, LayerGraph
+from parallel.profile.cache import keep_freed_memory
 from parallel.profile.calibrate import LONG_S, QUICK_S, DeviceUse, calibrate
-from parallel.profile.malloc import keep_freed_memory
 from parallel.trace.trace import trace
 
 PLAIN = "plain12"

@@ -28,7 +28,7 @@ from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch
 from parallel.offload.packing import ActivationMeter
 from parallel.plan.plan import PlanRow
-from parallel.profile.malloc import keep_freed_memory
+from parallel.profile.cache import keep_freed_memory
 from parallel.schedule.shares import split_batch
 from parallel.strategy import Strategy
 

@@ -15,7 +15,7 @@ from benchmarks.schedules.ours import Ours
 from benchmarks.schedules.peers import DataParallel, PlainLoop, TorchPipeline
 from benchmarks.schedules.workload import Contender, Workload
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.offload.packing import ActivationMeter
 
 WARM_UP = 1

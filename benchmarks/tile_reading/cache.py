@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from benchmarks.results import OUT, markdown_table, parser_of, publish, results
 from benchmarks.tile_reading.slide import make_slide
 from pipelines.backends.registry import open_slide
+from pipelines.cache.shards import CacheSpec
 from pipelines.cache.tile_cache import CachedSlide, TileCache
-from pipelines.cache.tile_kind import CacheSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Slide
 
@@ -163,6 +163,8 @@ class _Slow(CachedSlide):
 
     def __init__(self, slide: Slide, storage: Storage) -> None:
         self._slide, self._storage = slide, storage
+        self.path, self.backend, self.mpp = slide.path, slide.backend, slide.mpp
+        self.levels, self.bounds = slide.levels, slide.bounds
 
     def read(self, region: Region, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         with self._storage.waiting():

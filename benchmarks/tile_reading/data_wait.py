@@ -24,8 +24,8 @@ from app.training.outcome import Stopwatch
 from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from benchmarks.results import OUT, measured_on, parser_of, write_json
-from pipelines.catalog.failures import FailedSlides
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.catalog.table import FailedSlides
+from pipelines.tiles.tiling import IndexSettings
 
 WARM_UP = 2
 

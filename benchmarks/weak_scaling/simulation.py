@@ -86,7 +86,7 @@ class Curve:
 
     @property
     def name(self) -> str:
-        return f"{self.strategy.name} {self.strategy.savings}".rstrip()
+        return f"{self.strategy.name} {self.strategy.policy_text}".rstrip()
 
     @property
     def images_per_s(self) -> list[float]:

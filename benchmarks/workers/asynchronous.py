@@ -27,8 +27,8 @@ from benchmarks.results import OUT, markdown_table, measured_on, results, write_
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
-from parallel.schedule.pushes import PushRule
 from parallel.schedule.shares import consecutive
+from parallel.schedule.text import PushRule
 from parallel.strategy import Strategy
 
 M, SIZE, SIDE, CLASSES = 12, 4, 8, 4

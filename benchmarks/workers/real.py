@@ -27,7 +27,7 @@ from benchmarks.results import markdown_table, measured_on, parser_of, results, 
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.schedule.shares import best_counts, consecutive

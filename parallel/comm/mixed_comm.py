@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator, Operation, Work, agree
-from parallel.comm.device_thread import OrderedTasks
+from parallel.comm.device_thread import OrderedTasks, page_lock
 from parallel.comm.kinds import RankKind, are_mixed, by_node
-from parallel.comm.local import LocalCommunicator
 from parallel.comm.objects import broadcast_object, in_memory_order
-from parallel.comm.page_lock import page_lock
+from parallel.comm.thread_comm import LocalCommunicator
 
 Way = Literal["host", "device"]
 

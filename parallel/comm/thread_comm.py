@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for checking a strategy without a launcher, and for tests.
+"""Ranks as threads of one process: for checking a strategy without a launcher, for tests, and for a run of one rank.
 
 A send and its receive meet: whichever comes second copies, and both are done. The threads share what a process has one
 of, such as torch's random number generator and the standard streams.
@@ -232,3 +232,10 @@ def _sum(tensors: list[Tensor]) -> None:
         total.add_(tensor)
     for tensor in tensors[1:]:
         tensor.copy_(total)
+
+
+class LocalCommunicator(ThreadCommunicator):
+    """Rank 0 of 1."""
+
+    def __init__(self) -> None:
+        super().__init__(ThreadGroup(1, timeout_s=0), (), 0, 1, 0)

@@ -16,8 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from parallel.cost.roofline import FREE, accumulated_bytes, backward_bytes, forward_bytes
-from parallel.cost.shapes import Product, kind_of, largest_flops
+from parallel.cost.roofline import (
+    FREE,
+    Product,
+    accumulated_bytes,
+    backward_bytes,
+    forward_bytes,
+    kind_of,
+    largest_flops,
+)
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import Convolution, LayerGraph, Op
 
@@ -26,7 +33,7 @@ PASSES = ("forward", "input", "weight")
 has two of the second kind, which cost about the same."""
 
 LANES = 16
-"""Channels that programs work on at once; other numbers leave part of them idle."""
+"""Channels that programs work on together; other numbers leave part of them idle."""
 
 USUAL, ADDITION = "relu", "add"
 """Operations whose curves stand in for what was not calibrated, and for the sums of gradients."""
@@ -77,7 +84,7 @@ def _product_features(flops: float, written: float) -> tuple[float, ...]:
 
 
 def _convolution_features(shape: Convolution, flops: float) -> tuple[float, ...]:
-    """Channels of a group, groups, kernel, stride, dilation, px that come out, tiles, idle lanes.
+    """Channels of a group, groups, kernel, stride, dilation, output px, tiles, idle lanes.
 
     Of a convolution beyond those that are timed, the px are those of one just as large as the largest timed: what it
     attains is bounded, and kernel and channels stay as they are.
@@ -206,7 +213,7 @@ class CostModel:
         return Costs(layers, source, self.expected_error)
 
     def _products(self, positions: Sequence[tuple[int, Op]]) -> list[tuple[int, Op, dict[str, float]]]:
-        """(position, operation, pass -> seconds) of all products, each kind evaluated at once."""
+        """(position, operation, pass -> seconds) of all products, each kind evaluated in one call."""
         by_kind: dict[str, list[tuple[int, Op, OpWork]]] = {}
         for at, op in positions:
             if (work := work_of(op)) is not None:

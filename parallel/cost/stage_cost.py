@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel.cost.devices import LinkSpec
+from parallel.cost.cluster import LinkSpec
 from parallel.graph.layers import RANDOM_STATE
 from parallel.graph.partition import NOMINAL_COPY_BANDWIDTH, Partition, equal_cost
 from parallel.schedule.timeline import LinkCost, StageCost

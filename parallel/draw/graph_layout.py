@@ -44,7 +44,7 @@ class Wire:
 
     Attributes:
         arrow, dot: the wire ends at a part, and begins on another wire of the same source.
-        kind: "trunk" straight from box to box, "lane" down beside the boxes, "stub" from a lane to a box.
+        kind: "trunk" straight from box to box, "lane" down next to the boxes, "stub" from a lane to a box.
     """
 
     source: int
@@ -56,7 +56,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Rows of one stage in one column; the stage begins here or goes on."""
+    """Rows of one stage in one column; the stage begins here or continues."""
 
     stage: int
     column: int
@@ -84,7 +84,7 @@ def lay_out(view: ModelView, *, box_width: float, margin: float, top: float, col
     Args:
         margin: left of each column, for words about stages and repeats.
         top: y of the columns' upper end.
-        column_rows: about as many in a column.
+        column_rows: in a column, about.
     """
     users: dict[int, list[int]] = {}
     for link in view.links:

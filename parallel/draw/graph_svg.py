@@ -1,8 +1,8 @@
 """Draw a model's graph as SVG: parts as boxes, values as wires, cuts as lines with the bytes over them.
 
-The file stands by itself, for reports and web pages; it follows the reader's light or dark setting. A box has the
+The file is self-contained, for reports and web pages; it follows the reader's light or dark setting. A box has the
 colour of its stage; the bar in it is its share of the time, light for forward and dark for backward, or of the bytes
-kept for backward where no times are known. The wider a wire, the more bytes it carries.
+saved for backward where no times are known. The wider a wire, the more bytes it carries.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _crossings(layout: Layout) -> list[tuple[float, float, float]]:
 
 
 def _lane_words(wire: Wire, words: str, level: Sequence[tuple[float, float, float]]) -> Iterator[str]:
-    """Upright beside the longest free piece of the lane, where one is long enough."""
+    """Upright next to the longest free piece of the lane, where one is long enough."""
     x, top, bottom = max(
         ((a[0], min(a[1], b[1]), max(a[1], b[1])) for a, b in pairwise(wire.points) if a[0] == b[0]),
         key=lambda piece: piece[2] - piece[1],

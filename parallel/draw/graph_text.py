@@ -1,14 +1,14 @@
 """Write a model's graph as text: a table, data for ``json.dump``, or the DOT language.
 
-DOT is for Graphviz and the many tools that read it (``dot -Tsvg graph.dot``; grammar: graphviz.org/doc/info/lang.html):
-a node for each part, called by its number as in JSON, a cluster for each stage, an edge for all values that one part
-gives another, as wide as their bytes.
+DOT is for Graphviz and the many tools that read it (``dot -Tsvg graph.dot``; grammar: graphviz.org/doc/info/lang.html).
+Each part is a node, called by its number as in JSON; each stage is a cluster. An edge stands for all values that one
+part gives another, as wide as their bytes.
 
 The schema of JSON, version 1; bytes and flops are for the traced shapes of one microbatch, seconds null where unknown:
 
 - ``level``: op, layer, block or module. ``title``: as given.
 - ``nodes``: ``id`` (0, 1, ... in the order they run), ``name`` (unique), ``kind``, ``scope`` (path of the module that
-  is all of it, or ""), ``layers`` (names), ``stage``, ``flops``, ``param_bytes``, ``saved_bytes`` (kept for backward),
+  is all of it, or ""), ``layers`` (names), ``stage``, ``flops``, ``param_bytes``, ``saved_bytes`` (saved for backward),
   ``output_bytes``, ``forward_s``, ``backward_s``.
 - ``edges``: ``source`` and ``target`` (ids), ``values`` (names of layers; none between operations of one layer),
   ``bytes``.

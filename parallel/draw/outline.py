@@ -1,4 +1,4 @@
-"""A model as it is drawn or listed: its layers put together into operations, layers, blocks or modules, and its stages.
+"""A model as it is drawn or listed: its layers grouped into operations, layers, blocks or modules, and its stages.
 
 Parts stand in the order in which they run and cover all layers once.
 """
@@ -54,7 +54,7 @@ class Part:
 
     @property
     def sizes(self) -> list[str]:
-        """Return, in words, the bytes of its parameters and those kept for backward, where there are any."""
+        """Return, in words, the bytes of its parameters and those saved for backward, where there are any."""
         named = ((self.param_bytes, "params"), (self.saved_bytes, "saved"))
         return [f"{bytes_text(size)} {name}" for size, name in named if size]
 
@@ -84,7 +84,7 @@ class Group:
 
 @dataclass(frozen=True)
 class ModelView:
-    """A model as it is to be shown: its layers put together into parts, and its stages.
+    """A model as it is to be shown: its layers grouped into parts, and its stages.
 
     At level ``op`` the operations of a layer follow each other as they run; what passes between them inside the layer
     is not recorded, and time is known of whole layers only.
@@ -120,7 +120,7 @@ class ModelView:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Return the graph's layers put together, in the order in which they run."""
+        """Return the groups of the graph's layers, in the order in which they run."""
         if self.level == "op":
             return tuple(_operations(self.graph))
         blocks = {
@@ -210,11 +210,7 @@ def _split(block: Block, name: str, cuts: Sequence[int]) -> list[tuple[Block, st
 
 
 def _part(
-    graph: LayerGraph,
-    block: Block,
-    name: str,
-    forward_s: Sequence[float] | None,
-    backward_s: Sequence[float] | None,
+    graph: LayerGraph, block: Block, name: str, forward_s: Sequence[float] | None, backward_s: Sequence[float] | None
 ) -> Part:
     layers = graph.layers[block.start : block.stop]
     used = {value for layer in graph.layers[block.stop :] for value in layer.inputs}

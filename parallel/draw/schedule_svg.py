@@ -1,6 +1,6 @@
 """Draw timelines as SVG: a row for each rank, a box for each compute action, empty where the rank waits.
 
-The file stands by itself, with its own background. Boxes are drawn as in the papers: the number is the microbatch, the
+The file is self-contained, with its own background. Boxes are drawn as in the papers: the number is the microbatch, the
 colour the replica, light for forward and dark for backward.
 """
 
@@ -16,7 +16,7 @@ from parallel.schedule.action import Kind
 from parallel.schedule.timeline import Span, Timeline
 
 LABELS, WIDTH, MARGIN = 76.0, 1000.0, 24.0
-"""Width of the column of rank names, of the chart beside it, and of the space around, in px."""
+"""Width of the column of rank names, of the chart next to it, and of the space around, in px."""
 ROW, GAP = 30.0, 5.0
 """Height of a row and of the space between two."""
 
@@ -49,7 +49,7 @@ def schedule_svg(
     Args:
         timeline: alone, or the simulated one when there is another to compare.
         compare: measured; drawn below on the same time scale.
-        teams: ranks that compute each tile together; a line beside their rows joins them.
+        teams: ranks that compute each tile together; a line next to their rows joins them.
     """
     charts = [("", timeline)] if compare is None else [("simulated", timeline), ("measured", compare)]
     whole_s = max(chart.makespan_s for _, chart in charts) or 1.0

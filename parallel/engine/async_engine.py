@@ -22,7 +22,7 @@ from parallel.engine.parameter_server import TAG, flat_buckets
 from parallel.engine.rank_program import RankProgram
 from parallel.engine.step import Microbatch, NonFiniteLoss, Observer, StepBatches, StepResult, mean_loss, read_losses
 from parallel.schedule.action import Action, Kind
-from parallel.schedule.pushes import Push
+from parallel.schedule.text import Push
 
 
 class AsyncEngine(Engine):
@@ -160,11 +160,7 @@ class AsyncEngine(Engine):
         self._load()
 
     def _replay(self, step: int) -> None:
-        """Apply the logged pushes of ``step`` in their order.
-
-        Raises:
-            ValueError: the log has not all minibatches of the step.
-        """
+        """Apply the logged pushes of ``step`` in their order."""
         server, pushes = self._server, self._replayed.get(step, [])
         assert server is not None
         if sorted(push.minibatch for push in pushes) != list(self.share):

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from parallel.comm.communicator import CommunicationError, Communicator
-from parallel.engine.device_clock import DeviceClock, Mark
 from parallel.engine.inference import Outputs, predict, rehearse
 from parallel.engine.rank_program import RankProgram, completing_backwards, last_backwards
+from parallel.engine.recorded import DeviceClock, Mark
 from parallel.engine.step import (
     EngineFault,
     Microbatch,
@@ -152,8 +152,7 @@ class Engine(TrainingEngine):
         return StepResult(loss, tiles, tuple((i, walked_s / len(self.share)) for i in self.share), waited_s)
 
     def _own_seconds(self) -> tuple[tuple[int, float], ...]:
-        """Return the seconds of each microbatch, from the begin of its forward to the end of its backward pass. The
-        rank computes the whole model: it waits for no other in between."""
+        """Return the seconds of each microbatch, from the begin of its forward to the end of its backward pass."""
         begun = {action.i: mark for action, mark, _ in reversed(self._marks)}
         ended = {action.i: mark for action, _, mark in self._marks}
         seconds = self._clock.durations([(begun[i], ended[i]) for i in self.share])
@@ -226,8 +225,7 @@ class Engine(TrainingEngine):
         self._work.transfers.clear()
 
     def _walk(self) -> Tensor:
-        """Do all actions of this rank; return the mean losses and sizes (2, m) of the microbatches whose loss it
-        computed. Reading them waits for the last forward pass, not for what the device has to do after it."""
+        """Do all actions of this rank; return mean losses and sizes (2, m) of microbatches whose loss it computed."""
         for position, action in enumerate(self._actions):
             self._shapes = ""
             try:

@@ -1,7 +1,7 @@
 """Parameter server: holds parameters and the optimizer, and applies each gradient as it arrives.
 
 Asynchronous SGD after Dean et al. 2012 (Downpour), with bounded staleness after Ho et al. 2013 (SSP). A worker pulls
-the parameters, computes the gradient of one minibatch and pushes it; the server applies the push at once. Letters: W
+the parameters, computes the gradient of one minibatch and pushes it; the server applies the push on arrival. Letters: W
 workers, S the staleness bound. The server is on rank 0 and serves every other rank from a thread of its own.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import Bucket, bucketed
 from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep
-from parallel.schedule.pushes import Push, PushRule
+from parallel.schedule.text import Push, PushRule
 
 TAG = 1
 """Of parameters and gradients."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from parallel.comm.communicator import Communicator
 from parallel.schedule.action import Schedule
-from parallel.schedule.pushes import Push
 from parallel.schedule.shares import Shares
+from parallel.schedule.text import Push
 from parallel.space.team import Box
 from parallel.streaming.box_sums import Sums
 from parallel.trace.stage_module import Boxes, as_tensor

@@ -209,8 +209,7 @@ class StageTransfers:
         return sums
 
     def _way(self, action: Action, *, outward: bool) -> tuple[Way, Key, tuple[int, ...]]:
-        """Return the way of what ``action.stage`` gives to ``action.peer``, or receives from it; its key, and the ranks
-        of the peer."""
+        """Return the way and key of what ``action.stage`` exchanges with ``action.peer``, and the ranks of the peer."""
         assert action.peer is not None
         way = (action.stage, action.peer) if outward else (action.peer, action.stage)
         return way, (*way, action.microbatch), self._ranks[action.peer, action.replica]

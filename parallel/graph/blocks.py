@@ -4,7 +4,7 @@ A region between two values that each carry everything stays whole: it is a resi
 model is written. Where long skips leave no such values, as in a U-Net, or there are many skips, as in a dense block,
 the repeated modules inside are the blocks. A module is looked into when it only strings modules together (``layer1``, a
 list of cells) or repeats one several times in series, and is a unit otherwise. Light layers (norms, activations, pools)
-go with the heavy ones beside them, so that fewest bytes cross.
+go with the heavy ones next to them, so that fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _with_light_layers(graph: LayerGraph, unit_of: list[tuple[str, ...]], *, reg
 def _whole_regions(
     graph: LayerGraph, runs: list[Block], unit_of: list[tuple[str, ...]], heavy: frozenset[int]
 ) -> list[Block]:
-    """Return the runs with those of one region put together, unless units repeat in it."""
+    """Return the runs with those of one region joined, unless units repeat in it."""
     inside: set[int] = set()
     for first, last in pairwise([*single_value_cuts(graph), len(graph.layers)]):
         touched = [range(run.start, run.stop) for run in runs if run.scope and run.start < last and run.stop > first]
@@ -228,7 +228,7 @@ def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _joined(runs: list[Block]) -> list[Block]:
-    """Return the runs with neighbours of one unit put together."""
+    """Return the runs with neighbours of one unit joined."""
     result: list[Block] = []
     for run in runs:
         if result and run.scope and run.scope == result[-1].scope:

@@ -16,7 +16,7 @@ from parallel.graph.layers import INPUT, OUTPUT, LayerGraph
 from parallel.graph.partition import carries_data, equal_cost
 
 LEAST = 0.1
-"""Part of a model's seconds that has to be computed beside the busiest member, at least."""
+"""Part of a model's seconds that has to be computed in parallel to the busiest member, at least."""
 LOOKED_FOR = "Inception modules, cells of NAS networks, ASPP, projections beside residual blocks"
 """Blocks that have branches, for messages."""
 
@@ -59,9 +59,9 @@ class Branches:
 
 def find_branches(graph: LayerGraph, members: int) -> Branches:
     """Return the branches of every block, assigned to ``members`` by cost: of each block the region in which most
-    seconds are computed beside the busiest member, assigned by longest processing time first.
+    seconds are computed in parallel to the busiest member, assigned by longest processing time first.
 
-    Of two blocks alike, members take other branches, so that each holds about as many parameters.
+    Of two blocks alike, members take other branches, so that each holds about the same number of parameters.
 
     Raises:
         ValueError: the model has no branches, or too little in them.
@@ -92,7 +92,7 @@ def find_branches(graph: LayerGraph, members: int) -> Branches:
 
 
 def _beside(region: BranchRegion) -> tuple[float, int]:
-    """Return the seconds that are computed beside the busiest member; of equal ones the shorter region goes first."""
+    """Return the seconds computed in parallel to the busiest member; of equal ones the shorter region goes first."""
     return sum(region.seconds) - max(region.seconds), region.start - region.stop
 
 
@@ -162,7 +162,7 @@ def _crossing(graph: LayerGraph, start: int, stop: int) -> tuple[tuple[str, ...]
 
 
 def _longest_first(costs: Sequence[float], members: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return the load of each member and the member of each cost: the largest first, to whoever has least (Graham,
+    """Return the load of each member and the member of each cost: the largest first, to the member with least (Graham,
     Bounds on multiprocessing timing anomalies, 1969)."""
     loads, owners = [0.0] * members, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda k: -costs[k]):

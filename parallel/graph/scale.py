@@ -1,4 +1,4 @@
-"""Graphs for any number of tiles and any side of the tiles, without tracing again.
+"""Graphs for any number and any size of tiles, without tracing again.
 
 ``with_tiles`` scales bytes, flops and operations. What belongs to parameters stays. Statistics that normalisation keeps
 per channel are scaled too, as a graph does not tell them apart: 0.2 % of what ResNet-50 keeps at 224 px, less above.
@@ -114,7 +114,7 @@ Numbers = npt.NDArray[np.object_]
 
 
 class BySide(Generic[T]):
-    """Values of one model, as its graph, which differ in the side of the tiles alone."""
+    """Values of one model, as its graph, which differ in the size of the tiles alone."""
 
     def __init__(self) -> None:
         self._known: dict[int, T] = {}

@@ -87,14 +87,7 @@ def gradient_spans(graph: LayerGraph, start: int = 0, stop: int | None = None) -
 
 @dataclass
 class _Root:
-    """Memory that gradients lie in.
-
-    Attributes:
-        born: position of the layer whose backward pass takes it.
-        whole: one gradient fills it.
-        held: number of gradients in it that are waited for.
-        pinned: another stage holds it, too.
-    """
+    """Memory of gradients: the layer whose backward pass takes it, and how many gradients in it are waited for."""
 
     born: int
     bytes: int

@@ -180,12 +180,7 @@ def rank_bytes(
 def _during(
     stage: StageBytes, kind: Kind, after: Held, weight: float, kept: float, *, first: bool, made: int | None
 ) -> float:
-    """Return the bytes that an action takes besides ``kept``, which its microbatch keeps.
-
-    Args:
-        first: the stage has no gradients yet.
-        made: bytes of gradients that a backward pass makes where they are divided; None: they are whole.
-    """
+    """Return the bytes that an action takes besides ``kept``; ``made``: of gradients where they are divided."""
     if kind is Kind.BACKWARD_WEIGHT:
         return float(stage.parameters * first)
     if kind not in BEGINS_BACKWARD:

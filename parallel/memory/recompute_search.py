@@ -1,9 +1,10 @@
-"""Search the segments of a stage to recompute, so that it fits a number of bytes and takes the fewest more seconds.
+"""Search the layers to recompute: the segments of one stage, and the runs of layers of all ranks.
 
-Takes a stage's layers with their seconds, a budget and the number of microbatches in flight; gives ``Segment``s. A
-dynamic programme over places and bytes held, as in Chen et al. 2016 and Beaumont et al. 2019 (rotor), finds plans by
-the bytes of ``SegmentWindows``, which are close; ``StageMemory`` says what each really takes, and its answer moves the
-budget of the next. Bytes are rounded up to one of ``LEVELS``. No torch here.
+A stage has to fit a number of bytes and take the fewest more seconds. A dynamic programme over places and bytes held,
+as in Chen et al. 2016 and Beaumont et al. 2019 (rotor), finds plans by the bytes of ``SegmentWindows``, which are near;
+``StageMemory`` says what each really takes, and its answer moves the budget of the next. Bytes are rounded up to one of
+``LEVELS``. For all ranks (``ActivationPolicy.chosen``), each stage is searched under its part of the bytes; what a rank
+then takes says how much more or less a part may be. No torch here.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from parallel import remembered
 from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import cut_positions
+from parallel.graph.partition import Partition, cut_positions
 from parallel.memory.policy import ActivationPolicy, Segment
-from parallel.memory.stage_memory import StageMemory
+from parallel.memory.rank_bytes import in_flight, rank_bytes
+from parallel.memory.stage_bytes import StageMemory
 from parallel.memory.windows import SegmentWindows, thinned
+from parallel.schedule.action import Schedule
+from parallel.schedule.mesh import Mesh
 
 LEVELS = 256
 PLACES = 130
@@ -45,29 +51,17 @@ class RecomputeSearch:
     """
 
     def __init__(
-        self,
-        graph: LayerGraph,
-        start: int,
-        stop: int,
-        forward_s: Sequence[float],
-        in_flight: int,
-        memory: StageMemory,
+        self, graph: LayerGraph, start: int, stop: int, forward_s: Sequence[float], in_flight: int, memory: StageMemory
     ) -> None:
         self._memory, self._in_flight = memory, in_flight
         inner = [place for place in cut_positions(graph) if start < place < stop]
         self._places = thinned(graph, [start, *inner, stop], PLACES)
         self._upto = np.concatenate([[0.0], np.cumsum(forward_s)])
         self._windows = SegmentWindows(graph, memory.touched((start, stop)), self._places, forward_s)
-        self._known: dict[Plan, int] = {}
-        self._best: dict[float, Plan | None] = {}
 
+    @remembered
     def best(self, budget: float) -> Plan | None:
-        """Within ``budget``, the plan that takes the fewest seconds."""
-        if budget not in self._best:
-            self._best[budget] = self._fastest(budget)
-        return self._best[budget]
-
-    def _fastest(self, budget: float) -> Plan | None:
+        """Return, within ``budget``, the plan that takes the fewest seconds."""
         start, stop = self._places[0], self._places[-1]
         nothing = (Segment(start, stop, False),)
         if self._bytes(nothing) <= budget:
@@ -122,13 +116,11 @@ class RecomputeSearch:
         """Return the seconds that recomputing it takes."""
         return float(sum(self._upto[s.stop] - self._upto[s.start] for s in plan if s.recompute))
 
+    @remembered
     def _bytes(self, plan: Plan) -> int:
         """Return the bytes that the stage takes at most."""
-        if plan not in self._known:
-            stage = self._memory.of_segments(plan, RULE)
-            peak = max(stage.forward, stage.backward)
-            self._known[plan] = (self._in_flight - 1) * stage.activations + peak
-        return self._known[plan]
+        stage = self._memory.of_segments(plan, RULE)
+        return (self._in_flight - 1) * stage.activations + max(stage.forward, stage.backward)
 
 
 def _joined(plan: Iterable[Segment]) -> Plan:
@@ -176,3 +168,91 @@ def _solve(windows: SegmentWindows, limit: float, cap: float) -> Plan | None:
         level -= int(held[again, first, j])
         j = first
     return _joined(reversed(plan))
+
+
+Runs = tuple[tuple[str, str], ...]
+ROUNDS = 6
+"""Times that the stages' parts of the bytes are set anew."""
+ALMOST = 0.98
+"""Part of the bytes that a plan may take without another round for the rest."""
+
+
+def chosen_runs(
+    partition: Partition,
+    mesh: Mesh,
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    limit_bytes: float,
+    *,
+    slots: int,
+    memory: StageMemory | None = None,
+    **options: Any,
+) -> Runs | None:
+    """Return the runs of all stages of a partition; None where no choice was found that fits.
+
+    Args:
+        partition: of the graph of the largest microbatch and its loss.
+        schedule: without recomputation of whole stages.
+        forward_s: of each layer.
+        limit_bytes: of each rank, for everything.
+        slots, options: as ``rank_bytes`` takes them.
+        memory: of the partition's graph, where searches share it.
+    """
+    memory = StageMemory(partition.graph) if memory is None else memory
+    plain = memory.kept(partition)
+    flights, rooms = [1] * partition.depth, [limit_bytes] * partition.depth
+    for rank, combinations in enumerate(in_flight(schedule, mesh)):
+        held = sorted({stage for stage, _ in mesh.held_by(rank)})
+        own = (2 + slots) * sum(plain[stage].parameters for stage in held)
+        for k, stage in enumerate(held):
+            sharing = [each for each in combinations if each[k]]
+            if not sharing:
+                continue
+            flights[stage] = max(flights[stage], *(each[k] for each in sharing))
+            flying = max(sum(n * plain[s].activations for n, s in zip(each, held, strict=True)) for each in sharing)
+            part = min(1.0, flights[stage] * plain[stage].activations / max(1, flying))
+            rooms[stage] = min(rooms[stage], part * (limit_bytes - own))
+
+    def taken(runs: Runs) -> list[int]:
+        stages = memory.kept(partition, ActivationPolicy("optimal", runs))
+        ranks = rank_bytes(stages, mesh, schedule, slots=slots, **options)
+        return [
+            max(ranks[rank].total for rank in holders if rank < mesh.depth)
+            for holders in map(mesh.teams_with, range(partition.depth))
+        ]
+
+    if max(taken(())) <= limit_bytes:
+        return ()
+    graph, ends = partition.graph, [*partition.starts[1:], len(partition.graph.layers)]
+    bounds = zip(partition.starts, ends, flights, strict=True)
+    searches = [RecomputeSearch(graph, start, stop, forward_s, flying, memory) for start, stop, flying in bounds]
+    fitting: dict[Runs, float] = {}
+    for _ in range(ROUNDS):
+        plans = [search.best(room) or search.least for search, room in zip(searches, rooms, strict=True)]
+        runs = _names(graph, plans)
+        most = taken(runs)
+        if max(most) <= limit_bytes:
+            if runs in fitting:
+                break
+            fitting[runs] = sum(search.seconds(plan) for search, plan in zip(searches, plans, strict=True))
+            if min(most) >= ALMOST * limit_bytes:
+                break
+        rooms = [_next_room(room, size, limit_bytes) for room, size in zip(rooms, most, strict=True)]
+    return min(fitting, key=fitting.__getitem__, default=None)
+
+
+def _next_room(room: float, taken: int, limit: float) -> float:
+    """Bytes of a stage, when its ranks took so many with ``room``."""
+    if taken > limit:
+        return room - 1.25 * (taken - limit) - (1 - ALMOST) / 4 * limit
+    return room + 0.75 * (limit - taken) if taken < ALMOST * limit else room
+
+
+def _names(graph: LayerGraph, plans: Sequence[Plan]) -> Runs:
+    """Return the first and last layer of each run that is recomputed."""
+    return tuple(
+        (graph.layers[segment.start].name, graph.layers[segment.stop - 1].name)
+        for plan in plans
+        for segment in plan
+        if segment.recompute
+    )

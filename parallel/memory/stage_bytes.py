@@ -3,11 +3,12 @@
 Takes a graph that was traced with its loss, the bounds of a stage and the pieces of memory that it touches
 (``liveness``); gives ``StageBytes`` for any segments and policy, by arithmetic over all pieces together. What moves to
 the host is followed piece by piece (``offload_window``). Buffers of modules, a few numbers per channel, are not
-counted. No torch here.
+counted. ``StageMemory`` remembers stages, since a search asks for the same ones again and again. No torch here.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from parallel import remembered
 from parallel.graph.layers import LayerGraph
-from parallel.memory.liveness import Piece, gradient_spans
+from parallel.graph.partition import Partition
+from parallel.memory.liveness import Piece, gradient_spans, pieces
 from parallel.memory.offload_window import HostBytes, OffloadedPieces, Use
-from parallel.memory.policy import KEEP_ALL, ActivationPolicy, Segment
+from parallel.memory.policy import KEEP_ALL, SMALLEST, ActivationPolicy, Segment, segments_of
 
 
 @dataclass(frozen=True)
@@ -265,3 +268,70 @@ def _running(count: int, *spans: Sequence[Any]) -> Ints:
         np.add.at(change, first, size)
         np.subtract.at(change, last + 1, size)
     return change[:-1].cumsum()
+
+
+Bound = tuple[int, int]
+
+
+class StageMemory:
+    """Bytes that stages of ``graph`` hold, worked out once for each.
+
+    Attributes:
+        pieces: of the graph's memory.
+    """
+
+    def __init__(self, graph: LayerGraph) -> None:
+        self.graph = graph
+        self.pieces = pieces(graph)
+        self._at: list[list[int]] = [[] for _ in graph.layers]
+        for number, piece in enumerate(self.pieces):
+            for place in {*piece.made, *piece.saved, *(use for _, use in piece.used)} - {-1}:
+                self._at[place].append(number)
+        self._known: dict[object, tuple[StageBytes, HostBytes]] = {}
+
+    def kept(self, partition: Partition, policy: ActivationPolicy = KEEP_ALL) -> list[StageBytes]:
+        """Return the bytes of every stage on the device.
+
+        Raises:
+            ValueError: a chosen run of layers does not fit the model.
+        """
+        return [self.of_stage(partition, stage, policy) for stage in range(partition.depth)]
+
+    def of_stage(self, partition: Partition, stage: int, policy: ActivationPolicy) -> StageBytes:
+        """Return the bytes of one stage on the device."""
+        return self.of_segments(segments_of(partition, stage, policy), policy)
+
+    def host(self, partition: Partition, policy: ActivationPolicy) -> list[HostBytes]:
+        """Return the bytes of every stage on the host."""
+        return [self._bytes(segments_of(partition, k, policy), policy)[1] for k in range(partition.depth)]
+
+    def of_layers(self, bound: Bound) -> StageBytes:
+        """Return the bytes of the layers from one position to another, not included, when all is kept on the device."""
+        return self.of_segments((Segment(*bound, False),), KEEP_ALL)
+
+    def of_segments(self, segments: Sequence[Segment], policy: ActivationPolicy) -> StageBytes:
+        """Return the bytes of the stage whose layers ``segments`` cover."""
+        return self._bytes(segments, policy)[0]
+
+    def _bytes(self, segments: Sequence[Segment], policy: ActivationPolicy) -> tuple[StageBytes, HostBytes]:
+        key = tuple(segments), (policy.smallest, policy.ahead) if policy.moves else None
+        if key not in self._known:
+            arrays = self.arrays((segments[0].start, segments[-1].stop))
+            self._known[key] = arrays.stage_bytes(segments, policy)
+        return self._known[key]
+
+    @remembered
+    def arrays(self, bound: Bound) -> StageArrays:
+        """Return what the bytes of these layers are worked out with."""
+        return StageArrays(self.graph, *bound, self.touched(bound))
+
+    @remembered
+    def touched(self, bound: Bound) -> list[Piece]:
+        """Return the pieces that these layers make, keep or use."""
+        numbers = {number for place in range(*bound) for number in self._at[place]}
+        return [self.pieces[number] for number in sorted(numbers)]
+
+    @functools.cached_property
+    def saved_bytes(self) -> int:
+        """Return the bytes of the pieces that autograd keeps, without those too small to be moved."""
+        return sum(piece.bytes for piece in self.pieces if piece.saved and piece.bytes >= SMALLEST)

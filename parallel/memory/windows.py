@@ -51,12 +51,7 @@ class Windows:
         param_bytes: (P, P), of parameters, those of a module once.
     """
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        seconds: Sequence[float],
-        positions: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, graph: LayerGraph, seconds: Sequence[float], positions: Sequence[int] | None = None) -> None:
         count = len(graph.layers)
         if positions is None:
             positions = thinned(graph, [0, *cut_positions(graph), count], FINEST)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parallel.comm.page_lock import page_lock
+from parallel.comm.device_thread import page_lock
 from parallel.offload.live_bytes import not_counted
 
 Mark = Any

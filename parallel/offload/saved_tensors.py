@@ -49,13 +49,7 @@ class SavedTensors:
         pool: host memory, with overlap.
     """
 
-    def __init__(
-        self,
-        rule: ActivationPolicy,
-        device: torch.device,
-        *,
-        meter: ActivationMeter | None = None,
-    ) -> None:
+    def __init__(self, rule: ActivationPolicy, device: torch.device, *, meter: ActivationMeter | None = None) -> None:
         self.rule = rule
         self.pool: HostMemory | None = None
         self.copies = Copies.for_device(device)
@@ -256,7 +250,7 @@ class CheckpointedSegment:
             self._compute(*values)
         if saved != self._expected:
             raise RuntimeError(
-                "a part of the model keeps other tensors when it is computed again: "
+                "a part of the model keeps other tensors when it is recomputed: "
                 f"{_forms_text(saved)} after {_forms_text(self._expected)}. It does not compute the same twice: use "
                 "--recompute none, or leave out of the model what depends on anything but its input"
             )

@@ -6,7 +6,8 @@ fast, the one with the fewest bytes between stages. Exact over all places where 
 programming as in PipeDream (Harlap et al., 2018, section 3.2), without replication. No torch here.
 
 Pairs of stages on one rank are searched over at most ``PLACES`` places, spread over the model, and the cuts that
-balance each stage by itself. With no more places than that the result is exact, too.
+balance each stage alone. With no more places than that the result is exact, too. ``best_replicated`` gives stages
+several replicas (Narayanan et al., SOSP 2019, section 3.1), on paper: the engine has one rank a stage.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,8 +65,8 @@ def partition_optimal(
 ) -> Partition:
     """Return the partition into ``stages`` whose slowest rank is fastest; of those, the one with the fewest bytes sent.
 
-    With more stages than ranks (interleaved: stage s on rank s mod D) the slowest stage is made as fast as it can be,
-    and each stage of a rank may take an equal part of its memory.
+    With more stages than ranks (interleaved: stage s on rank s mod D) the slowest stage is made as fast as it can be.
+    Each stage of a rank may then take an equal part of its memory.
 
     Args:
         graph: traced with a microbatch of the size in question.
@@ -117,11 +119,7 @@ class _Problem:
     paired: bool
 
     def solve(self, known: Sequence[int] | None = None) -> list[int]:
-        """Return the positions where stages begin.
-
-        Args:
-            known: positions where stages of pairs may begin.
-        """
+        """Return where stages begin; those of pairs may begin at ``known`` positions."""
         travels = self._travels
         if self.paired:
             pairs = [self._pair(k) for k in range((self.stages + 1) // 2)]
@@ -136,7 +134,7 @@ class _Problem:
 
     @property
     def _travels(self) -> Loads:
-        """Bytes that a window receives, and gives back."""
+        """Bytes that a window receives, and returns."""
         windows = self.windows
         return windows.remembered(
             "travels", lambda: (windows.received_bytes + windows.returned_bytes).astype(np.float64)
@@ -180,8 +178,7 @@ class _Problem:
         assert self.memory is not None
         windows, recompute = self.windows, self.memory.recompute
         return windows.remembered(
-            ("kept", recompute),
-            lambda: (windows.entered_bytes if recompute else windows.kept_bytes).astype(np.float64),
+            ("kept", recompute), lambda: (windows.entered_bytes if recompute else windows.kept_bytes).astype(np.float64)
         )
 
     @property
@@ -190,8 +187,7 @@ class _Problem:
         return self.windows.peak_bytes - self._kept
 
     def _pair(self, k: int) -> Pair:
-        """Return loads of stages k and D-1-k, and which parts of the memory of their ranks they fill, in each state
-        that a rank comes to."""
+        """Return loads of stages k and D-1-k, and the parts of their ranks' memory that they fill in each state."""
         rule, other = self.memory, self.stages - 1 - k
         speed = min(self.speeds[k], self.speeds[other])
         load = self._seconds(speed)
@@ -217,3 +213,60 @@ def _only_windows(loads: Loads) -> Loads:
     """Return ``loads``, infinite where a window would end before it begins."""
     loads[np.tri(len(loads), dtype=bool)] = np.inf
     return loads
+
+
+class ReplicatedStage(NamedTuple):
+    """Parts ``start`` to ``stop``, not included, on so many ranks."""
+
+    ranks: int
+    start: int
+    stop: int
+
+
+def best_replicated(
+    seconds: Sequence[float],
+    parameter_bytes: Sequence[float],
+    sent_bytes: Sequence[float],
+    ranks: int,
+    bandwidth: float,
+) -> tuple[float, tuple[ReplicatedStage, ...]]:
+    """Return the seconds of a minibatch in the steady state, and the stages; of equally fast ones, the fewest.
+
+    A stage of q replicas takes the longer of its passes and of the sums of its gradients, 2 (q - 1) / bandwidth times
+    its parameters, over q. The messages between two stages are shared by the replicas of the second.
+
+    Args:
+        seconds: forward and backward, of each part of the model in order.
+        parameter_bytes: of each part.
+        sent_bytes: of the values that each part hands on for a minibatch; those of the last do not count.
+        ranks: of all stages together.
+        bandwidth: bytes per second of a rank.
+    """
+    size = len(seconds)
+    compute, weights = (np.concatenate([[0.0], np.cumsum(values)]) for values in (seconds, parameter_bytes))
+    windows = np.triu(np.ones((size + 1, size + 1), dtype=bool), 1)
+    ends = np.arange(size + 1)
+    travels = 2 * np.concatenate([[0.0], np.asarray(sent_bytes, dtype=np.float64)]) / bandwidth
+
+    def stage_s(replicas: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """(begin, end) -> seconds of a minibatch; infinite where nothing is between."""
+        passes, sums = compute - compute[:, None], 2 * (replicas - 1) * (weights - weights[:, None]) / bandwidth
+        return np.where(windows, np.maximum(passes, sums) / replicas, np.inf)
+
+    by_replicas = {replicas: stage_s(replicas) for replicas in range(1, ranks + 1)}
+    best = {count: by_replicas[count][0].copy() for count in by_replicas}  # of the first parts, on so many ranks
+    last = {count: [(count, 0)] * (size + 1) for count in best}  # replicas of the last stage, and where it begins
+    for count in best:
+        for replicas in range(1, count):
+            times = np.maximum(best[count - replicas][:, None], by_replicas[replicas])
+            times = np.maximum(times, travels[:, None] / replicas)
+            begins = times.argmin(axis=0)
+            fastest = times[begins, ends]
+            for place in np.flatnonzero(fastest < best[count] * (1 - 1e-9)).tolist():
+                best[count][place], last[count][place] = fastest[place], (replicas, int(begins[place]))
+    stages, count, end = [], ranks, size
+    while end:
+        replicas, begin = last[count][end]
+        stages.append(ReplicatedStage(replicas, begin, end))
+        count, end = count - replicas, begin
+    return float(best[ranks][size]), tuple(reversed(stages))

@@ -23,13 +23,7 @@ MAX_DEPTH = 32
 
 
 def candidates(
-    ranks: int,
-    batch: int,
-    *,
-    names: Sequence[str],
-    most_stages: int,
-    depth: int | None = None,
-    m: int | None = None,
+    ranks: int, batch: int, *, names: Sequence[str], most_stages: int, depth: int | None = None, m: int | None = None
 ) -> Iterator[Strategy]:
     """Yield all without recomputation and without divided state, which are for those that do not fit.
 
@@ -103,8 +97,8 @@ def in_branches(
 
 
 def grids_of(members: int) -> list[Grid]:
-    """Return the grids worth trying: rows alone, whose pieces lie in memory as they are sent, and about as many columns
-    as rows, which have the shortest borders."""
+    """Return the grids worth trying: rows alone, whose pieces lie in memory as they are sent, and nearly square
+    grids, which have the shortest borders."""
     columns = max(c for c in range(1, math.isqrt(members) + 1) if members % c == 0)
     return [Grid(members, 1)] + [Grid(members // columns, columns)] * (columns > 1)
 
@@ -191,7 +185,7 @@ class MemoryOptions:
     def refusal(self, candidate: Strategy) -> str:
         """Return why nothing that ``escalation`` yields can run."""
         if any(self.escalation(candidate)):
-            return "no choice of what is computed again was found that fits the memory"
+            return "no choice of what is recomputed was found that fits the memory"
         asked = f"recompute {' or '.join(self.recompute)}" * ("none" not in self.recompute)
         divided = f"zero {' or '.join(map(str, self.zero))}" * (0 not in self.zero)
         asked = " and ".join(word for word in (asked, "offload" * (False not in self.offload), divided) if word)
@@ -203,11 +197,11 @@ class MemoryOptions:
         elif candidate.stashes:
             reason = "keeps all activations on the device"
         elif candidate.name != "zero-bubble":
-            reason = "has no stage that could be computed again later"
+            reason = "has no stage that could be recomputed later"
         return f"{asked} is asked for, and {candidate.name} {reason}"
 
     def _divisions(self, candidate: Strategy) -> list[int]:
-        """Return the stages of ZeRO to try: of two that take as many bytes, the one that sends less."""
+        """Return the stages of ZeRO to try: of two that take the same bytes, the one that sends less."""
         if candidate.holders == 1 or candidate.name == "fsdp" or candidate.ways > 1:
             return []
         allowed = [zero for zero in self.zero if zero]

@@ -1,8 +1,9 @@
 """Evaluate a strategy: choose its cuts and how it saves memory, check that it fits, and estimate the time of a step.
 
 Takes a task and a cluster; gives a ``PlanRow`` for a strategy. What does not fit is tried with cuts chosen within the
-memory, then with a shared optimizer state of pairs of replicas, then with parts recomputed or offloaded, then with both
-(``MemoryOptions``). Each costs time, so the first that fits is taken. No torch here.
+memory, then with a shared optimizer state of pairs of replicas. Then parts are recomputed or offloaded, then both
+(``MemoryOptions``). Each costs time, so the first that fits is taken. ``step_shares`` says what a step's time is spent
+on. No torch here.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from parallel import remembered
 from parallel.cost.cluster import Cluster
 from parallel.graph.partition import Partition
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.plan.candidates import ANY, MemoryOptions
 from parallel.plan.plan import Limit, Plan, PlanRow, best_of, limit_of
 from parallel.plan.stages import StageCache, Task
 from parallel.plan.step_time import LONG, StepTime, links_between, schedule_of, step_time, weights_of
+from parallel.schedule.action import Kind
 from parallel.schedule.timeline import LinkCost, Timeline
 from parallel.strategy import Strategy
 
@@ -77,7 +81,6 @@ class Evaluator:
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster
         self.stages = StageCache(task, cluster)
-        self._checked: dict[Strategy, list[MemoryCheck]] = {}
 
     def evaluate(self, candidate: Strategy, savings: MemoryOptions = ANY, *, seconds: bool = True) -> PlanRow:
         """Return, of ``candidate`` with whatever of cuts and ``savings`` makes it fit, the fastest of those that cost
@@ -169,23 +172,19 @@ class Evaluator:
         return self.task.batch * candidate.depth > row.images_per_second * least_s
 
     def _best_cuts(self, candidate: Strategy) -> MemoryCheck | None:
-        """Return, of the cuts that balance the ranks and those chosen within the memory, the first that fit, or that
-        miss by less; None where it cannot run."""
+        """Return the first cuts that fit, or that miss by less; None where the candidate cannot run."""
         return min(self._cuts(candidate), key=lambda check: check.over_bytes, default=None)
 
+    @remembered
     def _cuts(self, candidate: Strategy) -> list[MemoryCheck]:
-        """Return the cuts that balance the ranks, if they fit; else those chosen within the memory, if they do; else
-        both. How much they miss by takes a while to count, and is asked only if nothing else fits."""
-        if candidate not in self._checked:
-            checks: list[MemoryCheck] = []
-            for within in (False, True):
-                check = self.check_memory(candidate, within=within)
-                if check is not None and check.fits:
-                    checks = [check]
-                    break
-                checks += [check] if check is not None else []
-            self._checked[candidate] = checks
-        return self._checked[candidate]
+        """Return the cuts that balance the ranks if they fit, else those chosen within the memory, else both."""
+        checks: list[MemoryCheck] = []
+        for within in (False, True):
+            check = self.check_memory(candidate, within=within)
+            if check is not None and check.fits:
+                return [check]
+            checks += [check] if check is not None else []
+        return checks
 
     def with_time(self, row: PlanRow) -> PlanRow:
         """Return ``row`` with the time of a step, of the largest boxes that fit."""
@@ -195,11 +194,9 @@ class Evaluator:
             return self.in_boxes(row.strategy.under(stream=None, host_bytes=None, map_bytes=None)) or row
         return self.estimate_time(MemoryCheck(row.strategy, self.partition_of(row), self.stages))
 
-    def forecast(
-        self, strategy: Strategy, *, within: bool = False, partition: Partition | None = None
-    ) -> PlanRow | None:
-        """Return the row of ``strategy`` as it is; arguments and None as of ``check_memory``."""
-        check = self.check_memory(strategy, within=within, partition=partition)
+    def forecast(self, strategy: Strategy, *, partition: Partition | None = None) -> PlanRow | None:
+        """Return the row of ``strategy`` as it is; ``partition`` and None as of ``check_memory``."""
+        check = self.check_memory(strategy, partition=partition)
         return None if check is None else self.estimate_time(check)
 
     def check_memory(
@@ -275,3 +272,53 @@ class Evaluator:
             links = {ends: LinkCost(0.0, None if link.backward_s is None else 0.0) for ends, link in links.items()}
         own = self.stages.branched.own_bytes(candidate.ways) if candidate.ways > 1 else 0
         return step_time(candidate, self.task.batch, stages, links, params, self.task.slots, self.cluster, own)
+
+
+COMPUTING = "computing"
+"""What a step would be if nothing were lost."""
+
+
+def step_shares(evaluator: Evaluator, row: PlanRow) -> dict[str, float]:
+    """Return what a step is spent on -> its share of the step, of a row that can run; they add up to 1.
+
+    Shares of 0 are left out.
+    """
+    strategy, partition = row.strategy, evaluator.partition_of(row)
+    step = evaluator.step_time(strategy, partition)
+    passes_s = step.step_s - step.exchange_s - step.update_s
+    waiting_s = step.bubble * passes_s
+    messages_s = 0.0
+    if strategy.stages > 1:
+        without = evaluator.step_time(strategy, partition, messages=False)
+        messages_s = min(waiting_s, max(0.0, step.step_s - without.step_s))
+
+    def stage_s(candidate: Strategy) -> float:
+        return sum(cost.forward_s + cost.backward_s for cost in evaluator.stages.stage_costs(candidate, partition))
+
+    whole_s, plain_s = stage_s(strategy), stage_s(dataclasses.replace(strategy, policy=KEEP_ALL))
+    alone_s = plain_s
+    if strategy.members > 1:  # each would take its part of the time that one rank takes for the tile
+        _, costs = evaluator.stages.microbatch(evaluator.stages.tiles(strategy))
+        alone_s = min(plain_s, sum(costs.seconds) / strategy.members)
+    busy = [span for rank in step.timeline.spans for span in step.timeline.compute(rank)]
+    again_s = sum(span.duration_s for span in busy if span.action.kind is Kind.RECOMPUTE)
+    again_s *= (passes_s - waiting_s) / sum(span.duration_s for span in busy)
+    per_s = (passes_s - waiting_s - again_s) / whole_s
+    seconds = {
+        COMPUTING: alone_s * per_s,
+        "halos and uneven parts" if strategy.grid else "uneven branches": (plain_s - alone_s) * per_s,
+        _saving(strategy.policy): (whole_s - plain_s) * per_s + again_s,
+        "waiting for other stages": waiting_s - messages_s,
+        "messages": messages_s,
+        "gathering parameters" if strategy.name == "fsdp" else "sums of gradients": step.exchange_s,
+        "update": step.update_s,
+    }
+    return {what: spent_s / step.step_s for what, spent_s in seconds.items() if spent_s > 0}
+
+
+def _saving(policy: ActivationPolicy) -> str:
+    """Return what saves memory and takes time."""
+    if policy.stream is not None:
+        return "recomputation, copies of boxes"
+    again, moves = policy.recompute != "none", "copies to the host"
+    return "recomputation, copies" if again and policy.moves else moves if policy.moves else "recomputation"

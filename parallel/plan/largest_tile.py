@@ -122,8 +122,7 @@ def largest_tile(name: str, savings: MemoryOptions, least: Least, known_to_fit: 
 
 
 def _likely(low: int, high: int, fitting: PlanRow | None, over: PlanRow | None) -> int | None:
-    """Return the largest side between ``low``, which fits, and ``high``, which does not, that fits if bytes grow with
-    the px of the tile; None where their bytes do not tell."""
+    """Return the largest side that fits if bytes grow with the px of the tile; None where bytes do not tell."""
     if not (fitting and over and fitting.peak_bytes and over.peak_bytes):
         return None
     least, most = max(fitting.peak_bytes), max(over.peak_bytes)

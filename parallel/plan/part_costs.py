@@ -14,15 +14,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from parallel import remembered
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import Costs
 from parallel.graph.layers import OUTPUT, Convolution, Layer, LayerGraph, Op
 from parallel.graph.scale import cast_parameters, on_part, with_tiles
-from parallel.plan.halo_traffic import Halo, HaloTraffic, Sum, with_traffic
-from parallel.space.borders import Borders, BoundaryStrip, overlap_pays
-from parallel.space.region import PaperRegion
+from parallel.plan.added_costs import Halo, HaloTraffic, Sum, with_traffic
 from parallel.space.rule import Step
-from parallel.space.spatial_plan import SpatialPlan, divide_among
+from parallel.space.spatial_plan import Borders, BoundaryStrip, PaperRegion, SpatialPlan, divide_among, overlap_pays
 from parallel.space.team import Exchange, Grid, box_px
 
 COUNT_BYTES = 8
@@ -93,30 +92,26 @@ class TeamParts:
 
     def __init__(self, divisible: Divisible, graph: LayerGraph, cluster: Cluster) -> None:
         self._divisible, self._graph, self._cluster = divisible, graph, cluster
-        self._plans: dict[Grid, SpatialPlan] = {}
-        self._parts: dict[Grid, PartGraph] = {}
-        self._estimates: dict[Grid, Callable[[int], Costs]] = {}
 
+    @remembered
     def plan(self, grid: Grid) -> SpatialPlan:
         """Return the region that a team computes side by side."""
-        if grid not in self._plans:
-            self._plans[grid] = divide_among(self._divisible.region, grid)
-        return self._plans[grid]
+        return divide_among(self._divisible.region, grid)
 
+    @remembered
     def part(self, grid: Grid) -> PartGraph:
         """Return the part of the largest member, for one tile."""
-        if grid not in self._parts:
-            self._parts[grid] = _Parts(self._graph, self.plan(grid)).divided()
-        return self._parts[grid]
+        return _Parts(self._graph, self.plan(grid)).divided()
+
+    @remembered
+    def _estimate(self, grid: Grid) -> Callable[[int], Costs]:
+        same = self._divisible.timed is self._graph
+        timed = self.part(grid) if same else _Parts(self._divisible.timed, self.plan(grid)).divided()
+        return self._divisible.estimate(timed.graph)
 
     def microbatch(self, grid: Grid, tiles: int) -> tuple[LayerGraph, Costs]:
         """Return the graph of the largest member for microbatches of ``tiles``, and what its layers cost."""
-        part = self.part(grid)
-        if grid not in self._estimates:
-            same = self._divisible.timed is self._graph
-            timed = part.graph if same else _Parts(self._divisible.timed, self.plan(grid)).divided().graph
-            self._estimates[grid] = self._divisible.estimate(timed)
-        costs = self._estimates[grid](tiles)
+        part, costs = self.part(grid), self._estimate(grid)(tiles)
         pairs = zip(costs.layers, part.traffic, strict=True)
         costed = tuple(with_traffic(cost, traffic, tiles, grid.members, self._cluster) for cost, traffic in pairs)
         return with_tiles(part.graph, tiles), dataclasses.replace(costs, layers=costed)
@@ -220,8 +215,7 @@ class _Parts:
         traffic.backward_copied += 2 * own * back + 2 * (box + padded)
 
     def _put_together(self, layer: Layer, source: Layer, exchange: Exchange, each: int, change: _Change) -> None:
-        """A copy of what a member needs of a map, for the layer to take; where it saves its input, it keeps the
-        copy."""
+        """Copy what a member needs of a map; a layer that saves its input keeps the copy."""
         box, padded = exchange.boxes_px * each, exchange.padded_px * each
         back, wide = self._graph.flows_back(source.name), padded or box
         if self._saves(layer, source, wide, change):
@@ -241,8 +235,7 @@ class _Parts:
         return bool(keeps)
 
     def _split(self, layer: Layer, split: Sequence[Borders], each: int, back: bool, change: _Change) -> None:
-        """A convolution of a member's own part, whose boundary strips are computed twice: small copies, and in the
-        backward pass a gradient of the weights for each halo in addition to its own."""
+        """Convolve a member's own part, whose boundary strips are computed twice; each halo adds a weight gradient."""
         strips = max((sum(box_px(strip.have) for strip in borders.strips) for borders in split), default=0)
         halos = max((sum(box_px(halo.box) for halo in borders.halos) for borders in split), default=0)
         most_halos = max((len(borders.halos) for borders in split), default=0)
@@ -304,8 +297,7 @@ def convolved(shape: Convolution, shares: Sequence[float]) -> Convolution:
 
 
 def _strip_op(layer: Layer, strip: BoundaryStrip) -> Op:
-    """The convolution of ``layer`` for one strip of a part: forward once more than the part's own, and backward for its
-    halo, which reads and writes the weights as any other."""
+    """Return the convolution of ``layer`` for one strip of a part and for its halo."""
     op = next(op for op in layer.ops if op.convolution is not None)
     whole = op.convolution
     assert whole is not None

@@ -23,7 +23,7 @@ VERSION = 3
 SIMPLER = 0.01
 """A candidate has to be faster by this fraction to be preferred to one that stands before it."""
 BOXES = 0.1
-"""Likewise of one whose tiles are computed box by box, beside one whose are not."""
+"""Likewise of one whose tiles are computed box by box, compared with one whose are not."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _better(row: PlanRow, best: PlanRow) -> bool:
 
 def _done(strategy: Strategy) -> tuple[bool, int]:
     """Return a key that orders strategies by what they do to need less memory, boxes last."""
-    return strategy.policy.stream is not None, len(strategy.savings.split("+"))
+    return strategy.policy.stream is not None, len(strategy.policy_text.split("+"))
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,7 @@ class Planner(Evaluator):
         savings: MemoryOptions,
         best: PlanRow | None,
     ) -> Iterator[PlanRow]:
-        """Yield the rows of candidates with teams of several members: of spatial always, of pipelines of teams as
-        far as one could be faster than ``best``, and than what was found meanwhile."""
+        """Yield the rows of candidates with teams; of pipelines only those that could be faster than ``best``."""
         own: dict[str, list[Strategy]] = {name: [] for name in free}
         names = [name for name in free if name == "spatial" or ("spatial" in free and ranks <= PIPELINES)]
         for candidate in self._teams(names, ranks, depth, m):
@@ -141,11 +140,7 @@ class Planner(Evaluator):
         *,
         rows_alone: bool = False,
     ) -> list[Strategy]:
-        """Return the candidates with teams that the model's tiles can be divided among.
-
-        Args:
-            rows_alone: only those that divide rows.
-        """
+        """Return the candidates with teams that tiles can be divided among; ``rows_alone``: that divide rows."""
         parts = self.stages.teams if not self.task.one_copy and not self.cluster.speeds else None
         if ranks < 2 or parts is None:
             return []
@@ -168,8 +163,7 @@ class Planner(Evaluator):
     def _promising(
         self, candidates: Iterable[Strategy], savings: MemoryOptions, speed: float = 0.0, margin: float = 1.0
     ) -> Iterator[PlanRow]:
-        """Yield rows of one strategy, those with the highest bound of images/s first, as long as it is above
-        ``margin`` times the best, which is ``speed`` at the beginning."""
+        """Yield rows of one strategy by their bound of images/s, as long as it is above ``margin`` times the best."""
         for bound, candidate in sorted(((self._bound(each), each) for each in candidates), key=lambda pair: -pair[0]):
             if bound <= margin * speed:
                 return

@@ -13,23 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel import remembered
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import Costs, stage_costs
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, equal_cost
 from parallel.graph.scale import with_tiles
-from parallel.memory.policy import MIB, SMALLEST, WINDOW
+from parallel.memory.policy import MIB, WINDOW
 from parallel.memory.rank_bytes import RankBytes, host_bytes, in_flight, rank_bytes, sharded_bytes
-from parallel.memory.recompute_ranks import Runs, chosen_runs
-from parallel.memory.stage_bytes import StageBytes
-from parallel.memory.stage_memory import StageMemory
+from parallel.memory.recompute_search import Runs, chosen_runs
+from parallel.memory.stage_bytes import StageBytes, StageMemory
 from parallel.memory.windows import Windows
+from parallel.plan.added_costs import BranchedParts, policy_costs
 from parallel.plan.balance import MemoryRule, partition_optimal
-from parallel.plan.branched import BranchedParts
 from parallel.plan.part_costs import Divisible, TeamParts
 from parallel.plan.plan import Limit
-from parallel.plan.policy_cost import policy_costs
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.streamed import Streamed, StreamedStages
 from parallel.schedule.timeline import StageCost
@@ -55,7 +54,7 @@ class Task:
 
     Attributes:
         graph: of the model and its loss, traced with a microbatch of one tile.
-        estimate: gives what the layers cost with a microbatch of so many tiles.
+        estimate: returns what the layers cost with a microbatch of so many tiles.
         batch: tiles of a step over all ranks.
         slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
         refused: strategy -> why the model cannot be trained with it.
@@ -90,12 +89,7 @@ class StageCache:
         places = cut_positions(task.graph)
         blocks = block_cuts(task.graph) if len(places) > MANY else ()
         self.places = list(blocks) or places
-        self._microbatches: dict[_Size, tuple[LayerGraph, Costs]] = {}
         self._partitions: dict[object, Partition | None] = {}
-        self._windows: dict[_Size, Windows] = {}
-        self._memories: dict[_Size, StageMemory] = {}
-        self._runs: dict[object, Runs | None] = {}
-        self._moved_s: dict[_Size, float] = {}
         self.branched = BranchedParts(task.graph, task.estimate, cluster)
 
     @functools.cached_property
@@ -150,22 +144,19 @@ class StageCache:
         """Return the tiles of the largest microbatch."""
         return -(-self.task.batch // candidate.m)
 
+    @remembered
     def microbatch(self, tiles: int, grid: Grid | int | None = None) -> tuple[LayerGraph, Costs]:
         """Return the graph for microbatches of ``tiles`` tiles, and what its layers cost.
 
         Args:
             grid: of the teams that divide each tile, or members that share branches: of the largest member's part.
         """
-        if (tiles, grid) not in self._microbatches:
-            if grid is None:
-                made = with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
-            elif isinstance(grid, int):
-                made = self.branched.microbatch(grid, tiles)
-            else:
-                assert self.teams is not None, self.task.in_teams()[1]
-                made = self.teams.microbatch(grid, tiles)
-            self._microbatches[tiles, grid] = made
-        return self._microbatches[tiles, grid]
+        if grid is None:
+            return with_tiles(self.task.graph, tiles), self.task.estimate(tiles)
+        if isinstance(grid, int):
+            return self.branched.microbatch(grid, tiles)
+        assert self.teams is not None, self.task.in_teams()[1]
+        return self.teams.microbatch(grid, tiles)
 
     def of(self, candidate: Strategy) -> tuple[LayerGraph, Costs]:
         """Return the graph of a candidate's largest microbatch, and what its layers cost."""
@@ -219,12 +210,7 @@ class StageCache:
         """Return a candidate with these stages' names and all that its policy leaves open; None where no choice of what
         is recomputed fits. Where copies overlap the computation, a little is left on the device and brought back ahead,
         so that no rank waits for the first of them."""
-        runs: Runs | None = ()
-        if candidate.policy.recompute == "optimal":
-            key = (candidate, partition.starts)
-            if key not in self._runs:
-                self._runs[key] = self._choose_recompute(candidate, partition)
-            runs = self._runs[key]
+        runs = self._choose_recompute(candidate, partition.starts) if candidate.policy.recompute == "optimal" else ()
         if runs is None:
             return None
         cuts = tuple(partition.graph.layers[start].name for start in partition.starts[1:])
@@ -236,8 +222,10 @@ class StageCache:
         ahead = WINDOW * max((piece.bytes for piece in self._memory_of(candidate).pieces if piece.saved), default=0)
         return -(-ahead // MIB) * MIB  # for people to read
 
-    def _choose_recompute(self, candidate: Strategy, partition: Partition) -> Runs | None:
+    @remembered
+    def _choose_recompute(self, candidate: Strategy, starts: tuple[int, ...]) -> Runs | None:
         graph, costs = self.of(candidate)
+        partition = Partition(graph, starts)
         times = [cost.forward_s for cost in costs.layers]
         forward_s = [max(seconds, LEAST_S) for seconds in (times if any(times) else equal_cost(graph))]
         memory, limit = self._memory_of(candidate), self._limit(candidate)
@@ -297,32 +285,30 @@ class StageCache:
             costs,
             candidate.policy,
             copy_bandwidth=self.cluster.copy_bandwidth,
-            beside=self.cluster.kind == "cuda",
+            overlapped=self.cluster.kind == "cuda",
             memory=self._memory_of(candidate),
         )
 
     def moved_s(self, candidate: Strategy) -> float:
         """Return the seconds that copies of all that a microbatch keeps take at least, each way, with nothing computed
         again."""
-        size = self._size(candidate)
-        if size not in self._moved_s:
-            pieces = self._memory_of(candidate).pieces
-            moved = sum(piece.bytes for piece in pieces if piece.saved and piece.bytes >= SMALLEST)
-            self._moved_s[size] = moved / self.cluster.copy_bandwidth
-        return self._moved_s[size]
+        return self._memory(self._size(candidate)).saved_bytes / self.cluster.copy_bandwidth
 
     def _memory_of(self, candidate: Strategy) -> StageMemory:
-        size = self._size(candidate)
-        if size not in self._memories:
-            self._memories[size] = StageMemory(self.microbatch(*size)[0])
-        return self._memories[size]
+        return self._memory(self._size(candidate))
+
+    @remembered
+    def _memory(self, size: _Size) -> StageMemory:
+        return StageMemory(self.microbatch(*size)[0])
+
+    @remembered
+    def _windows(self, size: _Size) -> Windows:
+        graph, costs = self.microbatch(*size)
+        return Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)])
 
     def _windows_of(self, size: _Size, positions: Sequence[int] | None) -> Windows:
         assert positions is not None  # of all places that ``partition_optimal`` is given
-        if size not in self._windows:
-            graph, costs = self.microbatch(*size)
-            self._windows[size] = Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)])
-        return self._windows[size].among(positions)
+        return self._windows(size).among(positions)
 
     def _rule(self, candidate: Strategy) -> MemoryRule:
         schedule, placement = schedule_of(candidate)

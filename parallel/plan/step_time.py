@@ -1,7 +1,7 @@
 """Estimate the time of a step of a candidate.
 
 Takes a candidate, the costs of its stages and the cluster; gives ``StepTime``. A group of ranks is simulated for all,
-with ranks that share a device sharing it; gradients are summed beside the remaining backward passes, as the engine
+with ranks that share a device sharing it; sums of gradients overlap the remaining backward passes, as the engine
 does. A model that each rank computes whole is one stage.
 """
 
@@ -13,8 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel.cost.cluster import Cluster
-from parallel.cost.devices import LinkSpec
+from parallel.cost.cluster import Cluster, LinkSpec
 from parallel.cost.stage_cost import link_costs
 from parallel.graph.partition import Partition
 from parallel.schedule.action import Kind, Schedule
@@ -27,7 +26,7 @@ from parallel.schedule.timeline import LinkCost, StageCost, Timeline
 from parallel.strategy import Strategy
 
 DDP_BUCKET = 25 << 20
-"""Bytes of gradients that DistributedDataParallel sums at once; the last of them has nothing left to hide behind."""
+"""Bytes of gradients of one sum of DistributedDataParallel; the last of them has nothing left to hide behind."""
 LONG = 4
 """Times the depth of a pipeline: microbatches of a step that is simulated whole."""
 UPDATE_PASSES = (6, 11, 20, 25)
@@ -99,7 +98,7 @@ def step_time(
 
     Args:
         costs: of the stages, for the largest microbatch.
-        gradient_bytes: by stage, as many as of its parameters.
+        gradient_bytes: by stage, the same number as of its parameters.
         own_bytes: of them, those of branches that no other member of a team has.
         slots: values that the optimizer keeps for each parameter.
     """
@@ -138,7 +137,11 @@ def links_between(candidate: Strategy, partition: Partition, cluster: Cluster) -
             spec for way in ways if (spec := cluster.link(*(seat * candidate.members for seat in way))) is not None
         ]
         slower = min(known, key=lambda spec: spec.bandwidth, default=None)
-        return cluster.told if candidate.members > 1 and cluster.told and slower == cluster.inside else slower
+        return (
+            cluster.inside_team
+            if candidate.members > 1 and cluster.inside_team and slower == cluster.inside
+            else slower
+        )
 
     return link_costs(partition, link)
 
@@ -181,8 +184,7 @@ def by_speed(
 def _adding(
     candidate: Strategy, costs: Sequence[StageCost], gradient_bytes: Sequence[int], slots: int, cluster: Cluster
 ) -> list[StageCost]:
-    """Return ``costs`` with what adding gradients up takes, in the mean over the microbatches of a replica: the first
-    has nothing to add to; or with the update that follows each microbatch."""
+    """Return ``costs`` with the mean seconds of adding gradients up, or of the update after each microbatch."""
     if candidate.stashes:  # nothing is added up, and every microbatch updates
         seconds = [_update_s(size, slots, cluster, candidate.ranks) for size in gradient_bytes]
         return [dataclasses.replace(cost, update_s=update_s) for cost, update_s in zip(costs, seconds, strict=True)]
@@ -233,14 +235,9 @@ def _step(
 
 
 def _summed_s(
-    candidate: Strategy,
-    timeline: Timeline,
-    mesh: Mesh,
-    gradient_bytes: Sequence[int],
-    cluster: Cluster,
+    candidate: Strategy, timeline: Timeline, mesh: Mesh, gradient_bytes: Sequence[int], cluster: Cluster
 ) -> float:
-    """Return when the last sum of gradients is done: each begins with the last backward pass of its stage, on every
-    holder, and a rank does its sums one after the other."""
+    """Return when the last sum of gradients is done; a rank does its sums one after the other."""
     last: dict[tuple[int, int], float] = {}
     for rank in timeline.spans:
         for span in timeline.compute(rank):
@@ -259,11 +256,7 @@ def _summed_s(
 
 
 def _sum_s(candidate: Strategy, mesh: Mesh, stage: int, param_bytes: int, cluster: Cluster) -> float:
-    """Return the seconds of a ring sum of a stage's gradients over all ranks that hold it.
-
-    Args:
-        mesh: of the first group.
-    """
+    """Return the seconds of a ring sum of a stage's gradients over all ranks that hold it."""
     members = candidate.members
     teams = [group * candidate.depth + team for group in range(candidate.groups) for team in mesh.teams_with(stage)]
     everybody = [team * members + member for team in teams for member in range(members)]

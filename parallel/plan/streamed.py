@@ -13,23 +13,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from parallel import remembered
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import Costs, stage_costs
 from parallel.graph.layers import Layer, LayerGraph, Op
 from parallel.graph.partition import Partition
 from parallel.graph.scale import on_part
 from parallel.memory.rank_bytes import RankBytes
-from parallel.memory.stage_bytes import StageBytes
-from parallel.memory.stage_memory import StageMemory
-from parallel.plan.halo_traffic import Sum, sum_in_team_s
+from parallel.memory.stage_bytes import StageBytes, StageMemory
+from parallel.plan.added_costs import Sum, sum_in_team_s
 from parallel.plan.part_costs import convolved
 from parallel.plan.plan import Limit
 from parallel.schedule.timeline import StageCost
 from parallel.space.boxes import Boxes, plan_boxes
 from parallel.space.phases import peak_stored_bytes, phases_of
-from parallel.space.region import PaperRegion
 from parallel.space.rule import Step
-from parallel.space.spatial_plan import divided_region
+from parallel.space.spatial_plan import PaperRegion, divided_region
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 
@@ -57,7 +56,7 @@ class Streamed:
         ops: by name of a step, what its forward pass computes of a tile of ``side`` px.
         whole: the loss is computed with it, box by box: nothing follows.
         estimate: returns what the layers of a graph cost, by tiles of a microbatch.
-        hints: by tiles of a microbatch and grid of teams, the side of boxes that a search begins with, which does not
+        hints: by tiles of a microbatch and grid of teams, the box size that a search begins with, which does not
             change what it finds: boxes take about as much on tiles of any size.
     """
 
@@ -79,11 +78,6 @@ class StreamedStages:
 
     def __init__(self, streamed: Streamed, cluster: Cluster) -> None:
         self._streamed, self._cluster = streamed, cluster
-        self._regions: dict[Grid | None, PaperRegion | None] = {None: streamed.region}
-        self._models: dict[tuple[int, Grid | None], PaperRegion] = {}
-        self._crossing: dict[tuple[int, Grid | None], int] = {}
-        self._boxes: dict[_Key, Boxes] = {}
-        self._seconds: dict[_Key, tuple[float, float]] = {}
 
     def divides(self, grid: Grid | None) -> bool:
         """Return whether there is anything to compute box by box: for members of a team, that it can divide."""
@@ -95,12 +89,10 @@ class StreamedStages:
         largest = max(rows, columns) if grid is None else max(-(-rows // grid.rows), -(-columns // grid.columns))
         return [side for side in SIDES if side < largest]
 
+    @remembered
     def _region(self, grid: Grid | None) -> PaperRegion | None:
         """Region that is computed box by box; for members of a team, as far as every one has a part."""
-        if grid not in self._regions:
-            assert grid is not None
-            self._regions[grid] = divided_region(self._streamed.region, grid)
-        return self._regions[grid]
+        return self._streamed.region if grid is None else divided_region(self._streamed.region, grid)
 
     def boxes(self, strategy: Strategy, tiles: int) -> Boxes:
         """Return the boxes of a candidate.
@@ -108,18 +100,18 @@ class StreamedStages:
         Args:
             tiles: of its largest microbatch.
         """
-        key = side, _, stored, grid = _key(strategy, tiles)
-        if key not in self._boxes:
-            model = self._model(tiles, grid)
-            self._boxes[key] = plan_boxes(model, side, grid or Grid(), stored)
-        return self._boxes[key]
+        return self._planned(_key(strategy, tiles))
 
+    @remembered
+    def _planned(self, key: _Key) -> Boxes:
+        side, tiles, stored, grid = key
+        return plan_boxes(self._model(tiles, grid), side, grid or Grid(), stored)
+
+    @remembered
     def _model(self, tiles: int, grid: Grid | None) -> PaperRegion:
-        if (tiles, grid) not in self._models:
-            region = self._region(grid)
-            assert region is not None, grid
-            self._models[tiles, grid] = region.of_tiles(tiles)
-        return self._models[tiles, grid]
+        region = self._region(grid)
+        assert region is not None, grid
+        return region.of_tiles(tiles)
 
     def stage_bytes(self, strategy: Strategy, tiles: int, memory: StageMemory) -> StageBytes:
         """Return the bytes of the only stage, of a team's largest member.
@@ -145,7 +137,7 @@ class StreamedStages:
         return StageBytes(parameters, own, own, own + forward, own + forward, again, first, 0, 0, 0, 0, largest)
 
     def _box_bytes(self, boxes: Boxes) -> int:
-        """Return the bytes of the fullest box, and of others on their way where copies run beside the computation."""
+        """Return the bytes of the fullest box, and of others on their way where copies overlap the computation."""
         return boxes.device_bytes + (boxes.copied_bytes if self._cluster.kind == "cuda" else 0)
 
     def host_bytes(self, strategy: Strategy, tiles: int) -> int:
@@ -157,12 +149,14 @@ class StreamedStages:
     def fits_host(self, strategy: Strategy, tiles: int, limit: float) -> bool:
         """Return whether ``host_bytes`` are within ``limit``; known without a plan where maps between phases alone take
         more."""
-        key = tiles, strategy.grid
-        if key not in self._crossing:
-            model = self._model(*key)
-            of_all = peak_stored_bytes(phases_of(model.steps, model.leaving), model.sizes, model.images)
-            self._crossing[key] = of_all // strategy.members  # the largest member has as much at least
-        return self._crossing[key] + self.tile_bytes(tiles) <= limit and self.host_bytes(strategy, tiles) <= limit
+        least = self._crossing(tiles, strategy.grid) // strategy.members  # the largest member has as much at least
+        return least + self.tile_bytes(tiles) <= limit and self.host_bytes(strategy, tiles) <= limit
+
+    @remembered
+    def _crossing(self, tiles: int, grid: Grid | None) -> int:
+        """Return the bytes of all maps between phases."""
+        model = self._model(tiles, grid)
+        return peak_stored_bytes(phases_of(model.steps, model.leaving), model.sizes, model.images)
 
     def tile_bytes(self, tiles: int) -> int:
         """Return the bytes of the tiles of a microbatch, on the host."""
@@ -199,7 +193,7 @@ class StreamedStages:
         (whole,) = stage_costs(Partition(graph, (0,)), costs)
         forward = sum(cost.forward_s for cost in costs.layers[start:])
         backward = sum(cost.backward_s for cost in costs.layers[start:])
-        once, again = self._region_s(strategy, tiles)
+        once, again = self._region_s(_key(strategy, tiles))
         moved = _moved(boxes, boxes.on_device(strategy.policy.map_bytes or 0)) / self._cluster.copy_bandwidth
         if strategy.grid:
             exchanged = self._exchange_s(boxes)
@@ -232,27 +226,26 @@ class StreamedStages:
         made = {step.name for step in region.steps}
         return 1 + max(position for name, position in graph.position.items() if name in made)
 
-    def _region_s(self, strategy: Strategy, tiles: int) -> tuple[float, float]:
+    @remembered
+    def _region_s(self, key: _Key) -> tuple[float, float]:
         """(forward pass, backward pass with all recomputed), seconds."""
-        key = _key(strategy, tiles)
-        if key not in self._seconds:
-            boxes, layers, times, at_hand = self.boxes(strategy, 1), [], [], []
-            for number, (phase, part) in enumerate(boxes.parts()):
-                usual, of_all = boxes.work(phase, part)
-                given = boxes.stored_by(phase, part)
-                for step in phase.steps_of(part):
-                    if usual.get(step.name):
-                        layers.append(self._layer(step, number, usual[step.name]))
-                        times.append(of_all[step.name] / usual[step.name])
-                        products = any(op.convolution for op in layers[-1].ops)
-                        at_hand.append(step.name in given and products)
-            costs = self._streamed.estimate(LayerGraph(tuple(layers)))(tiles)
-            timed = list(zip(costs.layers, times, at_hand, strict=True))
-            once = sum(cost.forward_s * n for cost, n, _ in timed)
-            # Convolutions whose values are stored are not recomputed.
-            again = sum(cost.forward_s * n for cost, n, stored in timed if not stored)
-            self._seconds[key] = once, again + sum(cost.backward_s * n for cost, n, _ in timed)
-        return self._seconds[key]
+        side, tiles, stored, grid = key
+        boxes, layers, times, at_hand = self._planned((side, 1, stored, grid)), [], [], []
+        for number, (phase, part) in enumerate(boxes.parts()):
+            usual, of_all = boxes.work(phase, part)
+            given = boxes.stored_by(phase, part)
+            for step in phase.steps_of(part):
+                if usual.get(step.name):
+                    layers.append(self._layer(step, number, usual[step.name]))
+                    times.append(of_all[step.name] / usual[step.name])
+                    products = any(op.convolution for op in layers[-1].ops)
+                    at_hand.append(step.name in given and products)
+        costs = self._streamed.estimate(LayerGraph(tuple(layers)))(tiles)
+        timed = list(zip(costs.layers, times, at_hand, strict=True))
+        once = sum(cost.forward_s * n for cost, n, _ in timed)
+        # Convolutions whose values are stored are not recomputed.
+        again = sum(cost.forward_s * n for cost, n, kept in timed if not kept)
+        return once, again + sum(cost.backward_s * n for cost, n, _ in timed)
 
     def _layer(self, step: Step, part: int, share: float) -> Layer:
         """Return the work of one box in a step, as a layer."""

@@ -1,14 +1,21 @@
-"""Measurements of this machine: kept in the user's cache, and repeated once other programs have left its cores."""
+"""Measurements of this machine: kept in the user's cache, and repeated once other programs have left its cores.
+
+By default glibc returns blocks of 32 MiB and more, and a long free end of the heap, to the kernel. The kernel zeroes
+them page by page when they are allocated again: layers that only move bytes wait for it several times longer than for
+memory. ``keep_freed_memory`` ends that; see mallopt(3).
+"""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import hashlib
 import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -182,3 +189,17 @@ def others_now() -> float:
     use = CoreUse()
     time.sleep(LOOK_S)
     return use.others()
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Of malloc.h."""
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep what it frees for its next allocations; return whether the C library can (glibc)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, -1))

@@ -26,12 +26,10 @@ import numpy as np
 import torch
 
 from parallel.cost.calibrated import PASSES, CostModel, Curve, OpWork, PassModel, fit, work_of_shape
-from parallel.cost.roofline import backward_bytes, forward_bytes
-from parallel.cost.shapes import ROUND, Product, products
+from parallel.cost.roofline import ROUND, Product, backward_bytes, forward_bytes, products
 from parallel.graph.layers import Convolution
-from parallel.profile.cache import CoreUse, load_or_measure
+from parallel.profile.cache import CoreUse, keep_freed_memory, load_or_measure
 from parallel.profile.gpu import gpu_at, last_error, set_tf32
-from parallel.profile.malloc import keep_freed_memory
 from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product
 
 QUICK_S, LONG_S = 45.0, 90.0

@@ -137,10 +137,7 @@ def missing_kernels(index: int) -> str:
 
 
 def _runs_on(arch: str, major: int, minor: int) -> bool:
-    """Return whether code for ``arch``, as "sm_80" or "compute_90", runs on a GPU of this compute capability.
-
-    Source: CUDA C++ Programming Guide, section Compute Capability.
-    """
+    """Return whether code for ``arch``, as "sm_80", runs on such a GPU (CUDA C++ Guide, Compute Capability)."""
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if parts is None:
         return True  # unknown to us: torch finds out

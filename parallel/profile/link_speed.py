@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from parallel.cost.devices import LinkSpec
+from parallel.cost.cluster import LinkSpec
 from parallel.offload.copies import CudaCopies
 from parallel.profile.cache import CoreUse, kept_at, load_or_measure
 from parallel.profile.calibrate import DeviceUse

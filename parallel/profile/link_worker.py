@@ -28,7 +28,7 @@ from parallel.comm.objects import gather_objects
 from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_shard import shard_module
 from parallel.graph.partition import Partition
-from parallel.profile.malloc import keep_freed_memory
+from parallel.profile.cache import keep_freed_memory
 from parallel.space.team import Grid
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import team_plans

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from parallel.cost.shapes import Product
+from parallel.cost.roofline import Product
 from parallel.graph.layers import Convolution, Op
 
 LEAST_RUNS, MOST_RUNS, ENOUGH_S = 3, 5, 0.01
@@ -126,7 +126,7 @@ class Moving:
     """An operation that moves bytes.
 
     Attributes:
-        run: computes it from images (n, c, h, w), as many as ``inputs``, and parameters.
+        run: computes it from ``inputs`` images (n, c, h, w) and parameters.
         parameters: number of its tensors that have a value for each channel.
         backward: a backward pass follows.
         copies: autograd keeps a copy of what goes in, which graphs have as an operation of its own.

@@ -69,7 +69,7 @@ def consecutive(counts: Sequence[int]) -> Shares:
 
 
 def most_unlike(microbatches: int, groups: int) -> tuple[Shares, ...]:
-    """Return shares without anything in common: each group in turn computes all but what every other has to take."""
+    """Return shares that have nothing in common: in each, one group computes all but what every other has to."""
     most = microbatches - groups + 1
     return tuple(consecutive([most if g == turn else 1 for g in range(groups)]) for turn in reversed(range(groups)))
 

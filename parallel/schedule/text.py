@@ -1,6 +1,8 @@
 """Schedules as text: grids for errors and logs, CSV files, messages of a wrong schedule and of a rank that failed.
 
-One row a rank, one cell an action. Column n holds the n-th action of every rank: position in the list, not time.
+One row a rank, one cell an action. Column n holds the n-th action of every rank: position in the list, not time. The
+log of asynchronous SGD says which gradients were applied in which order, to which version of the parameters: all to
+repeat a run.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallel.schedule.action import Action, Kind, Schedule
 
@@ -174,3 +177,67 @@ def describe_fault(
     replicas = any(other.replica for actions in schedule.values() for other in actions)
     head += f" in {action}: {describe_action(action, replicas)}" + (f", {shapes}" if shapes else "")
     return "\n".join(filter(None, (head, advice, format_grid(schedule, mark=(rank, position), around=AROUND_FAULT))))
+
+
+class Push(NamedTuple):
+    """One update of the parameters.
+
+    Attributes:
+        step: of the training loop, from 0; all workers have the same parameters when it begins and when it ends.
+        push: number within the step, from 0: the version of the parameters that it updates.
+        worker: rank that computed the gradient.
+        minibatch: of the step.
+        pulled: version of the parameters that the gradient belongs to.
+        staleness: updates between ``pulled`` and this one.
+        learning_rate: of this update.
+    """
+
+    step: int
+    push: int
+    worker: int
+    minibatch: int
+    pulled: int
+    staleness: int
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushRule:
+    """Rule by which the server treats pushes.
+
+    Attributes:
+        staleness: minibatches that a worker may be ahead of the slowest, S. 0: rounds, whose pushes all belong to the
+            parameters from before the round.
+        by_staleness: the learning rate of a push is divided by 1 + its staleness (Zhang et al. 2016), instead of by W.
+        replayed: pushes of an earlier run, in order, to apply in place of those that arrive; one worker computes them.
+    """
+
+    staleness: int = 4
+    by_staleness: bool = False
+    replayed: tuple[Push, ...] = ()
+
+
+def read_pushes(text: str) -> tuple[Push, ...]:
+    """Return the pushes of a log, a CSV file with the fields of ``Push`` as columns.
+
+    Raises:
+        ValueError: other columns, what is not a number, or a push that stands out of order or pulled a later version.
+    """
+    head, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
+    if tuple(head) != Push._fields:
+        raise ValueError(f"its first line is {','.join(Push._fields)}; got {','.join(head) or 'nothing'}")
+    pushes: list[Push] = []
+    for row in rows:
+        try:
+            step, number, worker, minibatch, pulled, staleness = map(int, row[:-1])
+            push = Push(step, number, worker, minibatch, pulled, staleness, float(row[-1]))
+        except ValueError:
+            raise ValueError(f"a line is {len(head)} numbers, {', '.join(head)}; got {','.join(row)}") from None
+        last = pushes[-1] if pushes else Push(-1, -1, 0, 0, 0, 0, 0.0)
+        follows = (push.step, push.push) in ((last.step, last.push + 1), (last.step + 1, 0))
+        if not follows or not 0 <= push.pulled <= push.push:
+            raise ValueError(f"pushes are logged in order, from step 0 on, after what they pulled; got {','.join(row)}")
+        pushes.append(push)
+    if not pushes:
+        raise ValueError("it has no pushes")
+    return tuple(pushes)

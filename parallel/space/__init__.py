@@ -1,1 +1,1 @@
-"""Boxes of a tile too large to compute at once: which rows every operation needs, on paper."""
+"""Boxes of a tile too large to compute as a whole: which rows every operation needs, on paper."""

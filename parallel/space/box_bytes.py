@@ -1,7 +1,7 @@
 """Bytes that a box takes on the device while its backward pass runs, which is its fullest moment.
 
 Takes the steps of a part one by one, from the last to the first; gives the rows and columns of each map that the box
-needs, and the most that lives at a time: what it fetched, what autograd keeps of each step up to the one that goes
+needs, and the peak of live bytes: what it fetched, what autograd keeps of each step up to the one that goes
 back, the gradients that wait, and the work space of that one. A part that begins earlier only adds to it, so that all
 parts that end at one step are known from one walk towards the start. Boxes in one row of boxes need the same rows,
 which are looked up once for all of them. No torch here.
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from parallel.space.grid import Span, cell
-from parallel.space.region import PaperRegion
 from parallel.space.rule import SAME, Step
+from parallel.space.spatial_plan import PaperRegion
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 """Of rows and of columns, in px of the tile, ends included."""
@@ -98,12 +98,7 @@ class BoxBytes:
         fetched: bytes of the maps that the part fetches, by name; ``fetched_bytes``: of all of them.
     """
 
-    def __init__(
-        self,
-        across: Sequence[Step],
-        region: PaperRegion,
-        needs: tuple[AxisNeeds, AxisNeeds],
-    ) -> None:
+    def __init__(self, across: Sequence[Step], region: PaperRegion, needs: tuple[AxisNeeds, AxisNeeds]) -> None:
         self._sides, self._sizes, self._images = region.sides, region.sizes, region.images
         sizes = region.sizes
         own = {step.name: needs[0].own[step.name] * needs[1].own[step.name] for step in across}
@@ -172,7 +167,7 @@ class BoxBytes:
 
     @property
     def bytes(self) -> float:
-        """The most that lives at a time, gradients of the part's own parameters included."""
+        """The peak of live bytes, gradients of the part's own parameters included."""
         return self.least_bytes + self.fetched_bytes
 
     @property

@@ -18,7 +18,7 @@ from itertools import pairwise
 from parallel.space.box_bytes import AxisNeeds, Cuts, PartNeeds
 from parallel.space.parts import divide, worst_case_boxes
 from parallel.space.phases import Part, Phase, peak_stored_bytes, phases_of
-from parallel.space.region import PaperRegion
+from parallel.space.spatial_plan import PaperRegion
 from parallel.space.team import Grid, SpatialMesh
 
 EXCHANGE_COPIES = 2
@@ -206,7 +206,7 @@ class Boxes:
 
     def work(self, phase: Phase, part: Part) -> tuple[dict[str, float], dict[str, float]]:
         """Return by step the share of it that a usual box computes, and that all boxes compute together: 1 and what
-        their rims add."""
+        their halos add."""
         steps, across = phase.steps_of(part), phase.outputs(part)
         usual, of_all = ({step.name: 1.0 for step in steps} for _ in range(2))
         for axis, (cuts, middle) in enumerate(zip(self.cuts(part), self._usual(part), strict=True)):
@@ -250,7 +250,7 @@ def plan_boxes(region: PaperRegion, box: int, grid: Grid, stored_bytes: int | No
 
     Args:
         region: as far as a team of the grid computes it side by side (``divided_region``).
-        stored_bytes: that maps between parts may take on the host of each member; None: 32 for each px of its part.
+        stored_bytes: that maps between parts may take on the host of each member; None: 32 for each pixel of its part.
 
     Raises:
         ValueError: a value that is several maps would have to be stored.

@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from parallel.space.box_bytes import Cuts, PartNeeds
 from parallel.space.grid import Span, tile_cuts
 from parallel.space.phases import Part, Phase, wanted_from
-from parallel.space.region import PaperRegion
 from parallel.space.rule import Step
+from parallel.space.spatial_plan import PaperRegion
 
 MULTIPLES = (1, 2, 4, 8, 16)
 """Sides of boxes, in those that are asked for."""
@@ -33,17 +33,12 @@ are stored fit."""
 
 
 def divide(
-    region: PaperRegion,
-    phase: Phase,
-    box: int,
-    box_bytes: float,
-    stored_bytes: float,
-    barred: Collection[str] = (),
+    region: PaperRegion, phase: Phase, box: int, box_bytes: float, stored_bytes: float, barred: Collection[str] = ()
 ) -> list[Part]:
     """Return the parts of a phase.
 
     Args:
-        box: side of the boxes that are asked for, px.
+        box: requested box size, px.
         box_bytes: that a box may take on the device (``BoxBytes``); boxes of the asked side may take more.
         stored_bytes: that the maps between parts may take.
         barred: names of values that cannot be stored.

@@ -2,8 +2,8 @@
 
 A phase holds the steps that can be computed box by box once all sums before it are known. A map that a later phase
 takes is stored, or recomputed there. The output of a block, which the next block adds its own to, is a few cheap
-operations away from convolutions' outputs that are stored anyway. A recomputed convolution costs its time: as many
-are recomputed as the memory of the host asks for, those first that save most bytes for their time.
+operations away from convolutions' outputs that are stored anyway. A recomputed convolution costs its time: those
+that save most bytes for their time are recomputed first, until the rest fits into the memory of the host.
 """
 
 from __future__ import annotations
@@ -122,14 +122,10 @@ def peak_stored_bytes(phases: Sequence[Phase], sizes: Mapping[str, int], images:
 
 
 def maps_to_recompute(
-    steps: Sequence[Step],
-    leaving: Collection[str],
-    sizes: Mapping[str, int],
-    images: Collection[str],
-    limit: float,
+    steps: Sequence[Step], leaving: Collection[str], sizes: Mapping[str, int], images: Collection[str], limit: float
 ) -> frozenset[str]:
     """Return names of the maps to recompute so that the others take no more than ``limit`` bytes, those first that
-    cost least for each byte; as many as help where even that is too much."""
+    cost least for each byte; all that help where even that is too much."""
     base = in_phases(steps)
 
     def cost_of(chosen: Collection[str]) -> tuple[float, int]:

@@ -177,7 +177,7 @@ class Chained:
 
 
 SAME = Window()
-"""Row by row: what works on each px alone."""
+"""Row by row: what works on each pixel alone."""
 PRIOR = "~"
 """Between the name of a node and that of a step before its own."""
 
@@ -202,7 +202,7 @@ class Step:
         param_bytes: of the parameters it uses.
         aliases: map in whose memory its value lies; "" where it has its own.
         passes_grad_through: its backward pass gives the gradient of its value on as it is.
-        draws_whole: it draws a number for each px of the whole map, whatever of it is computed.
+        draws_whole: it draws a number for each pixel of the whole map, whatever of it is computed.
         normed: it normalises each channel of a map by the moments that are summed before it.
         pads_by_copy: where a box is padded on one side alone, what it takes is copied, and the copy kept.
     """

@@ -28,8 +28,8 @@ CPUs."""
 
 
 def is_small_all_reduce(size: int, members: int) -> bool:
-    """Return whether a message to each member takes less than a sum of ``size`` bytes, in which members wait for each
-    other in turn."""
+    """Return whether a message to each member takes less than a sum of ``size`` bytes, in which each member waits for
+    the one before it."""
     return 1 < members <= SMALL_TEAM and size <= SMALL_ALL_REDUCE_BYTES
 
 
@@ -81,7 +81,7 @@ class Exchange:
     Attributes:
         needs: by member: what it needs, rows and columns outside the map among them.
         boxes: by member: what of that the map has.
-        pieces: by member: what ``boxes`` is put together of, row by row of owners.
+        pieces: by member: what ``boxes`` is assembled of, row by row of owners.
         owned: by member: its own box.
     """
 

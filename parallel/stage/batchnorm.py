@@ -1,8 +1,8 @@
-"""Running statistics of normalisation layers, exact whoever computes which microbatch in which order.
+"""Running statistics of normalisation layers, exact whichever rank computes which microbatch, in any order.
 
-Takes a module and the ranks that hold a copy of it. ``RunningStatistics`` gives what the plain step gives: one update
+Takes a module and the ranks that hold a copy of it. ``RunningStatistics`` has the results of the plain step: one update
 per microbatch, in microbatch order. ``DeferredStatistics`` gives torchgpipe's deferred batch norm (Kim et al. 2020,
-arXiv 2004.09910): each microbatch is normalised by itself, and layers are updated once per step. A pass that is not to
+arXiv 2004.09910): each microbatch is normalised alone, and layers are updated once per step. A pass that is not to
 update the layers itself starts from zeros and is put back after, past autograd's version counters: batch norm saves
 these buffers and never reads them.
 """

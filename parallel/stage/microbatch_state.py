@@ -1,8 +1,15 @@
-"""The state of one microbatch in a stage between forward and backward, and where gradients enter and leave it."""
+"""State of a microbatch in a stage between forward and backward, and the versions of weights that microbatches use.
+
+Weight stashing of PipeDream (Harlap et al., 2018, section 3.3): the backward pass of a microbatch uses the weights of
+its forward pass, though other microbatches have updated the stage since. An update of weights in use makes new
+``Parameter`` objects and changes those. Changing the old ones is no option: autograd refuses a change in place, and
+after ``parameter.data = ...`` a convolution computes its gradients with the new weights, without an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +22,7 @@ from parallel.offload.saved_tensors import CheckpointedSegment
 
 
 class GradCapture:
-    """Gradient of one received tensor that needs one; the stage need not hold the tensor.
+    """Gradient of one received tensor that needs one; the stage does not need to hold the tensor.
 
     Autograd's graph keeps its leaves. ``capture_grad`` returns an alias of the value, which is freed once no layer uses
     it and autograd has not saved it.
@@ -105,3 +112,79 @@ def renew_buffers(module: nn.Module, names: Collection[str]) -> None:
         if (tensor := state[last]) is not None:
             copy = nn.Parameter(tensor.clone(), False) if isinstance(tensor, nn.Parameter) else tensor.clone()
             state[last] = copies.setdefault(id(tensor), copy)
+
+
+Version = tuple[nn.Parameter, ...]
+
+
+class WeightVersions:
+    """The newest weights of a module, and the older ones that microbatches in flight use.
+
+    Args:
+        module: whose trained parameters have versions. Buffers and frozen parameters have none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        numbers: dict[nn.Parameter, int] = {}
+        # A parameter may be held by several modules.
+        self._places = [
+            (owner, name, numbers.setdefault(parameter, len(numbers)))
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        self._newest: Version = tuple(numbers)
+        self._used: dict[int, Version] = {}
+
+    def begin(self, i: int) -> None:
+        """Let microbatch ``i``, whose forward pass follows, use the newest weights."""
+        _drop_gradients(self._newest)
+        self._used[i] = self._newest
+
+    @contextlib.contextmanager
+    def of(self, i: int) -> Iterator[None]:
+        """Return a context in which the module has the weights that microbatch ``i`` uses, without gradients."""
+        used, newest = self._used[i], self._newest
+        _drop_gradients((*newest, *used))
+        if used is newest:
+            yield
+            return
+        self._put(used)
+        try:
+            yield
+        finally:
+            self._put(newest)
+
+    def update(self, i: int, step: Callable[[Mapping[nn.Parameter, nn.Parameter]], None]) -> None:
+        """Apply the gradients of microbatch ``i`` to the newest weights.
+
+        Args:
+            step: updates parameters by their gradients; is given those that take the place of others.
+        """
+        gradients = [parameter.grad for parameter in self._used[i]]
+        _drop_gradients(self._used.pop(i))
+        in_use = any(version is self._newest for version in self._used.values())
+        new = self._renew() if in_use else {}
+        for parameter, gradient in zip(self._newest, gradients, strict=True):
+            parameter.grad = gradient
+        step(new)
+
+    def _renew(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Make copies the newest weights; return them by those that they are copies of."""
+        new = {old: nn.Parameter(old.detach().clone()) for old in self._newest}
+        self._newest = tuple(new.values())
+        self._put(self._newest)
+        return new
+
+    def clear(self) -> None:
+        """Forget the microbatches in flight."""
+        self._used.clear()
+
+    def _put(self, version: Version) -> None:
+        for owner, name, number in self._places:
+            setattr(owner, name, version[number])  # recurrent layers note it
+
+
+def _drop_gradients(version: Version) -> None:
+    for parameter in version:
+        parameter.grad = None

@@ -1,4 +1,4 @@
-"""A backward pass in two halves: gradients of the inputs at once, those of the weights when there is time.
+"""A backward pass in two halves: gradients of the inputs first, those of the weights when there is time.
 
 Takes a module; convolutions and linear layers defer their weight and bias gradients, everything else gets its own
 within the first half. Each use of such a layer has an autograd graph of one operation: the first half asks it for the
@@ -25,26 +25,10 @@ from torch.overrides import TorchFunctionMode
 from parallel.offload.packing import ActivationMeter, SavedTensor, storages_of
 from parallel.stage.microbatch_state import capture_grad
 
-KINDS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
+KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 """Layers whose weight gradient can wait. Subclasses may compute something else and are left alone."""
 
-FUNCTIONS = {
-    F.conv1d,
-    torch.conv2d,
-    F.conv3d,
-    F.conv_transpose1d,
-    F.conv_transpose2d,
-    F.conv_transpose3d,
-    F.linear,
-}
+FUNCTIONS = {F.conv1d, torch.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear}
 """What these layers call, with (input, weight, bias, ...)."""
 
 
@@ -55,7 +39,7 @@ class DeferredWeights:
 
     Args:
         module: layers are found once, here.
-        meter: told what is kept between the two halves.
+        meter: notified of what is saved between the two halves.
 
     Raises:
         ValueError: the split would not be exact, or no layer has a weight gradient that can wait.
@@ -89,11 +73,11 @@ class DeferredWeights:
             yield
 
     def redirecting(self, waiting: list[_Waiting]) -> TorchFunctionMode:
-        """Return a context whose forward pass leaves in ``waiting`` what its backward pass puts off."""
+        """Return a context whose forward pass leaves in ``waiting`` what its backward pass defers."""
         return _Redirection({id(layer.weight) for layer in self._layers}, waiting, self._meter)
 
     def backward_weight(self, key: Hashable) -> None:
-        """Add the gradients that the backward pass of ``key`` put off to ``.grad``, and free what was kept."""
+        """Add the gradients that the backward pass of ``key`` deferred to ``.grad``, and free what was kept."""
         waiting = self._waiting.pop(key)
         waiting.reverse()
         while waiting:
@@ -112,8 +96,7 @@ class _Waiting:
 
 
 class _InputGradientOnly(torch.autograd.Function):
-    """One use of a layer in autograd's graph. Its weight is an argument so that the output needs a gradient even if the
-    input does not."""
+    """One use of a layer; its weight is an argument so that the output needs a gradient even if the input does not."""
 
     @staticmethod
     def forward(

@@ -22,9 +22,15 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.offload.rng import drawing, get_random_state
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.stage.batchnorm import RunningStatistics
-from parallel.stage.microbatch_state import MicrobatchState, capture_grad, edges_of, gradients_of, renew_buffers
+from parallel.stage.microbatch_state import (
+    MicrobatchState,
+    WeightVersions,
+    capture_grad,
+    edges_of,
+    gradients_of,
+    renew_buffers,
+)
 from parallel.stage.split_backward import DeferredWeights
-from parallel.stage.weight_versions import WeightVersions
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.team_comm import ReplayLog
 from parallel.trace.stage_module import Boxes, Run, SegmentRun, StageModule
@@ -229,7 +235,7 @@ class Stage:
         return dict(zip(microbatch.values, map(gradients_of, microbatch.values.values()), strict=True))
 
     def backward_weight(self, i: int) -> None:
-        """Add the gradients of the weights that ``backward`` of microbatch ``i`` put off."""
+        """Add the gradients of the weights that ``backward`` of microbatch ``i`` deferred."""
         assert self._weights is not None
         self._weights.backward_weight(i)
 

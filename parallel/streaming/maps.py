@@ -64,7 +64,7 @@ class Maps:
         """The whole map, which is let go of here."""
         return self._whole.pop(name, None)
 
-    def whole(self, name: str) -> Tensor:
+    def get(self, name: str) -> Tensor:
         return self._whole[name]
 
     def write(self, name: str, box: Box, value: Tensor) -> None:
@@ -82,7 +82,7 @@ class Maps:
 
     def put_zeros(self, name: str, like: Maps) -> None:
         """Put zeros in the form of a map that ``like`` has."""
-        self.put(name, torch.zeros_like(like.whole(name)))
+        self.put(name, torch.zeros_like(like.get(name)))
 
     def empty(self, name: str, box: Box) -> Tensor:
         """Return memory for a box, dense and on the device that computes."""

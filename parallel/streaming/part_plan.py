@@ -70,7 +70,7 @@ class StepRun(NamedTuple):
 
     Attributes:
         finished: names of the values that it is the last to use.
-        may_change: nobody else uses the memory of the map it takes.
+        may_change: no other step uses the memory of the map it takes.
         leaves: its value leaves the part.
         looked_at: a step of the box uses its value, which is no sum.
     """
@@ -316,8 +316,7 @@ def _compiled(part: PartPlan, row: int, column: int) -> BoxProgram:
 
 
 def _split(region: Region, name: str, has: Box, haves: Mapping[str, Box], leaves: Box | None) -> list[Box]:
-    """Return the parts of a map that it is split into: none where no step needs less of it, where it leaves whole, or
-    where one that needs all of it gives a gradient in memory that others have, too."""
+    """Return the parts that a map is split into; none where all of it is needed or its gradient is shared."""
     if name not in region.dims or leaves == has:
         return []
     smaller = [*haves.values(), *([] if leaves is None else [leaves])]

@@ -37,7 +37,6 @@ from parallel.streaming.read_pointwise import (
     transposed,
     viewed,
 )
-from parallel.streaming.read_reduction import reduction, refuse_maximum
 from parallel.streaming.read_window import (
     adaptive_pool,
     average_pool,
@@ -46,6 +45,8 @@ from parallel.streaming.read_window import (
     pad,
     pixel_shuffle,
     pixel_unshuffle,
+    reduction,
+    refuse_maximum,
     transposed_convolution,
     upsample,
 )

@@ -97,13 +97,7 @@ def _in_groups(layer: Layer, kind: type[nn.Module], groups: int) -> Operation:
 def _normalisation(
     layer: Layer, count: int, over: tuple[int, ...], view: Then | None, norm: ChannelNorm | None = None
 ) -> Operation:
-    """Return the two steps of a norm.
-
-    Args:
-        count: numbers that go into each mean.
-        over: dims of the ``view`` of a map that they lie in.
-        norm: constants of a batch norm.
-    """
+    """Return the two steps of a norm over dims ``over``, whose means are of ``count`` numbers."""
     if layer.dims != DIMS or len(layer.shape) != 4 or count < 2:
         raise NotTileable(ADVICE)
     affine, eps = layer.operands("weight", "bias"), layer.get("eps", 1e-5)

@@ -87,8 +87,7 @@ def read_region(
 
 
 def _refuse_updated(node: fx.Node, updated: Collection[str]) -> None:
-    """Refuse buffers that forward passes update: boxes run several times, and again in the backward pass. Statistics of
-    batch norm are summed over boxes, and counted once."""
+    """Refuse buffers that forward passes update, but for statistics of batch norm: boxes run several times."""
     if node.target is F.batch_norm:
         return
     targets = [str(node.target)] if node.op == "call_module" else []
@@ -100,14 +99,7 @@ def _refuse_updated(node: fx.Node, updated: Collection[str]) -> None:
 
 
 class _Reader:
-    """Region so far, while its nodes are read in order.
-
-    Attributes:
-        operations, nodes: by name of the step.
-        constants: values that are known without computing.
-        fixed, without_rows: names of ``Region.fixed`` and of all values without rows.
-        barred: names that the region cannot take.
-    """
+    """Region so far, while its nodes are read in order; ``barred``: names that it cannot take."""
 
     def __init__(self, model: nn.Module, once: bool, refuse: Callable[[tuple[int, int]], str | None]) -> None:
         self._model, self._once, self._refuse, self._reading = model, once, refuse, Reading(model, once)
@@ -145,11 +137,7 @@ class _Reader:
                 reading.values[name] = self.constants[name] = value
 
     def read(self, node: fx.Node) -> None:
-        """Add ``node`` to the region.
-
-        Raises:
-            NotTileable: it cannot be computed box by box.
-        """
+        """Add ``node`` to the region. Raises NotTileable where it cannot be computed box by box."""
         reading, maps = self._reading, self._reading.maps(node)
         if barred := self.barred.intersection(argument.name for argument in node.all_input_nodes):
             made_of = f"takes {min(barred)}, which is made of what has ended"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from parallel.space.region import PaperRegion
 from parallel.space.rule import Step
+from parallel.space.spatial_plan import PaperRegion
 from parallel.streaming.operation import Operation
 
 WHOLE_TILE = (Fraction(1), Fraction(1))

@@ -38,7 +38,7 @@ class StepRecord:
     """Measured fields of one ``Step``.
 
     Attributes:
-        kept, work: bytes for each px of the step's value, of one tile.
+        kept, work: bytes for each pixel of the step's value, of one tile.
         ops: operations of the forward pass, on the side that was recorded.
     """
 
@@ -138,8 +138,7 @@ class _Recording:
         return calls, step.name.removeprefix(node.name), maps, wants, tuple(others), known
 
     def _form_of(self, step: Step, name: str) -> Hashable:
-        """Return what is equal for values without rows that are recorded alike; None for one that ``step`` is the first
-        to ask for, which is recorded with it, unless it is of the same node, and made of values that are there."""
+        """Return a key of values without rows that are recorded alike; None for one recorded with ``step``."""
         region = self._region
         if name not in self.global_steps or self._known.made(name):
             return form(self._known[name]), name in region.fixed
@@ -248,12 +247,7 @@ class _Known(dict[str, Any]):
 
 
 def _backward_work(value: Any, leaves: Sequence[Any], others: Sequence[Tensor]) -> tuple[int, bool]:
-    """Run the backward pass; return (bytes of work space, whether the gradient is passed on as it is).
-
-    Args:
-        leaves: of the maps.
-        others: parameters, and values without rows.
-    """
+    """Run the backward pass; return (bytes of work space, whether the gradient is passed on as it is)."""
     outputs, used = ([tensor for tensor in _tensors(each) if tensor.requires_grad] for each in (value, leaves))
     if not outputs or not (used or others):
         return 0, False

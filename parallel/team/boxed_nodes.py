@@ -78,13 +78,7 @@ class _InBoxes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: RegionRun,
-        stage: nn.Module,
-        others: Mapping[str, Any],
-        count: int,
-        wants: bool,
-        *tensors: Any,
+        ctx: Any, run: RegionRun, stage: nn.Module, others: Mapping[str, Any], count: int, wants: bool, *tensors: Any
     ) -> Any:
         device = tensors[0].device.type
         ctx.precision = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
@@ -117,8 +111,7 @@ class _InBoxes(torch.autograd.Function):
 
 
 def _precision(ctx: Any) -> torch.autocast:
-    """Return the autocast of the forward pass. Casts are not cached: those made without gradients would be used with
-    them."""
+    """Return the autocast of the forward pass, without its cache: casts made without gradients would be reused."""
     device, dtype, enabled = ctx.precision
     return torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)
 
@@ -196,12 +189,7 @@ class BoxedNodes(NodeRun):
                 return self.planned(stage, plan, values)
             region = summed
         run = RegionRun(
-            region,
-            self._boxed,
-            self._grid,
-            self._comm,
-            scale=scale_of(region, plan.mesh.side),
-            random=self._random,
+            region, self._boxed, self._grid, self._comm, scale=scale_of(region, plan.mesh.side), random=self._random
         )
         made = {step.name for step in region.steps}.union(region.constants)
         rest = [node for node in self._nodes if node.name not in made and not targets]

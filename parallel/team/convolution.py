@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.borders import Borders, borders, overlap_pays
+from parallel.space.spatial_plan import Borders, borders, overlap_pays
 from parallel.space.team import Box
 from parallel.streaming.operation import DIMS
 from parallel.streaming.patch import Patch
@@ -101,11 +101,7 @@ class _Split:
         self.base = slices(DIMS, split.base, exchange.own)
         self.pads: Padding = None, split.pads
         self.strips = [
-            (
-                exchange.concat_halo(strip.have),
-                _between(strip.have, strip.need),
-                slices(DIMS, strip.made, made),
-            )
+            (exchange.concat_halo(strip.have), _between(strip.have, strip.need), slices(DIMS, strip.made, made))
             for strip in split.strips
         ]
         self.halos = [
@@ -122,13 +118,7 @@ class _Split:
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        own: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        comm: TeamComm,
-        work: HaloConvolution,
-        groups: int,
+        ctx: Any, own: Tensor, weight: Tensor, bias: Tensor | None, comm: TeamComm, work: HaloConvolution, groups: int
     ) -> Tensor:
         split = work.split
         arriving = comm.fetch(work.exchange, own)

@@ -24,12 +24,7 @@ from parallel.streaming.read_norm import CHANNELS, HALVES
 from parallel.streaming.read_pointwise import MASK
 from parallel.team.convolution import HaloConvolution, sharded_convolution
 from parallel.team.halo_exchange import BoundExchange, all_of_own, halo_exchange, patch_of, slices
-from parallel.team.team_comm import (
-    ForwardContext,
-    all_reduce_sum,
-    empty_with_zero_grad,
-    identity_fwd_all_reduce_bwd,
-)
+from parallel.team.team_comm import ForwardContext, all_reduce_sum, empty_with_zero_grad, identity_fwd_all_reduce_bwd
 from parallel.trace.stage_module import compiled
 
 Values = dict[str, Any]

@@ -30,7 +30,7 @@ from parallel.streaming.part_plan import PartPlan, plan_part
 from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plain
 from parallel.streaming.region import WHOLE_TILE, Region
 from parallel.streaming.strip_maps import StripMaps, column_cuts
-from parallel.team.region_exchange import RegionExchange
+from parallel.team.halo_exchange import RegionExchange
 from parallel.team.team_comm import ForwardContext, TeamComm
 from parallel.team.team_plan import BoxedParts
 from parallel.trace.stage_module import Boxes

@@ -1,7 +1,7 @@
 """Exchange of samples between members that compute branches of a model: all samples at a fork, own ones at a join.
 
-``collect`` gives members all samples of a map of which each member has its own, and ``spread`` gives each member its
-own samples of a map that others have whole, summed where several have one. Each is the linear adjoint of the other, so
+``collect`` gives members all samples of a map of which each member has its own. ``spread`` gives each member its own
+samples of a map that others have whole, summed where several have one. Each is the linear adjoint of the other, so
 that the backward pass of a fork is a join, and that of a join is a fork (Jain et al., SUPER, IPDPS 2021, section IV).
 """
 

@@ -1,7 +1,7 @@
 """Layers that treat each sample alone, so that members of a team may each compute their own samples of a microbatch.
 
 A batch norm does not, and has its sums over all members here; neither does dropout, whose numbers are drawn for all
-samples. Of any other layer that is not known, the caller is told.
+samples. Any other layer that is not known is reported to the caller.
 """
 
 from __future__ import annotations

@@ -202,8 +202,7 @@ class TeamComm:
         return works
 
     def _wait(self, tensors: list[Tensor], works: list[Recv], sums: bool = False) -> list[Tensor]:
-        """Return ``tensors`` once they are there; with ``sums`` their sum in the order of members, the same bits on
-        each."""
+        """Return ``tensors`` once they have arrived; with ``sums`` their sum in the order of members, bit for bit."""
         for peer, tensor, work in works:
             if self.report is None or work.done():
                 work.wait()

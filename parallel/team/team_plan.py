@@ -77,7 +77,7 @@ def team_plans(traced: Traced, grid: Grid, once: bool = True) -> Callable[[tuple
     """Return (shape (n, 3, h, w) of tiles, in training) -> the plan of a model, made when it is first asked for.
 
     Args:
-        once: each member computes its part at once; False: in boxes, and again in the backward pass.
+        once: each member computes its part in one piece; False: in boxes, and again in the backward pass.
     """
     model = traced.model
 

@@ -82,11 +82,7 @@ def stages_of_rank(
 def _have_boxes(
     stages: Mapping[int, TeamStage], plan: TeamPlan, values: Mapping[str, Any], required: bool = False
 ) -> bool:
-    """Plan the boxes of ``stages``, so that what is wrong is said now; return whether any stage has some.
-
-    Args:
-        values: that enter stages, by name.
-    """
+    """Plan the boxes of ``stages``, so that errors are raised now; return whether any stage has some."""
     reasons = []
     for stage in stages.values():
         run = stage.train()._run_training

@@ -67,8 +67,7 @@ def _is_left_out(node: fx.Node, names: Collection[str]) -> bool:
 
 
 def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str, int]) -> dict[str, int]:
-    """Return the stage of every node of the evaluation graph: that of training, else where its module and its inputs
-    are."""
+    """Return the stage of every node of the evaluation graph: that of training, else of its module and inputs."""
     owners = {
         str(node.target): stages[node.name]
         for node in traced.training.graph.nodes

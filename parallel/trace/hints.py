@@ -23,7 +23,7 @@ OF_TYPE = {
     "is_inference", "is_leaf", "is_meta", "itemsize", "layout", "nbytes", "requires_grad", "storage_offset", "stride",
     "type",
 }  # fmt: skip
-"""What a tensor says of itself beside its shape: another device, layout or precision changes it."""
+"""What a tensor says of itself besides its shape: another device, layout or precision changes it."""
 
 
 SURE_MODULES = frozenset({
@@ -42,7 +42,7 @@ class Hint:
     Args:
         value: for the traced number of tiles.
         of_type: it depends on type, device, layout or on whether gradients are taken.
-        find: calls ``set`` with the value, a tensor that nobody has asked for yet.
+        find: calls ``set`` with the value, a tensor that was not asked for yet.
     """
 
     __slots__ = ("_find", "_value", "is_tensor", "of_type")
@@ -76,7 +76,7 @@ class Hints:
         self._behind: list[fx.Node] = []
         """Nodes that are still to be run on the other number of tiles: few models decide by anything."""
         self._put_off: list[fx.Node] = []
-        """Nodes whose value nobody has asked for yet."""
+        """Nodes whose value was not asked for yet."""
         self._grad = torch.is_grad_enabled()
         self.running = False
         device = next((tensor.device for tensor in (*root.parameters(), *root.buffers())), torch.device("cpu"))
@@ -85,7 +85,7 @@ class Hints:
             self._inputs = tuple(torch.empty(size, dtype=dtype, device=device) for size in (shape, other))
 
     def of(self, node: fx.Node) -> Hint | None:
-        """Return the hint of ``node``, None where nobody knows without data."""
+        """Return the hint of ``node``, None where it is not known without data."""
         return self._known.get(node)
 
     def learn(self, node: fx.Node) -> None:
@@ -111,7 +111,7 @@ class Hints:
                 self._catch_up()
 
     def _find(self) -> None:
-        """Run what was put off, in order: something may be changed in place."""
+        """Run what was deferred, in order: something may be changed in place."""
         while self._put_off:
             node = self._put_off.pop(0)
             try:

@@ -2,7 +2,7 @@
 model's own forward, traced or not. ``test_patched_kernels.py`` reports when torch no longer needs it.
 
 - Batch norm, which instance norm is made of, takes a channels_last gradient of one tile for a contiguous one where a
-  view has left any number as the stride of the first dim, and gives another input gradient (torch 2.14 and 2.15). The
+  view has left any number as the stride of the first dim. Its input gradient is wrong then (torch 2.14 and 2.15). The
   gradient gets a layout that torch reads right.
 - oneDNN copies the input of ``Conv2d(8, 8, 1, stride=2)`` into a buffer that is too small, and writes up to megabytes
   past its end: in channels_last, float32 and bfloat16, with 2 to 15 input channels, one group, no padding, and sides of

@@ -55,7 +55,7 @@ def as_tensor(value: Tensor | Boxes) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SegmentRun:
-    """Consecutive layers of a stage that are run, and computed again, together.
+    """Consecutive layers of a stage that are run, and recomputed, together.
 
     Attributes:
         run: (stage module, values named in ``inputs``) -> values named in ``outputs``.
@@ -155,7 +155,7 @@ class StageModule(nn.Module):
     def context(
         self, shape: tuple[int, ...], random: int | Tensor = 0, log: Any = None
     ) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward pass on tiles of ``shape``, which gives what draws the random numbers in
+        """Return the context of a forward pass on tiles of ``shape``, which has what draws the random numbers in
         place of the stage, or None.
 
         Args:
@@ -197,7 +197,7 @@ def segment_runs(
     segments: Sequence[Segment],
     make_run: MakeRun,
 ) -> Iterator[SegmentRun]:
-    """Yield the segments of a stage, ready to run; none where no segment is computed again."""
+    """Yield the segments of a stage, ready to run; none where no segment is recomputed."""
     if not any(segment.recompute for segment in segments):
         return
     position = partition.graph.position

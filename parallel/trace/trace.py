@@ -2,13 +2,15 @@
 
 Any ``nn.Module`` that maps one tensor to anything becomes a ``LayerGraph``, and the fx graphs of training and
 evaluation. Modules of torch.nn, modules with hooks and modules that cannot be traced stay whole. After Reed et al.,
-torch.fx: Practical Program Capture and Transformation for Deep Learning in Python (MLSys 2022).
+torch.fx: Practical Program Capture and Transformation for Deep Learning in Python (MLSys 2022). A model that keeps
+everything on the device of one rank, or cannot be traced, is ``Untraced``: one stage, the model's own call.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,14 +19,21 @@ import torch
 from torch import fx, nn
 
 from parallel.comm.communicator import Communicator
-from parallel.graph.layers import LayerGraph
+from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
+from parallel.strategy import Strategy
 from parallel.trace.hints import Hints, any_number_of_values
 from parallel.trace.layer_graph import layer_graph
 from parallel.trace.patched_kernels import patch_kernels
+from parallel.trace.stage_module import StageModule
 from parallel.trace.traced_check import first_difference
 from parallel.trace.tracer import GraphTracer, scope_of, user_line
-from parallel.trace.updated_faults import refuse_attributes
-from parallel.trace.updated_search import Updated, refuse_checkpointed, updated_buffers
+from parallel.trace.updated_search import (
+    Updated,
+    refuse_attributes,
+    refuse_checkpointed,
+    refuse_updating_copies,
+    updated_buffers,
+)
 from parallel.trace.without_data import exclusively, preserve_module_state
 
 
@@ -38,7 +47,7 @@ class Traced:
         evaluation: what runs in evaluation, the same object where nothing differs. A value that both make has one name.
         modes: path -> (training, evaluation) flags of modules that do not follow the model's ``train()``.
         updated: path -> state outside norm layers that forward passes of training update.
-        any_side: nothing that tracing asked of a value depends on the side of the tiles: others give the same graphs.
+        any_side: nothing that tracing asked of a value depends on the size of the tiles: others give the same graphs.
     """
 
     graph: LayerGraph
@@ -151,7 +160,7 @@ def run_again(
     ``traced``: they hold for the same shape, and where they are of ``any_side`` for others.
 
     Args:
-        shape, dtype, autocast, device: as ``trace`` takes them; of as many tiles as were traced.
+        shape, dtype, autocast, device: as ``trace`` takes them; of the number of tiles that was traced.
 
     Raises:
         ValueError: the module does not run on ``shape``.
@@ -171,7 +180,7 @@ def _modes(module: nn.Module) -> dict[str, bool]:
 def _graph(
     module: nn.Module, opaque: dict[str, str], shape: tuple[int, ...], dtype: torch.dtype, in_place: bool
 ) -> tuple[fx.GraphModule, bool]:
-    """Return the graph of ``module`` in its present mode, and whether it may depend on the side of the tiles; add what
+    """Return the graph of ``module`` in its present mode, and whether it may depend on the size of the tiles; add what
     cannot be traced to ``opaque``, innermost first."""
     while True:
         tracer = GraphTracer(opaque, Hints(module, shape, dtype), in_place=in_place)
@@ -222,3 +231,76 @@ def _name_alike(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
     for node in ours:
         node.name = names[node]
     evaluation.recompile()
+
+
+@dataclass(frozen=True)
+class Untraced:
+    """A model as one layer, in the place of ``Traced``."""
+
+    model: nn.Module
+
+    @functools.cached_property
+    def graph(self) -> LayerGraph:
+        """Return the graph: the images, the model, which may draw random numbers, and the output."""
+        model = Layer("model", type(self.model).__name__, ("images",), random=True)
+        return LayerGraph((Layer("images", INPUT, ()), model, Layer("output", OUTPUT, ("model",))))
+
+
+class UntracedModule(StageModule):
+    """The stage that calls ``model``. Names of parameters, buffers and modules are those in the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        patch_kernels()
+        super().__init__(("images",), ("output",))
+        self.model = model
+        self.training = model.training
+        self._run_training = self._run_evaluation = _call
+
+    @property
+    def root(self) -> nn.Module:
+        return self.model
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.model.named_modules(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.model.get_submodule(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.load_state_dict(*args, **kwargs)
+
+
+def _call(stage: nn.Module, images: Any) -> tuple[Any, ...]:
+    assert isinstance(stage, UntracedModule)
+    return (stage.model(images),)
+
+
+def trace_as_needed(
+    module: nn.Module, shape: tuple[int, ...], communicator: Communicator, strategy: Strategy
+) -> Traced | Untraced:
+    """Return the layers of ``module`` if the strategy cuts, recomputes or streams them, else the module as it is.
+
+    Activations leave for the host earlier if a model is traced: a user's forward holds what it gave to a module.
+
+    Args:
+        shape: (n, 3, h, w) of a usual microbatch.
+        communicator: all ranks; each calls it.
+
+    Raises:
+        ValueError: the model cannot be traced as the strategy needs, or not be copied.
+    """
+    policy = strategy.policy
+    needed = strategy.splits or policy.segmented or policy.stream is not None
+    if needed or policy.moves:
+        try:
+            traced = trace_exclusively(module, shape, communicator)
+            if needed or not traced.updated:
+                return traced
+        except ValueError:
+            if needed:
+                raise
+    refuse_updating_copies(module, shape, communicator, strategy.name)
+    return Untraced(module)

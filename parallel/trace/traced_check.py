@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SEED = 1911
 _aten = torch.ops.aten
 SILENT = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
-"""They give what they take; whether anything flows back is compared by itself."""
+"""They give what they take; whether anything flows back is compared separately."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def _backward(outputs: list[Tensor], names: dict[int, Any]) -> list[Any]:
-    """Return autograd's functions behind ``outputs``, nearest first, each with the numbers of those it goes on to."""
+    """Return autograd's functions behind ``outputs``, nearest first, each with the numbers of those that follow."""
     numbers: dict[Any, int] = {}
     order: list[Any] = []
 

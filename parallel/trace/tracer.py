@@ -25,15 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
 
 from parallel.trace.hints import Hints
-from parallel.trace.known_proxy import (
-    KnownNumber,
-    KnownProxy,
-    UnknownProxy,
-    applied,
-    as_traced,
-    constant,
-    detached,
-)
+from parallel.trace.known_proxy import KnownNumber, KnownProxy, UnknownProxy, applied, as_traced, constant, detached
 from parallel.trace.op_recorder import tensors_of
 
 _NOT_OF_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -258,8 +250,7 @@ def _refuse_assigned(module: nn.Module) -> None:
 
 @contextmanager
 def _recording_functions(tracer: GraphTracer) -> Iterator[None]:
-    """Record as nodes what torch would run on what stands for tensors and sizes: custom autograd functions,
-    factories."""
+    """Record as nodes what torch would run on proxies: custom autograd functions, factories."""
     apply = torch.autograd.Function.__dict__["apply"]
     factories = {name: getattr(torch, name) for name in FACTORIES}
 

@@ -199,7 +199,7 @@ def refuse_tile_size(model: nn.Module, name: str, shape: tuple[int, ...]) -> Non
 
 
 def own_side(model: nn.Module) -> int | None:
-    """Return the side in px that a model of timm, torchvision or transformers is made for; None where it says none."""
+    """Return the input side, px, of a model of timm, torchvision or transformers; None where it has none."""
     for part in model.modules():
         config = getattr(part, "pretrained_cfg", None)
         sizes: list[Any] = [config.get("input_size")] if isinstance(config, dict) else []

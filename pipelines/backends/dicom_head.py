@@ -239,10 +239,7 @@ def _fault(header: Item) -> str:
 
 
 def _of_slide(path: Path) -> tuple[Item, bool]:
-    """Single values before the pixels, and whether the file ends before these.
-
-    Of other transfer syntaxes than explicit little endian, all of which are refused, only group 2.
-    """
+    """Single values before the pixels, and whether the file ends before these; of refused syntaxes, group 2 alone."""
     head = Item()
     with path.open("rb") as file:
         file.seek(PREAMBLE_BYTES)

@@ -24,7 +24,7 @@ class Inside(NamedTuple):
 
 
 def pad(out: Pixels, l_x: int, l_y: int, l_width: int, l_height: int) -> Inside | None:
-    """Paint what of ``out`` lies outside the level; give what lies inside, None when nothing does.
+    """Paint what of ``out`` lies outside the level; return the part inside, None when there is none.
 
     Args:
         out: uint8 (h, w, 3), whose top left is px (l_x, l_y) of the level.
@@ -49,7 +49,7 @@ AXES_TOLERANCE = 0.05
 OVERRIDE = "give it with --slide-mpp, or per slide in the column `mpp` of --mpp-table FILE"
 
 Recorded = float | str | None
-"""um/px that a file records; or what it records instead, as the end of a sentence; None if it records nothing."""
+"""Recorded um/px of a file; or what it records instead, as the end of a sentence; None if it records nothing."""
 
 
 def level0_mpp(path: Path, mpp_x: Recorded, mpp_y: Recorded, override: float | None) -> float:
@@ -58,7 +58,7 @@ def level0_mpp(path: Path, mpp_x: Recorded, mpp_y: Recorded, override: float | N
     Args:
         path: the slide, for the error.
         mpp_x, mpp_y: what the file records.
-        override: um/px that the user gave, used in place of the file's; None: not given.
+        override: um/px of the user, used in place of the file's; None: not given.
 
     Raises:
         ValueError: ``override`` is implausible.

@@ -20,7 +20,7 @@ from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError,
 log = logging.getLogger(__name__)
 
 BACKENDS: Final = ("tiled", "ndpi", "zarr", "openslide", "image")
-"""Modules of this package, each with ``open_<name>``, in the order in which they are asked."""
+"""In the order in which they are asked: each is ``open_<name>`` in a module of that name, ``ndpi`` in ``tiled``."""
 
 READS_FOLDERS: Final = ("zarr",)
 
@@ -102,7 +102,8 @@ def other_images(path: Path, scene: int | None = None) -> list[str]:
 
 def _opener(name: str) -> Opener:
     """Imported when first asked for, so that a run over SVS files loads no Zarr."""
-    return cast(Opener, getattr(importlib.import_module(f"pipelines.backends.{name}"), f"open_{name}"))
+    module = "tiled" if name == "ndpi" else name
+    return cast(Opener, getattr(importlib.import_module(f"pipelines.backends.{module}"), f"open_{name}"))
 
 
 def _nothing_opens(path: Path, backend: str, said: list[str]) -> str:

@@ -27,14 +27,7 @@ from pipelines.backends.dicom_elements import (
     items,
     keep,
 )
-from pipelines.backends.dicom_head import (
-    SEGMENTATIONS,
-    Placement,
-    Tag,
-    begin,
-    decimals,
-    head_placement,
-)
+from pipelines.backends.dicom_head import SEGMENTATIONS, Placement, Tag, begin, decimals, head_placement
 from pipelines.slides.slide import SlideError
 
 FRAMES = 4 << 20

@@ -64,8 +64,8 @@ class Tiff:
 def check_tiff(path: Path) -> list[str]:
     """Return what is wrong with the structure of a TIFF file, in words; empty if nothing is, or if it is no TIFF.
 
-    Tiles and strips past the end of the file, byte counts of 0 or larger than the file, tables that are missing or too
-    short, directories past the end or in a circle. Pixels are not decoded.
+    Found are tiles, strips and directories past the end of the file, byte counts of 0 or larger than the file, tables
+    that are missing or too short, and directories in a circle. Pixels are not decoded.
 
     Raises:
         OSError: the file cannot be read.

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import cv2
@@ -63,10 +62,7 @@ class TiffWriter:
         self, path: Path, levels: Sequence[Size], encoding: dict[str, Any], mpp: float, description: str
     ) -> None:
         self.levels = tuple(levels)
-        self._path = path
-        self._encoding = encoding
-        self._mpp = mpp
-        self._description = description
+        self._path, self._encoding, self._mpp, self._description = path, encoding, mpp, description
         self._places = [np.zeros((self.grid(k).height, self.grid(k).width, 2), np.int64) for k in range(len(levels))]
         self._waiting: IO[bytes]
 
@@ -84,9 +80,7 @@ class TiffWriter:
         self._waiting = tempfile.TemporaryFile(dir=self._path.parent)  # closed by __exit__
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Write the pages and give the file its name, unless an error has come.
 
         Raises:
@@ -194,12 +188,10 @@ class PyramidWriter:
         self._tiff.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with ExitStack() as closing:
             if kind is not None:
-                self._tiff.__exit__(kind, value, trace)
+                self._tiff.__exit__(kind, *error)
                 return
             closing.push(self._tiff)
             for level in range(len(self._sizes)):  # finest first: each hands on what is left to the next

@@ -145,8 +145,8 @@ def open_zarr(path: Path, *, mpp: float | None, scene: int | None = None) -> Pyr
 
     Raises:
         NotThisFormat: not a folder with Zarr metadata at its root, nor a URL.
-        SlideError: no image in the store, several of similar size without ``scene``, codecs that are not run, pixels
-            that are not 8-bit RGB or grey, no usable mpp, or a server that has no such slide.
+        SlideError: no image in the store, or several of similar size without ``scene``; unknown codecs, pixels that
+            are not 8-bit RGB or grey, no usable mpp; or a server that has no such slide.
     """
     store = open_store(path)
     try:

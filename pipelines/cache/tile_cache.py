@@ -1,4 +1,4 @@
-"""Tiles that were read once, kept for the next epoch, rank and run.
+"""Tiles that were read once, stored for the next epoch, rank and run.
 
 Takes the place of a tile and gives its pixels as they were read, or nothing; takes pixels that were read from a slide.
 Tiles are held in memory until a shard is full, then written by a reading thread. When the folder is full, or cannot be
@@ -19,18 +19,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.tile_shard import (
-    NO_CHUNK,
-    DamagedShard,
-    decode_tile,
-    encode_tile,
-    read_index,
-    shard_bytes,
-)
-from pipelines.cache.shard_folder import ShardFolder
-from pipelines.cache.tile_kind import CacheSpec, Place, PlaceIndex, slide_number
+from pipelines.backends.tile_shard import NO_CHUNK, DamagedShard, decode_tile, encode_tile, read_index, shard_bytes
+from pipelines.cache.shards import CacheSpec, Place, PlaceIndex, ShardFolder, slide_number
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.slides.geometry import Bounds, Level, Region, TileBox
+from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.slide import Pixels, Slide, SlideError
 
 log = logging.getLogger(__name__)
@@ -250,11 +242,7 @@ class CachedSpec:
         return self.spec.slide_id
 
     def verify_unchanged(self) -> None:
-        """Refuse a slide that was replaced since it was indexed.
-
-        Raises:
-            SlideError: it is not the same.
-        """
+        """Raise SlideError for a slide that was replaced since it was indexed."""
         self.spec.verify_unchanged()
 
     def open(self) -> Slide:
@@ -283,27 +271,9 @@ class CachedSlide:
 
     def __init__(self, slide: Slide, cache: TileCache, scene: int | None = None) -> None:
         self._slide, self._cache = slide, cache
+        self.path, self.backend, self.mpp = slide.path, slide.backend, slide.mpp
+        self.levels, self.bounds = slide.levels, slide.bounds
         self._number = slide_number(slide, scene)
-
-    @property
-    def path(self) -> Path:
-        return self._slide.path
-
-    @property
-    def backend(self) -> str:
-        return self._slide.backend
-
-    @property
-    def mpp(self) -> float:
-        return self._slide.mpp
-
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        return self._slide.levels
-
-    @property
-    def bounds(self) -> Bounds:
-        return self._slide.bounds
 
     def read(self, region: Region, out: Pixels | None = None) -> Pixels:
         cache, shape = self._cache, (region.height, region.width, 3)

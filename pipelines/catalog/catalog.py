@@ -159,12 +159,12 @@ def find_slides(
 ) -> tuple[SlideSpec, ...]:
     """Return all slides under ``root``, sub-folders included, and those that a table names by URL, sorted by id.
 
-    Not slides: hidden files, folders in ``SKIPPED_FOLDERS``, pictures of predictions and of QuPath projects, files that
-    end in ``_mask`` or ``-mask``, DICOM Segmentations, the data folder of an MRXS slide, the JPEG files of a VMS slide.
-    The DICOM files of one folder and series are one slide: its file is the largest of them (the finest level), its id
-    the folder's name, or that file's stem where the folder holds several series, or the path below ``root`` where
-    another slide has that name. A damaged DICOM file is a series of its own. A folder that cannot be listed stands for
-    the slides in it, under its name and a slash: it fails when it is opened.
+    Hidden files and folders in ``SKIPPED_FOLDERS`` are left out; so are masks (``_mask``, ``-mask``, DICOM
+    Segmentations) and pictures of predictions and of QuPath projects. The data folder of an MRXS slide and the JPEG
+    files of a VMS slide are parts of it. The DICOM files of one folder and series are one slide: its file is the
+    largest of them (the finest level). Its id is the folder's name, or that file's stem where the folder holds several
+    series, or the path below ``root`` where another slide has that name. A damaged DICOM file is a series
+    of its own. A folder that cannot be listed is a slide of its name and a slash, which fails when it is opened.
 
     Args:
         root: folder.

@@ -1,4 +1,4 @@
-"""Open slides, kept between reads, and whether a slide is still the one that was indexed.
+"""Open slides, reused by later reads, and whether a slide is still the one that was indexed.
 
 A ``SlidePool`` keeps a bounded number of slides open and closes the least recently used first, never a lent one.
 Handles do not survive fork or pickle. A ``SlideState`` has size, time of change and a digest of the header, the end,
@@ -176,8 +176,7 @@ class SlidePool:
         self.__init__(state["specs"], state["capacity"])  # type: ignore[misc]  # an empty pool, as when it was made
 
     def _after_fork(self) -> None:
-        """Start empty in the child. The parent's handles are kept unused, since closing them takes locks that the
-        parent's threads may have held at the moment of the fork."""
+        """Start empty in the child; handles stay unused: closing them takes locks that may be held in the parent."""
         self._inherited += self._handles.values()
         self._start_empty()
 
@@ -194,13 +193,13 @@ END_BYTES, BLOCK_BYTES, BLOCKS = 64 << 10, 4 << 10, 16
 """Read of a file: both ends, and blocks evenly between them; less than 200 KB."""
 
 MOST_FILES = 1024
-"""Of a folder, in order of their names: as many are listed with their sizes."""
+"""Of a folder, files that are listed with their sizes, in order of their names."""
 
 FILES_READ = 24
-"""Of these, as many are read, evenly spread."""
+"""Of these, the ones that are read, evenly spread."""
 
 MOST_ENTRIES = 16
-"""Of a folder, as many entries have their time of change looked at, each time a slide is lent."""
+"""Of a folder, entries whose time of change is looked at, each time a slide is lent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Work in processes that may die: a slide library that aborts, or the kernel that runs out of memory, costs one item.
 
 Takes a picklable function and items; gives each item with its result or ``WorkerCrashed``. The processes are started as
-``python -m pipelines.catalog.processes`` and not by multiprocessing's spawn, which would import the caller's
-``__main__`` (torch and all, in a training run) into every one of them and fails where there is no such file.
+``python -m pipelines.catalog.processes``. The spawn of multiprocessing would import the caller's ``__main__`` (torch
+and all, in a training run) into every one of them, and fails where there is no such file.
 """
 
 from __future__ import annotations
@@ -170,13 +170,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _serve(descriptor: int, parent: int, memory_bytes: int) -> None:
-    """The life of a worker: a task, then item after item, until the other end of the connection is gone.
-
-    Args:
-        descriptor: of the connection.
-        parent: passed by the parent: it may have been killed before this process got here.
-        memory_bytes: limit of private memory; 0: none.
-    """
+    """Run a task on item after item until the connection ends; ``memory_bytes``: limit of private memory, or 0."""
     if memory_bytes:
         # Not the address space: that counts files mapped into memory, and what allocators reserve without using it.
         allowed = resource.getrlimit(resource.RLIMIT_DATA)[1]

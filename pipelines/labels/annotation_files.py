@@ -215,14 +215,6 @@ def read_annotation(path: Path) -> PolygonSet | Mask:
     return read_xml(path) if suffix == XML_SUFFIX else read_geojson(path)
 
 
-class _Reading:
-    """Lock of a file that is being read, and the threads that need it."""
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.threads = 0
-
-
 class AnnotationCache:
     """Safe in many threads; two threads that need the same file read it once.
 
@@ -234,32 +226,23 @@ class AnnotationCache:
         self._files, self._total_bytes = files, total_bytes
         self._lock = Lock()
         self._kept: OrderedDict[Path, PolygonSet | Mask] = OrderedDict()
-        self._reading: dict[Path, _Reading] = {}
+        self._reading: defaultdict[Path, Lock] = defaultdict(Lock)
 
     def get(self, path: Path) -> PolygonSet | Mask:
         """Return the annotation in ``path``. Raises SlideError where it is damaged, however that shows."""
         with self._lock:
-            if path in self._kept:
-                self._kept.move_to_end(path)
-                return self._kept[path]
-            reading = self._reading.setdefault(path, _Reading())
-            reading.threads += 1
-        try:
-            with reading.lock:
-                with self._lock:
-                    if path in self._kept:
-                        return self._kept[path]
-                with damaged_is_slide_error(path):
-                    annotation = read_annotation(path)
-                with self._lock:
-                    self._kept[path] = annotation
-                    self._let_go()
-                return annotation
-        finally:
+            reading = self._reading[path]
+        with reading:
             with self._lock:
-                reading.threads -= 1
-                if not reading.threads:
-                    del self._reading[path]
+                if path in self._kept:
+                    self._kept.move_to_end(path)
+                    return self._kept[path]
+            with damaged_is_slide_error(path):
+                annotation = read_annotation(path)
+            with self._lock:
+                self._kept[path] = annotation
+                self._let_go()
+            return annotation
 
     def _let_go(self) -> None:
         kept_bytes = sum(annotation.nbytes for annotation in self._kept.values())

@@ -1,6 +1,6 @@
 """Annotations in XML, element by element: nothing of a document is held but what its reader keeps.
 
-Takes a file and a reader for each root element, gives what the reader made. A document type is refused before anything
+Takes a file and a reader for each root element, returns what the reader made. A document type is refused before all
 in it is looked at: without one there are no entities to expand and no other files to be fetched.
 """
 
@@ -23,6 +23,7 @@ from pipelines.labels.drawing import (
     Point,
     PolygonSet,
     make_polygon_set,
+    polygons_of,
     printable_name,
     split_self_intersections,
     valid_area,
@@ -193,11 +194,7 @@ def _without(drawn: Sequence[list[Point]], cut_out: Sequence[list[Point]]) -> li
             polygons.append([ring])
             continue
         rest = shapely.difference(valid_area(area), shapely.union_all(near))
-        polygons += [
-            [list(edge.coords) for edge in (part.exterior, *part.interiors)]
-            for part in shapely.get_parts(rest).tolist()
-            if isinstance(part, shapely.Polygon) and not part.is_empty
-        ]
+        polygons += polygons_of(rest)
     return polygons
 
 
@@ -213,10 +210,7 @@ class ElementReader(Protocol):
     def drawing(self) -> PolygonSet: ...
 
 
-READERS: Mapping[str, Callable[[], ElementReader]] = {
-    "ASAP_Annotations": AsapReader,
-    "Annotations": ImageScopeReader,
-}
+READERS: Mapping[str, Callable[[], ElementReader]] = {"ASAP_Annotations": AsapReader, "Annotations": ImageScopeReader}
 """By root element."""
 
 

@@ -23,14 +23,7 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import counted, listed
 from pipelines.labels.annotation_files import AnnotationCache, AnnotationFiles, damaged_is_slide_error, mask_classes
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
-from pipelines.labels.drawing import (
-    BACKGROUND,
-    Origin,
-    PolygonSet,
-    areas_within,
-    painted_over,
-    printable_name,
-)
+from pipelines.labels.drawing import BACKGROUND, Origin, PolygonSet, areas_within, painted_over, printable_name
 from pipelines.labels.rasterize import PixelGrid, mask_pixels, paint
 from pipelines.slides.geometry import Bounds, Region, TileBox
 from pipelines.slides.slide import Slide, SlideError

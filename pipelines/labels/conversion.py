@@ -7,14 +7,11 @@ mask's ids are in the ``classes.txt`` of its folder, which is made or extended.
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import shapely
 from numpy.typing import NDArray
 
 from pipelines.backends.mask import BAND_ROWS, Mask
@@ -91,15 +88,8 @@ def _polygons(places: NDArray[np.int64], inside: NDArray[np.bool_]) -> list[Ring
     upright = _partners(np.lexsort((down, y, x)))
     following = np.where(leaves_sideways, sideways, upright)
     rings = _loops(following.tolist(), (y * (int(x.max(initial=0)) + 1) + x).tolist())
-    ring_of = np.empty(len(x), np.int64)  # of the edge that leaves each turn
-    for k, members in enumerate(rings):
-        ring_of[members] = k
-    upper = np.flatnonzero(y < y[upright])
-    lower = upright[upper]
-    edge_ring = ring_of[np.where(following[upper] == lower, upper, lower)]
-    edges = sorted(zip(y[upper].tolist(), y[lower].tolist(), x[upper].tolist(), edge_ring.tolist(), strict=True))
     points = np.column_stack([x, y]).astype(np.float64)
-    return _grouped([points[members] for members in rings], edges)
+    return _grouped([points[members] for members in rings])
 
 
 def _loops(following: list[int], place: list[int]) -> list[list[int]]:
@@ -126,8 +116,7 @@ def _loops(following: list[int], place: list[int]) -> list[list[int]]:
 
 
 def _turns(places: NDArray[np.int64], inside: NDArray[np.bool_]) -> tuple[NDArray[np.int64], ...]:
-    """Turns of the outline, which keeps the inside on its right: x, y, whether one edge goes right, whether the
-    other goes down, and whether the outline leaves by the first. Two turns where two pixels touch at a corner."""
+    """Corners of the outline, its inside on the right: x, y, goes right, goes down, leaves sideways."""
     a, b, c, d = inside.T
     corner = (a ^ b ^ c ^ d).astype(bool)
     falling, rising = a & d & ~b & ~c, b & c & ~a & ~d
@@ -153,41 +142,25 @@ def _partners(order: NDArray[np.int64]) -> NDArray[np.int64]:
     return partner
 
 
-def _grouped(rings: Rings, edges: list[tuple[int, int, int, int]]) -> list[Rings]:
-    """Outer rings, each with its holes. From the uppermost left corner of a hole to the left, the first edge is of the
-    ring around it or of another hole in the same area (Suzuki and Abe 1985), which begins further up or left.
-
-    Args:
-        rings: all.
-        edges: first row, row after the last, x and ring of every upright edge, sorted.
-    """
-    is_hole = [_turns_left(ring) for ring in rings]
-    tops = sorted((*min(map(tuple, ring[:, ::-1].tolist())), k) for k, ring in enumerate(rings) if is_hole[k])
-    holder = list(range(len(rings)))
-    crossed: list[tuple[int, int]] = []  # (x, ring) of the edges that cross the row
-    ends: list[tuple[int, int, int]] = []  # (last row, x, ring) of the same
-    entered = 0
-    for top, left, hole in tops:
-        while entered < len(edges) and edges[entered][0] <= top:
-            _, end, edge_x, ring = edges[entered]
-            insort(crossed, (edge_x, ring))
-            heapq.heappush(ends, (end, edge_x, ring))
-            entered += 1
-        while ends and ends[0][0] <= top:
-            _, edge_x, ring = heapq.heappop(ends)
-            del crossed[bisect_left(crossed, (edge_x, ring))]
-        holder[hole] = holder[crossed[bisect_left(crossed, (int(left), -1)) - 1][1]]
-    holes: defaultdict[int, Rings] = defaultdict(list)
-    for k, outer in enumerate(holder):
-        if is_hole[k]:
-            holes[outer].append(rings[k])
-    return [[ring, *holes[k]] for k, ring in enumerate(rings) if not is_hole[k]]
-
-
-def _turns_left(ring: NDArray[np.float64]) -> bool:
-    """Return whether a ring of horizontal and upright edges borders a hole: its inside lies on the right."""
-    points: list[list[float]] = ring.tolist()
-    return sum((x1 - x0) * y0 for (x0, y0), (x1, _) in pairwise([*points, points[0]])) > 0
+def _grouped(rings: Rings) -> list[Rings]:
+    """Return outer rings, each with its holes: those of which it is the smallest outer ring around them."""
+    sizes = np.array(list(map(len, rings)))
+    number, corners = np.repeat(np.arange(len(rings)), sizes), np.concatenate(rings)
+    lines = np.asarray(shapely.linearrings(corners, indices=number))
+    is_hole = ~shapely.is_ccw(lines)  # the inside lies on the right
+    outer, holes = np.flatnonzero(~is_hole), np.flatnonzero(is_hole)
+    areas = np.asarray(shapely.polygons(lines[outer]))
+    by_area = np.argsort(-shapely.area(areas))
+    uppermost_left = corners[np.lexsort((corners[:, 0], corners[:, 1], number))[np.cumsum(sizes) - sizes]]
+    beside = shapely.STRtree(np.asarray(shapely.points(uppermost_left[holes] + (-0.5, 0.5))))  # pixels left of holes
+    around, held = beside.query(areas[by_area], predicate="contains")
+    smaller_last = np.argsort(around, kind="stable")
+    holder = np.empty(len(holes), np.int64)
+    holder[held[smaller_last]] = outer[by_area[around[smaller_last]]]
+    polygons = {k: [rings[k]] for k in outer.tolist()}
+    for k, hole in zip(holder.tolist(), holes.tolist(), strict=True):
+        polygons[k].append(rings[hole])
+    return list(polygons.values())
 
 
 IGNORED = "ignore"

@@ -220,7 +220,7 @@ def split_self_intersections(rings: Sequence[Sequence[Point]]) -> list[list[Any]
     areas: list[list[Any]] = [[[ring]] for ring in rings]
     for k in np.flatnonzero(~shapely.is_simple(lines)).tolist():
         ring = shapely.Polygon(closed[ends[k] - lengths[k] : ends[k]])
-        areas[k] = _polygons(valid_area(ring, method="structure", keep_collapsed=False))  # keeps all lobes
+        areas[k] = polygons_of(valid_area(ring, method="structure", keep_collapsed=False))  # keeps all lobes
     return areas
 
 
@@ -250,7 +250,8 @@ def valid_area(polygon: shapely.Polygon, **how: Any) -> shapely.Geometry:
     return area
 
 
-def _polygons(area: shapely.Geometry) -> list[list[Any]]:
+def polygons_of(area: shapely.Geometry) -> list[list[Any]]:
+    """Return the rings, float64 (n, 2), not closed, of every polygon of an area."""
     parts = [part for part in shapely.get_parts(area) if isinstance(part, shapely.Polygon) and not part.is_empty]
     return [[np.asarray(edge.coords)[:-1] for edge in (part.exterior, *part.interiors)] for part in parts]
 
@@ -337,8 +338,7 @@ def painted_over(drawing: PolygonSet, group: NDArray[np.int32]) -> NDArray[np.bo
 
 
 def _fill(polygons: NDArray[np.object_], drawing: PolygonSet, numbers: NDArray[np.int64]) -> None:
-    """Make those of ``polygons`` that are asked for and None; one that crosses itself too often is empty: it covers
-    nothing, and nothing covers it."""
+    """Make those of ``polygons`` that are asked for and None; one that crosses itself too often becomes empty."""
     for number in np.unique(numbers).tolist():
         if polygons[number] is None:
             outer, *holes = drawing.rings(number)

@@ -115,8 +115,8 @@ def _dealt_splits(
         )
     dealt = assign_groups(sizes, np.array([shares[k] for k in asked]))
     part_of = {who: asked[dealt[row_of[group]]] for who, group in group_of.items()}
-    for part in sorted({names.index("val")} & set(asked)):
-        _tell_lacking(part, {c: Counter(part_of[who] for who in members) for c, members in strata}, bool(label))
+    if label and (validates := names.index("val")) in asked:
+        _tell_lacking(validates, {c: Counter(part_of[who] for who in members) for c, members in strata})
     return Splits(
         {slide: names[part_of[who]] for slide, who in patient.items()},
         dict(patient),
@@ -128,9 +128,9 @@ def _dealt_splits(
 def assign_groups(sizes: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the part of each group, (n,): large groups first, each where it brings the parts nearest to their shares.
 
-    What is kept small is the sum of squares of what parts have above or below their share of each class, as in
-    StratifiedGroupKFold of scikit-learn, but with shares of any size; with groups of one patient each class is then
-    even among parts of one share to one patient, and so are all classes together. No part stays empty.
+    Minimises the sum of squares of what parts have above or below their share of each class, as StratifiedGroupKFold of
+    scikit-learn does, but with shares of any size. With groups of one patient each class is then even among parts of
+    one share to one patient, and so are all classes together. No part stays empty.
 
     Args:
         sizes: (n, classes), patients of each class in each group; of groups of one size the first come first.
@@ -179,10 +179,8 @@ def _joined_sites(patient: Mapping[str, str], site: Mapping[str, str]) -> dict[s
     return {who: first(name) for who, name in of_patient.items()}
 
 
-def _tell_lacking(validates: int, parts_of_class: Mapping[int, Counter[int]], has_classes: bool) -> None:
+def _tell_lacking(validates: int, parts_of_class: Mapping[int, Counter[int]]) -> None:
     """Log classes that are not scored, or not learned, with part ``validates`` held out."""
-    if not has_classes:
-        return
     for number, parts in parts_of_class.items():
         if not parts[validates]:
             logger.warning("no patient of class %d validates: too few patients or sites of it", number)

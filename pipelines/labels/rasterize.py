@@ -66,7 +66,7 @@ class PixelGrid:
         """
         plan = plan_read(slide.levels, region)
         downsample = slide.levels[plan.level].downsample
-        box = box or TileBox.whole(plan.out.height, plan.out.width)
+        box = box or TileBox.full(plan.out.height, plan.out.width)
         return cls(
             plan.l_x * downsample,
             plan.l_y * downsample,

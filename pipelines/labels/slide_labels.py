@@ -69,7 +69,7 @@ def find_labels(
     4. class sub-folders of ``root``: ``root/CLASS/slide.svs``, or ``root/SPLIT/CLASS/slide.svs`` where the folders are
        called like splits (``train``, ``val``, ``test``).
 
-    With ``annotations`` or annotations beside the slides, the table may lack a label column: it then gives only the
+    With ``annotations`` or annotations next to the slides, the table may lack a label column: it then gives only the
     patients and sites. Slides without a label and labels without a slide are logged. ``class_map`` renames the classes
     of all of them. Patients that no table names are looked for in the slides' names by ``known_patients``.
 
@@ -216,11 +216,7 @@ def _mapped(name_of: Mapping[str, str], class_map: ClassMap, source: str) -> dic
 def _labels_from_folders(
     root: Path, specs: Sequence[SlideSpec], class_map: ClassMap, pattern: str | None
 ) -> SlideLabels | None:
-    """Labels from ``root/CLASS/...`` or ``root/SPLIT/CLASS/...``, or None where the folders are not classes.
-
-    Folders are not classes when they are called like splits, when a slide lies outside of them, when there is one only,
-    and when each holds one slide of more than two: that is a folder per slide.
-    """
+    """Labels from class folders; None where slides lie outside, one folder has all, or each slide has its own."""
     name_of: dict[str, str] = {}
     below_root = 1 if split_folders(root, specs) else 0
     for spec in specs:

@@ -196,9 +196,9 @@ def make_splits(
 ) -> Splits:
     """Split the patients of each class by the asked fractions.
 
-    A patient counts for the rarest class among their slides. Of a class with two patients or more at least one trains
-    and, where a fraction is asked, at least one validates (then tests), so that small sets are scored on every class;
-    each part is off its fraction by at most one patient per class. A class with one patient only trains, and this is
+    A patient counts for the rarest class among their slides. Of a class with two patients or more at least one trains.
+    Where a fraction is asked, at least one validates (then tests), so that small sets are scored on every class. Each
+    part is off its fraction by at most one patient per class. A class with one patient only trains, and this is
     logged.
 
     Args:

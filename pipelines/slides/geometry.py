@@ -135,7 +135,7 @@ def l0_from_l(l: float, downsample: float) -> int:  # noqa: E741 - the plane's n
 
 
 def l0_from_t(t_px: float, t_mpp: float, l0_mpp: float) -> int:
-    """Level-0 px that a length of ``t_px`` at ``t_mpp`` covers, given level 0's mpp.
+    """Return the level-0 px of a length of ``t_px`` at ``t_mpp``, given level 0's mpp.
 
     Within ``NATIVE_TOLERANCE`` of level 0 a tile px is a level-0 px, as in ``plan_read``.
     """
@@ -196,7 +196,7 @@ class TileBox:
             raise ValueError(f"a box of a tile begins inside it and holds 1 px at least; got {self}")
 
     @classmethod
-    def whole(cls, height: int, width: int) -> Self:
+    def full(cls, height: int, width: int) -> Self:
         """Return the box that is all of a tile."""
         return cls(0, height, 0, width)
 

@@ -14,7 +14,7 @@ from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, Size, Til
 from pipelines.slides.slide import UNEXPECTED, LevelReader, Pixels, SlideError, TileReadError
 
 BAND_BYTES = 64 << 20
-"""Level pixels held at once while an area is reduced: this, or as much as the result if that is more. So an overview
+"""Level pixels held in memory while an area is reduced: this, or as much as the result if that is more. So an overview
 of a 100,000 px slide stays small, and a large tile costs its own size again, not that of the finer pixels it is made
 of. Smaller bands would decode more compressed tiles twice, at the two edges of each."""
 
@@ -39,31 +39,23 @@ class PyramidSlide:
         bounds: Bounds | None = None,
         drawn_levels: frozenset[int] = frozenset(),
     ) -> None:
-        self.path = path
-        self.levels = levels
+        self.path, self.levels = path, levels
         self.bounds = bounds or Bounds(0, 0, levels[0].width, levels[0].height)
+        self.backend, self.mpp = reader.name, levels[0].mpp
         self._reader = reader
         self._drawn_levels = drawn_levels
         self._closed = False
 
-    @property
-    def backend(self) -> str:
-        return self._reader.name
-
-    @property
-    def mpp(self) -> float:
-        return self.levels[0].mpp
-
     def read(self, region: Region, out: Pixels | None = None) -> Pixels:
         if out is None:
             out = np.empty((region.height, region.width, 3), np.uint8)
-        self.read_box(region, TileBox.whole(region.height, region.width), out)
+        self.read_box(region, TileBox.full(region.height, region.width), out)
         return out
 
     def read_box(self, region: Region, box: TileBox, out: Pixels) -> None:
         if self._closed:
             raise SlideError(f"{self.path}: the slide is closed; open it again to read {region}")
-        whole = TileBox.whole(region.height, region.width)
+        whole = TileBox.full(region.height, region.width)
         if not whole.holds(box):
             raise ValueError(f"a box lies inside its region, {whole}; got {box}")
         shape = (box.height, box.width, 3)
@@ -78,7 +70,7 @@ class PyramidSlide:
         elif exact.is_native:
             self._read_level(exact.level, exact.l_x, exact.l_y, out)
         else:
-            self._resample(exact, TileBox.whole(*shape[:2]), out)
+            self._resample(exact, TileBox.full(*shape[:2]), out)
 
     def _read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
         """Read, and turn what a slide library raises on damaged bytes into an error of ours, its cause chained."""
@@ -123,11 +115,10 @@ class PyramidSlide:
                 target[...] = inner.crop(cv2.resize(band, (width, bottom - top), interpolation=cv2.INTER_AREA))
 
     def _band(self, plan: ReadPlan, rows: tuple[int, int], inner: TileBox, height: int, buffer: Pixels) -> Pixels:
-        """Return rows [first, last) of the plan's blocks, in ``buffer`` if they can be, and of their px those that go
-        into ``inner`` of the band they are resized to, ``height`` px high."""
+        """Return rows [first, last) of the plan's blocks, in ``buffer`` if possible; only those px ``inner`` needs."""
         (first, last), block = rows, plan.block
         shape = (last - first, plan.l_width // block, 3)
-        needed = whole = TileBox.whole(*shape[:2])
+        needed = whole = TileBox.full(*shape[:2])
         if plan.level not in self._drawn_levels:
             needed = TileBox(
                 *_finer(inner.row_start, inner.row_stop, whole.height, height),
@@ -169,19 +160,14 @@ def _plan_of_box(plan: ReadPlan, box: TileBox) -> ReadPlan | None:
 
 
 def _finer(start: int, stop: int, finer: int, count: int) -> tuple[int, int]:
-    """Return the px out of ``finer`` that go into [start, stop) of the ``count`` they are averaged to, one more on
-    either side for what rounding adds."""
+    """Return which of ``finer`` px are averaged to [start, stop) of ``count`` px, one more on either side."""
     if finer == count:
         return start, stop
     return max(0, start * finer // count - 1), min(finer, -(-stop * finer // count) + 1)
 
 
 def _band_tops(height: int, rows: int, bands: int) -> list[int]:
-    """Cuts of ``height`` rows made of ``rows`` finer ones: near even parts, where both kinds of row begin.
-
-    Gives ``bands + 1`` rows from 0 to ``height``. Each cut is moved by up to an eighth of a band, to where its place
-    among the finer rows is nearest to a whole number.
-    """
+    """Return ``bands + 1`` cuts of ``height`` rows, each where a finer row begins as nearly as in its neighbourhood."""
     reach = height // (8 * bands)
 
     def misfit(top: int) -> int:

@@ -106,8 +106,8 @@ class Slide(Protocol):
     def read_box(self, region: Region, box: TileBox, out: Pixels) -> None:
         """Fill ``out``, uint8 (box.height, box.width, 3), with ``box`` of what ``read(region)`` gives, px for px.
 
-        Reads the level's px that go into the box; those that a reader draws between stored ones, for all the rows of
-        the bands it meets, or for the whole region.
+        Reads the px of the level which go into the box. A reader that draws px between stored ones draws them for all
+        rows of the bands that the box meets, or for the whole region.
 
         Raises:
             ValueError, TileReadError: as ``read``; or the box is not inside the region.

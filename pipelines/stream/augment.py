@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.rare import Rare
+from pipelines import Rare
 from pipelines.slides.slide import PADDING, Pixels
-from pipelines.tiles.stain_fit import LAB_FROM_LOG_LMS, Method, StainFit
+from pipelines.tiles.stain import LAB_FROM_LOG_LMS, Method, StainFit
 
 _STAINS = np.array([[0.650, 0.704, 0.286], [0.072, 0.990, 0.105], [0.268, 0.570, 0.776]])
 """Optical density per unit of stain, rows haematoxylin, eosin, DAB, columns R, G, B (Ruifrok & Johnston, table 1)."""

@@ -50,7 +50,7 @@ class TileParts:
     seed: int
 
     def __post_init__(self) -> None:
-        whole = TileBox.whole(self.height, self.width)
+        whole = TileBox.full(self.height, self.width)
         for name, box in (("pixels", self.images), ("masks", self.targets)):
             if not whole.holds(box):
                 raise ValueError(f"a part of {name} lies inside the tile, {whole}; got {box}")
@@ -217,7 +217,6 @@ class BufferPool:
 
 
 if TYPE_CHECKING:
-    from pipelines.catalog.handles import SlidePool
     from pipelines.labels.annotations import SlideAnnotations
     from pipelines.slides.slide import Slide
 
@@ -235,25 +234,23 @@ class Target(Protocol):
 
     @property
     def dtype(self) -> type[np.generic]: ...
+    @property
+    def is_drawn(self) -> bool:
+        """Return whether ``fill`` needs the slide open."""
+        ...
 
     def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of one target, for a tile of ``size``: height and width in px, or px in a line."""
         ...
 
     def fill(
-        self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None
+        self, row: int, slide_id: str, slide: Slide | None, region: Region, out: NDArray[Any], box: TileBox | None
     ) -> None:
         """Write the target of ``row``, of pixels that of ``box`` of the region alone, into ``out``.
 
         Raises:
             TileReadError: the annotation is damaged here.
         """
-        ...
-
-    def fill_alone(
-        self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any], box: TileBox | None = None
-    ) -> None:
-        """Write the target as ``fill`` does, without pixels: opens the slide only if the target is drawn on it."""
         ...
 
     def check(self, slide_id: str, slide: Slide) -> None:
@@ -275,17 +272,13 @@ class Labels:
 
     by_row: NDArray[np.int64]
     dtype: type[np.generic] = np.int64
+    is_drawn = False
 
     def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
         return ()
 
     def fill(
-        self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None
-    ) -> None:
-        out[...] = self.by_row[row]
-
-    def fill_alone(
-        self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any], box: TileBox | None = None
+        self, row: int, slide_id: str, slide: Slide | None, region: Region, out: NDArray[Any], box: TileBox | None
     ) -> None:
         out[...] = self.by_row[row]
 
@@ -302,23 +295,17 @@ class Masks:
 
     annotations: SlideAnnotations
     dtype: type[np.generic] = np.uint8
+    is_drawn = True
 
     def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
         return size
 
     def fill(
-        self, row: int, slide_id: str, slide: Slide, region: Region, out: NDArray[Any], box: TileBox | None = None
+        self, row: int, slide_id: str, slide: Slide | None, region: Region, out: NDArray[Any], box: TileBox | None
     ) -> None:
-        if box is None:
-            self.annotations.read_mask(slide_id, slide, region, shaped(out, (region.height, region.width)))
-        else:
-            self.annotations.read_mask(slide_id, slide, region, shaped(out, (box.height, box.width)), box)
-
-    def fill_alone(
-        self, row: int, slide_id: str, pool: SlidePool, region: Region, out: NDArray[Any], box: TileBox | None = None
-    ) -> None:
-        with pool.lease(slide_id) as slide:
-            self.fill(row, slide_id, slide, region, out, box)
+        assert slide is not None, "masks are drawn on an open slide"
+        area = box or region
+        self.annotations.read_mask(slide_id, slide, region, shaped(out, (area.height, area.width)), box)
 
     def check(self, slide_id: str, slide: Slide) -> None:
         self.annotations.read_mask(slide_id, slide, Region(0, 0, 1, 1, slide.mpp), np.empty((1, 1), np.uint8))

@@ -39,8 +39,8 @@ class DevicePrefetcher:
         prefetch: microbatches made ahead of the one that was given last, those of the next batch among them once that
             has been sent. Each takes its float32 images on the device from then on, and as much again while its stains
             are jittered; its numbers are the same as without.
-        beside: entered by the thread that makes microbatches ahead, around each: who counts memory by thread counts
-            it there, too.
+        thread_context: entered by the thread that makes microbatches ahead, around each; for memory that is counted
+            by thread.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class DevicePrefetcher:
         pixels: Maker,
         *,
         prefetch: int = 0,
-        beside: Callable[[], AbstractContextManager[object]] = nullcontext,
+        thread_context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._source = source
         self._ready = ready
-        self._lane = CopyStreams(pixels, prefetch > 0, beside)
+        self._lane = CopyStreams(pixels, prefetch > 0, thread_context)
         self._prefetch = prefetch
         self._sizes: tuple[int, ...] = ()
         self._given: DeviceBatch | None = None  # its microbatches were not asked for yet
@@ -106,7 +106,7 @@ class DevicePrefetcher:
         if sent is None or sent.batch is not batch:
             sent = self._send(batch)
         sent.cut(sizes)
-        sent.enter()
+        sent.wait_on_stream()
         copied = False
         try:
             for number in range(len(sizes)):

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import Draw
 from pipelines.stream.batch import Batch, TileParts, shaped
-from pipelines.stream.device_pixels import PixelMaker
-from pipelines.stream.tile_bytes import Extent, MadePart, Orientation, TileBytes, orientation
+from pipelines.stream.device_pixels import Extent, MadePart, Orientation, PixelMaker, TileBytes, orientation
 
 
 class BoxMaker:
@@ -45,8 +44,8 @@ class BoxMaker:
             samples: int64 (m,), global sample numbers.
             rows: int64 (m,), rows of the table that the tiles are of; only stain normalisation asks for them.
         """
-        stored = None if images is None else TileBytes.whole(images)
-        masks = TileBytes.whole(targets) if targets is not None and targets.ndim > 1 else targets
+        stored = None if images is None else TileBytes.full(images)
+        masks = TileBytes.full(targets) if targets is not None and targets.ndim > 1 else targets
         return self.make_part(stored, masks, samples, rows)
 
     def make_part(
@@ -126,17 +125,19 @@ class CopyStreams:
     Args:
         pixels: makes microbatches, on its device; one that makes boxes takes them from the host, and nothing ahead.
         ahead: they are made while others are computed.
-        beside: entered by the thread that makes them on a CPU, around each.
+        thread_context: entered by the thread that makes them on a CPU, around each.
     """
 
-    def __init__(self, pixels: Maker, ahead: bool, beside: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self, pixels: Maker, ahead: bool, thread_context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         self.device = pixels.device
         self.copying: torch.cuda.Stream | None = None
         self.making: torch.cuda.Stream | None = None
         self._given: torch.cuda.Event | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pixels = pixels
-        self._beside = beside
+        self._thread_context = thread_context
         if isinstance(pixels, BoxMaker):
             return
         if self.device.type == "cuda":
@@ -151,7 +152,7 @@ class CopyStreams:
     def submit(self, make: Callable[[Maker], Part]) -> Future[Part]:
         """Return the microbatch that ``make`` gives, made by the thread where there is one, here and now elsewhere."""
         if self._thread is not None:
-            return self._thread.submit(self._make_beside, make)
+            return self._thread.submit(self._make_ahead, make)
         made: Future[Part] = Future()
         made.set_result(make(self._pixels))
         return made
@@ -172,8 +173,8 @@ class CopyStreams:
         if self.making is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.making)
 
-    def _make_beside(self, make: Callable[[Maker], Part]) -> Part:
-        with self._beside():
+    def _make_ahead(self, make: Callable[[Maker], Part]) -> Part:
+        with self._thread_context():
             return make(self._pixels)
 
 
@@ -233,7 +234,7 @@ class DeviceBatch:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def enter(self) -> None:
+    def wait_on_stream(self) -> None:
         """Let the computation use what is copied, unless another stream makes microbatches of it."""
         if self._copied is not None and self._lane.making is None:
             self._wait_on(torch.cuda.current_stream(self._lane.device))

@@ -96,8 +96,8 @@ class TileIterator:
         self._followed = batch.first_sample
         if self._follows > MAX_FAULTS:
             raise SlideError(
-                f"ranks that read parts of the same tiles could not read {MAX_FAULTS} tiles in turn, each some of "
-                "them: check the disk, or take out the slides that are named as failed"
+                f"ranks that read parts of the same tiles could not read {MAX_FAULTS} tiles one after another, each "
+                "some of them: check the disk, or take out the slides that are named as failed"
             )
         shared = batch.has_image & (batch.parts is not None)
         late = np.flatnonzero((batch.has_target | shared) & (batch.rows != rows)).tolist()

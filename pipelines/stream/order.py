@@ -300,7 +300,7 @@ class BatchSampler:
 
 
 IN_TURN = 0.5
-"""Part of the draws that go to the classes in turn: tiles of background alone are seen, too."""
+"""Part of the draws that go to the classes round robin: tiles of background alone are seen, too."""
 
 ROUNDS = 2000
 """Steps towards equal pixels: each is an update of a few numbers, and far fewer are needed."""
@@ -314,10 +314,10 @@ def slide_weights(slide: NDArray[np.integer]) -> NDArray[np.float64]:
 
 
 def pixel_weights(areas: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return weights (n,) by which the px of each class are shown as equally often as the tiles allow.
+    """Return weights (n,) by which px of each class are shown as equally often as the tiles allow.
 
     A draw is for a class, and finds a tile in proportion to its px of that class. Half of the draws go to the classes
-    in turn. The other half maximises the sum of the logarithms of the px shown of each class, by the multiplicative
+    round robin. The other half maximises the sum of the logarithms of the shown px of each class, by the multiplicative
     updates of expectation maximisation: without ignored px that is equality wherever the free half allows it.
 
     Args:

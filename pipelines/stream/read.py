@@ -60,7 +60,7 @@ class FaultLog:
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class TileReader:
     """Reads rows of a table through a pool of open slides.
 
     Attributes:
@@ -152,8 +152,9 @@ class Read:
         Raises:
             SlideError, OSError: the slide does not open, or its annotation is damaged.
         """
-        box = self._boxes(sample)[1]
-        target.fill_alone(row, self.tiles.slide_id(row), self.pool, self.tiles.region(row), out, box)
+        slide_id, box = self.tiles.slide_id(row), self._boxes(sample)[1]
+        with self.pool.lease(slide_id) if target.is_drawn else contextlib.nullcontext() as slide:
+            target.fill(row, slide_id, slide, self.tiles.region(row), out, box)
 
     def _slides_from(self, row: int) -> Iterator[Iterator[int]]:
         """Rows to try, slide by slide: first those of the slide of ``row``, from ``row`` on and around."""
@@ -197,7 +198,7 @@ class SampleReader:
         parts: what is left of each tile once it is augmented here; None: all that ``reading`` reads.
     """
 
-    reading: Read
+    reading: TileReader
     target: Target
     augment: CpuAugment | None
     faults: FaultLog

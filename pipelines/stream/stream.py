@@ -1,6 +1,6 @@
 """Batches from a table of tiles: an immutable description, and the iterator that alone holds state.
 
-    stream = (TileStream.over(tiles, seed=0).shuffle(open_slides=16).balance(class_of_tile).read(pool)
+    stream = (TileStream.over(tiles, seed=0).shuffle(open_slides=16).class_balanced(class_of_tile).read(pool)
               .label(class_of_tile).augment(AugmentSettings()).batch(64).shard(range(0, 32)).prefetch(threads=4))
     for batch in iter(stream): ...; batch.release()
 
@@ -25,17 +25,8 @@ from pipelines.slides.geometry import TileBox
 from pipelines.stream.augment import AugmentSettings, CpuAugment
 from pipelines.stream.batch import Allocate, BufferPool, Labels, Masks, Target, TileParts
 from pipelines.stream.iterator import TileIterator
-from pipelines.stream.order import (
-    Bags,
-    Balance,
-    BatchSampler,
-    IndexOrder,
-    Order,
-    Rows,
-    SlideShuffle,
-    Weighted,
-)
-from pipelines.stream.read import FaultLog, OnFault, PictureCrop, Read, SampleReader
+from pipelines.stream.order import Bags, Balance, BatchSampler, IndexOrder, Order, Rows, SlideShuffle, Weighted
+from pipelines.stream.read import FaultLog, OnFault, PictureCrop, SampleReader, TileReader
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -59,7 +50,7 @@ class TileStream:
     strata: NDArray[np.int64] | None = None
     weights: NDArray[np.float64] | None = None
     bag: int | None = None
-    reading: Read | None = None
+    reading: TileReader | None = None
     target: Target | None = None
     augmentation: AugmentSettings = NO_AUGMENTATION
     cut: PictureCrop | None = None
@@ -97,7 +88,7 @@ class TileStream:
             raise ValueError(f"open_slides is at least 1; got {open_slides}")
         return replace(self, open_slides=open_slides)
 
-    def balance(self, class_of_tile: NDArray[np.int64]) -> Self:
+    def class_balanced(self, class_of_tile: NDArray[np.int64]) -> Self:
         """Draw each class equally often per epoch.
 
         Args:
@@ -110,8 +101,8 @@ class TileStream:
             )
         return replace(self, strata=class_of_tile, weights=None)
 
-    def weigh(self, weight_of_tile: NDArray[np.float64]) -> Self:
-        """Draw each tile as often as its weight says, shuffled: as many draws per epoch as there are tiles.
+    def weighted(self, weight_of_tile: NDArray[np.float64]) -> Self:
+        """Draw each tile as often as its weight says, shuffled: one draw per epoch for each tile.
 
         Args:
             weight_of_tile: float64 (n,), of every row of the table, at least 0 and not all 0.
@@ -137,7 +128,7 @@ class TileStream:
         Args:
             replaces: another tile is read in place of each; otherwise it is blank, and ``UNREAD`` in ``Batch.rows``.
         """
-        return replace(self, reading=Read(self.tiles, pool, on_fault, replaces))
+        return replace(self, reading=TileReader(self.tiles, pool, on_fault, replaces))
 
     def label(self, class_of_tile: NDArray[np.int64]) -> Self:
         """Targets are classes: int64 (n,), one for every row of the table. Without any target they are -1."""

@@ -63,7 +63,7 @@ class PlannedSlide:
 
 
 def planned(collection: Collection) -> list[PlannedSlide]:
-    """Return the slides of a collection: one or two per patient, patients of one class, classes in turn.
+    """Return the slides of a collection: one or two per patient, patients of one class, classes alternating.
 
     Growing a collection adds slides to the end and changes none; of any first n slides each class has half, within one.
     """

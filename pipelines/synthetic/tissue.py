@@ -240,12 +240,7 @@ def _stamps(seed: int, radii: tuple[float, float]) -> list[tuple[Field, Field, I
 
 
 def _gland(rng: np.random.Generator, radius: float) -> tuple[Field, Field, Image, NDArray[np.bool_]]:
-    """A gland whose farthest border lies ``radius`` px from its centre: a lumen in a ring of epithelium with nuclei.
-
-    Returns:
-        float32 haematoxylin and eosin (n, n); opacity uint8 (n, n), 255 where the gland replaces the stroma; bool
-        (n, n), what counts as gland, epithelium and lumen.
-    """
+    """Haematoxylin, eosin, opacity and mask of a gland, each (n, n), whose border is ``radius`` px from its centre."""
     half = int(np.ceil(radius)) + HALO
     n = 2 * half * _FINER
     axis = (np.arange(n, dtype=np.float32) + 0.5) / _FINER - half

@@ -3,7 +3,7 @@
 Takes slides and ``IndexSettings``; gives a ``TileTable`` and leaves it as Parquet next to a picture of each slide.
 Slides are indexed in processes of their own (``slide_index``); one that fails, or kills its process, is named in
 ``failed_slides.csv`` and the others go on. An index made with other settings is refused, the differing key named. Parts
-of the slides can be indexed by processes that know nothing of each other (``index_parts``).
+of the slides can be indexed by processes that know nothing of each other (``tile_table``).
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import WorkerCrashed, map_isolated
-from pipelines.catalog.table import counted
+from pipelines.catalog.table import FailedSlides, counted
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart, merge, take_over
-from pipelines.tiles.index_settings import IndexSettings, check_settings
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, file_bytes, index_slide, slide_limits
-from pipelines.tiles.tile_table import IndexedSlide, SlideFault, TileTable
+from pipelines.tiles.tile_table import WHOLE_FILE, IndexedSlide, IndexPart, SlideFault, TileTable, merge, take_over
+from pipelines.tiles.tiling import IndexSettings, check_settings
 
 __all__ = [
     "IndexSettings",
     "SlideDone",
     "TileTable",
     "build_index",
-    "pinned",
+    "with_index_state",
 ]  # the names that go together outside this folder
 
 log = logging.getLogger(__name__)
@@ -157,24 +155,20 @@ def _changed(table: TileTable, specs: Sequence[SlideSpec], resumed: bool) -> lis
     return changed
 
 
-def pinned(specs: Sequence[SlideSpec], table: TileTable) -> tuple[SlideSpec, ...]:
+def with_index_state(specs: Sequence[SlideSpec], table: TileTable) -> tuple[SlideSpec, ...]:
     """``specs`` that open only while their files are those of which ``table`` was made."""
     states = {source.slide_id: source.state for source in table.sources}
     return tuple(replace(spec, state=states.get(spec.slide_id)) for spec in specs)
 
 
 def _index_slides(
-    table: TileTable,
-    specs: Sequence[SlideSpec],
-    path: Path,
-    workers: int,
-    progress: Callable[[str | SlideDone], None],
+    table: TileTable, specs: Sequence[SlideSpec], path: Path, workers: int, progress: Callable[[str | SlideDone], None]
 ) -> TileTable:
     """``table`` with the tiles or faults of ``specs``, saved as ``path``."""
     out = path.parent
     workers = min(workers, len(specs))
     failed = FailedSlides(out / "failed_slides.csv")
-    failed.forget([spec.slide_id for spec in specs])
+    failed.remove([spec.slide_id for spec in specs])
     threads = default_threads(workers)
     task = functools.partial(index_slide, settings=table.settings, threads=threads)
     tried: dict[str, SlideTiles | SlideFault] = {}
@@ -226,7 +220,7 @@ def _write_overlay(out: Path, spec: SlideSpec, picture: bytes) -> SlideFault | N
 
 
 def _merged(table: TileTable, tried: Mapping[str, SlideTiles | SlideFault]) -> TileTable:
-    """``table`` with what was found added, in place of what it had."""
+    """Return ``table`` with what was found added, in place of what it had."""
     return merge(table.settings, [table, *(_one_slide(table.settings, slide) for slide in tried.values())])
 
 

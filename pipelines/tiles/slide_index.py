@@ -26,10 +26,17 @@ from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import Limits
 from pipelines.slides.geometry import Region, best_level, l0_from_t, l_from_l0
 from pipelines.slides.slide import Slide, SlideError, TileReadError
-from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE, IndexSettings
-from pipelines.tiles.overlay import draw_overlay, read_thumbnail
 from pipelines.tiles.tile_table import IndexedSlide, SlideFault
-from pipelines.tiles.tiling import TileGrid, tile_grid, tissue_box, tissue_fractions
+from pipelines.tiles.tiling import (
+    WHOLE_SLIDE_MULTIPLE,
+    IndexSettings,
+    TileGrid,
+    draw_overlay,
+    read_thumbnail,
+    tile_grid,
+    tissue_box,
+    tissue_fractions,
+)
 from pipelines.tiles.tissue import TissueMask, find_tissue, read_overview
 
 LOOKED_AT = 8
@@ -122,10 +129,7 @@ def _in_table(
 
 
 def _impossible(page: Page, size_bytes: int) -> NDArray[np.bool_]:
-    """Compressed tiles, bool (rows, columns), that have a place in the file and no data there.
-
-    Offset and byte count both 0 say that a tile was never written, which is no damage.
-    """
+    """Compressed tiles, bool (rows, columns), without data; offset and count both 0 (never written) are no damage."""
     columns, rows = page.grid
     offsets, counts = (page.array(tag)[: rows * columns] for tag in (Tag.TILE_OFFSETS, Tag.TILE_BYTES))
     outside = (counts < 1) | (offsets < 8) | (counts > size_bytes - offsets)
@@ -200,14 +204,19 @@ def index_slide(spec: SlideSpec, settings: IndexSettings, threads: int) -> Slide
     progress = _Progress()
     try:
         return SlideResult(find_tiles(spec, settings, threads, progress), progress.overlay_png)
-    except Exception as fault:  # slide libraries raise anything; the other slides go on
-        expected = isinstance(fault, SlideError | ValueError | OSError) and str(fault)
-        error = str(fault) if expected else f"{type(fault).__name__}: {fault}"
+    except Exception as fault:  # slide libraries raise anything; the other slides continue
+        error = error_text(fault)
         if isinstance(fault, MemoryError) or "Insufficient memory" in error:  # the latter is OpenCV's
             error = f"it needs more memory than a slide may take, {slide_limits(threads)}: {error}"
         return SlideResult(
             SlideFault(spec.slide_id, size, spec.mpp, progress.step, error, spec.scene), progress.overlay_png
         )
+
+
+def error_text(fault: Exception) -> str:
+    """Return the message of an error that is expected of slides; of others with the name of its class."""
+    expected = isinstance(fault, SlideError | ValueError | OSError) and str(fault)
+    return str(fault) if expected else f"{type(fault).__name__}: {fault}"
 
 
 def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress: _Progress | None = None) -> SlideTiles:

@@ -1,14 +1,16 @@
 """The tile table: which tiles of which slides are tissue, with the settings that say so, in columns.
 
 Takes numpy columns, or a Parquet file; gives the ``Region`` of each tile, the tiles of some slides, a Parquet file. The
-file says in its metadata what it was made with, so that it is never used for something else.
+file says in its metadata what it was made with, so that it is never used for something else. Each task of an array job
+indexes an ``IndexPart`` of the slides; a later process takes over the files of the others.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -18,16 +20,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlideState
 from pipelines.slides.geometry import Region
 from pipelines.slides.whole_files import replacing
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings, check_settings
 
-FORMAT = 1
-"""Of the Parquet file; raised when an older one can no longer be read as it is."""
-
-RETIRED = frozenset({"sharpness", "blurred", "pen_mm2"})
-"""Figures of a slide in older files, no longer used."""
+FORMAT, RETIRED = 1, frozenset({"sharpness", "blurred", "pen_mm2"})
+"""Of the Parquet file, raised when an older one cannot be read; figures of a slide in older files, not used."""
 
 _METADATA_KEY = b"megatile"
 
@@ -101,11 +101,11 @@ class TileTable:
     @classmethod
     def joined(cls, settings: IndexSettings, tables: Sequence[TileTable]) -> Self:
         """One table of the tiles of several, of different slides and the same settings; an empty one of none."""
-        counts = [len(table.slides) for table in tables]
-        shifted = [t.slide + k for t, k in zip(tables, np.cumsum([0, *counts]), strict=False)]
+        starts = np.cumsum([0, *(len(table.slides) for table in tables)])
+        shifted = [(t.slide + k).astype(np.int32) for t, k in zip(tables, starts, strict=False)]
         return cls(
             tuple(slide_id for table in tables for slide_id in table.slides),
-            np.concatenate([np.empty(0), *shifted]).astype(np.int32),
+            np.concatenate([np.empty(0, np.int32), *shifted]),
             np.concatenate([np.empty(0, np.int64), *(table.l0_x for table in tables)]),
             np.concatenate([np.empty(0, np.int64), *(table.l0_y for table in tables)]),
             np.concatenate([np.empty(0, np.float32), *(table.tissue for table in tables)]),
@@ -148,14 +148,8 @@ class TileTable:
 
     def select(self, rows: NDArray[np.int64]) -> Self:
         """Return the tiles at ``rows``, in that order; ``slides`` stay as they are."""
-        return replace(
-            self,
-            slide=self.slide[rows],
-            l0_x=self.l0_x[rows],
-            l0_y=self.l0_y[rows],
-            tissue=self.tissue[rows],
-            sides=None if self.sides is None else self.sides[rows],
-        )
+        columns = {name: getattr(self, name)[rows] for name in ("slide", "l0_x", "l0_y", "tissue")}
+        return replace(self, **columns, sides=None if self.sides is None else self.sides[rows])
 
     def of_slides(self, ids: Iterable[str]) -> Self:
         """Return the tiles of these slides only; ``slides`` become those of ``ids`` that are known, in that order."""
@@ -274,3 +268,81 @@ def sides_text(table: TileTable) -> str:
     """Return the sizes of tiles that differ, for a line of a log."""
     smallest, median, largest = (f"{width} x {height}" for width, height in three_sizes(table))
     return f"{smallest} (smallest), {median} (median) and {largest} px (largest)"
+
+
+WHOLE_FILE = "tiles.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPart:
+    """Part ``number`` of ``count``, from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the part that ``2/8`` names.
+
+        Raises:
+            ValueError: text of another form, or a number that is not one of the parts.
+        """
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError(f"--part is one of several parts, such as 2/8, from 1/8 to 8/8; got {text!r}")
+        return cls(int(match[1]), int(match[2]))
+
+    @property
+    def file_name(self) -> str:
+        return f"tiles.part-{self.number}-of-{self.count}.parquet"
+
+    def specs(self, specs: Sequence[SlideSpec]) -> tuple[SlideSpec, ...]:
+        """Return the slides of this part; neighbours, which are often alike in size, go to different parts."""
+        return tuple(specs[self.number - 1 :: self.count])
+
+
+def merge(settings: IndexSettings, tables: Sequence[TileTable]) -> TileTable:
+    """Return one table of several, sorted by slide; a slide of more than one is as the last of them has it."""
+    last = {slide: k for k, table in enumerate(tables) for slide in slides_of(table)}
+    kept: list[TileTable] = []
+    for k, table in enumerate(tables):
+        ids = slides_of(table)
+        own = [slide for slide in ids if last[slide] == k]
+        kept.append(table if len(own) == len(ids) else table.of_slides(own))
+    joined = TileTable.joined(settings, kept)
+    return joined.of_slides(sorted(slides_of(joined)))
+
+
+def slides_of(table: TileTable) -> list[str]:
+    """Return the ids of its slides, those without tiles because of a fault included."""
+    return [*table.slides, *(fault.slide_id for fault in table.faults)]
+
+
+def take_over(
+    table: TileTable, wanted: Mapping[str, tuple[int, float | None, int | None]], own: Path, *, faults: bool
+) -> TileTable:
+    """``table`` with what other index files of its folder know of ``wanted``.
+
+    Args:
+        table: the content of ``own``.
+        wanted: slide id -> size of its file in bytes, mpp and scene asked for; a slide that was another then is
+            left out.
+        own: the file that ``table`` belongs to.
+        faults: take over slides that failed, too.
+
+    Raises:
+        ValueError: a file next to ``own`` was made with other settings, or is no tile index.
+    """
+    tables = []
+    for path in sorted({*own.parent.glob(WHOLE_FILE), *own.parent.glob("tiles.part-*.parquet")} - {own}):
+        other = TileTable.load(path)
+        check_settings(other.settings, table.settings, path)
+        tables.append(other.of_slides(_same(other, wanted, faults)))
+    return merge(table.settings, [*tables, table]) if any(map(slides_of, tables)) else table
+
+
+def _same(table: TileTable, wanted: Mapping[str, tuple[int, float | None, int | None]], faults: bool) -> Iterable[str]:
+    slides: tuple[IndexedSlide | SlideFault, ...] = (*table.sources, *(table.faults if faults else ()))
+    for slide in slides:
+        if wanted.get(slide.slide_id) == (slide.file_bytes, slide.asked_mpp, slide.scene):
+            yield slide.slide_id

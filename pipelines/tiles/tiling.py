@@ -1,4 +1,4 @@
-"""Tiles of a slide: a grid of level-0 origins with the tissue of each, or one box around all tissue.
+"""Which tiles of a slide are cut: the settings, a grid with the tissue of each tile or one box, and their picture.
 
 The last row and column of a grid are shifted inwards so that whole tiles cover the border, as in nnU-Net's sliding
 window (Isensee et al., Nature Methods 18, 2021). Sides of the box are multiples of what models need.
@@ -7,15 +7,123 @@ window (Isensee et al., Nature Methods 18, 2021). Sides of the box are multiples
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.geometry import Bounds, Level, Region, best_level, l0_from_l, l0_from_t, l_from_l0
-from pipelines.tiles.tissue import Mask, TissueMask
+from pipelines import Rare
+from pipelines.slides.geometry import (
+    MPP_MAX,
+    MPP_MIN,
+    Bounds,
+    Level,
+    Region,
+    best_level,
+    l0_from_l,
+    l0_from_t,
+    l_from_l0,
+)
+from pipelines.slides.slide import Pixels, Slide
+from pipelines.tiles.tissue import Mask, Overview, TissueMask, is_fluorescence, read_overview
+
+WHOLE_SLIDE_MULTIPLE = 32
+"""px that the sides of a whole slide are multiples of: models halve them five times."""
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """Which tiles are cut. Two indexes are interchangeable when these agree."""
+
+    tile: int | Literal["slide"] = 1024
+    """Side of the square tiles, in px at --mpp. slide: one tile for each slide, the rectangle around its tissue, of
+    whatever size that has."""
+    mpp: float = 0.5
+    """Resolution the tiles are read at, in um/px."""
+    stride: Rare[int | None] = None
+    """Step from tile to tile, px at --mpp; default: the tile's side. --tile slide: sides are multiples of it (32)."""
+    min_tissue: float = 0.25
+    """Least part of a tile that is tissue, 0 to 1; 0 keeps every tile. --tile slide: any tissue is enough."""
+    pictures: Rare[Literal["tiles", "resize"]] = "tiles"
+    """PNG and JPEG files. tiles: slides, cut into tiles; resize: each one image with one class, resized to --tile."""
+    tissue_mpp: Rare[float] = 8.0
+    """Resolution at which tissue is looked for, in um/px; coarser where that would take more than 40 million px."""
+
+    @property
+    def whole_pictures(self) -> bool:
+        """Return whether each slide is a picture that is resized to a tile."""
+        return self.pictures == "resize"
+
+    @property
+    def one_tile_each(self) -> bool:
+        """Return whether a slide is one tile."""
+        return self.tile == "slide" or self.whole_pictures
+
+    @property
+    def side(self) -> int:
+        """Side of the tiles in px, where they are squares of one size."""
+        assert self.tile != "slide"
+        return self.tile
+
+    def validate(self) -> list[str]:
+        """Return every fault of these settings, each with its rule and the value received."""
+        if self.whole_pictures:
+            return self._picture_faults()
+        faults = []
+        if self.tile == "slide":
+            if self.stride is not None and self.stride < 1:
+                faults.append(f"--stride is at least 1 px with --tile slide; got {self.stride}")
+        elif self.tile < 1:
+            faults.append(f"--tile is at least 1 px, or slide; got {self.tile}")
+        elif self.stride is not None and not 1 <= self.stride <= self.tile:
+            faults.append(f"--stride is 1 to --tile ({self.tile}) px, or tiles leave gaps; got {self.stride}")
+        if not MPP_MIN <= self.mpp <= MPP_MAX:
+            faults.append(f"--mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.mpp:g}")
+        if not 0 <= self.min_tissue <= 1:
+            faults.append(f"--min-tissue is a part of a tile, 0 to 1; got {self.min_tissue:g}")
+        if not MPP_MIN <= self.tissue_mpp <= MPP_MAX:
+            faults.append(f"--tissue-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.tissue_mpp:g}")
+        elif not faults and self.tile != "slide" and self.tile * self.mpp < self.tissue_mpp:
+            faults.append(
+                f"a tile ({self.tile} px at {self.mpp:g} um/px) is smaller than one px of the tissue mask "
+                f"({self.tissue_mpp:g} um); ask for a larger --tile or a finer --tissue-mpp"
+            )
+        return faults
+
+    def _picture_faults(self) -> list[str]:
+        """Errors of settings for whole pictures, which need the tile alone."""
+        faults = []
+        if self.tile == "slide" or self.tile < 1:
+            faults.append(f"--pictures resize needs a --tile of at least 1 px; got {self.tile}")
+        for name in ("mpp", "stride", "min_tissue"):
+            if (value := getattr(self, name)) != getattr(IndexSettings, name):
+                flag = name.replace("_", "-")
+                faults.append(f"--{flag} says nothing of --pictures resize, which takes whole pictures; got {value:g}")
+        return faults
+
+
+def check_settings(made_with: IndexSettings, asked: IndexSettings, where: Path) -> None:
+    """Refuse an index that was made with other settings.
+
+    Raises:
+        ValueError: names every differing key, the value found, the value asked for, the file, and what to do.
+    """
+    differing = [
+        f"{f.name} is {getattr(made_with, f.name)} there, {getattr(asked, f.name)} was asked for"
+        for f in fields(IndexSettings)
+        if getattr(made_with, f.name) != getattr(asked, f.name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{where} was made with other settings: {'; '.join(differing)}. "
+            "Give another --out, or the same settings as before"
+        )
+
 
 MOST_TILES = 10_000_000
 """Of one slide: 200,000 x 200,000 px have as many tiles of 64 px. More is a damaged size, or a mistyped --tile."""
@@ -141,3 +249,96 @@ def _covering(l0_side: int, mpp: float, l0_mpp: float, multiple: int) -> int:
     while l0_from_t(count * multiple, mpp, l0_mpp) < l0_side:
         count += 1
     return count * multiple
+
+
+LONGER_SIDE_PX, CAPTION_PX = 1600, 44
+TISSUE_RGB, INK_RGB = (0, 170, 60), (30, 30, 30)
+ON_GLASS, ON_DARK = ((0, 110, 255), 0.3), ((255, 190, 0), 0.12)
+"""Colour of tiles, and opacity of one that is all tissue: the tissue must stay visible below."""
+
+
+def read_thumbnail(slide: Slide, overview: Overview, threads: int) -> Overview:
+    """Return a picture whose longer side is at most ``LONGER_SIDE_PX``, and at least half of it if the slide allows."""
+    longer = max(overview.pixels.shape[:2])
+    if longer < LONGER_SIDE_PX / 2 and overview.mpp > slide.mpp:
+        overview = read_overview(slide, overview.mpp * longer / LONGER_SIDE_PX, threads)
+        longer = max(overview.pixels.shape[:2])
+    factor = max(1.0, longer / LONGER_SIDE_PX)
+    height, width = (max(1, round(side / factor)) for side in overview.pixels.shape[:2])
+    return replace(
+        overview,
+        pixels=cv2.resize(overview.pixels, (width, height), interpolation=cv2.INTER_AREA).astype(np.uint8),
+        downsample=overview.downsample * factor,
+        mpp=overview.mpp * factor,
+        unreadable=np.zeros((height, width), np.bool_),
+    )
+
+
+def draw_overlay(
+    thumbnail: Overview,
+    tissue: TissueMask,
+    l0_x: NDArray[np.int64],
+    l0_y: NDArray[np.int64],
+    fractions: NDArray[np.float32],
+    l0_size: tuple[int, int],
+    caption: str,
+) -> bytes:
+    """Return a PNG of the slide with its tissue and tiles."""
+    picture, downsample = thumbnail.pixels.copy(), thumbnail.downsample
+    height, width = picture.shape[:2]
+    edges = l0_x, l0_y, l0_x + l0_size[0], l0_y + l0_size[1]
+    left, top, right, bottom = (
+        np.rint((edge - start) / downsample).astype(int)
+        for edge, start in zip(edges, 2 * (thumbnail.l0_x, thumbnail.l0_y), strict=True)
+    )
+    colour, opacity = ON_DARK if is_fluorescence(picture) else ON_GLASS
+    _tint(picture, left, top, right, bottom, opacity * fractions, colour)
+    outline = cv2.resize(tissue.mask.view(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)
+    contours, _ = cv2.findContours(outline, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
+    line = max(1, round(max(width, height) / 800))
+    cv2.drawContours(picture, contours, -1, TISSUE_RGB, line, cv2.LINE_AA)
+    if len(left) and (right - left).min() >= 6:  # smaller ones would be all outline
+        for x0, y0, x1, y1 in zip(left.tolist(), top.tolist(), right.tolist(), bottom.tolist(), strict=True):
+            cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), colour, line)
+    framed = np.concatenate([picture, caption_strip(width, caption, thumbnail.mpp)])
+    done, png = cv2.imencode(".png", cv2.cvtColor(framed, cv2.COLOR_RGB2BGR))
+    assert done
+    return png.tobytes()
+
+
+def _tint(
+    picture: Pixels,
+    left: NDArray[np.int_],
+    top: NDArray[np.int_],
+    right: NDArray[np.int_],
+    bottom: NDArray[np.int_],
+    opacities: NDArray[np.float32],
+    colour: tuple[int, int, int],
+) -> None:
+    """Mix ``colour`` into ``picture`` at each tile; where tiles overlap the strongest counts."""
+    opacity = np.zeros(picture.shape[:2], np.float32)
+    for x0, y0, x1, y1, strength in zip(left, top, right, bottom, opacities, strict=True):
+        area = opacity[y0:y1, x0:x1]
+        np.maximum(area, strength, out=area)
+    mixed = picture + opacity[..., None] * (np.array(colour, np.float32) - picture)
+    np.rint(mixed, out=mixed)
+    picture[...] = mixed
+
+
+def caption_strip(width: int, text: str, mpp: float) -> Pixels:
+    """A white strip of ``width`` px with a scale bar and, as far as there is room, the text."""
+    strip = np.full((CAPTION_PX, width, 3), 255, np.uint8)
+    bar_um = 10 ** math.floor(math.log10(max(width * mpp / 4, 1)))
+    bar_um *= next(step for step in (5, 2, 1) if step * bar_um <= max(width * mpp / 4, 1) or step == 1)
+    bar_px = max(1, min(width - 20, round(bar_um / mpp)))
+    cv2.line(strip, (10, 28), (10 + bar_px, 28), INK_RGB, 3)
+    label = f"{bar_um / 1000:g} mm" if bar_um >= 1000 else f"{bar_um:g} um"
+    font, size = cv2.FONT_HERSHEY_SIMPLEX, 0.5
+    cv2.putText(strip, label, (10, 20), font, size, INK_RGB, 1, cv2.LINE_AA)
+    start = 30 + max(bar_px, cv2.getTextSize(label, font, size, 1)[0][0])
+    room = width - start - 10
+    needed = cv2.getTextSize(text, font, size, 1)[0][0]
+    if needed > 0 and room > 0:
+        fitted = min(size, size * room / needed)
+        cv2.putText(strip, text, (start, 28), font, fitted, INK_RGB, 1, cv2.LINE_AA)
+    return strip

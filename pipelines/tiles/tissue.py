@@ -232,10 +232,7 @@ def _bright(pixels: Pixels) -> tuple[Mask, float]:
 
 
 def _saturated(pixels: Pixels, where: Mask) -> tuple[Mask, int, str]:
-    """Stain within ``where``, its threshold of saturation, and a few words about the saturation of all px.
-
-    The tint of the glass is divided out first.
-    """
+    """Stain within ``where`` once the tint of the glass is divided out, its threshold, and words about all px."""
     if not where.any():
         return where, SATURATION_FLOOR, "none"
     hsv = cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV)
@@ -294,10 +291,7 @@ def _is_pale_tissue(saturation: NDArray[np.uint8], texture: NDArray[np.float32],
 
 
 def _marks(pixels: Pixels, mpp: float, is_pale: bool = False) -> Mask:
-    """Black borders and pen strokes with their soft edges: large areas that are near black, or green or blue as ink.
-
-    Ink is taken for a stain if most of the coloured area has its colour, except on slides that ``is_pale``.
-    """
+    """Black borders and pen strokes with soft edges; the colour of most of the stain is no ink, unless ``is_pale``."""
     hue, saturation, value = (
         np.ascontiguousarray(plane) for plane in np.moveaxis(cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV), 2, 0)
     )

@@ -8,6 +8,7 @@ scores tiles. The last row and column of windows is shifted inwards (Isensee et 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import cv2
@@ -19,11 +20,10 @@ from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import map_isolated
 from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
 from pipelines.slides.slide import Slide, SlideError
-from pipelines.tiles.overlay import read_thumbnail
-from pipelines.tiles.slide_index import default_threads, file_bytes, find_unreadable_tiles, slide_limits
-from pipelines.tiles.stain_fit import Method, NoStainFit, StainFit, fit_slide
+from pipelines.tiles.slide_index import default_threads, error_text, file_bytes, find_unreadable_tiles, slide_limits
+from pipelines.tiles.stain import Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tile_table import SlideFault
-from pipelines.tiles.tiling import MOST_TILES, TileGrid, tissue_fractions
+from pipelines.tiles.tiling import MOST_TILES, TileGrid, read_thumbnail, tissue_fractions
 from pipelines.tiles.tissue import Overview, find_tissue, read_overview
 
 
@@ -108,26 +108,19 @@ def windows_of(spec: SlideSpec, settings: WindowSettings) -> SlideWindows:
     Raises:
         SlideError: the slide cannot be used, has no tissue, or ended the process.
     """
-    ((_, found),) = map_isolated(_Finder(settings, default_threads(1)), [spec], 1, slide_limits(default_threads(1)))
+    threads = default_threads(1)
+    task = functools.partial(_windows_or_fault, settings=settings, threads=threads)
+    ((_, found),) = map_isolated(task, [spec], 1, slide_limits(threads))
     if isinstance(found, SlideWindows):
         return found
     raise SlideError(f"{found.step}: {found.error}" if isinstance(found, SlideFault) else f"{spec.path}: {found}")
 
 
-@dataclass(frozen=True)
-class _Finder:
-    """``find_windows`` with its faults returned, as a process sends them back."""
-
-    settings: WindowSettings
-    threads: int
-
-    def __call__(self, spec: SlideSpec) -> SlideWindows | SlideFault:
-        try:
-            return find_windows(spec, self.settings, self.threads)
-        except Exception as fault:  # slide libraries raise anything; the other slides go on
-            expected = isinstance(fault, SlideError | ValueError | OSError) and str(fault)
-            error = str(fault) if expected else f"{type(fault).__name__}: {fault}"
-            return SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "windows", error)
+def _windows_or_fault(spec: SlideSpec, settings: WindowSettings, threads: int) -> SlideWindows | SlideFault:
+    try:
+        return find_windows(spec, settings, threads)
+    except Exception as fault:  # slide libraries raise anything; the other slides continue
+        return SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "windows", error_text(fault))
 
 
 def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> SlideWindows:

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from app import index
 from app.evaluation import classification
-from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.table import FailedSlides
 from tests.app.conftest import CLASSIFIER, checkpoint_of, interrupted, rows_of, same_weights, summary_of
 from tests.helpers import tiny_models
 from tests.helpers.in_process import call

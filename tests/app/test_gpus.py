@@ -20,8 +20,7 @@ from app.benchmark.row import Trial
 from app.planning.machine import CUDA_CONTEXT, this_machine
 from app.training.run_info import describe_gpus
 from parallel.comm.launch import RankServer
-from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES
-from parallel.cost.devices import link_named
+from parallel.cost.cluster import COMMUNICATOR_BYTES, LINK_BYTES, link_named
 from parallel.profile import calibrate, gpu
 from parallel.profile.link_speed import load_or_measure_copies
 from tests.app.conftest import CLASSIFIER, QUICK, losses_of, rows_of

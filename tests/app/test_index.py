@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.table import FailedSlides
 from pipelines.tiles.index import TileTable
 from tests.helpers.in_process import call
 from tests.helpers.real import SVS

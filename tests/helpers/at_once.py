@@ -19,7 +19,7 @@ MODULES = (
     "app.pages.pictures",
     "app.prediction.share",
     "pipelines.tiles.index",
-    "pipelines.tiles.stain_fits",
+    "pipelines.tiles.stain",
     "pipelines.tiles.windows",
 )
 """Those that call ``map_isolated``."""

@@ -40,7 +40,7 @@ def assert_runs(command: str, says: str) -> None:
     ):
         patch.setattr(benchmarks.ranks, "run_on_ranks", run_on_forked_ranks)
         patch.setattr(subprocess, "run", run_command)
-        patch.setattr("parallel.profile.malloc.keep_freed_memory", lambda: True)
+        patch.setattr("parallel.profile.cache.keep_freed_memory", lambda: True)
         patch.setattr(sys, "argv", [module])
         try:
             run_module(module, arguments)

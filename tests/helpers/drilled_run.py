@@ -26,7 +26,7 @@ from app.checkpoint.periodic import CheckpointManager
 from app.settings.optimization import CheckpointSettings
 from app.training.run_folder import RunFolder
 from benchmarks.whole_engine import whole_engine
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.step import Microbatch
 from tests.helpers.tiny_models import classifier
 

@@ -16,8 +16,8 @@ import pytest
 from app.training import dataset
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlideState
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.tile_table import TileTable
+from pipelines.tiles.tiling import IndexSettings
 
 FILE = "tiles.parquet"
 

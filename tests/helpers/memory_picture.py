@@ -18,7 +18,7 @@ from parallel.draw.svg_style import style, svg_text
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy, segments_of
-from parallel.memory.stage_memory import StageMemory
+from parallel.memory.stage_bytes import StageMemory
 from parallel.trace.trace import trace
 from parallel.units import bytes_text
 

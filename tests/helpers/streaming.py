@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.space.team import Grid
 from parallel.team.boxed_nodes import BoxedNodes, PlannedRegion
 from parallel.team.region_run import RegionRun

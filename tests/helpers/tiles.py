@@ -15,7 +15,7 @@ from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
 from pipelines.tiles.index import TileTable
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 
 TILE = 8
 MPP = 0.5

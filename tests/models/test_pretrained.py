@@ -5,8 +5,7 @@ import timm
 import torch
 from torchvision import models
 
-from models.pretrained import names_weights, pretrained_weights
-from models.registry import build_model
+from models.registry import build_model, names_weights, pretrained_weights
 from models.weights import IMAGENET, load_weights
 from tests.helpers.local_hub import put_on_hub, random_timm, use_local_hub
 

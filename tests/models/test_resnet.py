@@ -6,8 +6,7 @@ import torch.fx
 import torchvision
 from torch import nn
 
-from models.resnet import BLOCKS_BY_DEPTH, ResNet
-from models.resnet_v2 import ResNetV2
+from models.resnet import BLOCKS_BY_DEPTH, ResNet, ResNetV2
 
 
 @pytest.mark.parametrize("depth", BLOCKS_BY_DEPTH)

@@ -11,8 +11,7 @@ from app.checkpoint import two_phase
 from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.checkpoint.two_phase import TwoPhaseCheckpoints, tensors_in
 from benchmarks.whole_engine import whole_engine
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.memory.policy import ActivationPolicy
 from tests.helpers.engine_runs import build, net, steps_of, strategy_for, train
 from tests.helpers.small_nets import NETS

@@ -15,8 +15,8 @@ from app.settings.run import RunConfig
 from parallel.graph.partition import Partition, bytes_across
 from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidates import MemoryOptions
+from parallel.plan.evaluate import step_shares
 from parallel.plan.plan import PlanRow, best_of
-from parallel.plan.step_shares import step_shares
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.units import bytes_text, seconds_text

@@ -13,7 +13,7 @@ from app.prediction.trained_model import TrainedModel, load_model
 from app.prediction.whole_slide import _answers
 from pipelines.slides.slide import SlideError
 from pipelines.stream.device_pixels import PixelMaker
-from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain import StainFit
 from tests.helpers.hand_made_checkpoint import CLASSIFIER, write_checkpoint
 from tests.helpers.sim_gpu import simulated
 

@@ -14,8 +14,8 @@ from shapely.geometry import box, shape
 from app.prediction import computation, share, whole_slide
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import load_model
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlideState
+from pipelines.catalog.table import FailedSlides
 from pipelines.slides.geometry import Bounds, levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import TileReadError

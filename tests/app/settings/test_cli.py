@@ -24,7 +24,7 @@ from app.settings.run import (
     RunConfig,
 )
 from app.training.run_folder import RunFolder
-from pipelines.slides.rare import Rare
+from pipelines import Rare
 from pipelines.slides.slide import SlideError
 from tests.app.conftest import ROOT
 

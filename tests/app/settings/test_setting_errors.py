@@ -10,7 +10,7 @@ from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from app.train import main
 from app.verify import VerifyCommand
-from parallel.schedule.pushes import Push
+from parallel.schedule.text import Push
 
 NUMBERS = {"ranks", "stages", "chunks", "batch", "microbatches", "zero", "cpu_ranks", "staleness"}
 

@@ -23,7 +23,7 @@ from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from app.training.summary import RunSummary
 from parallel.comm.thread_comm import run_on_threads
-from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.table import FailedSlides
 from tests.app.conftest import losses_of
 from tests.helpers import tiny_models
 

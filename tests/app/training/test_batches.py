@@ -24,8 +24,7 @@ from app.training.dataset import prepare
 from app.training.model import build_loss
 from app.training.run_folder import RunFolder
 from app.training.share import share, take
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.step import NeededInputs
 from parallel.schedule.shares import split_batch
 from pipelines.catalog.handles import SlidePool
@@ -36,7 +35,7 @@ from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.stream import TileStream
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 from tests.app.conftest import CLASSIFIER, QUICK, SEGMENTER, losses_of, summary_of
 from tests.helpers.forked import run_ranks
 from tests.helpers.tiles import TILE, memory_specs, tile_table

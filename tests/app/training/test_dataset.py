@@ -10,11 +10,11 @@ from app.training.dataset import prepare
 from app.training.run_folder import RunFolder
 from app.training.run_slides import choose_splits, predicted_slides
 from pipelines.catalog.catalog import find_slides
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlideState
+from pipelines.catalog.table import FailedSlides
 from pipelines.labels.slide_labels import SlideLabels
 from pipelines.labels.splits import Splits
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 from tests.app.conftest import rows_of
 from tests.helpers.drawings import box, write_geojson
 

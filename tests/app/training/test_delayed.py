@@ -20,7 +20,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import NonFiniteLoss
 from parallel.memory.policy import KEEP_ALL, ActivationPolicy
 from parallel.schedule.action import versions
-from parallel.stage.weight_versions import WeightVersions
+from parallel.stage.microbatch_state import WeightVersions
 from parallel.strategy import Strategy
 from tests.helpers.lanes import long_where
 from tests.helpers.small_nets import SkipNet

@@ -18,9 +18,8 @@ from models.losses import PixelClassLoss
 from models.registry import build_model
 from models.unet import UNet
 from parallel.comm.kinds import RankKind
-from parallel.comm.local import LocalCommunicator
 from parallel.comm.mixed_comm import MixedCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.shares import split_batch
 from parallel.strategy import Strategy

@@ -13,8 +13,7 @@ from app.settings.strategy import StrategySettings
 from app.training.model import takes_channels_last
 from app.verify import VerifyCommand, verify
 from models.registry import build_model
-from parallel.cost.cluster import Cluster
-from parallel.cost.devices import LinkSpec
+from parallel.cost.cluster import Cluster, LinkSpec
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES

@@ -15,8 +15,8 @@ from app.training import run_folder
 from app.training.loop import TrainingLoop, _random_state, _set_random_state
 from app.training.run_folder import RunFolder
 from pipelines.stream.stream import TileStream
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.tile_table import TileTable
+from pipelines.tiles.tiling import IndexSettings
 from tests.app.conftest import CLASSIFIER, QUICK, interrupted, losses_of, rows_of, same_weights, summary_of
 
 STEPS = 4

@@ -21,7 +21,7 @@ from app.training.metrics_log import MlflowLog
 from app.training.run_folder import CsvLog, RunFolder
 from app.training.run_info import describe_environment, describe_gpus, describe_launcher, find_program
 from app.training.summary import write_step
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.schedule.text import from_csv
 from parallel.strategy import Strategy
 from tests.app.conftest import QUICK, ROOT, losses_of

@@ -19,7 +19,7 @@ from app.training.loop import TrainingLoop
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import NonFiniteLoss
 from pipelines.catalog.catalog import find_slides
-from pipelines.tiles.stain_fit import StainFit
+from pipelines.tiles.stain import StainFit
 from tests.app.conftest import CLASSIFIER, QUICK, checkpoint_of, losses_of, same_weights, summary_of
 from tests.helpers.forked import run_ranks
 from tests.helpers.in_process import call, put_back

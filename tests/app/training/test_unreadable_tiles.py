@@ -21,7 +21,7 @@ from app.training.validation import subsample_per_slide
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.table import FailedSlides
 from pipelines.slides.slide import TileReadError
 from tests.app.conftest import rows_of
 from tests.app.training.conftest import config_of, prepared, train_on_threads

@@ -21,8 +21,8 @@ from models.losses import PixelClassLoss
 from models.registry import build_model
 from models.unet import UNet
 from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.optimizer_step import averages_of
 from parallel.engine.step import Microbatch
-from parallel.engine.weight_average import averages_of
 from parallel.memory.policy import ActivationPolicy
 from parallel.strategy import Strategy
 

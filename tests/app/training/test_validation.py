@@ -29,7 +29,7 @@ from app.training.metrics import (
 )
 from app.training.validation import Outputs, _of_pixels, _Tiles, evaluate, subsample_per_slide
 from models.losses import IGNORE, PixelClassLoss, TileClassLoss
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.step import Microbatch
 from parallel.space.grid import Span
 from tests.app.conftest import QUICK, summary_of

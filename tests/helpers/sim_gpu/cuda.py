@@ -7,7 +7,7 @@ import functools
 import pkgutil
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,7 +41,7 @@ def patches(gpus: Gpus, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.accelerator, "is_available", lambda: False)  # optimizers ask it whether a graph is captured
     for module in (torch, torch.random):
         patch.setattr(module, "default_generator", HostGenerator(gpus))
-    for name, value in _tensor_methods(gpus, Stream).items():
+    for name, value in _tensor_methods(gpus).items():
         patch.setattr(Tensor, name, value)
     for name, plain in AS_TENSOR.items():
         patch.setattr(torch, name, functools.partial(_made_on_host, plain))
@@ -299,7 +299,7 @@ def _random(gpus: Gpus) -> dict[str, Any]:
     }
 
 
-def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
+def _tensor_methods(gpus: Gpus) -> dict[str, Any]:
     of_base = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 
     def device(tensor: Tensor) -> torch.device:
@@ -356,6 +356,24 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
         memory = gpus.memories.of(tensor)
         return memory is not None and memory.device is None
 
+    return {
+        **_tensor_copies(gpus, to),
+        "device": property(device),
+        "is_cuda": property(lambda tensor: gpus.device_of(tensor) is not None),
+        "is_cpu": property(lambda tensor: device(tensor).type == "cpu"),
+        "to": to,
+        "cuda": lambda tensor, where=None, non_blocking=False: to(tensor, where or "cuda", non_blocking=non_blocking),
+        "cpu": lambda tensor: to(tensor, "cpu"),
+        "get_device": lambda tensor: -1 if gpus.device_of(tensor) is None else gpus.device_of(tensor),
+        "pin_memory": lambda tensor, where=None: torch.ops.aten._pin_memory.default(tensor),
+        "is_pinned": is_pinned,
+        "record_stream": record_stream,
+        "tolist": tolist,
+        "numpy": numpy,
+    }
+
+
+def _tensor_copies(gpus: Gpus, to: Callable[..., Tensor]) -> dict[str, Any]:
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if gpus.device_of(tensor) is None:
             return PLAIN["__deepcopy__"](tensor, memo)  # type: ignore[no-any-return]
@@ -375,23 +393,7 @@ def _tensor_methods(gpus: Gpus, Stream: type) -> dict[str, Any]:
     def new_tensor(tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
 
-    return {
-        "__deepcopy__": deepcopy,
-        "__reduce_ex__": reduce,
-        "new_tensor": new_tensor,
-        "device": property(device),
-        "is_cuda": property(lambda tensor: gpus.device_of(tensor) is not None),
-        "is_cpu": property(lambda tensor: device(tensor).type == "cpu"),
-        "to": to,
-        "cuda": lambda tensor, where=None, non_blocking=False: to(tensor, where or "cuda", non_blocking=non_blocking),
-        "cpu": lambda tensor: to(tensor, "cpu"),
-        "get_device": lambda tensor: -1 if gpus.device_of(tensor) is None else gpus.device_of(tensor),
-        "pin_memory": lambda tensor, where=None: torch.ops.aten._pin_memory.default(tensor),
-        "is_pinned": is_pinned,
-        "record_stream": record_stream,
-        "tolist": tolist,
-        "numpy": numpy,
-    }
+    return {"__deepcopy__": deepcopy, "__reduce_ex__": reduce, "new_tensor": new_tensor}
 
 
 def _once_a_process(gpus: Gpus, cached: Any) -> Any:

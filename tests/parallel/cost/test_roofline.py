@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from models.registry import build_model
-from parallel.cost.cluster import FILL, LIBRARIES, Cluster
-from parallel.cost.devices import DEVICES, LINKS, LinkSpec, device_named, link_named
+from parallel.cost.cluster import DEVICES, FILL, LIBRARIES, LINKS, Cluster, LinkSpec, device_named, link_named
 from parallel.cost.roofline import cost_on
 from parallel.graph.layers import LayerGraph
 from parallel.trace.trace import trace

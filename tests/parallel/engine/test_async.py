@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.async_engine import AsyncEngine
+from parallel.engine.optimizer_step import keep_average
 from parallel.engine.step import Microbatch, NonFiniteLoss, microbatch_seed
-from parallel.engine.weight_average import keep_average
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Schedule
-from parallel.schedule.pushes import Push, PushRule
 from parallel.schedule.shares import consecutive
+from parallel.schedule.text import Push, PushRule
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import LR, SEED, build, net, steps_of
 from tests.helpers.plain_step import Batch, largest_error

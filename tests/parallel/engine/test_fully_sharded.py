@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.sharding_units import sharding_units
 from parallel.engine.step import Microbatch, NonFiniteLoss

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
 from parallel.memory.offload_window import HostBytes
 from parallel.memory.policy import LEAST, ActivationPolicy, Segment, segments_of
 from parallel.memory.rank_bytes import host_bytes
-from parallel.memory.stage_bytes import StageBytes
-from parallel.memory.stage_memory import StageMemory
+from parallel.memory.stage_bytes import StageBytes, StageMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.passes import add_recompute

@@ -26,9 +26,8 @@ from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import BUCKET_BYTES, in_flight, rank_bytes, sharded_bytes
-from parallel.memory.recompute_ranks import chosen_runs
-from parallel.memory.stage_bytes import StageBytes
-from parallel.memory.stage_memory import StageMemory
+from parallel.memory.recompute_search import chosen_runs
+from parallel.memory.stage_bytes import StageBytes, StageMemory
 from parallel.memory.windows import Windows
 from parallel.offload.live_bytes import LiveBytes
 from parallel.schedule.passes import add_recompute, lower

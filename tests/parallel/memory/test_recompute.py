@@ -15,9 +15,8 @@ from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
 from parallel.memory.policy import ActivationPolicy, Segment, segments_of
 from parallel.memory.rank_bytes import rank_bytes
-from parallel.memory.recompute_ranks import chosen_runs
-from parallel.memory.recompute_search import RecomputeSearch
-from parallel.memory.stage_memory import StageMemory
+from parallel.memory.recompute_search import RecomputeSearch, chosen_runs
+from parallel.memory.stage_bytes import StageMemory
 from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.trace.trace import trace
 from tests.helpers.random_graphs import random_graph

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.comm import page_lock as module
-from parallel.comm.local import LocalCommunicator
+from parallel.comm import device_thread as module
+from parallel.comm.device_thread import page_lock
 from parallel.comm.mixed_comm import SharedSegment
-from parallel.comm.page_lock import page_lock
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.memory.policy import LEAST, buffer_bytes
 from parallel.offload.copies import Copies, CudaCopies, copy_streams
 from parallel.offload.host_memory import HostMemory

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, cut_positions
 from parallel.memory.windows import Windows
-from parallel.plan.balance import MemoryRule, partition_optimal
-from parallel.plan.replicated import ReplicatedStage, best_replicated
+from parallel.plan.balance import MemoryRule, ReplicatedStage, best_replicated, partition_optimal
 from tests.helpers.random_graphs import kept_bytes, random_graph, travelling_bytes
 
 

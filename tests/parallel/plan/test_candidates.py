@@ -8,14 +8,13 @@ import json
 import pytest
 
 from benchmarks.out_of_core.problem import planner
-from parallel.cost.cluster import Cluster
-from parallel.cost.devices import LinkSpec
+from parallel.cost.cluster import Cluster, LinkSpec
 from parallel.cost.stage_cost import LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import RankBytes
+from parallel.plan.added_costs import Halo, HaloTraffic, with_traffic
 from parallel.plan.candidates import BOXES, ON_DEVICE, PLAIN, RECOMPUTE, MemoryOptions, candidates, grids_of, in_teams
-from parallel.plan.halo_traffic import Halo, HaloTraffic, with_traffic
 from parallel.plan.largest_tile import LIMIT, STEP, largest_tiles, steps_of
 from parallel.plan.plan import Plan, PlanRow, limit_of, working_set
 from parallel.plan.search import Planner

@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from parallel.cost.cluster import FILL, LIBRARIES, Cluster
-from parallel.cost.devices import LinkSpec
+from parallel.cost.cluster import FILL, LIBRARIES, Cluster, LinkSpec
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.memory.policy import ActivationPolicy
@@ -166,7 +165,7 @@ def test_savings_asked_for_are_taken_though_memory_abounds_or_refused() -> None:
         ("single", MemoryOptions(("stage",), (False,)), 1 << 40, "recompute stage .* single"),
         ("1f1b", MemoryOptions(zero=(1,)), 1 << 40, "zero 1 .* 1f1b has each stage on one rank alone"),
         ("zero-bubble", PLAIN, 1 << 40, "no layer to split"),
-        ("ddp", MemoryOptions(("optimal",), (False,)), 50 * MIB, "no choice of what is computed again .* fits"),
+        ("ddp", MemoryOptions(("optimal",), (False,)), 50 * MIB, "no choice of what is recomputed .* fits"),
     ],
 )
 def test_what_cannot_be_says_why(name: str, savings: MemoryOptions, memory: int, words: str) -> None:

@@ -15,15 +15,14 @@ from app.planning.machine import devices_named, named_machine
 from app.planning.report import report
 from app.planning.workload import Workload
 from app.settings.cli import OK
-from parallel.cost.cluster import Cluster
-from parallel.cost.devices import LinkSpec
+from parallel.cost.cluster import Cluster, LinkSpec
 from parallel.cost.stage_cost import Costs, LayerCost, stage_costs
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, partition_equal
 from parallel.memory.liveness import pieces
 from parallel.memory.policy import MIB, ActivationPolicy, segments_of
+from parallel.plan.added_costs import moved_bytes, policy_costs
 from parallel.plan.plan import PlanRow, best_of
-from parallel.plan.policy_cost import moved_bytes, policy_costs
 from parallel.plan.search import Planner
 from parallel.plan.step_time import ADDING_PASSES, DDP_BUCKET, UPDATE_PASSES, step_time
 from parallel.schedule.timeline import LinkCost, StageCost
@@ -159,7 +158,7 @@ def cost(
     partition = Partition(GRAPH, starts)
     bandwidth = 2 * MIB / copy_s if copy_s else math.inf
     given = stage_costs(partition, COSTS)
-    return policy_costs(partition, given, COSTS, policy, copy_bandwidth=bandwidth, beside=beside)[0]
+    return policy_costs(partition, given, COSTS, policy, copy_bandwidth=bandwidth, overlapped=beside)[0]
 
 
 def test_computing_again_is_part_of_the_backward_pass() -> None:

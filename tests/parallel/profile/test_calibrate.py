@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel.cost.calibrated import CostModel, Curve, Polynomial, fit, work_of, work_of_shape
-from parallel.cost.shapes import ROUND, Product, products
+from parallel.cost.roofline import ROUND, Product, products
 from parallel.graph.layers import Convolution, LayerGraph
 from parallel.profile import cache
 from parallel.profile import calibrate as calibration

@@ -17,7 +17,7 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import LayerCost
-from parallel.plan.halo_traffic import Halo, HaloTraffic, Sum, sum_in_team_s, with_traffic
+from parallel.plan.added_costs import Halo, HaloTraffic, Sum, sum_in_team_s, with_traffic
 from parallel.plan.step_time import step_time
 from parallel.profile import link_speed, link_worker, op_timing
 from parallel.profile.cache import keep, kept_text
@@ -146,7 +146,7 @@ def test_a_pass_counts_its_exchanges() -> None:
 
 def test_members_that_compute_wait_as_long_for_each_other_as_was_measured() -> None:
     speed = speed_of(seconds(), 2)
-    cluster = Cluster("test", 1 << 40, 2, 2, speed.messages, speed.messages, 1e30, "cpu", told=speed.in_team)
+    cluster = Cluster("test", 1 << 40, 2, 2, speed.messages, speed.messages, 1e30, "cpu", inside_team=speed.in_team)
     assert sum_in_team_s(Sum(4000), 2, cluster) == pytest.approx(0.0015 + 1e-6)
     assert sum_in_team_s(Sum(4000), 4, dataclasses.replace(cluster, per_node=4)) == pytest.approx(0.003 + 3e-6)
     talk = HaloTraffic([Halo(4_000_000, 8_000_000, 1, back=False)])

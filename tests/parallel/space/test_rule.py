@@ -13,8 +13,8 @@ from parallel.space.box_bytes import AxisNeeds
 from parallel.space.grid import Span, cells, tile_cuts
 from parallel.space.parts import MULTIPLES, divide, partition_faults, rule_faults, span_faults
 from parallel.space.phases import Part, phases_of
-from parallel.space.region import PaperRegion
 from parallel.space.rule import SAME, Resample, Rule, Step, Transposed, Window, in_phases
+from parallel.space.spatial_plan import PaperRegion
 
 
 def windows() -> st.SearchStrategy[Window]:

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from parallel.space.borders import borders
 from parallel.space.grid import Span
 from parallel.space.rule import SAME, Cells, Mirrored, Resample, Rule, Transposed, Window
+from parallel.space.spatial_plan import borders
 from parallel.space.team import Exchange, Grid, SpatialMesh, overlap, team_cuts
 
 Px = tuple[int, int]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.stage.batchnorm import DeferredStatistics, RunningStatistics, running_statistics
 from tests.helpers.device_counts import Counts
 

@@ -17,8 +17,7 @@ from models.losses import IGNORE, PixelClassLoss
 from models.registry import build_model
 from models.unet import UNet
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy

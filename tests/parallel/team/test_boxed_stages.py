@@ -18,8 +18,7 @@ from benchmarks.whole_engine import whole_engine
 from models.losses import PixelClassLoss
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import Partition

@@ -17,7 +17,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.graph.branches import find_branches
 from parallel.memory.policy import ActivationPolicy
-from parallel.plan.branched import traffic_of
+from parallel.plan.added_costs import traffic_of
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 from tests.helpers.branched_nets import BRANCHED_NETS, Inception, Module, steps_for, unit

@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch import Tensor, fx, nn
 
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.graph.partition import partition_equal
 from parallel.trace.trace import Traced, trace, trace_exclusively
 from parallel.trace.traced_check import first_difference

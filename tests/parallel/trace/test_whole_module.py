@@ -20,15 +20,14 @@ from app.verify import VerifyCommand, verify
 from benchmarks.in_boxes import streamed
 from benchmarks.whole_engine import whole_engine
 from models.registry import build_model
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.live_bytes import LiveBytes
-from parallel.trace import untraced
+from parallel.trace import trace as untraced
 from parallel.trace.stage_module import StageModule
-from parallel.trace.trace import trace, trace_exclusively
-from parallel.trace.untraced import UntracedModule
+from parallel.trace.trace import UntracedModule, trace, trace_exclusively
 from parallel.trace.updated_search import refuse_checkpointed, updated_buffers
 from parallel.trace.without_data import own_side, preserve_module_state, refuse_tile_size
 from tests.helpers import odd_nets, transformers_nets, updating_nets

@@ -16,9 +16,9 @@ from pipelines.catalog.handles import SlidePool, SlideState
 from pipelines.labels.slide_labels import find_labels
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError, TileReadError, url_path
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import index_slide
 from pipelines.tiles.tile_table import SlideFault
+from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.slide_server import serving
 from tests.helpers.work import result_in_child
 from tests.pipelines.backends.test_slides import pyramid, write_pyramid_zarr

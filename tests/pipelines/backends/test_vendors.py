@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.backends import openslide as openslide_backend
-from pipelines.backends.ndpi import open_ndpi
 from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
-from pipelines.backends.tiled import open_tiled
+from pipelines.backends.tiled import open_ndpi, open_tiled
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotation_files import AnnotationFiles
 from pipelines.labels.annotations import read_annotations

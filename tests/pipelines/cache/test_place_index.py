@@ -5,14 +5,14 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pipelines.cache import tile_kind
-from pipelines.cache.tile_kind import PlaceIndex
+from pipelines.cache import shards as shards_module
+from pipelines.cache.shards import PlaceIndex
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["keys", "equal keys"])
 def test_places_are_found_as_in_a_dictionary(alike, monkeypatch):
     if alike:
-        monkeypatch.setattr(tile_kind, "FACTORS", np.zeros(4, np.uint64))
+        monkeypatch.setattr(shards_module, "FACTORS", np.zeros(4, np.uint64))
     index, expected, rng = PlaceIndex(), {}, np.random.default_rng(0)
     for shard in range(60):
         places = rng.integers(-3, 3, (8, 4))

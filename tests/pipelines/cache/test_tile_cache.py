@@ -15,10 +15,10 @@ import pytest
 import zarr
 
 from pipelines.backends.registry import open_slide
-from pipelines.cache import tile_cache, tile_kind
-from pipelines.cache.shard_folder import ABANDONED_S, LEDGER, ShardFolder
+from pipelines.cache import shards as shards_module
+from pipelines.cache import tile_cache
+from pipelines.cache.shards import ABANDONED_S, LEDGER, CacheSpec, ShardFolder
 from pipelines.cache.tile_cache import CacheCounts, CachedSlide, CachedSpec, TileCache
-from pipelines.cache.tile_kind import CacheSpec
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
@@ -31,7 +31,7 @@ BOUND = 1 << 30
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     """Eight tiles in a shard, and no wait before the folder is looked at again."""
-    monkeypatch.setattr(tile_kind, "MOST_SLOTS", 8)
+    monkeypatch.setattr(shards_module, "MOST_SLOTS", 8)
     monkeypatch.setattr(tile_cache, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(tile_cache, "LOOK_SHARE", 1e9)
 
@@ -129,8 +129,8 @@ def test_a_slide_that_is_another_now_is_read_and_one_that_was_moved_is_not(tmp_p
 WRITER = """
 import sys
 from pathlib import Path
-from pipelines.cache import tile_kind
-tile_kind.MOST_SLOTS = 8
+from pipelines.cache import shards as shards_module
+shards_module.MOST_SLOTS = 8
 from tests.pipelines.cache.test_tile_cache import KIND, TileCache, add
 folder, bound, first, last = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 cache = TileCache(folder, bound, KIND)

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import Limits, WorkerCrashed, WorkerTimeout, map_isolated
+from pipelines.catalog.table import FailedSlides
 from tests.helpers.work import hold, main_module, process_of, sleep_if_odd, square
 
 
@@ -91,7 +91,7 @@ MANY = """
 import sys
 import threading
 from pathlib import Path
-from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.table import FailedSlides
 failed = FailedSlides(Path(sys.argv[1]))
 for i in range(100):
     failed.add(f"{sys.argv[2]}-{i}", "read", "x" * 500)
@@ -119,7 +119,7 @@ def failed(tmp_path):
 
 def test_a_file_appears_with_the_first_failure_and_goes_with_the_last(failed):
     assert failed.rows() == []
-    failed.forget(["a"])
+    failed.remove(["a"])
     assert not failed.path.exists()
     failed.add("a,b", "open", ValueError('two\nlines, "quoted"'))
     failed.add("c", "tiles", MemoryError())
@@ -131,9 +131,9 @@ def test_a_file_appears_with_the_first_failure_and_goes_with_the_last(failed):
             ["c", "tiles", "MemoryError"],
             ["a,b", "tiles", "bad"],
         ]
-    failed.forget(["a,b", "x"])
+    failed.remove(["a,b", "x"])
     assert failed.rows() == [("c", "tiles", "MemoryError")]
-    failed.forget(["c"])
+    failed.remove(["c"])
     assert not failed.path.exists()
 
 

@@ -12,8 +12,7 @@ from app.pages.run_files import _rows
 from app.training.metrics_log import MetricsLog
 from app.training.run_folder import RunFolder
 from app.training.validation import Scores
-from pipelines.catalog.failures import FailedSlides
-from pipelines.catalog.table import ALIASES, as_text, listed, original, read_rows, read_table, write_rows
+from pipelines.catalog.table import ALIASES, FailedSlides, as_text, listed, original, read_rows, read_table, write_rows
 from pipelines.labels.splits import Splits
 from pipelines.slides.slide import printable
 
@@ -128,7 +127,7 @@ def test_every_file_of_a_run(tmp_path):
     folder = RunFolder(tmp_path)
     failed = FailedSlides(folder.failed_slides)
     failed.add(name, "open", "@SUM(1)")
-    failed.forget(["another"])
+    failed.remove(["another"])
     assert failed.rows() == [(name, "open", "@SUM(1)")]
     Splits({name: "train", "b": "val"}, {name: "+patient", "b": "b"}, {name: 0, "b": 1}).save(folder.splits)
     splits = Splits.load(folder.splits)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.backends.level_reader import memory_slide
-from pipelines.catalog.failures import FailedSlides
+from pipelines.catalog.table import FailedSlides
 from pipelines.slides import pyramid
 from pipelines.slides.geometry import (
     NATIVE_TOLERANCE,

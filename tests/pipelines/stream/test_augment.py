@@ -17,7 +17,7 @@ from pipelines.stream.augment import (
     jitter,
 )
 from pipelines.stream.device_pixels import IMAGENET, PixelMaker
-from pipelines.tiles.stain_fit import LAB_FROM_LOG_LMS, LMS_FROM_RGB, PUBLISHED, StainFit, fit_pixels
+from pipelines.tiles.stain import LAB_FROM_LOG_LMS, LMS_FROM_RGB, PUBLISHED, StainFit, fit_pixels
 
 
 def test_a_sample_draws_the_same_in_any_company():

@@ -39,7 +39,7 @@ def feed_of(settings, seed=0, left=None, *, prefetch=0, beside=None):
     pixels = PixelMaker(CPU, settings, seed)
     around = beside or contextlib.nullcontext
     return DevicePrefetcher(
-        iter(lambda: left.pop(0), None), lambda: bool(left), pixels, prefetch=prefetch, beside=around
+        iter(lambda: left.pop(0), None), lambda: bool(left), pixels, prefetch=prefetch, thread_context=around
     )
 
 
@@ -204,7 +204,7 @@ def test_one_batch_can_be_the_next_one_for_ever():
     makers, batch = Makers(), batch_of(2)
     expected = made(feed_of(VARIED, 4), batch, [1, 1])[0]
     pixels = PixelMaker(CPU, VARIED, 4)
-    with DevicePrefetcher(itertools.repeat(batch), lambda: True, pixels, prefetch=1, beside=makers) as feed:
+    with DevicePrefetcher(itertools.repeat(batch), lambda: True, pixels, prefetch=1, thread_context=makers) as feed:
         for times in range(1, 4):
             assert torch.equal(made(feed, next(feed), [1, 1])[0], expected)
             makers.assert_settles_at(2 * times + 1)  # the first of the next time

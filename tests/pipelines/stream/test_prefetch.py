@@ -138,6 +138,7 @@ def test_an_error_surfaces_at_its_batch_and_the_first_one_wins():
 def test_after_an_error_the_iterator_is_closed_and_its_state_is_that_of_the_batches_given():
     class Target:
         dtype = np.int64
+        is_drawn = False
 
         def shape(self, tile):
             return ()

@@ -22,7 +22,7 @@ from pipelines.stream.read import (
     RATIO,
     FaultLog,
     PictureCrop,
-    Read,
+    TileReader,
     centre,
     random_box,
 )
@@ -39,7 +39,7 @@ def specs_of(table, bad, lost):
 
 def fill(table, row, bad=(), lost=(), log=None, times=1):
     """Row used, slide and tile that the pixels tell, and the target; of tiles ``bad`` by slide and slides ``lost``."""
-    read = Read(table, SlidePool(specs_of(table, dict(bad), lost), 2), None)
+    read = TileReader(table, SlidePool(specs_of(table, dict(bad), lost), 2), None)
     image, target, log = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64), log or FaultLog(None)
     for _ in range(times):
         used = read.fill(0, row, Labels(np.arange(len(read.tiles)) * 10), image, target, log)
@@ -73,7 +73,7 @@ def test_a_failed_handle_is_opened_anew_and_rows_of_a_slide_need_not_be_together
     table = tile_table([3])
     specs = specs_of(table, {"s0": {1}}, ())
     image, target = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64)
-    Read(table, SlidePool(specs, 2), None).fill(0, 1, Labels(np.arange(3)), image, target, FaultLog(None))
+    TileReader(table, SlidePool(specs, 2), None).fill(0, 1, Labels(np.arange(3)), image, target, FaultLog(None))
     assert specs[0].opened == ["s0", "s0"]
     apart = tile_table([3, 3]).select(np.array([0, 3, 1, 4, 2, 5]))
     assert fill(apart, 3, {"s1": {1}})[:3] == (5, 1, 2)

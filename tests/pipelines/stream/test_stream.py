@@ -17,7 +17,7 @@ from pipelines.stream.order import slide_weights
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
 from pipelines.tiles.index import TileTable
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.real import PYRAMID_TIFF, SVS
 from tests.helpers.tiles import TILE, memory_specs, pool_of, tile_table
 
@@ -107,8 +107,8 @@ def test_real_tiles_arrive_as_the_slide_gives_them(path):
 def sampled(stream, sample):
     slide = stream.tiles.slide
     if sample == "class":
-        return stream.balance(slide.astype(np.int64) % 2)
-    return stream.weigh(slide_weights(slide)) if sample == "slide" else stream
+        return stream.class_balanced(slide.astype(np.int64) % 2)
+    return stream.weighted(slide_weights(slide)) if sample == "slide" else stream
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -134,7 +134,7 @@ def test_a_rank_reads_only_its_rows():
 @pytest.mark.parametrize("augment", ["none", "cpu"])
 def test_resume_is_exact_at_every_position(augment):
     stream = stream_of([5, 1, 4]).augment(AugmentSettings(augment=augment))
-    stream = stream.balance(np.arange(10) % 3) if augment == "cpu" else stream.weigh(np.arange(1.0, 11.0))
+    stream = stream.class_balanced(np.arange(10) % 3) if augment == "cpu" else stream.weighted(np.arange(1.0, 11.0))
     everything = rest(iter(stream))
     assert len(everything) == (6 if augment == "cpu" else 5)
     for k in range(len(everything) + 1):
@@ -169,8 +169,8 @@ def test_resume_and_shards_agree_for_any_table(counts, batch, k, seed):
         (stream_of().shuffle(3), "open_slides was 2, now 3"),
         (stream_of().batch(5), "global_batch was 4, now 5"),
         (stream_of().label(np.zeros(N, np.int64)), "target was"),
-        (stream_of().balance(np.arange(N) % 2), "balance was no"),
-        (stream_of().weigh(np.arange(N, dtype=float)), "weights was no"),
+        (stream_of().class_balanced(np.arange(N) % 2), "balance was no"),
+        (stream_of().weighted(np.arange(N, dtype=float)), "weights was no"),
         (stream_of().augment(AugmentSettings()), r"augment\.augment was none, now device"),
         (stream_of(epochs=None), "epochs was 2, now endless"),
     ],
@@ -184,7 +184,7 @@ def test_a_state_of_other_settings_is_refused_with_the_key_named(other, key):
 
 def test_balance_draws_classes_equally_often():
     label = np.array([0] * 20 + [1] * 6, np.int64)
-    assert np.bincount(label[rows_of(iter(stream_of(epochs=3).balance(label)))]).tolist() == [39, 39]
+    assert np.bincount(label[rows_of(iter(stream_of(epochs=3).class_balanced(label)))]).tolist() == [39, 39]
 
 
 @pytest.mark.parametrize("sample", ["tiles", "class", "slide"])
@@ -217,7 +217,7 @@ class Turning:
 
     classes = ("background", "gland")
 
-    def read_mask(self, slide_id, slide, region, out):
+    def read_mask(self, slide_id, slide, region, out, box=None):
         out[...] = (np.arange(out.size).reshape(out.shape) + 7 * (region.l0_x // TILE)) % 251
         out[0] = int(slide_id[1:])
 
@@ -305,8 +305,8 @@ WEIGHTS = [np.zeros(3), np.array([1.0, -1.0, 1.0]), np.ones(2), np.array([1.0, n
         (iter, "reads from no slides"),
         (lambda stream: TileStream.over(stream.tiles.select(np.empty(0, np.int64))), "the table is empty"),
         (lambda stream: stream.shard(range(2)), r"out of range\(1\); got range\(0, 2\)"),
-        (lambda stream: stream.balance(np.array([0, -1, 1])), "a class >= 0 for each of 3 tiles"),
-        *((lambda stream, w=w: stream.weigh(w), "a weight at least 0 for each of 3 tiles") for w in WEIGHTS),
+        (lambda stream: stream.class_balanced(np.array([0, -1, 1])), "a class >= 0 for each of 3 tiles"),
+        *((lambda stream, w=w: stream.weighted(w), "a weight at least 0 for each of 3 tiles") for w in WEIGHTS),
         (lambda stream: stream.label(np.zeros(2, np.int64)), "one label for each of 3 tiles"),
         (lambda stream: stream.augment(AugmentSettings(brightness=1.5)), r"brightness is at least 0 .* got 1\.5"),
     ],

@@ -13,8 +13,8 @@ from PIL import Image
 
 from parallel.offload.live_bytes import LiveBytes
 from pipelines.backends.level_reader import MemoryReader, memory_slide
+from pipelines.cache.shards import CacheSpec
 from pipelines.cache.tile_cache import CachedSpec, TileCache
-from pipelines.cache.tile_kind import CacheSpec
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
@@ -30,8 +30,8 @@ from pipelines.stream.iterator import rows_to_follow
 from pipelines.stream.read import MAX_FAULTS
 from pipelines.stream.stream import TileStream
 from pipelines.tiles.index import TileTable
-from pipelines.tiles.index_settings import IndexSettings
-from pipelines.tiles.stain_fit import PUBLISHED, StainFit
+from pipelines.tiles.stain import PUBLISHED, StainFit
+from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.drawings import area, mask_of, write_geojson
 from tests.helpers.real import PYRAMID_TIFF, SVS
 
@@ -238,7 +238,7 @@ def test_ranks_that_never_come_to_read_the_same_give_up():
     streams = [stream_of(pool, table, "none", None).part(half) for pool, half in zip(pools, halves, strict=True)]
     with iter(streams[0].batch(1)) as upper, iter(streams[1].batch(1)) as lower:
         batches = next(upper), next(lower)
-        with pytest.raises(SlideError, match=f"could not read {MAX_FAULTS} tiles in turn"):
+        with pytest.raises(SlideError, match=f"could not read {MAX_FAULTS} tiles one after"):
             settle((upper, lower), batches)
 
 

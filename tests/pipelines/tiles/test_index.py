@@ -13,13 +13,13 @@ import pytest
 from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.processes import Limits, WorkerCrashed
+from pipelines.catalog.table import FailedSlides
 from pipelines.slides.slide import SlideError
 from pipelines.tiles import index
-from pipelines.tiles.index import TileTable, build_index, pinned
-from pipelines.tiles.index_parts import IndexPart
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.index import TileTable, build_index, with_index_state
+from pipelines.tiles.tile_table import IndexPart
+from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.real import DICOM, NDPI, PYRAMID_TIFF, SVS
 
 SETTINGS = IndexSettings(tile=512)
@@ -211,7 +211,7 @@ def test_a_slide_replaced_by_one_of_the_same_size_is_indexed_anew_or_refused(tmp
     path.write_bytes(SVS.read_bytes())
     specs = specs_of(s=path)
     table, _ = build(specs, out)
-    (spec,) = pinned(specs, table)
+    (spec,) = with_index_state(specs, table)
     spec.verify_unchanged()
     os.utime(path)
     spec.verify_unchanged()  # touched, not replaced

@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 
 from pipelines.catalog.catalog import SlideSpec, find_slides
-from pipelines.catalog.failures import FailedSlides
-from pipelines.tiles.stain_fit import LEAST_PX, PUBLISHED, NoStainFit, StainFit, fit_pixels, fit_slide
-from pipelines.tiles.stain_fits import STAINS_FILE, StainFits, fit_slides
+from pipelines.catalog.table import FailedSlides
+from pipelines.tiles.stain import (
+    LEAST_PX,
+    PUBLISHED,
+    STAINS_FILE,
+    NoStainFit,
+    StainFit,
+    StainFits,
+    fit_pixels,
+    fit_slide,
+    fit_slides,
+)
 from pipelines.tiles.tissue import read_overview
 from tests.helpers.real import SVS
 

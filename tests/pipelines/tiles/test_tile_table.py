@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.slides.geometry import Region
-from pipelines.tiles.index_parts import IndexPart, merge, slides_of
-from pipelines.tiles.index_settings import IndexSettings, check_settings
-from pipelines.tiles.tile_table import IndexedSlide, SlideFault, TileTable
+from pipelines.tiles.tile_table import IndexedSlide, IndexPart, SlideFault, TileTable, merge, slides_of
+from pipelines.tiles.tiling import IndexSettings, check_settings
 
 COLUMNS = ("slide", "l0_x", "l0_y", "tissue")
 

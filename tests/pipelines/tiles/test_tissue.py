@@ -12,7 +12,7 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Bounds
 from pipelines.slides.slide import SlideError, TileReadError
 from pipelines.tiles.index import build_index
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 from pipelines.tiles.tissue import Overview, find_tissue, is_fluorescence, read_overview, segment_tissue
 from tests.helpers.real import SVS
 
