@@ -24,16 +24,14 @@ from app.settings.fields import broken, error_of
 from app.settings.run import OpeningSettings, mpp_errors
 from app.training.progress import IndexProgress, log_to
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.failures import FailedSlides
-from pipelines.catalog.table import counted
+from pipelines.catalog.table import FailedSlides, counted
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.index import TileTable, build_index
-from pipelines.tiles.index_parts import WHOLE_FILE, IndexPart
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import default_threads
-from pipelines.tiles.tile_table import sides_text
+from pipelines.tiles.tile_table import WHOLE_FILE, IndexPart, sides_text
+from pipelines.tiles.tiling import IndexSettings
 
 
 @dataclass(frozen=True)

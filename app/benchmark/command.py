@@ -21,7 +21,7 @@ from app.settings.strategy_errors import strategy_errors
 from parallel.schedule.registry import SPATIAL
 from parallel.space.team import Grid
 from parallel.strategy import WHOLE
-from pipelines.slides.rare import Rare
+from pipelines import Rare
 
 SAVINGS = {"recompute": ("--recompute", "block"), "offload": ("--offload", "overlap")}
 """What can be added to a strategy with a plus: the flag and its value."""

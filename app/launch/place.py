@@ -25,11 +25,11 @@ from app.settings.launcher import Launch, find_launch, slurm_variables
 from app.settings.strategy import StrategySettings
 from parallel.comm.communicator import CommunicationError, Communicator, SecondaryError
 from parallel.comm.kinds import RankKind, describe_shared_gpu, has_gpu_each
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
+from parallel.profile.cache import keep_freed_memory
 from parallel.profile.gpu import gpu_at, has_bf16, missing_kernels, set_tf32
-from parallel.profile.malloc import keep_freed_memory
 
 log = logging.getLogger(__name__)
 

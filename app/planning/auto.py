@@ -24,7 +24,7 @@ from parallel.plan.search import Planner
 from parallel.schedule.registry import SCHEDULES, SPATIAL
 from parallel.strategy import STALE, WHOLE, Strategy
 from parallel.units import bytes_text
-from pipelines.tiles.index_settings import WHOLE_SLIDE_MULTIPLE
+from pipelines.tiles.tiling import WHOLE_SLIDE_MULTIPLE
 
 if TYPE_CHECKING:
     from app.planning.machine import Machine

@@ -16,11 +16,10 @@ from app.settings.cli import print_table
 from parallel.graph.layers import INPUT, OUTPUT
 from parallel.graph.partition import bytes_across, cut_positions, partition_equal
 from parallel.memory.windows import Windows, thinned
-from parallel.plan.balance import PLACES
+from parallel.plan.balance import PLACES, best_replicated
+from parallel.plan.evaluate import COMPUTING, step_shares
 from parallel.plan.plan import BOXES, SIMPLER, PlanRow, best_of
-from parallel.plan.replicated import best_replicated
 from parallel.plan.search import Planner
-from parallel.plan.step_shares import COMPUTING, step_shares
 from parallel.plan.step_time import schedule_of
 from parallel.schedule.action import Kind
 from parallel.schedule.shares import FINE, coarseness

@@ -44,11 +44,10 @@ from pipelines.catalog.table import counted
 from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import SlideError
 from pipelines.stream.read import centre
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, find_tiles, index_slide, slide_limits
-from pipelines.tiles.stain_fit import Method, StainFit
-from pipelines.tiles.stain_fits import STEP, stain_of
+from pipelines.tiles.stain import Method, StainFit, stain_of
 from pipelines.tiles.tile_table import IndexedSlide
+from pipelines.tiles.tiling import IndexSettings
 from pipelines.tiles.windows import WindowSettings
 
 log = logging.getLogger("app.predict")
@@ -137,7 +136,7 @@ def finish_image(
     """
     slide_id = source.slide_id
     if isinstance(stain, str):
-        folder.failed.add(slide_id, STEP, f"its colours are left as they are: {stain}")
+        folder.failed.add(slide_id, "stain", f"its colours are left as they are: {stain}")
     (scores,) = values.astype(float)
     write_tiles(folder.tiles(slide_id), model.classes, [TileRow(*place, scores, float(scores.max()))])
     assert source.state is not None

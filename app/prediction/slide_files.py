@@ -23,7 +23,7 @@ from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.table import write_rows
 from pipelines.labels.conversion import outlines_of
 from pipelines.labels.geojson import closed_rings, signed_area
-from pipelines.tiles.overlay import caption_strip
+from pipelines.tiles.tiling import caption_strip
 from pipelines.tiles.tissue import Overview
 from pipelines.tiles.windows import SlideWindows
 
@@ -90,7 +90,7 @@ def attention_weights(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 def bag_scores(probability: NDArray[np.float64], attention: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the probabilities (classes,) of a bag.
 
-    ``models.bag.bag_logits`` averages logits. Logarithms of probabilities differ from the logits of a tile by one
+    ``models.heads.bag_logits`` averages logits. Logarithms of probabilities differ from the logits of a tile by one
     number for all classes, and so do their averages, which softmax does not see.
 
     Args:

@@ -16,7 +16,7 @@ import tyro
 import yaml
 from docstring_parser import parse_from_object
 
-from pipelines.slides.rare import RARE
+from pipelines import RARE
 from pipelines.slides.whole_files import write_text
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.settings.fields import at_least, broken
-from pipelines.slides.rare import Rare
+from pipelines import Rare
 
 Norm = Literal["batch", "group", "instance", "frozen", "layer"]
 Head = Literal["average", "gem", "attention"]

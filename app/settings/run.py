@@ -16,14 +16,14 @@ from app.settings.fields import at_least, broken, bytes_of, error_of
 from app.settings.optimization import CheckpointSettings, ModelSettings, OptimizerSettings, ScoreSettings
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
+from pipelines import Rare
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.labels.class_names import ClassMap, TileLabel, pattern_fault
 from pipelines.labels.slide_labels import read_mpp
 from pipelines.slides.geometry import mpp_fault
-from pipelines.slides.rare import Rare
 from pipelines.stream.augment import AugmentSettings
-from pipelines.tiles.index_settings import IndexSettings
-from pipelines.tiles.stain_fits import StainSettings
+from pipelines.tiles.stain import StainSettings
+from pipelines.tiles.tiling import IndexSettings
 
 EPOCHS = 10.0
 """Passes over the training tiles of a run that is given neither ``--steps`` nor ``--epochs``."""

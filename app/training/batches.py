@@ -159,7 +159,7 @@ def part_of(engine: TrainingEngine, shape: tuple[int, int, int, int]) -> tuple[T
     boxes = engine.parts(shape)
     if boxes == (None, None):
         return None
-    whole = TileBox.whole(*shape[2:])
+    whole = TileBox.full(*shape[2:])
     images, targets = (whole if box is None else TileBox(*box[0], *box[1]) for box in boxes)
     return images, targets
 

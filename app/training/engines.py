@@ -18,15 +18,14 @@ from app.settings.optimization import OptimizerSettings
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
-from parallel.engine.optimizer_step import MakeOptimizer
-from parallel.engine.weight_average import keep_average
+from parallel.engine.optimizer_step import MakeOptimizer, keep_average
 from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.host_optimizer import LR_SCALE
 from parallel.schedule.shares import FINE, coarseness
 from parallel.stage.stage import Loss
 from parallel.strategy import DELAYED, Strategy
-from parallel.trace.updated_faults import refuse_updating_copies
+from parallel.trace.updated_search import refuse_updating_copies
 
 if TYPE_CHECKING:
     from parallel.engine.fully_sharded import FullyShardedEngine

@@ -26,8 +26,7 @@ from app.settings.fields import flat, read_data, settings_of, write_json
 from app.settings.launcher import Attempts
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import log_to
-from pipelines.catalog.failures import names_file
-from pipelines.catalog.table import write_rows
+from pipelines.catalog.table import names_file, write_rows
 from pipelines.slides.whole_files import write_text
 
 FREE_TO_CHANGE = {

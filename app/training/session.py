@@ -39,16 +39,16 @@ from app.training.engines import build_engine, build_optimizer, choose_algorithm
 from app.training.model import RunModel, build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
 from app.training.validation import Outputs, subsample_per_slide
-from models.bag import BagGradient
+from models.heads import BagGradient
 from models.weights import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_memory import HostMemory
 from parallel.schedule.shares import split_batch
 from parallel.strategy import Strategy
+from pipelines.cache.shards import CacheSpec
 from pipelines.cache.tile_cache import TileCache
-from pipelines.cache.tile_kind import CacheSpec
-from pipelines.catalog.failures import FailedSlides
 from pipelines.catalog.handles import SlidePool
+from pipelines.catalog.table import FailedSlides
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DevicePrefetcher
@@ -171,7 +171,9 @@ class Session:
         beside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> DevicePrefetcher:
         """Return training batches of ``source`` as the model takes them, with the arguments of ``DevicePrefetcher``."""
-        return DevicePrefetcher(source, ready, self.pixels, prefetch=self.config.stream.device_prefetch, beside=beside)
+        return DevicePrefetcher(
+            source, ready, self.pixels, prefetch=self.config.stream.device_prefetch, thread_context=beside
+        )
 
     @contextlib.contextmanager
     def validation(self, rows: NDArray[np.int64] | None = None) -> Iterator[Iterator[Outputs]]:

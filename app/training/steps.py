@@ -23,7 +23,7 @@ from torch import Tensor
 
 from app.training.batches import microbatches_of
 from app.training.session import Session
-from models.bag import BagLoss, bag_logits
+from models.heads import BagLoss, bag_logits
 from parallel.comm.communicator import Communicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch, NonFiniteLoss, StepResult

@@ -32,7 +32,7 @@ from app.training.metrics import (
     rows_by,
     slide_scores,
 )
-from models.bag import BagLoss, bag_logits
+from models.heads import BagLoss, bag_logits
 from models.losses import IGNORE
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine

@@ -11,7 +11,7 @@ from app.checkpoint.file import save_checkpoint
 from app.settings.fields import flat
 from app.settings.optimization import ModelSettings
 from app.settings.run import DataSettings, RunConfig
-from pipelines.tiles.index_settings import IndexSettings
+from pipelines.tiles.tiling import IndexSettings
 from tests.helpers import tiny_models
 
 SEGMENTER = "tests.helpers.tiny_models:segmenter"

@@ -8,8 +8,8 @@ import cv2
 import numpy as np
 
 from app.pages.pictures import SmallPicture, slide_rows, write_slides_page
-from pipelines.tiles.index_settings import IndexSettings
 from pipelines.tiles.tile_table import IndexedSlide, TileTable
+from pipelines.tiles.tiling import IndexSettings
 
 
 def write_many(folder: Path, slides: int) -> Path:

@@ -7,7 +7,7 @@ from app.planning.command import PlanCommand
 from app.settings.strategy import StrategySettings
 from app.training.metrics_log import staleness_in
 from app.training.run_folder import CsvLog
-from parallel.schedule.pushes import Push, read_pushes
+from parallel.schedule.text import Push, read_pushes
 from parallel.strategy import DELAYED
 from tests.app.conftest import QUICK, begin_train, checkpoint_of, rank_process, rows_of, same_weights, summary_of
 

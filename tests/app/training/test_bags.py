@@ -17,9 +17,8 @@ from app.training.dataset import class_counts
 from app.training.engines import build_engine, build_optimizer
 from app.training.model import build_run_model
 from app.training.steps import BagSteps
-from models.bag import BagGradient, BagLoss, bag_logits, put_bag_head
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from models.heads import BagGradient, BagLoss, bag_logits, put_bag_head
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.step import Microbatch, NonFiniteLoss, microbatch_seed
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.live_bytes import LiveBytes

@@ -14,8 +14,7 @@ from app.settings.cli import RunError
 from app.training.engines import choose_algorithms
 from app.training.outcome import CHECKED, MemoryLimit, excess
 from benchmarks.whole_engine import whole_engine
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.offload import saved_tensors
 from parallel.offload.host_memory import HostMemory
@@ -100,7 +99,9 @@ def test_microbatches_made_ahead_on_another_thread_count():
         memory, found = MemoryLimit(None, CPU), []
         pixels = PixelMaker(CPU, AugmentSettings(augment="none"), 0)
         repeated = itertools.repeat(batch)
-        feed = DevicePrefetcher(repeated, lambda: True, pixels, prefetch=prefetch, beside=memory.on_other_thread)
+        feed = DevicePrefetcher(
+            repeated, lambda: True, pixels, prefetch=prefetch, thread_context=memory.on_other_thread
+        )
         for _step in range(CHECKED):
             next(feed)
             with memory.watching(feed.held()):
