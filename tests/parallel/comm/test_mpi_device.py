@@ -22,8 +22,8 @@ from app.checkpoint.two_phase import TwoPhaseCheckpoints
 from parallel.comm import objects, torch_rendezvous
 from parallel.comm.device_thread import OrderedTasks
 from parallel.comm.kinds import RankKind
-from parallel.comm.local import LocalCommunicator
 from parallel.comm.mixed_comm import MixedCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer
 from tests.helpers.sim_gpu import Gpus, simulated

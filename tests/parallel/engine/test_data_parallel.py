@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
+from parallel.comm.thread_comm import LocalCommunicator
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import assert_equal, plain_of, run
 from tests.helpers.plain_step import Batch

@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from parallel.comm.communicator import Communicator
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.step import EngineFault, NonFiniteLoss
 from parallel.graph.partition import cut_positions
 from parallel.memory.policy import ActivationPolicy

@@ -23,10 +23,9 @@ from app.training.engines import build_engine
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer
-from parallel.comm.local import LocalCommunicator
-from parallel.comm.thread_comm import run_on_threads
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine import engine, step
-from parallel.engine.device_clock import DeviceClock
+from parallel.engine.recorded import DeviceClock
 from parallel.engine.step import Microbatch, StepResult
 from parallel.memory.policy import ActivationPolicy
 from parallel.strategy import Strategy
