@@ -21,9 +21,10 @@ TWO_RANKS = from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
 RANK = """
 import os, pathlib, signal, sys, time
 from parallel.schedule.text import from_csv
-from app.launch.watchdog import Watchdog
+from app.launch import watchdog as module
 
-watchdog = Watchdog(1, stuck_s=float(sys.argv[2]), stopped_s=1, fault_file=pathlib.Path(sys.argv[1]))
+module.STOPPED_S = 1
+watchdog = module.Watchdog(1, stuck_s=float(sys.argv[2]), fault_file=pathlib.Path(sys.argv[1]))
 watchdog.start()
 watchdog.follow(from_csv(sys.argv[3]))
 print(watchdog._process.pid, flush=True)
