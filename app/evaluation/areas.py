@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from app.pages.pictures import as_png, colour_of
 from app.prediction.prediction_folder import PredictionFolder
 from models.losses import IGNORE
+from pipelines.backends.level_reader import MemoryReader
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import listed, read_rows
 from pipelines.labels.annotation_files import annotations_in
@@ -26,7 +27,7 @@ from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import ClassMap
 from pipelines.slides.geometry import Bounds, Level, Region
 from pipelines.slides.pyramid import PyramidSlide
-from pipelines.slides.slide import LevelReader, Slide, SlideError
+from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.tissue import Mask
 
 MERGED_UM, ISOLATED_UM = 75.0, 275.0
@@ -243,7 +244,7 @@ def true_mask(truth: SlideAnnotations, slide_id: str, canvas: Mapping[str, Any])
     bounds, mpp = Bounds(*canvas["l0_bounds"]), canvas["mpp"]
     width, height = canvas["l0_size"]
     # An annotation wants to know where a slide lies, not its pixels.
-    placed = PyramidSlide(Path(slide_id), cast(LevelReader, None), (Level(0, width, height, 1.0, mpp),), bounds)
+    placed = PyramidSlide(Path(slide_id), MemoryReader(()), (Level(0, width, height, 1.0, mpp),), bounds)
     slide = cast(Slide, placed)
     mask = np.empty((canvas["height"], canvas["width"]), np.uint8)
     for row in range(0, len(mask), BAND_ROWS):
