@@ -24,7 +24,7 @@ def states(findings):
 
 
 def found(findings, name):
-    return next(finding.found for finding in findings if finding.name == name)
+    return next(finding.text for finding in findings if finding.name == name)
 
 
 def test_every_backend_reads_its_sample_or_is_a_fault(tmp_path, monkeypatch):
@@ -101,10 +101,10 @@ def test_run_folder_is_tried_where_it_would_be_made(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     (finding,) = check_run_folder(tmp_path)
-    assert (finding.state, "No space left" in finding.found) == ("FAULT", True)
+    assert (finding.state, "No space left" in finding.text) == ("FAULT", True)
     (tmp_path / "file").write_text("")
     (finding,) = check_run_folder(tmp_path / "file" / "run")
-    assert (finding.state, "is a file" in finding.found) == ("FAULT", True)
+    assert (finding.state, "is a file" in finding.text) == ("FAULT", True)
 
 
 def test_missing_packages_are_named(monkeypatch):
