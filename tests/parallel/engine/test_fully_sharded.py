@@ -173,7 +173,7 @@ def convolutions(module: nn.Module) -> list[nn.Conv2d]:
 def most_gathered(communicator: Communicator) -> float:
     """Largest part of the parameters that is whole at a time: seen before and after every layer of the forward pass,
     and at the gradient of each one's output."""
-    module, case, seen = blocks(), Case(blocks, pixel_loss, [2, 2, 1, 1], SGD), list[float]()
+    module, case, seen = blocks(), Case(blocks, pixel_loss, [2, 2, 1, 1], SGD, torch.float32), list[float]()
     whole = sum(parameter.numel() for parameter in module.parameters())
     engine = case.engine(communicator, module)
 
@@ -194,7 +194,7 @@ def most_gathered(communicator: Communicator) -> float:
 
 
 def recomputed(communicator: Communicator) -> dict[bool, float]:
-    case, calls = Case(blocks, pixel_loss, [2, 2], SGD), {}
+    case, calls = Case(blocks, pixel_loss, [2, 2], SGD, torch.float32), {}
     for recompute in (False, True):
         module, counts = blocks(), [0]
         for layer in convolutions(module):
