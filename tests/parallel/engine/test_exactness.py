@@ -151,21 +151,25 @@ def trained(communicator: Communicator, strategy: Strategy) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "state": engine.state_dict(), "predicted": predicted}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["forked", "mpi"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder, launcher = tmp_path_factory.mktemp("ranks"), request.param
     return run_on_ranks(RANKS, f"{__name__}:all_cells", folder, launcher == "forked", 280, launcher=launcher)
 
 
-PROCESSES = [(launcher, name) for launcher in ("forked", "mpi") for name in (*CELLS, *OTHERS)]
-PROCESSES += [("forked", name) for name in SHARDED]  # fsdp is torch's own: over Gloo alone
-
-
 @pytest.mark.process
-@pytest.mark.parametrize(("ranks", "name"), PROCESSES, indirect=["ranks"])
+@pytest.mark.parametrize("name", [*CELLS, *OTHERS])
 def test_processes(name: str, ranks: list[dict[str, Any]]) -> None:
     expected = plain_of(OTHERS[name][0], steps_of_other(name)) if name in OTHERS else plain("skips", M)
     assert_equal([rank[name] for rank in ranks], expected, torch.float64)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", ["forked"], indirect=True)
+@pytest.mark.parametrize("name", SHARDED)
+def test_processes_under_fsdp(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Over Gloo alone: fsdp is torch's own."""
+    assert_equal([rank[name] for rank in ranks], plain("skips", M), torch.float64)
 
 
 OFFLOAD, STREAM = ActivationPolicy(offload="overlap", smallest=0), ActivationPolicy(stream=8)
