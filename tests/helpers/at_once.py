@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch  # noqa: F401  starts a process when it is first imported, which a test may not
 
 from pipelines.catalog import processes
 
