@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
         ("benchmarks.tile_reading.cache --tiles 2 --side 2000 --px 512", "pays from epoch"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
-        ("benchmarks.tile_size.run rooms --slides 8 --steps 1 --seeds 1", "| whole slide |"),
+        ("benchmarks.tile_size.run rooms --slides 8 --steps 1 --seeds 1", "| whole slide"),
         (
             "benchmarks.offload_study.run --models squeezenet1_1 --modes none naive --epochs 1 --pictures 12 --batch 4",
             "to the host",

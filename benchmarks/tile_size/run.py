@@ -149,8 +149,7 @@ def main() -> None:
     text = results(command, table(rows, f"{slides} slides, {steps} steps."))
     publish(__file__, text, asked.write, asked.study)
     means = {w: statistics.mean(row["slide_auc"] for row in rows if row["window"] == w) for w in windows}
-    asked_of = study.asked if steps >= study.steps else {}  # a shorter run has no target
-    bounds = {window: asked_of[window] for window in windows if window in asked_of}
+    bounds = {window: study.asked[window] for window in windows if window in study.asked}
     finish(
         f"{window}: slide AUC {means[window]:.2f}, asked {least} to {most}"
         for window, (least, most) in bounds.items()
