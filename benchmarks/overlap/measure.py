@@ -203,7 +203,7 @@ class Ranks(contextlib.ExitStack):
     def _finish(self) -> None:
         written = self._two_phase.finish()
         if written is not None:
-            self._persists_s.append(written.write_s)
+            self._persists_s.append(written[1])
 
     def _slow_writes(self) -> contextlib.AbstractContextManager[object]:
         """Let the thread that writes checkpoints take as long as over a slow network."""
