@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
@@ -34,8 +34,7 @@ def buffer_bytes(size: int) -> int:
     return -(-size // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Layers at positions ``start`` to ``stop``, not included, of the model's graph.
 
     Attributes:
