@@ -27,7 +27,6 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy -p benchmarks
 	$(BIN)/lint-imports
 
 # Two processes: one per core of the smallest machine it runs on. What tests leave in the temporary folder goes with them.

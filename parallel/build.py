@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -227,9 +227,12 @@ def _reducers(
     stages: Mapping[int, Stage], holders: StageGroups, strategy: Strategy, *, overlap: bool
 ) -> dict[int, GradReducer]:
     """Return what sums gradients, of the stages that other ranks hold, too."""
-    make = ShardedReducer if strategy.zero else GradReducer
+    allocating = not_counted if strategy.policy.parameters else contextlib.nullcontext
+    make: Callable[..., GradReducer] = GradReducer
+    if strategy.zero:
+        make = functools.partial(ShardedReducer, allocating=allocating)
     reducers: dict[int, GradReducer] = {}
-    with not_counted() if strategy.policy.parameters else contextlib.nullcontext():
+    with allocating():
         for number, stage in stages.items():
             ranks, named = holders.of_stage[number], stage.parameters.items()
             if ranks.world > 1:

@@ -257,7 +257,6 @@ class Strategy:
         given = (
             (self.holders == 1, "leave it out: each stage is on one rank alone"),
             (self.pushes is not None, "leave it out: a parameter server has the only optimizer"),
-            (self.policy.parameters, "use --offload-state=optimizer: parameters on the host are whole"),
             (
                 self.zero == 2 and self.gradient_bytes == 0,
                 "use --zero 1: with --gradient-buckets=0 gradients stay whole until all is computed",

@@ -106,7 +106,7 @@ def print_stages(planner: Planner, rows: Sequence[PlanRow], best: PlanRow) -> No
     lines = []
     for stage, (start, cost) in enumerate(zip(partition.starts, costs, strict=True)):
         layers = partition.layers_of(stage)
-        name = layers[0].name
+        name = "input" if layers[0].kind == INPUT else layers[0].name
         speed = speeds[stage % strategy.depth]
         lines.append(
             (

@@ -18,6 +18,10 @@ from parallel.units import bytes_text
 
 LONG_STEP_S = 3600.0
 """Steps that take longer are marked in the table of largest tiles."""
+WAYS = ("by data parallelism", "with recomputation, offload or splitting", "in boxes")
+"""Of training ever larger tiles."""
+WAYS_OF_ONE = ("as they are", "with recomputation or offload", "in boxes")
+"""Those of one rank."""
 
 
 def print_rows(rows: Sequence[PlanRow], best: PlanRow | None) -> None:
@@ -46,6 +50,30 @@ def print_largest(found: Sequence[LargestTile], limits: Sequence[str], cluster: 
     )
     if any(_is_long(one.row) for one in found):
         print("  !: a step takes more than an hour")
+    print(f"\n{what_tiles_need(found)}")
+
+
+def what_tiles_need(found: Sequence[LargestTile]) -> str:
+    """Return up to which side in px tiles train by data parallelism, then by whatever else keeps them whole, then in
+    boxes: each with the strategy that reaches furthest, and left out where the one before it reaches as far."""
+    ways = WAYS_OF_ONE if {one.name for one in found if one.row} == {"single"} else WAYS
+    words, reached = [], 0
+    for family, way in enumerate(ways):
+        own = [one for one in found if one.row is not None and _family(one.row.strategy) == family]
+        best = max(own, key=lambda one: (one.tile, one.name != "single"), default=None)
+        if best is not None and best.row is not None and best.tile > reached:
+            reached = best.tile
+            words.append(f"up to {reached} px {way} ({_short(best.row.strategy)})")
+    return f"tiles train {', '.join(words)}" if words else "no tile fits, whatever is done"
+
+
+def _family(strategy: Strategy) -> int:
+    """Return the place in ``WAYS``."""
+    return 2 if strategy.policy.stream is not None else int(strategy.splits or strategy.policy.saves)
+
+
+def _short(strategy: Strategy) -> str:
+    return f"{strategy.name} {strategy.policy_text}".rstrip()
 
 
 def best_of_each(rows: Sequence[PlanRow]) -> list[PlanRow]:
@@ -63,7 +91,7 @@ def _line(row: PlanRow, mark: str) -> Sequence[str]:
     if row.refused:
         return (candidate.name, "", "", "no", "", "", "")
     return (
-        f"{candidate.name} {candidate.policy_text}".rstrip(),
+        _short(candidate),
         _mesh(candidate),
         str(candidate.m),
         "yes" if row.fits else f"{bytes_text(row.over_bytes)} over",
@@ -102,7 +130,7 @@ def _largest_line(found: LargestTile, cluster: Cluster) -> Sequence[str]:
     if row is None:
         return (found.name, "none", "", "", "", "", "", _next_size(found, cluster))
     return (
-        f"{found.name} {row.strategy.policy_text}".rstrip(),
+        _short(row.strategy),
         str(found.tile),
         str(row.strategy.m),
         bytes_text(max(row.peak_bytes)),
@@ -117,6 +145,6 @@ def _next_size(found: LargestTile, cluster: Cluster) -> str:
     """Return by how much the next tile side misses the memory, or that the search ended."""
     row = found.next_row
     if row is None:
-        return f"the search ends at {LIMIT} px" if found.tile == LIMIT else ""
+        return f"the search ends at {LIMIT} px" if found.tile == LIMIT else "cannot run"
     on_device = max(row.peak_bytes, default=0) - cluster.usable_bytes
     return f"{bytes_text(row.over_bytes)} over{' on the host' * (row.over_bytes > max(0, on_device))}"

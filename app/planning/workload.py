@@ -22,9 +22,10 @@ from models.heads import Head
 from models.losses import PixelClassLoss, TileClassLoss
 from models.registry import build_model
 from parallel.cost.stage_cost import Costs
-from parallel.engine.sharding_units import sharding_units
+from parallel.engine.sharding_units import sharding_of
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.graph.scale import BySide
+from parallel.memory.gathered import Sharding
 from parallel.plan.largest_tile import LIMIT
 from parallel.plan.part_costs import Divisible
 from parallel.plan.stages import Task
@@ -80,7 +81,7 @@ class Workload:
     _sides: dict[object, BySide[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _recorded: list[Recorded] = field(default_factory=list, init=False, repr=False, compare=False)
     _regions: list[Region] = field(default_factory=list, init=False, repr=False, compare=False)
-    _refused: list[tuple[nn.Module, dict[str, str]]] = field(
+    _fits: list[tuple[nn.Module, dict[str, str], Sharding]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
@@ -88,7 +89,7 @@ class Workload:
         """Return the same on tiles of another size. The model is traced once for all of them where its path is the
         same, and run for as few as show its costs on all."""
         other = dataclasses.replace(self, tile=tile)
-        for name in ("_followed", "_sides", "_recorded", "_refused"):
+        for name in ("_followed", "_sides", "_recorded", "_fits"):
             object.__setattr__(other, name, getattr(self, name))
         return other
 
@@ -185,24 +186,29 @@ class Workload:
         plain = self.in_float32
         mixed = self._run_again(traced, self.autocast) if self.autocast else traced
         kept = self._with_loss(mixed) if self.autocast else plain
-        refused = self._refused_by(traced)
+        refused, sharding = self._what_fits(traced)
         one_copy = copies_fault(traced.updated)
         slots = SLOTS[self.optimizer] + self.averages
         in_boxes = functools.cache(lambda: self._streamed(traced, estimate))
         in_teams = functools.cache(lambda: self._divisible(traced, plain, estimate))
-        return Task(kept, estimate(plain), batch, slots, refused, one_copy, in_boxes, in_teams)
+        return Task(kept, estimate(plain), batch, slots, refused, one_copy, sharding, in_boxes, in_teams)
 
-    def _refused_by(self, traced: Traced) -> dict[str, str]:
-        """Return strategy -> why the model cannot be trained with it; asked of a model once, whatever its tiles."""
-        if not self._refused or self._refused[0][0] is not traced.model:
-            refused = {}
-            for name, prepare in (("zero-bubble", DeferredWeights), ("fsdp", sharding_units)):
-                try:
-                    prepare(traced.model)
-                except ValueError as fault:
-                    refused[name] = str(fault)
-            self._refused[:] = [(traced.model, refused)]
-        return self._refused[0][1]
+    def _what_fits(self, traced: Traced) -> tuple[dict[str, str], Sharding]:
+        """Return strategy -> why the model cannot be trained with it, and how fsdp treats it; asked of a model once,
+        whatever its tiles."""
+        model = traced.model
+        if not self._fits or self._fits[0][0] is not model:
+            refused, sharding = {}, Sharding()
+            try:
+                DeferredWeights(model)
+            except ValueError as fault:
+                refused["zero-bubble"] = str(fault)
+            try:
+                sharding = sharding_of(model)
+            except ValueError as fault:
+                refused["fsdp"] = str(fault)
+            self._fits[:] = [(model, refused, sharding)]
+        return self._fits[0][1:]
 
     def _divisible(
         self, traced: Traced, plain: LayerGraph, estimate: Callable[[LayerGraph], Callable[[int], Costs]]

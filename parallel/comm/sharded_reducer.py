@@ -8,7 +8,9 @@ with the messages of section 7.2.1: gradients by reduce-scatter, parameters by a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -171,6 +173,9 @@ class ShardedReducer(GradReducer):
 
     Arguments as of ``GradReducer``. Gradients may be summed several times in a step; the slices add up. The parameters
     have no gradients after a step; ``pieces`` have.
+
+    Args:
+        allocating: gives the context in which buckets and slices are made.
     """
 
     def __init__(
@@ -180,8 +185,10 @@ class ShardedReducer(GradReducer):
         *,
         overlap: bool,
         bucket_bytes: int | None = None,
+        allocating: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._slices: list[SlicedBucket] = []
+        self._allocating = allocating
         self._sent, self._all_begun = 0, False
         super().__init__(parameters, communicator, overlap=overlap, bucket_bytes=bucket_bytes)
 
@@ -209,20 +216,23 @@ class ShardedReducer(GradReducer):
 
     def _added(self, place: int, number: int) -> None:
         self._end_round()
-        self._slices[place].take(number)
+        with self._allocating():
+            self._slices[place].take(number)
         super()._added(place, number)
 
     def _begin_sum(self, bucket: Bucket) -> Work:
         if len(self._works) == IN_FLIGHT:
             self._await_oldest()
-        rows = self._slices[self._begun].rows()
+        with self._allocating():
+            rows = self._slices[self._begun].rows()
         self._sent += part_bytes(rows.nbytes, self._communicator.world)
         return self._communicator.ireduce_scatter(rows)
 
     def _await_oldest(self) -> None:
         oldest = self._slices[self._begun - len(self._works)]
         super()._await_oldest()
-        oldest.keep_own()
+        with self._allocating():
+            oldest.keep_own()
 
     def _end_round(self) -> None:
         """Wait for the sums if all have begun, before gradients of another microbatch are taken."""
@@ -254,9 +264,10 @@ class ShardedReducer(GradReducer):
     def gather_parameters(self) -> None:
         """After the update: give every rank the whole parameters."""
         for bucket in self._slices:
-            own = bucket.values()
-            self._sent += part_bytes(self._communicator.world * own.nbytes, self._communicator.world)
-            torch._foreach_copy_(bucket.parameters, bucket.views_of(self._communicator.all_gather(own)))
+            with self._allocating():
+                own = bucket.values()
+                self._sent += part_bytes(self._communicator.world * own.nbytes, self._communicator.world)
+                torch._foreach_copy_(bucket.parameters, bucket.views_of(self._communicator.all_gather(own)))
 
     def gathered_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the whole gradients; all ranks that hold the stage call it."""

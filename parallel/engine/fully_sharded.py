@@ -25,7 +25,7 @@ from parallel.comm.torch_shard import (
     whole_tensor,
 )
 from parallel.engine.optimizer_step import MakeOptimizer, OptimizerStep
-from parallel.engine.sharding_units import innermost, sharding_units
+from parallel.engine.sharding_units import recomputed_modules, sharding_units
 from parallel.engine.state_dict import options_by_name, own_state, states_by_name, whole_state
 from parallel.engine.step import (
     Microbatch,
@@ -37,6 +37,7 @@ from parallel.engine.step import (
     microbatch_seed,
     read_losses,
 )
+from parallel.memory.policy import NO_BLOCKS
 from parallel.offload.copies import Copies
 from parallel.offload.rng import drawing
 from parallel.schedule.shares import share_of
@@ -66,12 +67,12 @@ class FullyShardedEngine(TrainingEngine):
         seed: of dropout and every other random number the model draws.
         autocast: type for mixed precision; None computes in the model's own.
         statistics: running statistics of normalisation layers once per microbatch, or deferred to once per step.
-        recompute: units save what enters them alone, and are recomputed in the backward pass.
+        recompute: blocks (``recomputed_modules``) save what enters them alone, and are recomputed in the backward pass.
         offload: copies to and from the host, where the optimizer then is; None: it is on the device.
 
     Raises:
         ValueError: ``batch``, ``m`` and the number of ranks do not fit together; the communicator cannot, the model has
-            a parameter that cannot be divided, or no unit that could be recomputed.
+            a parameter that cannot be divided, or no block that could be recomputed.
     """
 
     def __init__(
@@ -96,8 +97,11 @@ class FullyShardedEngine(TrainingEngine):
             parameter.data = parameter.data.contiguous()
             communicator.broadcast(parameter.data)  # parts of different models would make a model of none
         units = sharding_units(module)
-        for unit in innermost(units) if recompute else ():
-            recompute_in_backward(unit, lambda unit: self._statistics.frozen(set(unit.modules())))
+        blocks = recomputed_modules(module, units) if recompute else []
+        if recompute and not blocks:
+            raise ValueError(f"--recompute block: {NO_BLOCKS}; use --recompute none")
+        for block in blocks:
+            recompute_in_backward(block, lambda block: self._statistics.frozen(set(block.modules())))
         self.module, self.counted = shard_module(module, units, communicator, device), True
         self._held = dict(module.named_parameters())
         self._parts = {

@@ -149,9 +149,10 @@ class OptimizerStep:
 
     def on_device(self) -> Iterator[Tensor]:
         """Parameters, gradients and optimizer state that are on the device between two steps."""
-        for parameter in self._held if self._host is None or not self._host.resident else ():
-            yield from (parameter,) if parameter.grad is None else (parameter, parameter.grad)
-        yield from self._piece_grads()
+        if self._host is None or not self._host.resident:
+            for parameter in self._held:
+                yield from (parameter,) if parameter.grad is None else (parameter, parameter.grad)
+            yield from self._piece_grads()
         for state in self.optimizer.state.values() if self.optimizer and self._host is None else ():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 

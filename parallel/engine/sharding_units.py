@@ -6,10 +6,12 @@ bound the bytes that are whole at a time, and too many of them are messages too 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from parallel.memory.gathered import Sharding
 
 SMALLEST, LARGEST = 64, 8
 """A unit of its own has at least 1/64 of all parameters, so there are at most 64; one above 1/8 is looked into."""
@@ -45,17 +47,34 @@ def sharding_units(module: nn.Module) -> list[list[nn.Module]]:
     return _Search(module).units
 
 
-def innermost(units: Sequence[Sequence[nn.Module]]) -> list[nn.Module]:
-    """Return the modules of units without another unit inside.
+def recomputed_modules(module: nn.Module, units: Iterable[Iterable[nn.Module]]) -> list[nn.Module]:
+    """Return the modules that are recomputed one by one: blocks of several layers, whatever parameters they have, with
+    no unit inside. A single layer would keep as much. Sequentials of layers are blocks, those of blocks are not.
 
-    Raises:
-        ValueError: there is none.
+    Args:
+        units: as ``sharding_units`` returns them.
     """
-    members = {module for unit in units for module in unit}
-    inner = [each for unit in units for each in unit if members.isdisjoint({*each.modules()} - {each})]
-    if not inner:
-        raise ValueError("--recompute block finds no block in this model: use --recompute none")
-    return inner
+    members = {each for unit in units for each in unit}
+    found: dict[nn.Module, None] = {}
+
+    def look_into(parent: nn.Module) -> None:
+        for child in parent.children():
+            inner = {*child.modules()} - {child}
+            strings = isinstance(child, _CONTAINERS) and any(map(_is_block, inner))
+            if not members.isdisjoint(inner) or _is_list(child) or strings:
+                look_into(child)
+            elif inner:
+                found[child] = None
+
+    look_into(module)
+    return list(found)
+
+
+def sharding_of(module: nn.Module) -> Sharding:
+    """Return units and recomputed modules by path, for plans; a ValueError as of ``sharding_units``."""
+    units, paths = sharding_units(module), {each: path for path, each in module.named_modules()}
+    blocks = recomputed_modules(module, units)
+    return Sharding(tuple(tuple(paths[each] for each in unit) for unit in units), tuple(paths[each] for each in blocks))
 
 
 class _Search:
@@ -111,6 +130,11 @@ class _Search:
     def _left_in(self, run: Iterable[nn.Module]) -> int:
         """Numbers in the parameters of ``run`` that are in no unit yet."""
         return sum(parameter.numel() for parameter in _parameters(run) if parameter not in self._taken)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Return whether ``module`` has layers, and a forward of its own."""
+    return not isinstance(module, _CONTAINERS) and next(module.children(), None) is not None
 
 
 def _is_list(module: nn.Module) -> bool:

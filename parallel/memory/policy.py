@@ -6,9 +6,11 @@ What is computed last in the last stage is kept: its backward pass follows immed
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
@@ -34,7 +36,8 @@ def buffer_bytes(size: int) -> int:
     return -(-size // step) * step
 
 
-class Segment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Segment:
     """Layers at positions ``start`` to ``stop``, not included, of the model's graph.
 
     Attributes:
@@ -52,7 +55,8 @@ class ActivationPolicy:
 
     Attributes:
         recompute: "none"; "stage": nothing is kept but what enters a stage; "block": what enters a block of the model
-            (``blocks``); "optimal": what enters the runs of ``chosen``, which a planner finds.
+            (``blocks``), or with ``chosen`` those runs; "optimal": what enters the runs of ``chosen``, which a planner
+            finds.
         chosen: names of the first and last layer of each run of layers that is recomputed.
         offload: what is kept is moved to the host.
         ahead: bytes of activations that offloading leaves on the device, or brings back ahead of their use; of all
@@ -77,7 +81,7 @@ class ActivationPolicy:
     stream: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.recompute == "optimal" or not self.chosen, self.chosen
+        assert self.recompute in ("block", "optimal") or not self.chosen, self.chosen
 
     @property
     def stagewise(self) -> bool:
@@ -108,6 +112,9 @@ class ActivationPolicy:
 KEEP_ALL = ActivationPolicy()
 """On the device, all of it."""
 
+NO_BLOCKS = "fsdp recomputes modules of several layers, and this model has none"
+"""Why a model cannot be recomputed under fsdp."""
+
 
 def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> tuple[Segment, ...]:
     """Return the segments of a stage, in order; a single one that is kept where nothing is recomputed.
@@ -119,7 +126,7 @@ def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> t
     stop = (*partition.starts, len(graph.layers))[stage + 1]
     if not policy.segmented:
         return (Segment(start, stop, False),)
-    if policy.recompute == "block":
+    if policy.recompute == "block" and not policy.chosen:
         bounds = list(pairwise([start, *(place for place in block_cuts(graph) if start < place < stop), stop]))
         last = stage == partition.depth - 1
         return tuple(Segment(*bound, recompute=not (last and bound == bounds[-1])) for bound in bounds)
@@ -136,15 +143,43 @@ def _runs(graph: LayerGraph, chosen: tuple[tuple[str, str], ...]) -> list[tuple[
     known, runs = graph.remembered.get("runs", (None, []))
     if known is chosen:
         return list(runs)
-    count, runs = len(graph.layers), []
+    runs = []
     for first, last in chosen:
         for name in (first, last):
             if name not in graph.position:
                 raise ValueError(f"{name!r} is to be recomputed and is no layer of the model: plan anew")
         run = (graph.position[first], graph.position[last] + 1)
-        if run[0] >= run[1] or not all(at in (0, count) or (2 <= at < count - 1 and graph.can_cut(at)) for at in run):
+        if run[0] >= run[1] or not _can_stand_alone(graph, *run):
             raise ValueError(f"{first!r} to {last!r} cannot be recomputed alone: no cut may fall there; plan anew")
         runs.append(run)
     runs.sort()
     graph.remembered["runs"] = chosen, runs  # the stages of a partition ask one after the other
     return runs
+
+
+def _can_stand_alone(graph: LayerGraph, start: int, stop: int) -> bool:
+    """Return whether the layers from ``start`` to ``stop``, not included, can be recomputed without others."""
+    count = len(graph.layers)
+    return all(at in (0, count) or (2 <= at < count - 1 and graph.can_cut(at)) for at in (start, stop))
+
+
+def module_runs(graph: LayerGraph, modules: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the runs of layers, as in ``chosen``, that are recomputed with ``modules``, given by path.
+
+    Layers that the trace does not show within a module, or that cannot be cut from others, are left out: they count as
+    kept.
+    """
+    known = set(modules)
+    owners: list[str | None] = []
+    for layer in graph.layers:
+        path = layer.scope.split(".")
+        owners.append(next((at for n in range(len(path)) if (at := ".".join(path[: n + 1])) in known), None))
+    runs, start = [], 0
+    for owner, group in itertools.groupby(owners):
+        stop = start + len(list(group))
+        # The model's input and output keep nothing, and are never alone.
+        bounds = start - (start == 1), stop + (stop == len(owners) - 1)
+        if owner is not None and _can_stand_alone(graph, *bounds):
+            runs.append((graph.layers[bounds[0]].name, graph.layers[bounds[1] - 1].name))
+        start = stop
+    return tuple(runs)

@@ -33,10 +33,6 @@ from parallel.memory.stage_bytes import StageBytes
 from parallel.schedule.action import BEGINS_BACKWARD, Action, Held, Kind, Schedule, held, versions
 from parallel.schedule.mesh import Mesh
 
-GATHERED = 2
-"""Units of FSDP that are whole at a time: the one at work, and the one gathered ahead."""
-UNIT = 8
-"""A unit holds at most this part of the parameters (``sharding_units.LARGEST``), where blocks allow that."""
 BUCKET_BYTES = 25 << 20
 """Default size of gradients that are summed in one operation."""
 IN_FLIGHT = 1
@@ -88,11 +84,7 @@ def in_flight(schedule: Schedule, mesh: Mesh) -> tuple[tuple[tuple[int, ...], ..
             now[action.stage] += bool(after) - bool(before)
             if action.kind is Kind.FORWARD:
                 reached[tuple(now.values())] = None
-        most: list[tuple[int, ...]] = []
-        for numbers in sorted(reached, key=sum, reverse=True):  # what exceeds others comes before them
-            if not any(_exceeds(other, numbers) for other in most):
-                most.append(numbers)
-        combinations.append(tuple(numbers for numbers in reached if numbers in most))
+        combinations.append(tuple(n for n in reached if not any(_exceeds(other, n) for other in reached)))
     return tuple(combinations)
 
 
@@ -194,18 +186,18 @@ def _during(
     return stage.backward * weight + made - kept
 
 
-def sharded_bytes(stage: StageBytes, ranks: int, *, several: bool, slots: int, device: str = "cpu") -> RankBytes:
+def sharded_bytes(
+    stage: StageBytes, peak: int, ranks: int, *, several: bool, slots: int, device: str = "cpu"
+) -> RankBytes:
     """Return the bytes of each rank of fsdp, which gathers unit after unit of the parameters.
-
-    A backward pass also has the whole gradients of a unit, and a copy of them that is summed.
 
     Args:
         stage: the whole model and its loss, for the largest microbatch.
+        peak: of its passes, with what is gathered (``gathered.gathered_peak``).
         several: a rank computes more than one, and has its part of all gradients from the second on.
     """
-    part, kept, unit = -(-stage.parameters // ranks), stage.activations, stage.parameters // UNIT
-    work = max(stage.forward, stage.backward + 2 * unit) - kept + min(stage.parameters, GATHERED * unit)
-    passes = RankBytes(part, part if several else 0, slots * part, kept, work, 0)
+    part, kept = -(-stage.parameters // ranks), stage.activations
+    passes = RankBytes(part, part if several else 0, slots * part, kept, peak - kept, 0)
     return _fuller(passes, _update(part, part, slots, -(-stage.largest_parameter // ranks), device))
 
 

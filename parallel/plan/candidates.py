@@ -193,7 +193,7 @@ class MemoryOptions:
         if divided and candidate.holders == 1:
             reason = "has each stage on one rank alone"
         elif candidate.name == "fsdp":
-            reason = "gathers parameters as it goes along, and keeps all activations on the device"
+            reason = "gathers parameters as it goes along: it recomputes by blocks alone, and moves no activations"
         elif candidate.stashes:
             reason = "keeps all activations on the device"
         elif candidate.name != "zero-bubble":
@@ -228,4 +228,4 @@ def _can_recompute(candidate: Strategy, how: str) -> bool:
         return how == "block"
     if how == "stage":
         return candidate.splits and candidate.m > 1
-    return candidate.name not in ("fsdp", "zero-bubble")
+    return how == "block" if candidate.name == "fsdp" else candidate.name != "zero-bubble"

@@ -18,7 +18,7 @@ from typing import Any
 from parallel import remembered
 from parallel.cost.cluster import Cluster
 from parallel.graph.partition import Partition
-from parallel.memory.policy import KEEP_ALL, ActivationPolicy
+from parallel.memory.policy import KEEP_ALL, NO_BLOCKS, ActivationPolicy
 from parallel.plan.candidates import ANY, MemoryOptions
 from parallel.plan.plan import Limit, Plan, PlanRow, best_of, limit_of
 from parallel.plan.stages import StageCache, Task
@@ -90,9 +90,10 @@ class Evaluator:
             seconds: tell those of a step, which takes a while, even if nothing is chosen by them; and take the largest
                 boxes that fit, not the first found.
         """
-        if self.task.one_copy:
+        has_blocks = candidate.name != "fsdp" or self.task.sharding.blocks
+        if only_kept := self.task.one_copy or ("" if has_blocks else NO_BLOCKS):
             if "none" not in savings.recompute:
-                return PlanRow(candidate, refused=self.task.one_copy)
+                return PlanRow(candidate, refused=only_kept)
             savings = dataclasses.replace(savings, recompute=("none",))
         tried: list[MemoryCheck] = []
         for tier in savings.escalation(candidate):

@@ -20,7 +20,8 @@ from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, equal_cost
 from parallel.graph.scale import with_tiles
-from parallel.memory.policy import MIB, WINDOW
+from parallel.memory.gathered import WHOLE, Sharding, gathered_peak
+from parallel.memory.policy import MIB, WINDOW, module_runs, segments_of
 from parallel.memory.rank_bytes import RankBytes, host_bytes, in_flight, rank_bytes, sharded_bytes
 from parallel.memory.recompute_search import Runs, chosen_runs
 from parallel.memory.stage_bytes import StageBytes, StageMemory
@@ -59,6 +60,7 @@ class Task:
         slots: values that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam.
         refused: strategy -> why the model cannot be trained with it.
         one_copy: why no two ranks may hold a copy of a stage; empty where they may.
+        sharding: units and blocks of fsdp.
         in_boxes: gives the model as streaming sees it, or None and why it cannot be computed box by box.
         in_teams: gives the model as teams see it, or None and why no tile of it can be divided.
     """
@@ -69,6 +71,7 @@ class Task:
     slots: int
     refused: Mapping[str, str] = field(default_factory=dict)
     one_copy: str = ""
+    sharding: Sharding = WHOLE
     in_boxes: Callable[[], tuple[Streamed | None, str]] = lambda: (None, "")
     in_teams: Callable[[], tuple[Divisible | None, str]] = lambda: (None, "")
 
@@ -210,7 +213,11 @@ class StageCache:
         """Return a candidate with these stages' names and all that its policy leaves open; None where no choice of what
         is recomputed fits. Where copies overlap the computation, a little is left on the device and brought back ahead,
         so that no rank waits for the first of them."""
-        runs = self._choose_recompute(candidate, partition.starts) if candidate.policy.recompute == "optimal" else ()
+        runs: Runs | None = ()
+        if candidate.policy.recompute == "optimal":
+            runs = self._choose_recompute(candidate, partition.starts)
+        elif candidate.name == "fsdp" and candidate.policy.segmented:
+            runs = module_runs(partition.graph, self.task.sharding.blocks) or None
         if runs is None:
             return None
         cuts = tuple(partition.graph.layers[start].name for start in partition.starts[1:])
@@ -252,9 +259,11 @@ class StageCache:
         boxes = self._streamed if policy.stream is not None else None
         schedule, mesh = schedule_of(candidate)
         if candidate.name == "fsdp":
-            stage, several = memory.of_stage(partition, 0, policy), len(schedule[0]) > 2
-            slots, device = self.task.slots, self.cluster.kind
-            return sharded_bytes(stage, candidate.ranks, several=several, slots=slots, device=device)
+            graph, stage, several = partition.graph, memory.of_stage(partition, 0, policy), len(schedule[0]) > 2
+            timeline = memory.arrays((0, len(graph.layers))).timeline(segments_of(partition, 0, policy), policy)
+            peak, slots = gathered_peak(graph, timeline, self.task.sharding), self.task.slots
+            kind = self.cluster.kind
+            return sharded_bytes(stage, peak, candidate.ranks, several=several, slots=slots, device=kind)
 
         def held(stage: int) -> StageBytes:
             if boxes is not None:
@@ -304,24 +313,21 @@ class StageCache:
     @remembered
     def _windows(self, size: _Size) -> Windows:
         graph, costs = self.microbatch(*size)
-        return Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)], self._memory(size).pieces)
+        return Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)])
 
     def _windows_of(self, size: _Size, positions: Sequence[int] | None) -> Windows:
         assert positions is not None  # of all places that ``partition_optimal`` is given
         return self._windows(size).among(positions)
 
     def _rule(self, candidate: Strategy) -> MemoryRule:
+        schedule, placement = schedule_of(candidate)
         return MemoryRule(
             (self._limit(candidate),) * candidate.depth,
-            self._in_flight(dataclasses.replace(candidate, zero=0)),
+            in_flight(schedule, placement),
             2.0 + self.task.slots / (candidate.holders if candidate.zero else 1),
             candidate.policy.stagewise,
             candidate.stashes,
         )
-
-    @remembered
-    def _in_flight(self, candidate: Strategy) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        return in_flight(*schedule_of(candidate))
 
     def _limit(self, candidate: Strategy) -> float:
         """Return the bytes that computing may take of a rank."""

@@ -126,8 +126,7 @@ def build_schedule(name: str, mesh: Mesh, m: int, shares: Shares = ()) -> Schedu
         extra = (mesh.stages // mesh.depth,) if kind.chunks else ()
         for k, actions in kind.build(mesh.depth, len(share), *extra).items():
             schedule[g * mesh.depth + k] = [
-                action if share[action.i] == action.i else dataclasses.replace(action, microbatch=share[action.i])
-                for action in actions
+                dataclasses.replace(action, microbatch=share[action.i]) for action in actions
             ]
     return schedule
 

@@ -8,7 +8,7 @@ import torch
 
 from app.launch.host import usable_cores
 from app.planning.machine import _calibrated, named_machine, this_machine
-from app.planning.table import print_largest, print_rows
+from app.planning.table import print_largest, print_rows, what_tiles_need
 from parallel.cost.calibrated import CostModel, Curve
 from parallel.plan.candidates import BOXES, PLAIN
 from parallel.plan.largest_tile import LIMIT, LargestTile
@@ -199,8 +199,26 @@ def test_rows_of_largest_tiles(capsys):
     assert "63 GiB" in rows["ddp"]
     assert "3 GiB over on the host" in rows["ddp"]
     assert "on the host" not in rows["fsdp"]
+    assert printed.splitlines()[-1] == f"tiles train up to {LIMIT} px by data parallelism (single)"
     print_largest(tiles[:1], [""], named_machine("v100-16gb", 4).cluster)
     assert "hour" not in capsys.readouterr().out
+
+
+def test_what_tiles_need_is_one_sentence():
+    def found(tile, name, ranks=4, **policy):
+        return LargestTile(name, PLAIN, tile, PlanRow(Strategy(name, ranks, 1, 8).under(**policy)), None)
+
+    whole, boxes = found(1024, "single", 1), found(4096, "ddp", stream=512)
+    again, split = found(2048, "ddp", recompute="block"), found(2112, "1f1b")
+    assert what_tiles_need([whole, found(1024, "fsdp"), boxes, again, split]) == (
+        "tiles train up to 1024 px by data parallelism (fsdp), up to 2112 px with recomputation, offload or splitting "
+        "(1f1b), up to 4096 px in boxes (ddp +stream 512)"
+    )
+    moved = found(1024, "single", 1, offload="overlap")
+    assert what_tiles_need([whole, moved, found(1088, "single", 1, stream=512)]) == (
+        "tiles train up to 1024 px as they are (single), up to 1088 px in boxes (single +stream 512)"
+    )
+    assert what_tiles_need([LargestTile("gpipe", PLAIN, 0, None, None)]) == "no tile fits, whatever is done"
 
 
 def test_the_plan_stands_before_what_is_hardly_faster(capsys):

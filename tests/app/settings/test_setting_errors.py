@@ -48,7 +48,7 @@ FAULTS = [
     ("interleaved ranks=2 chunks=1", "--chunks must be at least 2; got 1"),
     ("1f1b ranks=2 zero=3 schedule=nowhere.csv", "--zero 3 divides a model", "nowhere.csv is not a file"),
     ("1f1b ranks=2 zero=1", "--zero 1: leave it out: each stage is on one rank alone"),
-    ("ddp ranks=2 zero=2 gradient_buckets=0 offload_state=parameters", "--offload-state=optimizer", "use --zero 1"),
+    ("ddp ranks=2 zero=2 gradient_buckets=0", "--zero 2: use --zero 1: with --gradient-buckets=0 gradients stay whole"),
     ("fsdp ranks=2 zero=1", "--parallel fsdp is --zero 3; got --zero 1: use --parallel ddp"),
     ("async ranks=2 zero=1", "--zero 1: leave it out: a parameter server has the only optimizer"),
     ("ddp ranks=2 stages=2 cuts=fc", "--stages is about a model split", "--cuts is about"),

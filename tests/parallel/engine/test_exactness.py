@@ -45,6 +45,8 @@ RANKS, M = 4, 8
 STRIPS, COLUMNS, QUARTERS = Grid(2, 1), Grid(1, 2), Grid(2, 2)
 KEEP, BLOCK, BOXES = ActivationPolicy(), ActivationPolicy("block"), ActivationPolicy(stream=4)
 POLICIES = {"keep": KEEP, "recompute": BLOCK, "host": ActivationPolicy(optimizer=True)}
+OF_RANKS = POLICIES | {"parameters": ActivationPolicy(parameters=True)}
+"""Those of ranks that are no team."""
 HOLDERS = {
     "ddp": Strategy("ddp", RANKS, 1, M),
     "1f1b": Strategy("1f1b", RANKS, 2, M),
@@ -55,9 +57,9 @@ CELLS = {
     f"{name}, zero {zero}, {how}": dataclasses.replace(strategy, zero=zero, policy=policy)
     for name, strategy in HOLDERS.items()
     for zero in (1, 2)
-    for how, policy in POLICIES.items()
+    for how, policy in (POLICIES if strategy.grid else OF_RANKS).items()
 }
-SHARDED = {f"fsdp, {how}": Strategy("fsdp", RANKS, 1, M, policy=policy) for how, policy in POLICIES.items()}
+SHARDED = {f"fsdp, {how}": Strategy("fsdp", RANKS, 1, M, policy=POLICIES[how]) for how in ("keep", "host")}
 
 
 def of_teams(
@@ -95,7 +97,10 @@ MORE_TEAMS = [
     ("skips", of_teams("spatial", COLUMNS, groups=2, policy=BOXES)),
     ("two-outputs", of_teams("mast", QUARTERS, m=2, policy=BOXES)),
 ]  # fmt: skip
-ZERO = ("ddp, zero 1, keep", "ddp, zero 2, host", "1f1b, zero 2, recompute", "master, zero 2, keep")
+ZERO = (
+    *("ddp, zero 1, keep", "ddp, zero 2, host", "ddp, zero 2, parameters"),
+    *("1f1b, zero 2, recompute", "master, zero 2, keep"),
+)
 QUICK = [*TEAMS, *(("skips", CELLS[name]) for name in (*ZERO, "spatial, zero 1, keep"))]
 THREADS = [*QUICK, *MORE_TEAMS, *(("skips", cell) for cell in CELLS.values() if ("skips", cell) not in QUICK)]
 
@@ -168,7 +173,7 @@ def test_processes(name: str, ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("ranks", ["forked"], indirect=True)
 @pytest.mark.parametrize("name", SHARDED)
 def test_processes_under_fsdp(name: str, ranks: list[dict[str, Any]]) -> None:
-    """Over Gloo alone: fsdp is torch's own."""
+    """Over Gloo alone: fsdp is torch's own. ``test_fully_sharded.py`` has recomputation."""
     assert_equal([rank[name] for rank in ranks], plain("skips", M), torch.float64)
 
 
@@ -206,11 +211,11 @@ DIVIDED = {
     f"{name}, zero {zero}, {how}": dataclasses.replace(strategy, zero=zero, policy=policy)
     for name, strategy in (SMALL | {"spatial": GPUS["spatial"]}).items()
     for zero in (1, 2)
-    for how, policy in POLICIES.items()
+    for how, policy in (POLICIES if strategy.grid else OF_RANKS).items()
 }
 LATE = {
     *("1f1b", "zero-bubble", "master", "bidirectional", "hybrid", "ddp", "teams in 1f1b", "ddp, zero 2, keep"),
-    *("zero 1, replicas", "recompute stages, offload", "parameters on the host"),
+    *("ddp, zero 2, parameters", "zero 1, replicas", "recompute stages, offload", "parameters on the host"),
 }
 """Most is found where all is as late as may be, and where each mechanism is once: the quick lane has little else."""
 ON_GPUS = [(name, late) for name in GPUS for late in (0, None, 1)] + [(name, 0) for name in DIVIDED]

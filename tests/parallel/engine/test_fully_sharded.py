@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.out_of_core.problem import BATCH, planner
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.fully_sharded import FullyShardedEngine
-from parallel.engine.sharding_units import sharding_units
+from parallel.engine.sharding_units import recomputed_modules, sharding_units
 from parallel.engine.step import Microbatch, NonFiniteLoss
+from parallel.memory.policy import Recompute
+from parallel.plan.candidates import MemoryOptions
 from parallel.stage.stage import Loss
 from tests.helpers.plain_step import TOLERANCE, Batch, largest_error, plain_run
 from tests.helpers.ranks import run_on_ranks
@@ -60,6 +64,33 @@ class Recurring(nn.Module):
         return logits
 
 
+class Residual(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        first, last = nn.Conv2d(3, hidden, 3, padding=1, bias=False), nn.Conv2d(hidden, 3, 1)
+        self.layers = nn.Sequential(first, nn.BatchNorm2d(hidden), nn.ReLU(inplace=True), nn.Dropout(0.3), last)
+
+    def forward(self, values: Tensor) -> Tensor:
+        out: Tensor = values + self.layers(values)
+        return out
+
+
+class Residuals(nn.Module):
+    """Blocks that are recomputed, of which the first is no unit, and a head that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = Residual(1), nn.Sequential(Residual(16), Residual(16))
+        self.head = nn.Conv2d(3, 3, 19, padding=9)
+        units = sharding_units(self)
+        assert units == [[self.body[0]], [self.body[1]]]
+        assert recomputed_modules(self, units) == [self.stem, *self.body]
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.stem(images)))
+        return logits
+
+
 SGD = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=1e-3)
 # A large epsilon: without, Adam's first updates are signs of gradients, even of those that are rounding.
 ADAM = functools.partial(torch.optim.AdamW, lr=LR, weight_decay=1e-2, eps=1e-3)
@@ -74,6 +105,7 @@ class Case(NamedTuple):
     optimizer: Callable[..., Any]
     dtype: torch.dtype = torch.float64
     missing: int = 0
+    recompute: bool = False
 
     def fresh(self) -> nn.Module:
         torch.manual_seed(7)
@@ -83,8 +115,9 @@ class Case(NamedTuple):
         return [batch_of(self.sizes, PX + 4 * (step % 2), step, self.dtype) for step in range(3)]
 
     def engine(self, communicator: Communicator, module: nn.Module | None = None, **more: Any) -> FullyShardedEngine:
-        form = {"batch": sum(self.sizes) + self.missing, "m": len(self.sizes), "seed": SEED, "device": DEVICE}
-        return FullyShardedEngine(module or self.fresh(), self.loss, self.optimizer, communicator, **form, **more)
+        form: dict[str, Any] = {"batch": sum(self.sizes) + self.missing, "m": len(self.sizes), "seed": SEED}
+        form |= {"device": DEVICE, "recompute": self.recompute} | more
+        return FullyShardedEngine(module or self.fresh(), self.loss, self.optimizer, communicator, **form)
 
 
 CASES = {
@@ -92,6 +125,7 @@ CASES = {
     "one-idle": Case(TwoOutputs, two_losses, [2, 1, 3], ADAM),
     "one-each": Case(functools.partial(SkipNet, None), pixel_loss, [3, 2], ADAM, missing=3),
     "recurring": Case(Recurring, pixel_loss, [2, 3, 2], SGD),
+    "blocks": Case(Residuals, pixel_loss, [2, 3, 2], SGD, recompute=True),
     "float32": Case(SkipNet, pixel_loss, [2, 2], SGD, torch.float32),
 }
 
@@ -287,3 +321,15 @@ def test_ranks_that_cannot_hold_parts_are_refused() -> None:
         return str(caught.value)
 
     assert all("got 2 ranks of a ThreadCommunicator" in said for said in run_on_threads(2, rank))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_bytes_are_those_planned(tmp_path: Path, recompute: Recompute) -> None:
+    """ResNet-50 with AdamW; every tensor of a step counts."""
+    savings = MemoryOptions((recompute,), (False,), stream=False)
+    (row,) = planner("resnet50", 256, RANKS, 1 << 40).search(["fsdp"], ranks=RANKS, m=BATCH, savings=savings)
+    assert row.strategy.policy.recompute == recompute
+    case = {"model": "resnet50", "px": 256, "batch": BATCH, "row": row.to_json(), "state_on_host": False}
+    ranks = run_on_ranks(RANKS, "benchmarks.out_of_core.trial:run", tmp_path, case)
+    assert max(rank["device_bytes"] for rank in ranks) == pytest.approx(max(row.peak_bytes), rel=0.03)

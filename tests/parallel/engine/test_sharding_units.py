@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.registry import build_model
-from parallel.engine.sharding_units import LARGEST, SMALLEST, sharding_units
+from parallel.engine.sharding_units import LARGEST, SMALLEST, recomputed_modules, sharding_units
 from tests.helpers.lanes import long_where
 from tests.helpers.small_nets import FourierNet
 
@@ -63,6 +63,21 @@ def test_units_of_real_models_are_few_and_leave_little(name: str) -> None:
         assert numbers <= total / LARGEST + total / SMALLEST or len(unit) == 1
         taken |= own
     assert sum(parameter.numel() for parameter in taken) > 0.9 * total
+
+
+def test_blocks_are_recomputed_whatever_parameters_they_have() -> None:
+    with torch.device("meta"):
+        model = build_model("resnet50", classes=3)
+    units = sharding_units(model)
+    names = {each: name for name, each in model.named_modules()}
+    found = [names[each] for each in recomputed_modules(model, units)]
+    assert found[:7] == [*(f"layer1.{k}" for k in range(3)), *(f"layer2.{k}" for k in range(4))]
+    assert names[units[0][0]].startswith("layer2")  # those of layer1 are too small to be units
+    inside = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
+    tiny = nn.Sequential(nn.Sequential(inside, nn.Sequential(nn.ReLU(), nn.Tanh())), nn.Linear(99, 99))
+    assert recomputed_modules(tiny, sharding_units(tiny)) == [tiny[0]]
+    layers = chain(*[8] * 10)
+    assert recomputed_modules(layers, sharding_units(layers)) == []  # a layer keeps what enters it anyway
 
 
 def test_parameters_without_dims_or_of_several_types_are_refused() -> None:

@@ -80,6 +80,7 @@ KINDS = {
     "ddp": HOLDERS["ddp"],
     "ddp, parameters on the host": dataclasses.replace(HOLDERS["ddp"], policy=ActivationPolicy(parameters=True)),
     **{name: CELLS[name] for name in ("ddp, zero 1, keep", "ddp, zero 2, host", "master, zero 1, keep")},
+    "ddp, zero 2, parameters": CELLS["ddp, zero 2, parameters"],
     **{name: CELLS[name] for name in ("1f1b, zero 2, keep", "spatial, zero 2, keep")},
 }
 

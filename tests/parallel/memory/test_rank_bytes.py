@@ -167,7 +167,7 @@ def test_whole_models() -> None:
     # Buckets hold all gradients from the beginning, and later microbatches add to them.
     assert 0 < taken("ddp", 2, 2) - taken("single", 1, 1) <= stage.parameters
     assert taken("ddp", 2, 4) == taken("ddp", 2, 2) == taken("single", 1, 2)
-    sharded = sharded_bytes(stage, 4, several=True, slots=2)
+    sharded = sharded_bytes(stage, stage.backward, 4, several=True, slots=2)
     assert sharded.parameters == sharded.gradients == -(-stage.parameters // 4)
     assert sharded.optimizer == 2 * sharded.parameters
 

@@ -11,7 +11,8 @@ import pytest
 from parallel.cost.cluster import FILL, LIBRARIES, Cluster, LinkSpec
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.memory.policy import ActivationPolicy
+from parallel.memory.gathered import Sharding
+from parallel.memory.policy import NO_BLOCKS, ActivationPolicy
 from parallel.plan.candidates import ON_DEVICE, PLAIN, MemoryOptions, candidates
 from parallel.plan.plan import PlanRow, best_of, too_small
 from parallel.plan.search import Planner
@@ -116,6 +117,30 @@ def test_both_savings_where_the_host_is_too_small_for_all() -> None:
     less = planner(memory, graph=wide(), host=12 * 24 * MIB - 1).evaluate(candidate, whole)
     assert str(less.strategy) == "ddp 2, m=8 +recompute block +offload"
     assert planner(memory, graph=wide(), host=9 * 8 * MIB).evaluate(candidate, whole).over_bytes > 0
+
+
+def test_fsdp_recomputes_its_own_blocks() -> None:
+    """Two modules of four layers, of twelve; a third holds units of fsdp."""
+    layers = [dataclasses.replace(layer, scope=f"blocks.{k // 4}.conv") for k, layer in enumerate(wide().layers[1:-1])]
+    graph = LayerGraph((wide().layers[0], *layers, wide().layers[-1]))
+    candidate, ends = Strategy("fsdp", 2, 1, 8), (("x", "conv3"), ("conv4", "conv7"))
+
+    def evaluated(memory: int, blocks: tuple[str, ...], savings: MemoryOptions = ON_DEVICE) -> PlanRow:
+        one = planner(memory, graph=graph)
+        task = dataclasses.replace(one.task, sharding=Sharding((), blocks))
+        return Planner(task, one.cluster).evaluate(candidate, savings)
+
+    blocks = "blocks.0", "blocks.1"
+    plain = evaluated(1 << 40, blocks)
+    assert not plain.strategy.policy.saves
+    less = evaluated(max(plain.peak_bytes) - MIB, blocks)
+    assert less.fits
+    assert less.strategy.policy == ActivationPolicy("block", ends)
+    # Of eight layers that keep 24 MiB, 8 MiB for the input of each block are left; of four microbatches each rank has.
+    assert max(plain.peak_bytes) - max(less.peak_bytes) == (8 * 24 - 2 * 8) * MIB
+    assert less.step_s == pytest.approx(plain.step_s + 4 * 8, rel=1e-3)
+    assert evaluated(max(plain.peak_bytes) - MIB, ()).over_bytes == MIB
+    assert evaluated(1 << 40, (), MemoryOptions(("block",))).refused == NO_BLOCKS
 
 
 def test_state_is_divided_before_anything_is_recomputed() -> None:
