@@ -15,10 +15,19 @@ class Pair(NamedTuple):
     second: Tensor
 
 
-class Dropping(nn.Module):
+class Linears(nn.Module):
+    """Linear layers of 6 numbers, by name."""
+
+    layers = "abcd"
+
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        for name in self.layers:
+            setattr(self, name, nn.Linear(6, 6))
+
+
+class Dropping(Linears):
+    layers = "ab"
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.a(x), 0.5, training=self.training)
@@ -39,10 +48,8 @@ class DroppingInABranch(nn.Module):
         return torch.tanh(self.norm(self.b(x)))
 
 
-class Sizes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+class Sizes(Linears):
+    layers = "ab"
 
     def forward(self, x: Tensor) -> Tensor:
         n, width = x.shape

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.awkward_nets import Linears
 
-class AsksForTensors(nn.Module):
+
+class AsksForTensors(Linears):
     """As MONAI's UpCat: without a tensor, the skip is left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.a(x))
@@ -23,12 +21,8 @@ class AsksForTensors(nn.Module):
         return self.d(torch.tanh(self.c(y)))
 
 
-class ChecksShapes(nn.Module):
+class ChecksShapes(Linears):
     """As the models of segmentation_models_pytorch; also assert, and an early return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         n, width = x.shape
@@ -78,21 +72,13 @@ class Doubled(torch.autograd.Function):
         return gradient * (ctx.by + 1), None
 
 
-class OwnGradient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
-
+class OwnGradient(Linears):
     def forward(self, x: Tensor) -> Tensor:
         y = Doubled.apply(torch.tanh(self.a(x)), 2.0)
         return self.d(torch.tanh(self.c(Doubled.apply(self.b(y), 3.0))))
 
 
-class WritesInPlaces(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
-
+class WritesInPlaces(Linears):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.a(x)) * 1.0
         y[:, 0] = x[:, 1]
@@ -102,35 +88,25 @@ class WritesInPlaces(nn.Module):
         return self.d(y)
 
 
-class OfWaves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
-
+class OfWaves(Linears):
     def forward(self, x: Tensor) -> Tensor:
         waves = torch.fft.rfft(torch.tanh(self.a(x)))
         y = torch.fft.irfft(waves * 2, n=x.shape[-1])
         return self.d(torch.tanh(self.c(self.b(y))))
 
 
-class ComputedAgain(nn.Module):
+class ComputedAgain(Linears):
     """As its author asks for: a checkpoint in the model's own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(self.b, torch.tanh(self.a(x)), use_reentrant=False)
         return self.d(torch.tanh(self.c(y)))
 
 
-class Pyramid(nn.Module):
+class Pyramid(Linears):
     """Kept whole, since it decides by the number of tiles; gives a list, a dict and nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+    layers = "ab"
 
     def forward(self, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor], None]:
         x = self.a(x) if x.shape[0] > 1 else self.a(x) * 1.0

@@ -90,9 +90,7 @@ class Counts:
 
     def sync(self, name: str) -> None:
         """Count a synchronisation, at the innermost line outside torch and this file."""
-        frame: Any = sys._getframe(1)
-        while frame is not None and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
-            frame = frame.f_back
+        frame = _asking()
         path = Path(frame.f_code.co_filename if frame is not None else "")
         place = f"{path.parent.name}/{path.name} {frame.f_code.co_name}: " if frame is not None else ""
         with self._lock:
@@ -132,8 +130,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         counts, name = self._counts, func.overloadpacket.__name__
         value = func(*args, **(kwargs or {}))
-        caller: Any = sys._getframe(1)
-        if caller.f_code.co_filename.endswith(LINES_OF_TRANSPORT):
+        asking = _asking()
+        if asking is not None and asking.f_code.co_filename.endswith(LINES_OF_TRANSPORT):
             return value
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = [counts.has(leaf) for leaf in given]
@@ -151,6 +149,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             counts.operation(name)
         counts.add(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
         return value
+
+
+def _asking() -> Any:
+    """The innermost frame outside torch and this file."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 @contextmanager

@@ -129,6 +129,18 @@ def assert_equal(
     assert any(rank["predicted"] is not None for rank in ranks)
 
 
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-9) -> None:
+    """States of a model and its optimizer, as ``state_dict`` of an engine gives them, are those of a plain run."""
+    assert list(found["model"]) == list(expected["model"])
+    assert largest_error(expected["model"], found["model"]) <= tolerance
+    ours, theirs = found["optimizer"], expected["optimizer"]
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, values in theirs["state"].items():
+        assert ours["state"][number].keys() == values.keys()
+        assert largest_error(values, ours["state"][number]) <= tolerance
+
+
 def _on_cpu(output: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,3 +61,32 @@ def largest_error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> floa
     return max(
         float((expected[name] - found[name]).abs().max() / max(expected[name].abs().max(), 1e-30)) for name in found
     )
+
+
+ROUNDING = 1000
+"""A gradient below so many roundings of the largest holds nothing but rounding: it counts relative to that one."""
+
+
+def relative_errors(expected: Mapping[Any, Tensor | None], found: Mapping[Any, Tensor | None]) -> dict[Any, float]:
+    """Largest relative error of each tensor; a gradient that is missing on one side is infinitely wrong."""
+    sizes = {
+        name: float(value.abs().max()) if value is not None and value.numel() else 0.0
+        for name, value in expected.items()
+    }
+    largest = max(sizes.values(), default=0.0)
+    errors = {}
+    for name, value in expected.items():
+        ours = found[name]
+        if value is None or ours is None:
+            errors[name] = 0.0 if value is ours else float("inf")
+            continue
+        if value.shape != ours.shape:
+            errors[name] = float("inf")
+            continue
+        epsilon = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+        scale = sizes[name] if sizes[name] > ROUNDING * epsilon * largest else largest
+        difference = float((value.double() - ours.double()).abs().max()) if value.numel() else 0.0
+        errors[name] = difference / scale if difference else 0.0
+        if errors[name] != errors[name]:
+            errors[name] = float("inf")
+    return errors

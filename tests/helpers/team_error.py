@@ -8,7 +8,7 @@ the tensor it is in.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,9 @@ from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import BoxedParts, team_plans
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_as_it_runs
+from tests.helpers.plain_step import relative_errors
 
 SEED, PATIENCE_S = 5, 60
-ROUNDING = 1000
-"""A gradient below so many roundings of the largest holds nothing but rounding: it counts relative to that one."""
 CPU = torch.device("cpu")
 
 
@@ -143,28 +142,3 @@ def _total(gradients: Sequence[Tensor | None]) -> Tensor | None:
     """The sum of what members have; None where none has any."""
     there = [gradient for gradient in gradients if gradient is not None]
     return torch.stack(there).sum(0) if there else None
-
-
-def relative_errors(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Largest relative error of each tensor; a gradient that is missing on one side is infinitely wrong."""
-    sizes = {
-        name: float(value.abs().max()) if value is not None and value.numel() else 0.0
-        for name, value in expected.items()
-    }
-    largest = max(sizes.values(), default=0.0)
-    errors = {}
-    for name, value in expected.items():
-        ours = found[name]
-        if value is None or ours is None:
-            errors[name] = 0.0 if value is ours else float("inf")
-            continue
-        if value.shape != ours.shape:
-            errors[name] = float("inf")
-            continue
-        epsilon = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
-        scale = sizes[name] if sizes[name] > ROUNDING * epsilon * largest else largest
-        difference = float((value.double() - ours.double()).abs().max()) if value.numel() else 0.0
-        errors[name] = difference / scale if difference else 0.0
-        if errors[name] != errors[name]:
-            errors[name] = float("inf")
-    return errors

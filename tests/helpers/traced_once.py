@@ -1,7 +1,7 @@
 """One trace per worker of each small net that the tests of a folder split over and over.
 
-What is kept belongs to no test: the first is given what was traced of its own model, and others copies for theirs. That
-tracing leaves a model as it was is for ``tests/parallel/trace``.
+What is kept belongs to no test, but to a copy of the first one's model: graphs name modules by their paths, and are
+those of other models of its form, too. That tracing leaves a model as it was is for ``tests/parallel/trace``.
 """
 
 from __future__ import annotations
@@ -47,12 +47,10 @@ def known_form(model: nn.Module) -> object:
     return [(type(module), form(vars(module))) for module in model.modules()], tied
 
 
-def taken_over(traced: Traced, model: nn.Module) -> Traced:
-    """Return copies of what was traced of another model of the same form, for ``model``."""
-    theirs, ours = traced.model, model
-    pairs = [*zip(theirs.modules(), ours.modules(), strict=True)]
-    pairs += [*zip(state_of(theirs).values(), state_of(ours).values(), strict=True)]
-    memo: dict[int, Any] = {id(old): new for old, new in pairs}
+def of_a_copy(traced: Traced) -> Traced:
+    """Return what was traced as that of a copy of its model."""
+    memo: dict[int, Any] = {}
+    model = copy.deepcopy(traced.model, memo)
     training, evaluation = copy.deepcopy((traced.training, traced.evaluation), memo)
     return dataclasses.replace(traced, training=training, evaluation=evaluation, model=model)
 
@@ -66,10 +64,10 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with _KEEPING:
             for kept, form in _KEPT:
                 if form == asked:
-                    return taken_over(kept, module)
+                    return dataclasses.replace(kept, model=module)
             traced = anew(module, shape, dtype)
             if sum(parameter.numel() for parameter in module.parameters()) <= _SMALL:
-                _KEPT.append((taken_over(traced, copy.deepcopy(module)), asked))
+                _KEPT.append((of_a_copy(traced), asked))
             return traced
 
     monkeypatch.setattr(trace, "trace_as_it_runs", trace_once)

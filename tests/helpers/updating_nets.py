@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -225,89 +226,6 @@ class AtTheRoot(nn.Module):
         return logits
 
 
-def around(middle: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), middle, nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1)),
-        *(nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)),
-    )
-
-
-def averaging(classes: int) -> nn.Module:
-    return around(Averaging())
-
-
-def keeping(classes: int) -> nn.Module:
-    return around(Keeping())
-
-
-def codebook(classes: int) -> nn.Module:
-    return around(Codebook())
-
-
-def without_gradient(classes: int) -> nn.Module:
-    return around(WithoutGradient())
-
-
-def assigning(classes: int) -> nn.Module:
-    return around(Assigning())
-
-
-def looking(classes: int) -> nn.Module:
-    return around(Looking())
-
-
-def caching(classes: int) -> nn.Module:
-    return around(Caching())
-
-
-def spectral(classes: int) -> nn.Module:
-    return around(nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, padding=1)))
-
-
-def old_spectral(classes: int) -> nn.Module:
-    return around(nn.utils.spectral_norm(nn.Conv2d(4, 4, 3, padding=1)))
-
-
-def subtracting(classes: int) -> nn.Module:
-    return around(Subtracting())
-
-
-def counting(classes: int) -> nn.Module:
-    return around(Counting())
-
-
-def setting_data(classes: int) -> nn.Module:
-    return around(SettingData())
-
-
-def scaling_weights(classes: int) -> nn.Module:
-    return around(SettingWeights(each=True))
-
-
-def setting_weights(classes: int) -> nn.Module:
-    return around(SettingWeights(each=False))
-
-
-def plain_tensor(classes: int) -> nn.Module:
-    return around(PlainTensor())
-
-
-def plain_counter(classes: int) -> nn.Module:
-    return around(PlainCounter())
-
-
-def from_data(classes: int) -> nn.Module:
-    return around(FromData())
-
-
-def quantizer(classes: int) -> nn.Module:
-    return around(VectorQuantizer())
-
-
-def remembering(classes: int) -> nn.Module:
-    return around(Remembering())
-
-
 def at_the_root(classes: int) -> nn.Module:
     return AtTheRoot(assigns=False)
 
@@ -328,9 +246,27 @@ class Checkpointed(nn.Module):
         return self._again(self.inner, x)
 
 
-def checkpointed(classes: int) -> nn.Module:
-    return around(Checkpointed(reentrant=False))
+def around(middle: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    """Return a factory of a classifier with ``middle`` between its convolutions."""
+
+    def make(classes: int) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), middle(), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1)),
+            *(nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)),
+        )
+
+    return make
 
 
-def checkpointed_reentrant(classes: int) -> nn.Module:
-    return around(Checkpointed(reentrant=True))
+def _conv() -> nn.Module:
+    return nn.Conv2d(4, 4, 3, padding=1)
+
+
+averaging, keeping, codebook, without_gradient = map(around, (Averaging, Keeping, Codebook, WithoutGradient))
+assigning, looking, caching, subtracting = map(around, (Assigning, Looking, Caching, Subtracting))
+counting, setting_data, from_data, quantizer = map(around, (Counting, SettingData, FromData, VectorQuantizer))
+plain_tensor, plain_counter, remembering = map(around, (PlainTensor, PlainCounter, Remembering))
+spectral = around(lambda: nn.utils.parametrizations.spectral_norm(_conv()))
+old_spectral = around(lambda: nn.utils.spectral_norm(_conv()))
+scaling_weights, setting_weights = (around(functools.partial(SettingWeights, each)) for each in (True, False))
+checkpointed, checkpointed_reentrant = (around(functools.partial(Checkpointed, each)) for each in (False, True))

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.sim_gpu.hazards import HOST
 from tests.helpers.sim_gpu.memory import Memory, true
+from tests.helpers.sim_gpu.schemas import (
+    ON_SHELLS,
+    arguments_of,
+    by_mask,
+    computes,
+    empty_for_meta,
+    is_composite,
+    is_elsewhere,
+    is_faked,
+    is_meta,
+    meta_of,
+    new_of,
+    one_device,
+    tree_leaves,
+    tree_map,
+    written_by,
+    zeros_of,
+)
 
 if TYPE_CHECKING:
     from tests.helpers.sim_gpu.gpus import Gpus
     from tests.helpers.sim_gpu.timeline import Stream
 
 aten = torch.ops.aten
-ON_SHELLS = {
-    aten.set_.source_Storage,
-    aten.set_.source_Storage_storage_offset,
-    aten.set_.source_Tensor,
-    aten.lift_fresh.default,
-    aten._conj.default,
-}
-"""Operations that only say where a tensor lies, and whose schema does not tell."""
-INDEXES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-"""Operations that take indices from the host, too, and copy them."""
 EMPTY = {
     aten.empty.memory_format,
     aten.empty_strided.default,
@@ -53,12 +59,12 @@ class Dispatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not _is_faked() and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
-            args = tree_map(_empty_for_meta, args)  # of a tensor without data, something like it
+        if not is_faked() and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            args = tree_map(empty_for_meta, args)  # of a tensor without data, something like it
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if _is_faked() or any(_is_elsewhere(tensor) for tensor in tensors) or _is_meta(kwargs):
+        if is_faked() or any(is_elsewhere(tensor) for tensor in tensors) or is_meta(kwargs):
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere torch has taken it apart by itself
+        if torch.is_inference_mode_enabled() and is_composite(func):  # elsewhere torch has taken it apart by itself
             with self:
                 return func.decompose(*args, **kwargs)
         with self._gpus.timeline.lock:
@@ -76,7 +82,7 @@ class Dispatch(TorchDispatchMode):
         if func is aten.is_pinned.default:
             return bool(memories[0][1]) and memories[0][1].device is None
         meant = None if asked is None else gpus.meant(torch.device(asked))
-        device = _one_device(func, memories, meant, gpus.current_device)
+        device = one_device(func, memories, meant, gpus.current_device)
         gpus.note_device(device)
         if device is None:
             return self._on_host(func, args, dict(kwargs), memories)
@@ -89,7 +95,7 @@ class Dispatch(TorchDispatchMode):
         if (
             any(tag in func.tags for tag in SYNCHRONISING)
             or func is aten._local_scalar_dense.default
-            or _by_mask(func, args)
+            or by_mask(func, args)
         ):
             made = self._now(func, args, kwargs, stream, memories)
         else:
@@ -112,8 +118,8 @@ class Dispatch(TorchDispatchMode):
         gpus = self._gpus
         pinned = kwargs.pop("pin_memory", None)
         numbers = {memory.number for _, memory in memories if memory}
-        if numbers and _computes(func):
-            changed = {id(tensor) for tensor in _written(func, args, kwargs)}
+        if numbers and computes(func):
+            changed = {id(tensor) for tensor in written_by(func, args, kwargs)}
             written = {memory.number for tensor, memory in memories if memory and id(tensor) in changed}
             gpus.process.hazards.access(HOST, f"{func}", numbers - written, written)
         random = gpus.process.generator if torch.Tag.nondeterministic_seeded in func.tags else None
@@ -190,7 +196,7 @@ class Dispatch(TorchDispatchMode):
     ) -> Any:
         gpus = self._gpus
         if func in EMPTY:
-            return gpus.empty(func(*tree_map(_meta, args), **kwargs, device="meta"), stream.device)
+            return gpus.empty(func(*tree_map(meta_of, args), **kwargs, device="meta"), stream.device)
         gpus.launched(stream.device)
         self._access(func, args, kwargs, stream, memories)
         inner, named = self._inner(args), self._inner(kwargs)
@@ -216,7 +222,7 @@ class Dispatch(TorchDispatchMode):
         gpus = self._gpus
         # Numbers are drawn in the order in which kernels are launched: now, by a run on zeros, and by ``later`` again.
         state = None if random is None else random.get_state()
-        zeros, named = tree_map(lambda leaf: _zeros(leaf) if isinstance(leaf, Tensor) else leaf, inner)
+        zeros, named = tree_map(lambda leaf: zeros_of(leaf) if isinstance(leaf, Tensor) else leaf, inner)
         form = _drawn(lambda: func(*zeros, **named), random)
         into: list[Tensor] = []
 
@@ -234,7 +240,7 @@ class Dispatch(TorchDispatchMode):
             result = _drawn(run, random)
             if random is not None and now is not None:
                 random.set_state(now)
-            for target, source in zip(into, _fresh(func, result), strict=True):
+            for target, source in zip(into, new_of(func, result), strict=True):
                 target.copy_(source)
 
         gpus.timeline.launch(stream, str(func), later)
@@ -243,9 +249,9 @@ class Dispatch(TorchDispatchMode):
     def _access(
         self, func: Any, args: Any, kwargs: Any, stream: Stream, memories: list[tuple[Tensor, Memory | None]]
     ) -> None:
-        if not _computes(func):
+        if not computes(func):
             return
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         of_device = [
             (tensor, memory) for tensor, memory in memories if memory is not None and memory.device is not None
         ]
@@ -276,7 +282,7 @@ class Dispatch(TorchDispatchMode):
             if returned.alias_info is not None and returned.alias_info.is_write:
                 value = next(
                     given
-                    for argument, given in _named(func, args, kwargs)
+                    for argument, given in arguments_of(func, args, kwargs)
                     if argument.alias_info is not None
                     and argument.alias_info.before_set & returned.alias_info.before_set
                 )
@@ -284,82 +290,6 @@ class Dispatch(TorchDispatchMode):
                 value = tree_map(lambda leaf: fresh(leaf) if isinstance(leaf, Tensor) else leaf, value)
             results.append(value)
         return tuple(results) if len(returns) > 1 else results[0]
-
-
-def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
-    """That of torch, for what operations take and give: several times faster."""
-    if isinstance(value, (list, tuple)):
-        return type(value)([tree_map(function, each) for each in value])
-    if isinstance(value, dict):
-        return {name: tree_map(function, each) for name, each in value.items()}
-    return function(value)
-
-
-def tree_leaves(value: Any) -> list[Any]:
-    """Everything that is no list, tuple or dict."""
-    if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in tree_leaves(each)]
-    if isinstance(value, dict):
-        return [leaf for each in value.values() for leaf in tree_leaves(each)]
-    return [value]
-
-
-def _computes(func: Any) -> bool:
-    """An operation uses the values of what it is given."""
-    return not (func.is_view or func in ON_SHELLS or FACTORY_FUNCTION_REGEX.match(func._schema.name))
-
-
-def _fresh(func: Any, made: Any) -> list[Tensor]:
-    """The new tensors among what an operation gave."""
-    returns = func._schema.returns
-    pairs = zip(returns, made if len(returns) > 1 else [made], strict=True) if returns else ()
-    new = [value for returned, value in pairs if returned.alias_info is None or not returned.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(new) if isinstance(leaf, Tensor)]
-
-
-def _one_device(
-    func: Any, memories: list[tuple[Tensor, Memory | None]], asked: torch.device | None, current: int
-) -> int | None:
-    """The device that an operation runs on, None for the host.
-
-    Raises:
-        RuntimeError: its tensors are on several.
-    """
-    if asked is not None:
-        if asked.type == "cuda":
-            return current if asked.index is None else asked.index
-        if asked.type == "cpu":
-            return None
-    devices = {memory.device for _, memory in memories if memory is not None and memory.device is not None}
-    host = [tensor for tensor, memory in memories if memory is None or memory.device is None]
-    if not devices:
-        return None
-    strays = [tensor for tensor in host if tensor.dim()]
-    if func in INDEXES and memories[0][1] is not None:
-        strays = [tensor for tensor in strays if tensor.dtype.is_floating_point]
-    if len(devices) > 1 or strays:
-        names = sorted(f"cuda:{device}" for device in devices) + (["cpu"] if strays else [])
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found {', '.join(names)} ({func})")
-    return devices.pop()
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation changes, by its schema."""
-    found: list[Tensor] = []
-    for name, value in _named(func, args, kwargs):
-        if name.alias_info is not None and name.alias_info.is_write:
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    if func in (aten.native_batch_norm.default, aten.cudnn_batch_norm.default) and args[5]:
-        found += [value for value in args[3:5] if value is not None]  # its schema keeps silent on them
-    return found
-
-
-def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    arguments = func._schema.arguments
-    yield from zip(arguments, args, strict=False)
-    for argument in arguments[len(args) :]:
-        if argument.name in kwargs:
-            yield argument, kwargs[argument.name]
 
 
 def _drawn(run: Callable[[], Any], generator: torch.Generator | None) -> Any:
@@ -373,42 +303,3 @@ def _drawn(run: Callable[[], Any], generator: torch.Generator | None) -> Any:
     finally:
         generator.set_state(HOST_GENERATOR.get_state())
         HOST_GENERATOR.set_state(own)
-
-
-def _by_mask(func: Any, args: Any) -> bool:
-    indices = tree_leaves(args[1]) if func in INDEXES else []
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def _meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _zeros(leaf: Tensor) -> Tensor:
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).zero_()
-
-
-def _empty_for_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.is_meta:
-        return leaf
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
-
-
-def _is_elsewhere(tensor: Tensor) -> bool:
-    return torch._C.TensorBase.device.__get__(tensor).type != "cpu" or tensor.layout is not torch.strided  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-def _is_faked() -> bool:
-    """Torch's fake tensors are on, whose mode comes below all others."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def _is_meta(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"

@@ -37,7 +37,7 @@ def test_local_communicator_keeps_the_contract() -> None:
         pytest.param("threads", 4, marks=pytest.mark.long),
         pytest.param("forked", 2, marks=pytest.mark.process),
         pytest.param("forked", 3, marks=pytest.mark.process),
-        *(pytest.param("mpi", n, marks=pytest.mark.process) for n in (1, 2, 3, 4)),
+        *(pytest.param("mpi", n, marks=pytest.mark.process) for n in (1, 3)),
     ],
 )
 def test_communicator_keeps_the_contract(launcher: Launcher, world: int, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def tensor_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return drawn * 1000.0 ** torch.randn(size, generator=generator, dtype=dtype)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 999, 700_003])
+@pytest.mark.parametrize("size", [1, 5, 700_003])
 @pytest.mark.parametrize(("way", "kinds"), CASES)
 def test_bits_are_those_of_additions_in_order(way: Way, kinds: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_comm, "PART_BYTES", 1 << 20)  # the longest takes three parts
@@ -194,7 +194,7 @@ def lost(communicator: Communicator, argument: Any) -> dict[str, Any]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-@pytest.mark.parametrize(("way", "kinds"), [("host", "a0 ac"), ("device", "a0 ac"), ("device", "a0 ac b0 bc")])
+@pytest.mark.parametrize(("way", "kinds"), [("host", "a0 ac"), ("device", "a0 ac b0 bc")])
 def test_lost_neighbours_are_told(way: Way, kinds: str, how: str, tmp_path: Path) -> None:
     world, limit_s = len(kinds.split()), 2.0
     argument = {"kinds": kinds, "way": way, "how": how, "sleeps": 3 * limit_s, "folder": str(tmp_path / "said")}

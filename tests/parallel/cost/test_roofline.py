@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from parallel.trace.trace import trace
 from tests.helpers.small_nets import Made
 
 
+@functools.cache
 def graph_of(model: str, shape: tuple[int, ...]) -> LayerGraph:
     with torch.device("meta"):
         module = build_model(model, classes=2)

@@ -166,16 +166,6 @@ def test_everything_is_said() -> None:
     assert len([path for path in root.iter(f"{SVG}path") if "cut" in (path.get("class") or "")]) == 2
 
 
-def test_bars_are_shares_of_the_longest() -> None:
-    graph = traced("unet")
-    seconds = [0.0] * len(graph.layers)
-    seconds[graph.position["encoder_0_0_0"]], seconds[graph.position["head"]] = 0.004, 0.001
-    rects = [*ET.fromstring(graph_svg(ModelView(graph, forward_s=seconds))).iter(f"{SVG}rect")]
-    whole = next(float(r.get("width", 0)) for r in rects if r.get("class") == "track")
-    bars = [float(r.get("width", 0)) for r in rects if r.get("height") == "3" and r.get("class") != "track"]
-    assert bars == pytest.approx([whole, whole / 4], abs=0.1)
-
-
 @pytest.mark.parametrize("model", long_where(["amoebanet(3,64)", *LARGE], *LARGE))
 def test_words_stay_in_their_boxes(model: str) -> None:
     graph = traced(model)

@@ -63,7 +63,7 @@ SHARDED = {f"fsdp, {how}": Strategy("fsdp", RANKS, 1, M, policy=POLICIES[how]) f
 
 
 def of_teams(
-    schedule: str, grid: Grid, depth: int = 2, groups: int = 1, m: int = 4, policy: ActivationPolicy = KEEP
+    schedule: str, grid: Grid, depth: int = 2, groups: int = 1, m: int = 3, policy: ActivationPolicy = KEEP
 ) -> Strategy:
     depth = 1 if schedule == "spatial" else depth
     chunks = 2 if schedule == "interleaved" else 1
@@ -136,9 +136,16 @@ def steps_of_other(name: str) -> list[Any]:
     return steps_for(net, [3, 2]) if net in BRANCHED_NETS else steps_of(strategy.m)
 
 
+PROCESSES = {name: cell for name, cell in CELLS.items() if cell.policy is KEEP}
+PROCESSES |= {name: CELLS[name] for name in ("ddp, zero 2, host", "1f1b, zero 1, host", "master, zero 1, parameters")}
+PROCESSES |= {"ddp, zero 2, parameters": CELLS["ddp, zero 2, parameters"]}
+PROCESSES |= {name: dataclasses.replace(HOLDERS[name], gradient_bytes=1 << 10) for name in ("ddp", "1f1b")}
+"""What is recomputed or updated on the host changes no message."""
+
+
 def all_cells(communicator: Communicator, sharded: bool) -> dict[str, Any]:
     """Every cell in one start of the ranks, because importing torch is what a start costs."""
-    cells = {**CELLS, **SHARDED} if sharded else CELLS
+    cells = {**PROCESSES, **SHARDED} if sharded else PROCESSES
     found: dict[str, Any] = {name: trained(communicator, each) for name, each in cells.items()}
     for name in OTHERS:
         found[name] = run(communicator, OTHERS[name][0], OTHERS[name][1], steps_of_other(name))
@@ -163,7 +170,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", [*CELLS, *OTHERS])
+@pytest.mark.parametrize("name", [*PROCESSES, *OTHERS])
 def test_processes(name: str, ranks: list[dict[str, Any]]) -> None:
     expected = plain_of(OTHERS[name][0], steps_of_other(name)) if name in OTHERS else plain("skips", M)
     assert_equal([rank[name] for rank in ranks], expected, torch.float64)
@@ -188,13 +195,17 @@ GPUS = {
     "ddp": Strategy("ddp", 2, 1, 3),
     "spatial": of_teams("spatial", STRIPS, m=2),
     "teams in 1f1b": of_teams("1f1b", STRIPS, m=2),
-    "teams in 1f1b of four stages": of_teams("1f1b", STRIPS, 4),
+    "teams in 1f1b of four stages": of_teams("1f1b", STRIPS, 4, m=4),
     "teams in master": of_teams("master", STRIPS, m=3),
     "zero 1, replicas": strategy_for("master", 2, m=2, zero=1),
     "offload": strategy_for("1f1b", 2, m=3, policy=OFFLOAD),
     "offload, ahead": strategy_for("gpipe", 2, m=3, policy=ActivationPolicy("none", (), "overlap", 20_000, 512)),
     "recompute blocks": strategy_for("gpipe", 2, m=3, policy=BLOCK),
     "recompute stages, offload": strategy_for("1f1b", 2, m=3, policy=ActivationPolicy("stage", (), "overlap", 0, 0)),
+    "recompute blocks, offload": strategy_for("1f1b", 2, m=3, policy=ActivationPolicy("block", (), "overlap", 0, 0)),
+    "all on the host": strategy_for(
+        "bidirectional", 2, m=4, policy=ActivationPolicy("block", offload="overlap", smallest=0, parameters=True)
+    ),
     "optimizer on the host": strategy_for("1f1b", 2, m=3, policy=POLICIES["host"]),
     "parameters on the host": strategy_for("1f1b", 2, m=3, policy=RESIDENT),
     "ddp, parameters on the host": Strategy("ddp", 2, 1, 3, policy=RESIDENT),
@@ -212,17 +223,20 @@ DIVIDED = {
     for name, strategy in (SMALL | {"spatial": GPUS["spatial"]}).items()
     for zero in (1, 2)
     for how, policy in (POLICIES if strategy.grid else OF_RANKS).items()
+    if policy is not BLOCK
 }
 LATE = {
     *("1f1b", "zero-bubble", "master", "bidirectional", "hybrid", "ddp", "teams in 1f1b", "ddp, zero 2, keep"),
     *("ddp, zero 2, parameters", "zero 1, replicas", "recompute stages, offload", "parameters on the host"),
+    *("offload, ahead", "all on the host"),
 }
 """Most is found where all is as late as may be, and where each mechanism is once: the quick lane has little else."""
-ON_GPUS = [(name, late) for name in GPUS for late in (0, None, 1)] + [(name, 0) for name in DIVIDED]
 SOON = [*((name, 0) for name in LATE), ("1f1b", None), ("ddp", 1)]
+ON_GPUS = [*SOON, *((name, late) for name in GPUS for late in (0, 1)), *((name, 0) for name in DIVIDED)]
+ON_GPUS += [(name, None) for name in ("zero-bubble", "teams in 1f1b", "offload, ahead", "spatial, streamed")]
 
 
-@pytest.mark.parametrize(("name", "late"), long_where(ON_GPUS, *(case for case in ON_GPUS if case not in SOON)))
+@pytest.mark.parametrize(("name", "late"), long_where(dict.fromkeys(ON_GPUS), *(set(ON_GPUS) - set(SOON))))
 def test_simulated_gpus(name: str, late: int | None) -> None:
     """The net draws in two stages. No slice is read before its sum is there, no bucket given out again before that."""
     strategy = (GPUS | DIVIDED)[name]

@@ -1,17 +1,13 @@
 """Steps do not wait for their device once per norm, box, layer or microbatch: the host would queue nothing meanwhile;
 an action's seconds are those between its events, and a rank's leave out its wait for others.
 
-Either the device is torch's "meta", whose tensors have no values, so that whatever reads one fails; losses, which are
-read at the end of a step, are counted in place of being read. Or operations are counted one by one.
+Operations on tensors of a device are counted one by one, on the CPU.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,36 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.training.engines import build_engine
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer
 from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
-from parallel.engine import engine, step
+from parallel.engine import step
 from parallel.engine.recorded import DeviceClock
 from parallel.engine.step import Microbatch, StepResult
-from parallel.memory.policy import ActivationPolicy
 from parallel.strategy import Strategy
-from tests.helpers.device_counts import STRATEGIES as COUNTED
-from tests.helpers.device_counts import Counts, count
+from tests.helpers.device_counts import STRATEGIES, Counts, count
 from tests.helpers.engine_runs import SGD, build, train
 from tests.helpers.fake_events import CUDA, FakeEvents
-from tests.helpers.ranks import run_on_ranks
 from tests.helpers.small_nets import Made, batch_of
 from tests.helpers.streaming import in_boxes
 
-META = torch.device("meta")
-M = 4
-STRATEGIES = {
-    "single": Strategy("single", 1, 1, M),
-    "offload": Strategy("single", 1, 1, M, policy=ActivationPolicy(offload="overlap")),
-    "ddp": Strategy("ddp", 2, 1, M),
-    "gpipe": Strategy("gpipe", 2, 2, M),
-    "1f1b in two groups": Strategy("1f1b", 4, 2, M),
-    "deferred statistics": Strategy("1f1b", 4, 2, M, statistics="deferred"),
-    "zero-bubble": Strategy("zero-bubble", 2, 2, M),
-    "master, recomputed": Strategy("master", 2, 2, M, policy=ActivationPolicy("block")),
-}
 BLOCKS = 2
 
 
@@ -57,28 +37,6 @@ def net() -> nn.Module:
     for _ in range(BLOCKS):
         layers += [nn.Conv2d(4 if layers else 3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(), nn.Linear(4, 2))
-
-
-def without_values(losses: Mapping[int, tuple[Tensor, int]], m: int) -> Tensor:
-    assert all(mean.is_meta for mean, _ in losses.values())
-    return step.read_losses({i: (torch.tensor(1.0), tiles) for i, (_, tiles) in losses.items()}, m)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_step_reads_nothing_but_its_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it does not know the device
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
-    monkeypatch.setattr(engine, "read_losses", without_values)
-    strategy = STRATEGIES[name]
-    shape = (1, 3, 16, 16)
-    microbatch = Microbatch(torch.empty(shape, device=META), torch.empty(1, dtype=torch.int64, device=META), shape)
-
-    def two_steps(communicator: Communicator, _: Any) -> int:
-        make = functools.partial(torch.optim.SGD, lr=0.1)
-        made = build_engine(strategy, net(), F.cross_entropy, make, communicator, batch=M, tile=16, seed=0, device=META)
-        return sum(made.step([microbatch for _ in made.share], number, 0.1).tiles for number in range(2))
-
-    assert sum(run_on_threads(strategy.ranks, two_steps, timeout_s=20)) == 2 * M
 
 
 def test_losses_are_read_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,16 +82,23 @@ def waiting(counts: Counts) -> dict[str, int]:
     return {file: number for file, number in files.items() if file not in MAPS}
 
 
-@pytest.mark.parametrize("name", ["ddp, 2 ranks", "spatial 2x1", "streaming, 1 rank"])
+WAITING: dict[str, Mapping[str, Any]] = {
+    **{name: STRATEGIES[name] for name in ("ddp, 2 ranks", "master, 2 stages", "spatial 2x1", "streaming, 1 rank")},
+    "deferred statistics": {"name": "1f1b", "ranks": 4, "depth": 2, "statistics": "deferred"},
+    "zero-bubble": {"name": "zero-bubble", "ranks": 2, "depth": 2},
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
 def test_waits_of_a_step_do_not_grow_with_its_microbatches(name: str) -> None:
     waits = []
     for m in (2, 4):
-        counts = count(COUNTED[name], net, 64, m)
+        counts = count(WAITING[name], net, 64, m)
         waits.append(waiting(counts))
         assert counts.operations["native_batch_norm_backward"] >= BLOCKS * m
     assert waits[0] == waits[1]
     assert waits[0].keys() <= STEP
-    assert sum(waits[0].values()) <= 2 * COUNTED[name]["ranks"]
+    assert sum(waits[0].values()) <= 2 * WAITING[name]["ranks"]
 
 
 OPERATIONS = {
@@ -193,7 +158,6 @@ def test_own_seconds_come_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LATE_S = 0.2
-TARGET = f"{__name__}:step_beside_a_late_rank"
 
 
 def asleep(m: Any, x: Tensor) -> Tensor:
@@ -213,13 +177,12 @@ def step_beside_a_late_rank(communicator: Communicator, _: Any) -> dict[str, Any
     return {"seconds": result.seconds, "waited_s": result.waited_s}
 
 
-@pytest.mark.parametrize("launcher", ["threads", pytest.param("forked", marks=pytest.mark.process)])
-def test_own_seconds_leave_out_the_wait_for_others(launcher: Any, tmp_path: Path) -> None:
-    early, late = run_on_ranks(2, TARGET, tmp_path, launcher=launcher)
+def test_own_seconds_leave_out_the_wait_for_others() -> None:
+    early, late = run_on_threads(2, step_beside_a_late_rank)
     assert [i for i, _ in early["seconds"]] == [0, 1]
     assert [i for i, _ in late["seconds"]] == [2, 3]
     assert all(seconds >= LATE_S for _, seconds in late["seconds"])
     assert early["waited_s"] > LATE_S, "the late rank is still at its second microbatch"
     assert sum(seconds for _, seconds in early["seconds"]) < early["waited_s"]
     assert late["waited_s"] < LATE_S
-    assert run_on_ranks(1, TARGET, tmp_path, launcher="threads") == [{"seconds": (), "waited_s": None}]
+    assert run_on_threads(1, step_beside_a_late_rank) == [{"seconds": (), "waited_s": None}]

@@ -21,6 +21,7 @@ from parallel.engine.transfers import Parcel, StageTransfers
 from parallel.schedule.action import Action
 from parallel.schedule.mesh import Mesh
 from tests.helpers.small_nets import Pair
+from tests.helpers.watched_comm import WatchedCommunicator
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("meta")
@@ -69,26 +70,20 @@ def test_any_structure_arrives_as_it_was_sent() -> None:
     run_on_threads(2, talk, timeout_s=30)
 
 
-class Noted:
-    """A communicator that notes the kind of device and the tag of each message, from both of its ends."""
+def noted(communicator: Communicator, device: torch.device) -> tuple[Messenger, list[str], list[int]]:
+    """Also the kind of device of each message, from both of its ends, and the tags of those that are sent."""
+    kinds, tags = list[str](), list[int]()
 
-    def __init__(self, inner: Communicator) -> None:
-        self.inner, self.kinds, self.tags = inner, list[str](), list[int]()
+    def tell(name: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        kinds.append(tensor.device.type)
+        tags.extend([tag] if name == "isend" else [])
 
-    def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        self.kinds.append(tensor.device.type)
-        self.tags.append(tag)
-        return self.inner.isend(tensor, peer, tag)
-
-    def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        self.kinds.append(tensor.device.type)
-        return self.inner.irecv(tensor, peer, tag)
+    return Messenger(WatchedCommunicator(communicator, tell), device), kinds, tags
 
 
 def test_the_form_is_told_once_for_each_kind() -> None:
     def talk(communicator: Communicator, _: Any) -> list[int]:
-        noted = Noted(communicator)
-        messenger = Messenger(noted, CPU)
+        messenger, _, tags = noted(communicator, CPU)
         for height in (4, 4, 6, 4):
             if communicator.rank == 0:
                 messenger.send(1, height, torch.zeros(1, height))
@@ -96,7 +91,7 @@ def test_the_form_is_told_once_for_each_kind() -> None:
                 _, (tensor,) = messenger.post(0, height).wait()
                 assert tensor.shape == (1, height)
         messenger.finish()
-        return noted.tags
+        return tags
 
     assert run_on_threads(2, talk, timeout_s=30)[0] == [0, 0, 0, 1, 2, 2, 2, 3]  # length, header, tensor; tensors alone
 
@@ -146,8 +141,7 @@ def test_a_tensor_on_the_host_is_received_on_the_host() -> None:
     """A random state, or a CPU tensor of the user's model. NCCL would wait for it for ever."""
 
     def talk(communicator: Communicator, _: Any) -> list[str]:
-        noted = Noted(communicator)
-        messenger = Messenger(noted, DEVICE)
+        messenger, kinds, _ = noted(communicator, DEVICE)
         value = {"map": torch.ones(2, 3, device=DEVICE), "table": torch.arange(3.0, requires_grad=True)}
         for _repeat in range(2):
             if communicator.rank == 0:
@@ -159,7 +153,7 @@ def test_a_tensor_on_the_host_is_received_on_the_host() -> None:
                 messenger.send_tensors(0, [table], form.gradient().tensors)
             assert table.tolist() == [0, 1, 2]
         messenger.finish()
-        return noted.kinds
+        return kinds
 
     sent, received = run_on_threads(2, talk, timeout_s=30)
     assert sent == received == ["cpu", "cpu", "meta", "cpu", "cpu", "meta", "cpu", "cpu"]

@@ -1,26 +1,41 @@
-"""A step's microbatches, the ranks that sum its gradients, and its measured timeline."""
+"""A step's microbatches, the ranks that sum its gradients, what it sends, its timeline, and its optimizer step."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from parallel.comm.communicator import Communicator
+from parallel.comm.communicator import Communicator, sum_bytes
+from parallel.comm.sharded_reducer import ShardedReducer
 from parallel.comm.thread_comm import run_on_threads
+from parallel.engine.optimizer_step import OptimizerStep
 from parallel.engine.rank_program import StageGroups
 from parallel.engine.recorded import gather_timeline, measured_costs
 from parallel.engine.step import Microbatch, StepBatches
+from parallel.graph.layers import RANDOM_STATE
+from parallel.graph.partition import partition_equal
+from parallel.offload.rng import state_size
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import lower
-from parallel.schedule.registry import build_schedule
+from parallel.schedule.registry import SCHEDULES, build_schedule
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, Span, StageCost
+from parallel.strategy import Strategy
+from parallel.trace.trace import trace
+from tests.helpers.engine_runs import build, net, train
+from tests.helpers.plain_step import Batch
+from tests.helpers.small_nets import batch_of
+from tests.helpers.watched_comm import WatchedCommunicator
 
 
 class Source:
@@ -105,18 +120,11 @@ def test_every_rank_meets_all_copies_of_its_stages(mesh: Mesh) -> None:
 def test_the_same_ranks_share_one_communicator() -> None:
     """Each subgroup costs a communicator of the backend, and all ranks take part in making it."""
 
-    class Counting:
-        def __init__(self, inner: Communicator) -> None:
-            self.inner, self.rank, self.made = inner, inner.rank, 0
-
-        def subgroup(self, ranks: tuple[int, ...]) -> Communicator | None:
-            self.made += 1
-            return self.inner.subgroup(ranks)
-
     def rank(communicator: Communicator, _: Any) -> tuple[int, int]:
-        counting: Any = Counting(communicator)
+        asked: list[str] = []
+        counting: Any = WatchedCommunicator(communicator, lambda name, *_: asked.append(name))
         holders = StageGroups(counting, Mesh(1, (0, 1, 2, 3), 2))
-        return counting.made, len({id(each) for each in holders.of_stage.values()})
+        return asked.count("subgroup"), len({id(each) for each in holders.of_stage.values()})
 
     assert run_on_threads(4, rank, timeout_s=20) == [(2, 1)] * 4
 
@@ -145,3 +153,115 @@ def test_the_costs_of_a_step_simulate_to_the_same_step(name: str) -> None:
     step = simulate(schedule, mesh, COSTS, dict.fromkeys(LINKS, LinkCost(0.0, 0.0)))
     again = simulate(schedule, mesh, measured_costs(step, 3))
     assert again.makespan_s == pytest.approx(step.makespan_s)
+
+
+SGD = functools.partial(torch.optim.SGD, lr=99.0)
+"""With a rate that every step replaces."""
+
+
+def parameter(value: float, gradient: float | None = None) -> nn.Parameter:
+    made = nn.Parameter(torch.tensor([value]))
+    made.grad = None if gradient is None else torch.tensor([gradient])
+    return made
+
+
+def test_a_step_uses_the_learning_rate_it_is_given() -> None:
+    weight = parameter(1.0, 2.0)
+    update = OptimizerStep(SGD, owned={"weight": weight}, unshared=[], held=[weight])
+    update.apply(0.25, scale=1)
+    assert weight.item() == 0.5
+    update.apply(0.125, scale=1)
+    assert weight.item() == 0.25
+
+
+def test_all_gradients_held_are_scaled_also_those_another_rank_updates() -> None:
+    own, other, without = parameter(1.0, 2.0), parameter(1.0, 4.0), parameter(1.0)
+    update = OptimizerStep(SGD, owned={"own": own, "without": without}, unshared=[], held=[own, other, without])
+    update.apply(0.5, scale=0.5)
+    assert (own.grad, other.grad, without.grad) == (torch.tensor([1.0]), torch.tensor([2.0]), None)
+    assert [own.item(), other.item(), without.item()] == [0.5, 1.0, 1.0]
+
+
+def test_gradients_that_stay_on_this_rank_begin_at_nothing() -> None:
+    """A parameter that no microbatch reaches has none, and is passed over as in a single process."""
+    alone, shared = parameter(1.0, 2.0), parameter(1.0, 3.0)
+    view = shared.grad
+    update = OptimizerStep(SGD, owned={"alone": alone, "shared": shared}, unshared=[alone], held=[alone, shared])
+    update.begin_step()
+    assert alone.grad is None
+    assert shared.grad is view, "its exchange has put it there and zeroes it"
+
+
+def test_an_optimizer_that_may_need_whole_parameters_is_refused() -> None:
+    class Lars(torch.optim.SGD):
+        """Scales the gradient of each parameter by the norms of both."""
+
+    def rank(communicator: Communicator, _: None) -> None:
+        weight = nn.Parameter(torch.ones(4))
+        shard = ShardedReducer([weight], communicator, overlap=False)
+        (piece,) = shard.pieces
+        pieces = {"weight": piece}
+        OptimizerStep(
+            functools.partial(Lars, lr=0.1),
+            owned={name: piece.value for name, piece in pieces.items()},
+            unshared=[],
+            held=[weight],
+            pieces=pieces,
+            shards=[shard],
+        )
+
+    with pytest.raises(ValueError, match="Lars may need whole ones: use one of SGD, Adam, AdamW, RMSprop, or --zero 0"):
+        run_on_threads(2, rank, None)
+
+
+def steps() -> list[Batch]:
+    return [batch_of([2, 2], 12, n, torch.float32) for n in range(2)]
+
+
+@pytest.mark.parametrize("strategy", [Strategy("master", 2, 2, 2), Strategy("ddp", 2, 1, 2)], ids=str)
+def test_messages_and_sums_are_counted_for_one_step(strategy: Strategy) -> None:
+    """Two replicas of two stages have as many messages each way; both, as ddp, have a sum of all gradients."""
+
+    def work(communicator: Communicator, _: int) -> tuple[int, int, int, int]:
+        engine = build(communicator, "skips", strategy, steps())
+        train(engine, steps()[:1])
+        first, messages = engine.sent_in_step, sum(engine.bytes_sent.values())
+        train(engine, steps()[1:])
+        return first, engine.sent_in_step, messages, sum(g.nbytes for g in engine.gradients().values())
+
+    for first, second, messages, gradients in run_on_threads(2, work, timeout_s=60):
+        assert first == second
+        assert (messages > 0) == (strategy.depth == 2)
+        # Buckets hold one number more for each parameter: who had a gradient for it.
+        assert 0 < first - messages - sum_bytes(gradients, 2) < 4 * 40
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_value_goes_straight_to_the_stages_that_use_it(name: str) -> None:
+    """The net has long skips; a state of the random generator goes along with dropout, forward only."""
+    depth, m = 3, 2 if name == "mast" else 4
+    strategy = Strategy(name, depth, depth, m, chunks=2 if SCHEDULES[name].chunks else 1)
+    batch = batch_of([1] * m, 12, 0, torch.float32)
+
+    def work(communicator: Communicator, _: None) -> dict[int, int]:
+        engine = build(communicator, "skips", strategy, [batch])
+        train(engine, [batch])
+        return dict(engine.bytes_sent)
+
+    partition = partition_equal(trace(net("skips", torch.float32), (1, 3, 12, 12)).graph, strategy.mesh.stages)
+    assert any(edge.target > edge.source + 1 for edge in partition.edges)
+    assert any(edge.value == RANDOM_STATE for edge in partition.edges)
+
+    def size_of(value: str) -> int:
+        return state_size(torch.device("cpu")) if value == RANDOM_STATE else partition.graph.by_name[value].output_bytes
+
+    expected: Counter[tuple[int, int]] = Counter()
+    actions = (action for own in build_schedule(name, strategy.mesh, m).values() for action in own)
+    begun = [action.replica for action in actions if action.kind is Kind.FORWARD and action.stage == 0]
+    for replica, edge in itertools.product(begun, partition.edges):
+        source, target = (strategy.mesh.team_at(stage, replica) for stage in (edge.source, edge.target))
+        if source != target:
+            expected[source, target] += size_of(edge.value)
+            expected[target, source] += size_of(edge.value) * edge.differentiable
+    sent = run_on_threads(depth, work, timeout_s=60)
+    assert +Counter({(a, b): size for a, own in enumerate(sent) for b, size in own.items()}) == +expected

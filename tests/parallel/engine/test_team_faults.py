@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import build, steps_of, train
 from tests.helpers.forked import run_ranks
+from tests.helpers.watched_comm import WatchedCommunicator
 
 SPATIAL = Strategy("spatial", 2, 1, 2, grid=Grid(2, 1))
 MOMENTS = [("irecv", 1, "0F0"), ("iall_reduce", 2, "0F0"), ("iall_reduce", 5, "0B0")]
@@ -43,21 +45,16 @@ class Watch:
         self.said.append((position, waiting, shapes))
 
 
-class Leaving:
+def leaving(communicator: Communicator, kind: str, number: int, end: Callable[[], None]) -> WatchedCommunicator:
     """A team's way to talk that ends a member before operation ``number`` of one kind."""
+    begun: list[str] = []
 
-    exchange = Communicator.exchange
+    def tell(name: str, *_: Any) -> None:
+        begun.append("iall_reduce" if name == "all_gather" else name)
+        if begun.count(kind) == number:
+            end()
 
-    def __init__(self, talk: Any, kind: str, number: int, end: Any) -> None:
-        self._talk, self._kind, self._left, self._end = talk, kind, number, end
-        self.rank, self.world = talk.rank, talk.world
-
-    def __getattr__(self, name: str) -> Any:
-        kind = {"irecv": "irecv", "iall_reduce": "iall_reduce", "all_gather": "iall_reduce"}.get(name)
-        self._left -= kind == self._kind
-        if not self._left:
-            self._end()
-        return getattr(self._talk, name)
+    return WatchedCommunicator(communicator, tell)
 
 
 def losing(communicator: Communicator, kind: str, number: int, end: Any) -> tuple[Engine, Watch]:
@@ -66,7 +63,7 @@ def losing(communicator: Communicator, kind: str, number: int, end: Any) -> tupl
     if communicator.rank == 1:
         link = engine._work.link
         communicator = link._communicator
-        link._communicator = Leaving(communicator, kind, number, end)
+        link._communicator = leaving(communicator, kind, number, end)
     return engine, watch
 
 

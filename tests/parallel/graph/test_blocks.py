@@ -58,7 +58,7 @@ KNOWN: dict[str, tuple[list[str], int, list[str] | int]] = {
 """Model -> its blocks or some of them, in order; how many there are; its modules, or how many."""
 
 
-@pytest.mark.parametrize("name", long_where(KNOWN, "torchvision:densenet121", "torchvision:inception_v3"))
+@pytest.mark.parametrize("name", long_where(KNOWN, "torchvision:densenet121", "torchvision:inception_v3", "unet(5,64)"))
 def test_blocks_of_known_models(name: str) -> None:
     graph, (expected, count, modules) = traced(name), KNOWN[name]
     blocks = find_blocks(graph)
@@ -121,7 +121,7 @@ def test_branches_of_other_models() -> None:
     paths = [{branches.graph.layers[k].scope.split("convs.")[1][0] for k in branch} for branch in region.branches]
     assert paths == [{"0"}, {"1"}, {"2"}, {"3"}, {"4"}]
     assert set(region.members) == {0, 1, 2, 3}
-    branches = found(AmoebaNet(3, 8, classes=2), 64, 2)
+    branches = found(AmoebaNet(3, 8, classes=2), 32, 2)
     assert len(branches.regions) == 7
     assert {len(region.entering) for region in branches.regions[1:]} == {2}
 

@@ -58,8 +58,8 @@ def net(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 
 @functools.cache
-def resnet50() -> LayerGraph:
-    return trace(*net("resnet50")).graph
+def resnet18() -> LayerGraph:
+    return trace(*net("resnet18")).graph
 
 
 @pytest.mark.parametrize("name", long_where(["unet_w8", "resnet50"], "resnet50"))
@@ -124,7 +124,7 @@ def test_formulas_of_microbatches_in_flight() -> None:
 def test_ranks_of_every_schedule(name: str) -> None:
     mesh = mesh_for(name, groups=1, depth=2, chunks=2 if SCHEDULES[name].chunks else 1)
     partition, schedule = (
-        partition_equal(resnet50(), mesh.stages),
+        partition_equal(resnet18(), mesh.stages),
         build_schedule(name, mesh, 2 if name == "mast" else 4),
     )
     stages = stage_bytes(partition)
@@ -144,7 +144,7 @@ def test_ranks_of_every_schedule(name: str) -> None:
 def test_versions_of_the_weights_are_counted() -> None:
     """D - k of rank k, gradients of one minibatch, and the update while other minibatches are in flight."""
     mesh = mesh_for("pipedream", groups=1, depth=3)
-    partition, schedule = partition_equal(resnet50(), 3), build_schedule("pipedream", mesh, 8)
+    partition, schedule = partition_equal(resnet18(), 3), build_schedule("pipedream", mesh, 8)
     stages = stage_bytes(partition)
     plain = rank_bytes(stages, mesh, build_schedule("1f1b", mesh, 8), slots=2)
     for k, (found, of_1f1b) in enumerate(zip(rank_bytes(stages, mesh, schedule, slots=2), plain, strict=True)):
@@ -157,7 +157,7 @@ def test_versions_of_the_weights_are_counted() -> None:
 
 
 def test_whole_models() -> None:
-    stage = StageMemory(resnet50()).of_layers((0, len(resnet50().layers)))
+    stage = StageMemory(resnet18()).of_layers((0, len(resnet18().layers)))
 
     def taken(name: str, ranks: int, m: int) -> int:
         strategy = Strategy(name, ranks, 1, m)
@@ -190,7 +190,8 @@ def test_an_update_takes_copies_of_the_largest_parameter(make: Any, slots: int) 
 
 
 def test_a_rank_works_out_the_update_of_what_it_updates_or_gathers() -> None:
-    graph, mesh = resnet50(), mesh_for("master", groups=1, depth=2)
+    """Of a model whose slices are larger than a bucket."""
+    graph, mesh = trace(*net("resnet50")).graph, mesh_for("master", groups=1, depth=2)
     partition, schedule = partition_equal(graph, 2), build_schedule("master", mesh, 2)
     first, last = (stage.largest_parameter for stage in stage_bytes(partition))
     assert first < last == max(p.numel() for p in build_model("resnet50", classes=3).parameters()) * 4
@@ -210,7 +211,7 @@ def test_a_rank_works_out_the_update_of_what_it_updates_or_gathers() -> None:
 def test_a_stage_without_parameters_has_none_to_gather(zero: int) -> None:
     """Their slice was divided by their bytes: ZeroDivisionError in plans of deep pipelines."""
     mesh, schedule = mesh_for("1f1b", groups=2, depth=2), build_schedule("1f1b", mesh_for("1f1b", groups=2, depth=2), 8)
-    first, last = stage_bytes(partition_equal(resnet50(), 2))
+    first, last = stage_bytes(partition_equal(resnet18(), 2))
     bare = dataclasses.replace(first, parameters=0, largest_parameter=0)
     rank, *_ = rank_bytes([bare, last], mesh, schedule, slots=2, zero=zero)
     assert (rank.parameters, rank.gradients, rank.optimizer) == (0, 0, 0)
@@ -296,8 +297,9 @@ DIVIDED = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize(
+    ("name", "zero"), [("ddp", 0), ("ddp", 1), ("ddp, two microbatches a rank", 2), ("1f1b", 1), ("master", 2)]
+)
 def test_divided_state_takes_what_the_formulas_say(name: str, zero: int) -> None:
     """P + 3 P / N between two steps where N ranks hold a stage: slices of gradients and of the two moments of AdamW."""
     strategy = dataclasses.replace(DIVIDED[name], zero=zero)

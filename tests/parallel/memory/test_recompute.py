@@ -19,6 +19,7 @@ from parallel.memory.recompute_search import RecomputeSearch, chosen_runs
 from parallel.memory.stage_bytes import StageMemory
 from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.trace.trace import trace
+from tests.helpers.lanes import long_where
 from tests.helpers.random_graphs import random_graph
 from tests.parallel.memory.test_rank_bytes import net
 
@@ -105,7 +106,10 @@ def large() -> tuple[LayerGraph, list[float]]:
     return graph, [1e-9 * layer.flops + 1e-9 * layer.output_bytes + 1e-6 for layer in graph.layers]
 
 
-@pytest.mark.parametrize("name", ["single", "gpipe", "1f1b", "bidirectional", "interleaved"])
+SCHEDULES = ("single", "gpipe", "1f1b", "bidirectional", "interleaved")
+
+
+@pytest.mark.parametrize("name", long_where(SCHEDULES, "single", "gpipe"))
 def test_ranks_fit(name: str) -> None:
     graph, forward_s = large()
     mesh = mesh_for(name, groups=1, depth=1 + (name != "single"), chunks=1 + (name == "interleaved"))

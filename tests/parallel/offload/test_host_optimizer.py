@@ -75,6 +75,7 @@ def state(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 assert_same_bits = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
+@pytest.mark.pairs
 @PLACES
 @BOTH
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from parallel.memory.policy import ActivationPolicy, buffer_bytes
-from parallel.offload.copies import Copies, Mark
+from parallel.offload.copies import Copies, CudaCopies, Mark
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.overlap import MicrobatchSaves, OverlapOffload
 from parallel.offload.packing import ActivationMeter
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import assert_plain, strategy_for
 from tests.helpers.lanes import long_where
-from tests.helpers.late_copies import LateCopies, LateMark
+from tests.helpers.sim_gpu import simulated
 from tests.helpers.small_nets import NETS
 
 KIB = 1024
@@ -111,43 +111,45 @@ def test_a_change_in_place_is_an_error_until_the_tensor_has_left() -> None:
 
 
 def test_a_step_that_is_given_up_frees_nothing_that_is_still_copied() -> None:
-    copies = LateCopies()
-    saves, meter = offload(copies, ahead=4 * KIB)
-    packed = [saves.pack(tensor) for tensor in tensors(6)]
-    moves = saves.offload
-    moves.flush(saves)
-    moves.prefetch(saves)
-    del packed, saves
-    gc.collect()
-    copies.finish()
+    with simulated(1, late=0) as gpus:
+        gpu = torch.device("cuda", 0)
+        saves, meter = offload(CudaCopies(gpu), ahead=4 * KIB)
+        packed = [saves.pack(tensor.to(gpu)) for tensor in tensors(6)]
+        moves = saves.offload
+        moves.flush(saves)
+        moves.prefetch(saves)
+        del packed, saves
+        gc.collect()
+        assert gpus.found == []
     assert (meter.bytes, moves.pool.bytes) == (0, 0)
 
 
-class Logged(LateCopies):
+class Logged(Copies):
     """Copies of a GPU that write down, in the order of the computing stream, what begins and what is waited for."""
+
+    at_once = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.log: list[object] = []
+        self.log: list[Any] = []
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor) -> Mark:
-        mark = super().to_host(source, into)
-        self.log.append(mark)
-        return mark
+        super().to_host(source, into)
+        return self._begun()
 
     def to_device(self, source: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        target, mark = super().to_device(source)
-        self.log.append(mark)
-        return target, mark
+        return super().to_device(source)[0], self._begun()
 
     def wait(self, mark: Mark) -> None:
-        if mark is not None and mark in self.log:
-            self.log.append(("wait", mark))
-        super().wait(mark)
+        self.log.append(("wait", mark))
+
+    def _begun(self) -> Mark:
+        self.log.append(object())
+        return self.log[-1]
 
     def serial(self) -> int:
         """Return the copies between whose begin and first wait nothing is computed."""
-        marks = [mark for mark in self.log if isinstance(mark, LateMark)]
+        marks = [mark for mark in self.log if type(mark) is object]
         waits = [(mark, self.log.index(("wait", mark))) for mark in marks if ("wait", mark) in self.log]
         return sum("computed" not in self.log[self.log.index(mark) : at] for mark, at in waits)
 
@@ -196,6 +198,9 @@ POLICIES = {
     "parameters, overlap": ActivationPolicy(parameters=True, offload="overlap", smallest=0),
 }
 
+OF_TWO = ("all", "stage and overlap", "block and overlap")
+"""Policies of two ways at once."""
+
 WHOLE = {"single": Strategy("single", 1, 1, 4), "ddp": Strategy("ddp", 2, 1, 4)}
 SCHEDULES = ("gpipe", "1f1b", "master", "bidirectional", *WHOLE)
 
@@ -212,22 +217,6 @@ def test_schedules(name: str, schedule: str, policy: ActivationPolicy) -> None:
     assert_plain(name, strategy_of(schedule, policy))
 
 
-@pytest.mark.parametrize("policy", ["block and overlap", "stage and overlap", "all"])
-@pytest.mark.parametrize("schedule", ["1f1b", "bidirectional", "ddp"])
+@pytest.mark.parametrize(("schedule", "policy"), list(zip(("1f1b", "bidirectional", "ddp"), OF_TWO, strict=True)))
 def test_complex_values(schedule: str, policy: str) -> None:
     assert_plain("fourier", strategy_of(schedule, POLICIES[policy]))
-
-
-LATE = {name: POLICIES[name] for name in ("overlap", "block and overlap", "stage and overlap", "all", "optimizer")} | {
-    f"overlap, {ahead} ahead": ActivationPolicy(offload="overlap", smallest=0, ahead=ahead)
-    for ahead in (20_000, None, 200_000)
-}
-
-
-@pytest.mark.parametrize("policy", LATE.values(), ids=LATE)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "bidirectional"])
-def test_no_copy_is_used_before_it_is_done(
-    schedule: str, policy: ActivationPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Copies, "for_device", staticmethod(lambda device: LateCopies()))
-    assert_plain("skips", strategy_for(schedule, 2, m=4, policy=policy))

@@ -20,6 +20,7 @@ from parallel.plan.stages import Task, communication_bytes
 from parallel.schedule.registry import SCHEDULES
 from parallel.space.team import Grid
 from parallel.strategy import WHOLE, Strategy
+from tests.helpers.lanes import long_where
 
 NAMES = (*WHOLE, *SCHEDULES)
 LINK = LinkSpec("fast", 1e15, 0.0)
@@ -244,7 +245,7 @@ def test_the_partition_of_a_row_is_the_one_it_was_forecast_with() -> None:
     assert row.step_s == pytest.approx(timeline.makespan_s, rel=1e-3)
 
 
-@pytest.mark.parametrize(("memory", "copies"), [(60 * MIB, 1e9), (130 * MIB, 1e7)])
+@pytest.mark.parametrize(("memory", "copies"), long_where([(60 * MIB, 1e9), (130 * MIB, 1e7)], (130 * MIB, 1e7)))
 def test_what_takes_too_long_to_move_is_left_out_of_no_answer(
     memory: int, copies: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

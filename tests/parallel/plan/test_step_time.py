@@ -41,44 +41,31 @@ def split(name: str, ranks: int, depth: int, m: int, on: Cluster, **more: Any) -
     return step_time(Strategy(name, ranks, depth, m, **more), m, costs, links, [100] * depth, 2, on).step_s
 
 
-def test_recomputation_takes_a_forward_pass_more() -> None:
-    assert split("gpipe", 2, 2, 2, cluster()) == 9
-    stage = ActivationPolicy("stage")
-    # The last stage has just computed one of two.
-    assert split("gpipe", 2, 2, 2, cluster(), policy=stage) == 9 + 2
-    assert split("mp-basic", 2, 2, 1, cluster(), policy=stage) == split("mp-basic", 2, 2, 1, cluster())
+HUNDRED = cluster(link=LinkSpec("100 bytes/s", 100.0, 0.0))
+UPDATED, ADDED = cluster(update=UPDATE_PASSES[2] * 100.0), cluster(update=ADDING_PASSES * 100.0)
+"""Devices that take a second to update a stage, and to add to its gradients."""
+AGAIN, UPDATE_S = {"policy": ActivationPolicy("stage")}, UPDATE_PASSES[2] / ADDING_PASSES
 
 
-def test_groups_sum_their_gradients_after_the_last_backward_pass() -> None:
-    """Two groups of two: the last stage is done one backward pass (2 s) before the first, whose sum is not hidden."""
-    link = LinkSpec("100 bytes/s", 100.0, 0.0)
-    alone, grouped = (split("gpipe", ranks, 2, ranks * 2, cluster(link=link)) for ranks in (2, 4))
-    assert alone == split("gpipe", 2, 2, 4, cluster())
-    assert grouped == pytest.approx(alone + 1.0)  # half of 2 x 100 bytes at 100 a second
-
-
-def test_ranks_on_one_core_compute_one_after_the_other() -> None:
-    assert split("gpipe", 2, 2, 4, cluster(lanes=1)) == pytest.approx(2 * 4 * 3)
-    # Two groups of two ranks on two cores: each group has one.
-    assert split("gpipe", 4, 2, 8, cluster(per_node=4, lanes=2)) == pytest.approx(2 * 4 * 3)
-
-
-def test_update() -> None:
-    second = cluster(update=UPDATE_PASSES[2] * 100.0)  # for a stage
-    plain = split("gpipe", 2, 2, 1, cluster())
-    assert split("gpipe", 2, 2, 1, second) == pytest.approx(plain + 1)
-    pairs = split("bidirectional", 2, 2, 2, cluster())
-    assert split("bidirectional", 2, 2, 2, second) == pytest.approx(pairs + 2)
-    assert split("bidirectional", 2, 2, 2, second, zero=1) == pytest.approx(pairs + 1)
-
-
-def test_microbatches_after_the_first_add_their_gradients() -> None:
-    second = cluster(update=ADDING_PASSES * 100.0)
-    added = split("mp-basic", 2, 2, 4, second) - split("mp-basic", 2, 2, 4, cluster())
-    update = UPDATE_PASSES[2] / ADDING_PASSES
-    assert added == pytest.approx(3 * 2 + update)  # three microbatches, two stages one after the other
-    added = whole("single", 1, 4, second, params=100) - whole("single", 1, 4, cluster(), params=100)
-    assert added == pytest.approx(3 + update)
+@pytest.mark.parametrize(
+    ("name", "ranks", "m", "on", "more", "seconds"),
+    [
+        ("gpipe", 2, 2, cluster(), {}, 9),
+        ("gpipe", 2, 2, cluster(), AGAIN, 9 + 2),  # the last stage has just computed one of two
+        ("mp-basic", 2, 1, cluster(), AGAIN, 6),
+        ("gpipe", 2, 4, HUNDRED, {}, 15),
+        # Two groups: the last stage is done a backward pass before the first, whose sum of 2 x 50 bytes is not hidden.
+        ("gpipe", 4, 8, HUNDRED, {}, 15 + 1),
+        ("gpipe", 2, 4, cluster(lanes=1), {}, 2 * 4 * 3),
+        ("gpipe", 4, 8, cluster(per_node=4, lanes=2), {}, 2 * 4 * 3),  # each of two groups has a core
+        ("gpipe", 2, 1, UPDATED, {}, 6 + 1),
+        ("bidirectional", 2, 2, UPDATED, {}, 6 + 2),
+        ("bidirectional", 2, 2, UPDATED, {"zero": 1}, 6 + 1),
+        ("mp-basic", 2, 4, ADDED, {}, 24 + 3 * 2 + UPDATE_S),  # three microbatches, two stages one after the other
+    ],
+)
+def test_pipelines(name: str, ranks: int, m: int, on: Cluster, more: dict[str, Any], seconds: float) -> None:
+    assert split(name, ranks, 2, m, on, **more) == pytest.approx(seconds)
 
 
 def test_slices_take_as_many_messages_as_sums_of_whole_gradients() -> None:
@@ -97,26 +84,30 @@ def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: in
     return step_time(Strategy(name, ranks, 1, m), batch, costs, {}, [params], 2, on).step_s
 
 
-def test_whole_models() -> None:
-    assert whole("single", 1, 4, cluster()) == pytest.approx(12)
-    assert whole("ddp", 2, 4, cluster()) == pytest.approx(6)
-    assert whole("ddp", 2, 4, cluster(lanes=1)) == pytest.approx(12)
-    assert whole("ddp", 2, 3, cluster(), batch=3) == pytest.approx(6)  # rank 0 has two of three microbatches
-    assert whole("single", 1, 30, cluster(), batch=100) == pytest.approx(100 / 4 * 3)  # 10 of 4 tiles, 20 of 3
+SLOW = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
+"""1 s for all gradients."""
+BUSY = dataclasses.replace(cluster(), kind="cpu", sums=SLOW, beside_backward=1.5, gathering=4.0)
 
 
-def test_data_parallel_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> None:
-    slow = cluster(link=LinkSpec("slow", 4 * DDP_BUCKET, 0.0))  # 1 s for all gradients
-    assert whole("ddp", 2, 4, slow) == pytest.approx(6 + 0.25)
-    assert whole("fsdp", 2, 4, slow) == pytest.approx(6 + 0.5)  # gathering hides behind computing, scattering does not
-
-
-def test_sums_on_a_cpu_hide_behind_nothing() -> None:
-    link = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
-    busy = dataclasses.replace(cluster(), kind="cpu", sums=link, beside_backward=1.5, gathering=4.0)
-    assert whole("ddp", 2, 4, busy) == pytest.approx(6 + 1.5)
-    # Two microbatches gather twice each, and scatter their gradients.
-    assert whole("fsdp", 2, 4, busy) == pytest.approx(6 + 2 * (2 * 0.5 + 0.5) * 4)
+@pytest.mark.parametrize(
+    ("seconds", "given"),
+    [
+        (12, ("single", 1, 4, cluster())),
+        (6, ("ddp", 2, 4, cluster())),
+        (12, ("ddp", 2, 4, cluster(lanes=1))),
+        (6, ("ddp", 2, 3, cluster(), 3)),  # rank 0 has two of three microbatches
+        (100 / 4 * 3, ("single", 1, 30, cluster(), 100)),  # 10 of 4 tiles, 20 of 3
+        (12 + 3 + UPDATE_S, ("single", 1, 4, ADDED, 8, 100)),  # microbatches after the first add their gradients
+        # Sums hide behind the backward pass but for the last bucket; gathering behind computing, scattering does not.
+        (6 + 0.25, ("ddp", 2, 4, cluster(link=SLOW))),
+        (6 + 0.5, ("fsdp", 2, 4, cluster(link=SLOW))),
+        # On a CPU they hide behind nothing. Two microbatches gather twice each, and scatter their gradients.
+        (6 + 1.5, ("ddp", 2, 4, BUSY)),
+        (6 + 2 * (2 * 0.5 + 0.5) * 4, ("fsdp", 2, 4, BUSY)),
+    ],
+)
+def test_whole_models(seconds: float, given: tuple[Any, ...]) -> None:
+    assert whole(*given) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "master", "bidirectional", "zero-bubble", "mp-basic"])

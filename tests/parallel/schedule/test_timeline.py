@@ -274,17 +274,6 @@ def test_sums_that_wait_for_the_end_of_everything_hide_behind_nothing(name: str,
     assert late_s >= plain_s + 2.0 * max(len({stage for stage, _ in mesh.held_by(rank)}) for rank in range(2 * depth))
 
 
-COST = StageCost(1.0, 2.0, 1.0, 1.0, 10)
-LINKS = {(stage, stage + 1): LinkCost(0.01, 0.01) for stage in range(7)}
-
-
-def case(name: str, depth: int, m: int) -> Any:
-    mesh = small_mesh(name, depth=depth)
-    links = {pair: cost for pair, cost in LINKS.items() if pair[1] < mesh.stages}
-    schedule = lower(build_schedule(name, mesh, m), mesh, dict.fromkeys(links, True))
-    return schedule, mesh, [COST] * mesh.stages, links
-
-
 def test_messages_wait_until_their_receive_is_announced_and_gradients_only_where_they_flow() -> None:
     late = rows("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F0<0 1F0 1RECV_F1<0 1F1")
     ahead = rows("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F0<0 1RECV_F1<0 1F0 1F1")
@@ -315,13 +304,15 @@ def test_schedule_that_cannot_finish(texts: tuple[str, ...], mesh: Mesh, expecte
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_share_the_lanes_of_their_device_and_no_others(name: str) -> None:
-    m = 2 if name == "mast" else 8
-    given = case(name, 4, m)
+    m, mesh = 2 if name == "mast" else 8, small_mesh(name, depth=4)
+    links = {(stage, stage + 1): LinkCost(0.01, 0.01) for stage in range(mesh.stages - 1)}
+    schedule = lower(build_schedule(name, mesh, m), mesh, dict.fromkeys(links, True))
+    given = schedule, mesh, units(*[10] * mesh.stages), links
     alone = simulate(*given)
     for devices in ([Device((0, 1, 2, 3), 4)], [Device((k,), 1) for k in range(4)]):
         shared = simulate(*given, devices=devices)
         assert shared.makespan_s == pytest.approx(alone.makespan_s)
         assert shared.peak_bytes == alone.peak_bytes
     # One lane does all the work, one after the other: of two ranks at once each takes twice as long.
-    work = m * given[1].stages * 3.0
+    work = m * mesh.stages * 3.0
     assert work * 0.999 <= simulate(*given, devices=[Device((0, 1, 2, 3), 1)]).makespan_s <= work + 0.2 * m

@@ -104,15 +104,6 @@ def test_a_halo_wider_than_a_part_comes_from_several_members() -> None:
     ]  # fmt: skip
 
 
-def test_the_first_needed_row_follows_the_stride() -> None:
-    """The study's example: 61 rows, 7 x 7 with stride 2 and 3 rows of pad; not the part's begin less a halo."""
-    mesh = SpatialMesh(Grid(2, 1), (61, 61))
-    exchange = mesh.exchange((Window(7, 2, 1, 3, 3), SAME), (31, 61), (61, 61))
-    assert mesh.owned(0, (31, 61))[0] == Span(0, 15)
-    assert [need[0] for need in exchange.needs] == [Span(-3, 32), Span(27, 64)]
-    assert [piece.box[0] for piece in exchange.recvs[1]] == [Span(27, 30)]
-
-
 def test_cuts_boxes_and_grids() -> None:
     assert team_cuts(2048, 3) == (0, 672, 1376, 2048)  # where strides do
     assert team_cuts(61, 2) == (0, 30, 61)

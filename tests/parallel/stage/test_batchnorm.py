@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.comm.thread_comm import LocalCommunicator
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.stage.batchnorm import DeferredStatistics, RunningStatistics, running_statistics
 from tests.helpers.device_counts import Counts
 
 SIZES = (3, 1, 4, 2)
 M = len(SIZES)
-
-
-class Pair:
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self._barrier = threading.Barrier(world, timeout=20)
-        self._given: list[Tensor] = []
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._given.append(tensor.clone())
-        self._barrier.wait()
-        tensor.copy_(torch.stack(self._given).sum(0))
-        if not self._barrier.wait():
-            self._given = []
-        self._barrier.wait()
 
 
 class Net(nn.Module):
@@ -80,20 +65,13 @@ def walk(module: nn.Module, statistics: RunningStatistics, order: Sequence[int],
         statistics.end_step()
 
 
-def on_ranks(world: int, rank: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=rank, args=(k,)) for k in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def run(module: nn.Module, mode: Any, order: Sequence[int], world: int) -> list[nn.Module]:
-    ranks: Any = Pair(world) if world > 1 else LocalCommunicator()
-    copies = [copy.deepcopy(module) for _ in range(world)]
-    statistics = [running_statistics(each, ranks, mode) for each in copies]
-    on_ranks(world, lambda k: walk(copies[k], statistics[k], order, range(k, M, world)))
-    return copies
+    def rank(communicator: Communicator, _: None) -> nn.Module:
+        own = copy.deepcopy(module)
+        walk(own, running_statistics(own, communicator, mode), order, range(communicator.rank, M, world))
+        return own
+
+    return run_on_threads(world, rank)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -151,22 +129,22 @@ def test_an_error_in_a_pass_leaves_the_layer_as_it_was(mode: Any) -> None:
 
 def counted_step(layers: int, momentum: float | None, mode: Any, forward: bool) -> Counts:
     """The operations of a step of two ranks, of rank 0; its second step, as constants go to a device once."""
-    ranks: Any = Pair(2)
-    copies = [nn.Sequential(*(nn.BatchNorm2d(2, momentum=momentum) for _ in range(layers))).double() for _ in range(2)]
-    counts = Counts([*copies[0].buffers(), *copies[0].parameters()])
+    counts = Counts()
 
-    def rank(k: int) -> None:
-        statistics = running_statistics(copies[k], ranks, mode)
+    def rank(communicator: Communicator, _: None) -> None:
+        own = nn.Sequential(*(nn.BatchNorm2d(2, momentum=momentum) for _ in range(layers))).double()
+        counts.add([] if communicator.rank else [*own.buffers(), *own.parameters()])
+        statistics = running_statistics(own, communicator, mode)
         for step in range(2):
-            with counts.counting() if step and k == 0 else contextlib.nullcontext():
+            with contextlib.nullcontext() if communicator.rank or not step else counts.counting():
                 statistics.begin_step(M)
-                for i in range(k, M, 2):
+                for i in range(communicator.rank, M, 2):
                     with statistics.microbatch(i):
                         if forward:
-                            copies[k](torch.ones(2, 2, 3, 3, dtype=torch.float64) + i)
+                            own(torch.ones(2, 2, 3, 3, dtype=torch.float64) + i)
                 statistics.end_step()
 
-    on_ranks(2, rank)
+    run_on_threads(2, rank)
     return counts
 
 

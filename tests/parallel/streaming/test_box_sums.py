@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, Literal
 
 import pytest
@@ -34,7 +35,7 @@ from parallel.streaming.strip_maps import StripMaps
 from parallel.trace.without_data import preserve_module_state
 from tests.helpers.engine_runs import SGD
 from tests.helpers.lanes import long_where
-from tests.helpers.plain_step import TOLERANCE
+from tests.helpers.plain_step import TOLERANCE, relative_errors
 from tests.helpers.sim_gpu import simulated
 from tests.helpers.small_nets import Made
 
@@ -73,31 +74,34 @@ def engine_of(
 
 
 def step(
-    module: nn.Module, loss: nn.Module, images: Tensor, classes: Any, m: int = 1, box: int | None = None
+    module: nn.Module,
+    loss: nn.Module,
+    images: Tensor,
+    classes: Any,
+    m: int = 1,
+    box: int | None = None,
+    communicator: Communicator | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    engine = engine_of(module, loss, LocalCommunicator(), m, box, tuple(images.shape))
-    parts = ((images, classes),) if m == 1 else zip(images.split((2, 1)), classes.split((2, 1)), strict=True)
-    result = engine.step([Microbatch(x, y, tuple(x.shape)) for x, y in parts], 0, 0.1)
+    engine = engine_of(module, loss, communicator or LocalCommunicator(), m, box, tuple(images.shape))
+    parts = [(images, classes)] if m == 1 else [*zip(images.split((2, 1)), classes.split((2, 1)), strict=True)]
+    result = engine.step([Microbatch(*parts[i], tuple(parts[i][0].shape)) for i in engine.share], 0, 0.1)
     return result.loss, {name: gradient.clone() for name, gradient in engine.gradients().items()}
 
 
 def error(expected: tuple[float, dict[str, Tensor]], found: tuple[float, dict[str, Tensor]]) -> float:
     assert expected[1].keys() == found[1].keys()
-    largest = max(float(g.abs().max()) for g in expected[1].values())
-    errors = [abs(expected[0] - found[0]) / abs(expected[0])]
-    for name, g in expected[1].items():
-        errors.append(float((g - found[1][name]).abs().max()) / max(float(g.abs().max()), 1e-3 * largest))
-    return max(errors)
+    return max(abs(expected[0] / found[0] - 1), *relative_errors(expected[1], found[1]).values())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights"), [(torch.float64, WEIGHTS), (torch.float64, None), (torch.float32, WEIGHTS)]
+    ("dtype", "weights", "boxes"),
+    [(torch.float64, WEIGHTS, (17, 24)), (torch.float64, None, (40,)), (torch.float32, WEIGHTS, (24,))],
 )
-def test_a_loss_of_pixels_is_exact_at_three_box_sizes(dtype: torch.dtype, weights: Tensor | None) -> None:
+def test_a_loss_of_pixels_is_exact_at_three_box_sizes(dtype: torch.dtype, weights: Any, boxes: tuple[int, ...]) -> None:
     plain, loss = unet().to(dtype), PixelClassLoss(weights)
     images, classes = tiles(dtype)
     expected = step(copy.deepcopy(plain), loss, images, classes, m=2)
-    for box in (40, 24, 17):
+    for box in boxes:
         assert error(expected, step(copy.deepcopy(plain), loss, images, classes, m=2, box=box)) <= TOLERANCE[dtype]
 
 
@@ -178,22 +182,17 @@ def test_memory_is_that_of_boxes(training: bool) -> None:
     assert peaks[1] < 1.03 * peaks[0]
 
 
-def rank_step(communicator: Communicator, state: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    images, classes = tiles(torch.float64)
-    module = unet().double()
-    module.load_state_dict(state)
-    engine = engine_of(module, PixelClassLoss(WEIGHTS), communicator, 2, 40, (2, 3, 48, 64))
-    parts = [(images[:2], classes[:2]), (images[2:], classes[2:])]
-    result = engine.step([Microbatch(x, y, tuple(x.shape)) for x, y in (parts[i] for i in engine.share)], 0, 0.1)
-    return result.loss, {name: gradient.clone() for name, gradient in engine.gradients().items()}
-
-
 def test_two_ranks_average_their_gradients() -> None:
-    expected = step(unet().double(), PixelClassLoss(WEIGHTS), *tiles(torch.float64), m=2)
-    results = run_on_threads(2, rank_step, unet().double().state_dict())
-    assert all(error(expected, found) <= 1e-10 for found in results)
+    plain, loss, given = unet().double(), PixelClassLoss(WEIGHTS), tiles(torch.float64)
+
+    def rank(communicator: Communicator, _: None) -> tuple[float, dict[str, Tensor]]:
+        return step(copy.deepcopy(plain), loss, *given, m=2, box=40, communicator=communicator)
+
+    expected = step(copy.deepcopy(plain), loss, *given, m=2)
+    assert all(error(expected, found) <= 1e-10 for found in run_on_threads(2, rank))
 
 
+@functools.cache
 def living(name: str, norm: str, tile: int, box: int) -> tuple[Boxes, int]:
     """The plan, and the most bytes that live on the device in a step besides parameters and what follows the region."""
     torch.manual_seed(0)
@@ -208,14 +207,11 @@ def living(name: str, norm: str, tile: int, box: int) -> tuple[Boxes, int]:
     return plan.run.boxes, live.peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "norm", "tile", "box", "within"),
-    [
-        ("resnet18", "frozen", 256, 64, 0.1),
-        ("unet_w4", "frozen", 256, 128, 0.1),
-        ("resnet18", "batch", 192, 64, 0.15),  # a box that is the whole map is not copied on a CPU
-    ],
-)
+FULLEST = [("resnet18", "frozen", 256, 64, 0.1), ("unet_w4", "frozen", 256, 128, 0.1)]
+FULLEST += [("resnet18", "batch", 192, 64, 0.15)]  # a box that is the whole map is not copied on a CPU
+
+
+@pytest.mark.parametrize(("name", "norm", "tile", "box", "within"), long_where(FULLEST, FULLEST[-1]))
 def test_the_bytes_of_the_fullest_box_are_foreseen(name: str, norm: str, tile: int, box: int, within: float) -> None:
     boxes, measured = living(name, norm, tile, box)
     leaving = sum(boxes.model.sizes[each] for each in boxes.model.leaving if each in boxes.model.sides)

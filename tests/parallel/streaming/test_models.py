@@ -13,25 +13,34 @@ from torch import Tensor, nn
 
 from app.training.exactness import CroppedImages
 from benchmarks.in_boxes import planned_regions, streamed
+from models.blocks import make_norm
 from models.registry import build_model
+from models.resnet import BasicBlock
 from parallel.build import _plans
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_memory import HostMemory
-from parallel.offload.live_bytes import LiveBytes
 from parallel.space.grid import Span
 from parallel.strategy import Strategy
 from parallel.team.boxed_nodes import PlannedRegion
 from parallel.trace.stage_module import Boxes
 from parallel.trace.trace import trace
 from tests.helpers.lanes import long_where
+from tests.helpers.plain_step import TOLERANCE, relative_errors
 from tests.helpers.small_nets import Made
 from tests.helpers.streaming import in_boxes
+
+
+def residual(norm: Any) -> nn.Module:
+    """A ResNet in small: its stem, a block that keeps the size of maps and one that halves it, its head."""
+    stem = nn.Conv2d(3, 8, 7, 2, 3, bias=False), make_norm(norm, 8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+    blocks = BasicBlock(8, 8, 1, norm), BasicBlock(8, 16, 2, norm)
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
 
 
 def model_of(name: str, norm: str = "frozen") -> nn.Module:
     """With statistics that are not those of a fresh model, and without dropout of single px."""
     torch.manual_seed(0)
-    model = build_model(name, classes=3, norm=norm)
+    model = residual(norm) if name == "residual" else build_model(name, classes=3, norm=norm)
     for part in model.modules():
         if isinstance(part, nn.BatchNorm2d):
             nn.init.normal_(part.running_mean, 0.0, 0.1)
@@ -53,43 +62,30 @@ def error(name: str, norm: str, tile: int, box: int, dtype: torch.dtype) -> floa
     plain = model_of(name, norm).to(dtype)
     images = torch.randn(2, 3, tile, tile + (32 if "unet" in name else 5), dtype=torch.float64).to(dtype)
     ours = streamed(copy.deepcopy(plain), box, tuple(images.shape))
-    expected, gradients = step(plain, images)
-    found, ours_gradients = step(ours, images)
+    (expected, gradients), (found, ours_gradients) = step(plain, images), step(ours, images)
     assert gradients.keys() == ours_gradients.keys()
-    pairs = [(expected, found), *((gradients[n], ours_gradients[n]) for n in gradients)]
-    largest = max(float(g.abs().max()) for g in gradients.values())
-    return max(
-        float((e - f).abs().max()) / max(float(e.abs().max()), 1e-3 * largest * torch.finfo(dtype).eps ** 0.5)
-        for e, f in pairs
-    )
+    errors = relative_errors(gradients, ours_gradients) | relative_errors({"": expected}, {"": found})
+    return max(errors.values())
 
 
 F64, F32 = torch.float64, torch.float32
-TOLERANCE = {F64: 1e-10, F32: 1e-5}
-SMALL = {"unet_w4": (64, 24), "unet(2,4)": (64, 24), "resnet18": (67, 40)}
-LARGE = {
-    "resnet18": (131, (72, 56, 40)),
-    "unet_w16": (128, (96, 64, 40)),
-    "resnet50": (131, (64,)),
-    "resnet110_v2": (49, (24,)),
-}
-LARGE |= {f"torchvision:{name}": (px, (box,)) for name, px, box in (
-    ("densenet121", 97, 50), ("mobilenet_v3_small", 131, 50), ("efficientnet_b0", 97, 40), ("inception_v3", 139, 75),
-    ("googlenet", 131, 64), ("convnext_tiny", 97, 50), ("deeplabv3_resnet50", 65, 50), ("shufflenet_v2_x0_5", 97, 40),
-    ("regnet_y_400mf", 97, 40),
-)} | {"timm:resnetv2_50": (97, (50,))}  # fmt: skip
-CASES = [(name, "frozen", px, box, dtype) for name, (px, box) in SMALL.items() for dtype in TOLERANCE]
-QUICK = [case for case in CASES if case[-1] is F64 or case[0] == "unet_w4"]
+SMALL = {"residual": (67, 40), "unet_w4": (64, 24), "unet(2,4)": (64, 24)}
+LARGE = {"resnet18": (131, 56), "unet_w16": (128, 64), "timm:resnetv2_50": (97, 50)}
+LARGE |= {f"torchvision:{name}": sides for name, sides in (
+    ("densenet121", (97, 50)), ("mobilenet_v3_small", (131, 50)), ("efficientnet_b0", (97, 40)),
+    ("inception_v3", (139, 75)), ("deeplabv3_resnet50", (65, 50)), ("shufflenet_v2_x0_5", (97, 40)),
+    ("regnet_y_400mf", (97, 40)),
+)}  # fmt: skip
+QUICK = [("residual", "frozen", *SMALL["residual"], dtype) for dtype in TOLERANCE]
+QUICK += [("unet_w4", "frozen", *SMALL["unet_w4"], F64)]
+CASES = [*QUICK, ("torchvision:convnext_tiny", "batch", 97, 50, F64)]
+CASES += [(name, "frozen", *sides, F64) for name, sides in LARGE.items()]
+CASES += [(name, "frozen", *SMALL[name], F32) for name in ("unet_w4", "unet(2,4)")]
 CASES += [
-    (name, "batch" if "convnext" in name else "frozen", px, box, F64)
-    for name, (px, boxes) in LARGE.items()
-    for box in boxes
-]
-# In boxes of one side: of how boxes cut a map a norm sees nothing.
-CASES += [
-    (name, norm, LARGE[name][0], 40, F32 if norm == "layer" else F64)
-    for name in ("resnet18", "unet_w16")
+    (name, norm, *sides, F32 if norm == "layer" else F64)
+    for name, sides in SMALL.items()
     for norm in ("batch", "group", "instance", "layer")
+    if name != "unet(2,4)"
 ]
 """(model, norm, px of a tile, px of a box, type): tiles are no power of two."""
 
@@ -112,12 +108,12 @@ def test_running_statistics_are_those_of_the_plain_step_whatever_the_tiles() -> 
 
 def test_maps_recomputed_in_a_later_phase_give_the_gradients_of_the_plain_step() -> None:
     """With fewer bytes on the host than where they are stored."""
-    model = model_of("resnet18", "batch").double()
-    images = torch.rand(2, 3, 35, 35, dtype=torch.float64)
+    model = model_of("residual", "batch").double()
+    images = torch.rand(2, 3, 67, 67, dtype=torch.float64)
     expected = step(copy.deepcopy(model), images)
     usual = None
     for share in (1.0, 0.6):
-        run = streamed(copy.deepcopy(model), 20, tuple(images.shape), usual and int(usual * share))
+        run = streamed(copy.deepcopy(model), 40, tuple(images.shape), usual and int(usual * share))
         (plan,) = planned_regions(run, tuple(images.shape))
         usual = usual or plan.run.boxes.host_bytes
         assert plan.run.boxes.host_bytes <= share * usual
@@ -173,8 +169,7 @@ def test_plans_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hooks_fire_once_per_parameter_and_step() -> None:
-    model = model_of("resnet18").double()
-    ours = streamed(model, 32, (1, 3, 64, 64))
+    ours = streamed(model_of("residual").double(), 32, (1, 3, 64, 64))
     fired: dict[str, int] = {}
     for name, parameter in ours.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update({name: fired.get(name, 0) + 1}))
@@ -184,7 +179,7 @@ def test_hooks_fire_once_per_parameter_and_step() -> None:
 
 def test_channels_last_stays() -> None:
     """Maps that are joined or padded in another layout are copied at every convolution."""
-    model = model_of("resnet18").to(memory_format=torch.channels_last)
+    model = model_of("residual").to(memory_format=torch.channels_last)
     images = torch.randn(1, 3, 64, 64).contiguous(memory_format=torch.channels_last)
     ours = streamed(model, 32, (1, 3, 64, 64))
     seen = []
@@ -194,32 +189,8 @@ def test_channels_last_stays() -> None:
                 lambda _, given, __: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
             )
     ours(images).sum().backward()
-    assert len(seen) > 30
+    assert len(seen) > 12
     assert all(seen)
-
-
-class _Zeros:
-    def __init__(self, *shape: int) -> None:
-        self.shape, self.dtype, self.device = shape, torch.float32, torch.device("cpu")
-
-    def box(self, rows: Span, columns: Span) -> Tensor:
-        return torch.zeros(*self.shape[:2], rows.size, columns.size)
-
-
-def test_memory_is_that_of_boxes() -> None:
-    """Not of the tile: twice its side takes as much, apart from maps, which lie on the host."""
-    net = nn.Sequential(
-        *(part for c in (3, 8, 8, 8) for part in (nn.Conv2d(c, 8, 3, 1 + (c == 3), 1), nn.ReLU(inplace=True))),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    )
-    peaks = []
-    for tile in (256, 512):
-        ours = streamed(net, 64, (1, 3, tile, tile))
-        with LiveBytes() as live:
-            ours(_Zeros(1, 3, tile, tile)).mean().backward()
-        peaks.append(live.peak_bytes)
-    assert peaks[1] < 1.02 * peaks[0]
 
 
 class _Doubled(nn.BatchNorm2d):
@@ -255,20 +226,3 @@ def test_maps_beyond_the_budget_of_the_host_lie_in_files(tmp_path: Path) -> None
         else:
             assert host.peak_bytes <= budget < plan.run.boxes.host_bytes - budget <= host.peak_file_bytes
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
-def attending() -> nn.Module:
-    def compute(m: Any, x: Tensor) -> Tensor:
-        tokens = m.conv(x).flatten(2).transpose(1, 2)
-        return m.head(m.dropout(torch.softmax(tokens @ tokens.transpose(1, 2), -1) @ tokens).mean(1))
-
-    return Made(compute, conv=nn.Conv2d(3, 4, 3), dropout=nn.Dropout(0.5), head=nn.Linear(4, 2))
-
-
-def test_what_spans_the_image_ends_the_region_and_is_computed_whole() -> None:
-    plain = attending().double().train()
-    ours = streamed(copy.deepcopy(plain), 8, (2, 3, 20, 20))
-    (plan,) = planned_regions(ours, (2, 3, 20, 20))
-    assert plan.run.region.ends_at == ("flatten", "makes other dims of rows and columns")
-    images = torch.randn(2, 3, 20, 20, dtype=torch.float64)
-    torch.testing.assert_close(step(ours, images), step(plain, images), rtol=1e-11, atol=1e-12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import BatchNormAct2d, BlurPool2d, Conv2dSame, DropPath, EcaModule, ScaledStdConv2d
 from timm.layers.grn import GlobalResponseNorm
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torchvision.ops import SqueezeExcitation, StochasticDepth
 
 from models.blocks import ChannelNorm, FrozenBatchNorm2d
+from tests.helpers.lanes import long_where
 from tests.helpers.streaming import streaming_error
 from tests.helpers.team_operations import Call, Network
 
 EXACT = 1e-12
 numbers = st.integers
+few = settings(max_examples=settings().max_examples * 2 // 5)
 
 
 def exact(operation: nn.Module, height: int, width: int, box: int, channels: int = 4) -> None:
@@ -34,6 +36,7 @@ def exact(operation: nn.Module, height: int, width: int, box: int, channels: int
 sides, boxes = numbers(7, 29), numbers(3, 13)
 
 
+@few
 @given(sides, sides, boxes, numbers(1, 4), numbers(1, 3), numbers(1, 3), numbers(0, 4), st.sampled_from([1, 2, 4]))
 def test_convolution(h: int, w: int, box: int, k: int, s: int, d: int, p: int, groups: int) -> None:
     """Also p larger than the reach: needed rows that lie wholly outside."""
@@ -41,11 +44,13 @@ def test_convolution(h: int, w: int, box: int, k: int, s: int, d: int, p: int, g
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
+@few
 @given(sides, sides, boxes, numbers(1, 5), numbers(1, 3))
 def test_same_convolution_even_kernels_pad_at_the_end(h: int, w: int, box: int, k: int, d: int) -> None:
     exact(nn.Conv2d(4, 4, k, padding="same", dilation=d), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, numbers(1, 4), numbers(1, 5), numbers(1, 2), numbers(0, 2), numbers(0, 4))
 def test_transposed_convolution(h: int, w: int, box: int, k: int, s: int, d: int, p: int, extra: int) -> None:
     """Also strides larger than the kernel: rows without a source, on both sides."""
@@ -53,43 +58,51 @@ def test_transposed_convolution(h: int, w: int, box: int, k: int, s: int, d: int
     exact(nn.ConvTranspose2d(4, 4, k, s, p, extra, dilation=d), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, numbers(2, 4), numbers(1, 4), numbers(1, 2), st.booleans())
 def test_max_pool(h: int, w: int, box: int, k: int, s: int, d: int, ceil: bool) -> None:
     """Padded by minus infinity; ties go to the same px."""
     exact(nn.Sequential(nn.Hardtanh(-0.2, 0.2), nn.MaxPool2d(k, s, k // 2, d, ceil_mode=ceil)), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, numbers(2, 4), numbers(1, 4), st.booleans(), st.booleans(), st.sampled_from([None, 3]))
 def test_average_pool(h: int, w: int, box: int, k: int, s: int, ceil: bool, counts: bool, divisor: int | None) -> None:
     exact(nn.AvgPool2d(k, s, k // 2, ceil, counts, divisor), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, numbers(3, 40), numbers(3, 40), st.sampled_from(["nearest", "nearest-exact", "bilinear"]))
 def test_resampling_to_a_size(h: int, w: int, box: int, rows: int, columns: int, mode: str) -> None:
     exact(nn.Upsample((rows, columns), mode=mode), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, st.sampled_from([0.5, 1.3, 2.0, 3.0]), st.booleans())
 def test_resampling_by_a_factor(h: int, w: int, box: int, factor: float, aligned: bool) -> None:
     exact(nn.Upsample(scale_factor=factor, mode="bilinear", align_corners=aligned), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, numbers(-2, 6), numbers(-2, 6), st.sampled_from(["constant", "reflect", "replicate"]))
 def test_pads_and_crops(h: int, w: int, box: int, before: int, after: int, mode: str) -> None:
     fill = 0.5 if mode == "constant" else None
     exact(Call(lambda x: F.pad(x, (before, after, after, before), mode, fill)), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, numbers(1, 4), numbers(1, 3), numbers(0, 4), st.sampled_from(["reflect", "replicate"]))
 def test_convolution_padded_by_rows_of_the_map(h: int, w: int, box: int, k: int, s: int, p: int, mode: str) -> None:
     exact(nn.Conv2d(4, 4, (k, 3), (s, 1), (p, 1), padding_mode=mode), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, numbers(2, 9), numbers(2, 9))
 def test_adaptive_pool_to_cells_that_overlap(h: int, w: int, box: int, rows: int, columns: int) -> None:
     exact(nn.AdaptiveAvgPool2d((rows, columns)), h, w, box)
 
 
+@few
 @given(sides, sides, boxes, numbers(0, 3), numbers(1, 3), numbers(1, 3))
 def test_slices(h: int, w: int, box: int, start: int, less: int, step: int) -> None:
     exact(Call(lambda x: x[:, :, start:-less:step, 1:]), h, w, box)
@@ -152,11 +165,15 @@ KINDS: dict[str, tuple[nn.Module, int]] = {
 }
 
 
-@pytest.mark.parametrize("size", [(16, 16), (13, 21)])
+CUTS = {"few": ((16, 16, 5), (13, 21, 8)), "more": ((16, 16, 8), (13, 21, 5), (13, 21, 40))}
+"""(height, width, side of a box)."""
+
+
+@pytest.mark.parametrize("cuts", long_where(CUTS, "more"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds(kind: str, size: tuple[int, int]) -> None:
-    for box in (5, 8, 40):
-        exact(*(KINDS[kind][0], *size), box, KINDS[kind][1])
+def test_kinds(kind: str, cuts: str) -> None:
+    for height, width, box in CUTS[cuts]:
+        exact(KINDS[kind][0], height, width, box, KINDS[kind][1])
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (20, 12)])

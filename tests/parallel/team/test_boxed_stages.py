@@ -43,7 +43,7 @@ STRIPS, QUARTERS = Grid(2, 1), Grid(2, 2)
 
 def test_tiles_of_another_size_in_a_later_step() -> None:
     """Each stage has boxes for either, which end where members' parts of that tile do."""
-    given = [batch_of([2] * 4, px, px, torch.float64) for px in (12, 16)]
+    given = [batch_of([2] * PIPELINE.m, px, px, torch.float64) for px in (12, 16)]
     assert_equal(on_threads("skips", PIPELINE, given), plain_of("skips", given), torch.float64)
 
 

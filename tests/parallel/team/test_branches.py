@@ -40,17 +40,15 @@ def plain(name: str, sizes: list[int]) -> PlainRun:
     return plain_of(name, steps_for(name, sizes))
 
 
-DEEP = [("amoebanet", shared(2), [4, 4]), ("amoebanet", shared(4), [4, 3])]
-DEEP += [(name, shared(n), [4, 4]) for name in ("googlenet", "googlenet-heads", "inception-v3") for n in (2, 4)]
+DEEP = [("amoebanet", shared(4), [4, 3]), ("googlenet", shared(2), [4, 4])]
+DEEP += [("googlenet-heads", shared(4), [4, 4]), ("inception-v3", shared(2), [4, 4])]
+DEEP += [("inception", shared(4, groups=2, m=3), [2, 4, 5]), ("inception", shared(2, optimizer=True), [4, 3])]
+DEEP += [("inception", shared(2, recompute="block"), [4, 3]), ("aspp", shared(2), [4, 4])]
 CASES = [
     ("inception", shared(2), [4, 4]),
     ("inception", shared(3), [4, 2]),  # members of unequal samples, and some without any
     ("inception", shared(2, groups=2), [3, 2]),
-    ("inception", shared(4, groups=2, m=3), [2, 4, 5]),
-    ("inception", shared(2, recompute="block"), [4, 3]),
     ("inception", shared(2, recompute="stage", offload="overlap", smallest=0), [4, 3]),
-    ("inception", shared(2, optimizer=True), [4, 3]),
-    ("aspp", shared(2), [4, 4]),
     ("aspp", shared(4), [4, 4]),
     *(pytest.param(*case, marks=pytest.mark.long) for case in DEEP),
 ]
@@ -64,7 +62,9 @@ def test_shared_branches_give_the_plain_step(net: str, strategy: Strategy, sizes
     assert_equal(ranks, plain(net, sizes), torch.float64)
 
 
-@pytest.mark.parametrize("strategy", [shared(2), shared(2, groups=2), shared(2, recompute="block")], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [shared(2, groups=2), pytest.param(shared(2, recompute="block"), marks=pytest.mark.long)], ids=str
+)
 def test_simulated_gpus(strategy: Strategy) -> None:
     ranks = on_gpus("inception", strategy, steps_for("inception", [3, 2]))
     assert_equal(ranks, plain("inception", [3, 2]), torch.float64)

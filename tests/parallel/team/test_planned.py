@@ -31,6 +31,7 @@ from parallel.team.team_plan import BoxedParts
 from parallel.trace.trace import trace_as_it_runs
 from tests.helpers.calls import calls_of_a_step, strategy_of
 from tests.helpers.team_engine import segments, team_engine
+from tests.helpers.watched_comm import WatchedCommunicator
 
 GIB = 2**30
 BATCH = 2
@@ -144,22 +145,19 @@ def test_calls_of_a_step(strategy: str, most: int, files: int) -> None:
 SIDES = (12, 12)
 
 
-class Noted:
-    exchange = Communicator.exchange
+def noted(communicator: Communicator, note: Callable[[Any], None]) -> TeamComm:
+    """Notes (source, target) of each message, and "wait" where a member waits for one."""
 
-    def __init__(self, inner: Communicator, note: Callable[[Any], None]) -> None:
-        self.rank, self.world, self._inner, self._note = inner.rank, inner.world, inner, note
+    def tell(name: str, *message: Any) -> None:
+        if name in ("isend", "irecv"):
+            ends = communicator.rank, message[1]
+            note(ends if name == "isend" else ends[::-1])
 
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        self._note((self.rank, peer))
-        return self._inner.isend(tensor, peer, tag)
+    class Noted(WatchedCommunicator):
+        def irecv(self, *message: Any) -> Work:
+            return NotedWork(self.__getattr__("irecv")(*message), note)
 
-    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        self._note((peer, self.rank))
-        return NotedWork(self._inner.irecv(tensor, peer, tag), self._note)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    return TeamComm(Noted(communicator, tell))
 
 
 class NotedWork:
@@ -193,7 +191,7 @@ def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: Grid) 
 
     def rank(communicator: Communicator, _: Any) -> list[tuple[int, int]]:
         order: list[Any] = []
-        link = TeamComm(Noted(communicator, order.append))
+        link = noted(communicator, order.append)
         whole = torch.arange(144.0).reshape(1, 1, *SIDES)
         box = exchange.owned[link.member]
         own = part(whole, box)
@@ -221,7 +219,7 @@ def test_halos_travel_while_a_member_computes() -> None:
 
     def rank(communicator: Communicator, _: Any) -> list[Any]:
         notes: list[Any] = []
-        link, member = TeamComm(Noted(communicator, notes.append)), communicator.rank
+        link, member = noted(communicator, notes.append), communicator.rank
         made, own = exchange.owned[member], part(whole, exchange.owned[member]).clone().requires_grad_()
         with Convolutions(notes), torch.autograd.set_multithreading_enabled(False):
             patch = patch_of(exchange, member, None, made, sides, (2, 3))
