@@ -27,6 +27,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy -p benchmarks
 	$(BIN)/lint-imports
 
 # Two processes: one per core of the smallest machine it runs on. What tests leave in the temporary folder goes with them.

@@ -65,7 +65,8 @@ def streamed(
     assert isinstance(stage, BoxedModel)
     stage.train()
     images: Tensor = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
-    planned = stage._run_training.planned(stage, plans(shape, True), (images,))  # type: ignore[union-attr]
+    run: Any = stage._run_training
+    planned = run.planned(stage, plans(shape, True), (images,))
     if isinstance(planned, NothingTileable):
         raise planned
     stage.train(module.training)

@@ -1,5 +1,6 @@
 """Every command, flag, file and picture that the documents name is there."""
 
+import ast
 import itertools
 import re
 from pathlib import Path
@@ -19,6 +20,23 @@ DOCUMENTS = sorted(
     )
 )
 MAKE_TARGETS = {"demo", "test", "test-all", "setup", "setup-all", "golden", "bench", "lint"}
+
+
+def test_the_table_of_rooms_is_what_their_docstrings_say():
+    table = dict(
+        re.findall(
+            r"^\| `((?:parallel|pipelines|app)/\w+)` \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+        )
+    )
+    rooms = [file for room in ("parallel", "pipelines", "app") for file in (ROOT / room).glob("*/__init__.py")]
+    assert table == {
+        str(file.parent.relative_to(ROOT)): ast.parse(file.read_text())
+        .body[0]
+        .value.value.strip()
+        .rstrip(".")
+        .replace("\n", " ")
+        for file in rooms
+    }
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))

@@ -1,7 +1,7 @@
 """Checkpoint files: any state that torch can save, and the errors when one cannot be written or read.
 
 A run folder holds ``checkpoints/last.pt`` and ``best.pt``. A file is written under a temporary name, flushed to the
-disk and renamed: the one before stays readable. It ends with a checksum, ``LENGTH`` bytes that ``torch.load`` ignores:
+disk and renamed: the one before stays readable. It ends with a checksum, ``TRAILER_BYTES`` that ``torch.load`` ignores:
 it is read as it was written or not at all.
 """
 
@@ -22,7 +22,7 @@ from pipelines.slides.slide import printable_values
 
 MAGIC = b"MegaTile blake2b "
 DIGEST_BYTES = 16
-LENGTH = len(MAGIC) + 2 * DIGEST_BYTES + 1
+TRAILER_BYTES = len(MAGIC) + 2 * DIGEST_BYTES + 1
 READ_AT_ONCE = 1 << 20
 ZIP_END = b"PK\x05\x06"
 ZIP_END_BYTES = 22
@@ -73,12 +73,12 @@ def check_bytes(file: BinaryIO) -> None:
     Raises:
         ChecksumError: the file has no checksum, or another than that of its bytes.
     """
-    length = file.seek(0, os.SEEK_END) - LENGTH
-    file.seek(max(0, length))
+    payload_bytes = file.seek(0, os.SEEK_END) - TRAILER_BYTES
+    file.seek(max(0, payload_bytes))
     tail = file.read()
-    if length < 0 or not tail.startswith(MAGIC):
+    if payload_bytes < 0 or not tail.startswith(MAGIC):
         raise ChecksumError("it does not end with a checksum: it was cut short, or a version before checksums wrote it")
-    digest, left = blake2b(digest_size=DIGEST_BYTES), length
+    digest, left = blake2b(digest_size=DIGEST_BYTES), payload_bytes
     file.seek(0)
     while left:
         data = file.read(min(left, READ_AT_ONCE))
@@ -92,19 +92,19 @@ def check_bytes(file: BinaryIO) -> None:
 def has_checksum(file: BinaryIO) -> bool:
     """Return whether ``file`` ends with a checksum, right or wrong."""
     end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - LENGTH - ZIP_END_BYTES))
+    file.seek(max(0, end - TRAILER_BYTES - ZIP_END_BYTES))
     tail = file.read()
-    return tail[ZIP_END_BYTES:].startswith(MAGIC) or (
-        len(tail) == LENGTH + ZIP_END_BYTES and tail.startswith(ZIP_END) and ZIP_END not in tail[1:]
-    )
+    # With a damaged MAGIC the ZIP file still ends where a trailer would begin; a file without one ends in ZIP_END.
+    damaged = len(tail) == TRAILER_BYTES + ZIP_END_BYTES and tail.startswith(ZIP_END) and ZIP_END not in tail[1:]
+    return damaged or tail[ZIP_END_BYTES:].startswith(MAGIC)
 
 
 def _tail(digest: str) -> bytes:
     return MAGIC + digest.encode() + b"\n"
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to ``path`` atomically.
+def save_checkpoint(path: Path, state: dict[str, Any], also: Path | None = None) -> None:
+    """Write ``state`` to ``path`` atomically; ``also``: a second name of the file once it is there.
 
     Raises:
         RunError: the disk is full or the folder cannot be written; a checkpoint that was there before still is.
@@ -119,6 +119,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         if path.exists():
             kept = f"the previous one is kept: {path}; free space, then --resume"
         raise RunError(f"checkpoint {path} could not be written ({_reason(error)}); {kept}") from error
+    if also is not None:
+        keep_as(path, also)
 
 
 def _write_state(state: dict[str, Any], file: HashingWriter) -> None:
@@ -191,12 +193,9 @@ def resume_state(last: Path, best: Path) -> dict[str, Any]:
 
 def not_resumable(path: Path, fault: Exception) -> RunError:
     """Return the error of a file whose content is not that of a run's checkpoint."""
-    what = f"lacks {fault}" if isinstance(fault, KeyError) else _first_line(fault)
+    first = next(iter(str(fault).splitlines()), type(fault).__name__)
+    what = f"lacks {fault}" if isinstance(fault, KeyError) else first
     return RunError(f"checkpoint {path} cannot be resumed from: {what}; restore it, or start anew in another --out")
-
-
-def _first_line(fault: Exception) -> str:
-    return next(iter(str(fault).splitlines()), type(fault).__name__)
 
 
 def check_weights(path: Path) -> None:

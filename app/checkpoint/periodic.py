@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from app.checkpoint.file import keep_as, save_checkpoint
+from app.checkpoint.file import save_checkpoint
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
 from app.settings.cli import RunError
 from app.settings.optimization import CheckpointSettings
@@ -52,7 +52,7 @@ class CheckpointInterval:
         Args:
             between_s: what it took between two steps.
             blocked_s: how long updates waited for its copy; part of the overlapped steps.
-            write_s: from the end of the step before it until it was on the disk; 0 when that was all between steps.
+            write_s: of overlapped copying and writing, until it was on the disk; 0 when it was written between steps.
         """
         slower_s = 0.0
         if self._quiet_s:
@@ -149,9 +149,7 @@ class CheckpointManager:
             return
         begun = not at_once and self._begin(state, best)
         if not begun:
-            save_checkpoint(self._last, state)
-            if best:
-                keep_as(self._last, self._best)
+            save_checkpoint(self._last, state, self._best if best else None)
         self._overlapped = begun
         self._between_s = time.monotonic() - begun_s
         if not begun:

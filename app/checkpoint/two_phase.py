@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from app.checkpoint.file import keep_as, save_checkpoint
+from app.checkpoint.file import save_checkpoint
 from parallel.comm.device_thread import on_current_device
 from parallel.offload.copies import Copies, Mark
 
@@ -55,25 +55,26 @@ class TwoPhaseCheckpoints:
             MemoryError: there is no memory to copy to. What ``state`` holds may be changed again.
         """
         assert self._job is None, "finish comes first"
-        steady = {name: value for name, value in state.get("model", {}).items() if name in parameter_names}
-        waiting = {storage_key(tensor) for tensor in tensors_in([steady, state.get("optimizer")])}
+        parameters = {name: value for name, value in state.get("model", {}).items() if name in parameter_names}
+        deferred = {storage_key(tensor) for tensor in tensors_in([parameters, state.get("optimizer")])}
         tensors = list(tensors_in(state))
         sources = {storage_key(tensor): _bytes_of(tensor) for tensor in tensors}
         targets = self._targets(sources)
         later: list[tuple[Tensor, Tensor]] = []
         marks: list[tuple[Mark, Tensor]] = []
-        for key in sorted(sources, key=lambda key: key in waiting):  # first what cannot wait
+        for key in sorted(sources, key=lambda key: key in deferred):  # first what cannot wait
             source, target = sources[key], targets[key]
             if source.device.type != "cpu":
                 mark = self._copies.to_host(source, target)
-                if key not in waiting:
+                if key not in deferred:
                     self._copies.wait(mark)
                 marks.append((mark, source))
-            elif key in waiting:
+            elif key in deferred:
                 later.append((source, target))
             else:
                 copy_bytes(source, target)
         copies = {id(tensor): _like(tensor, targets[storage_key(tensor)]) for tensor in tensors}
+        # deepcopy takes an object that it finds in its memo, by id, for copied.
         snapshot = copy.deepcopy(dict(state), memo=dict(copies))
 
         def complete() -> None:
@@ -94,7 +95,7 @@ class TwoPhaseCheckpoints:
     def finish(self) -> tuple[float, float] | None:
         """Wait until the checkpoint under way is on the disk; None when there is none.
 
-        Return the seconds that an update waited for the copy, and those from the step before until it was on the disk.
+        Return the seconds that an update waited for the copy, and those from ``begin``'s end until it was on the disk.
 
         Raises:
             RunError: it could not be written; the one before is still there.
@@ -147,9 +148,7 @@ class _Job(threading.Thread):
                 self._copied.set()
             # Updates wait for the copy, not for what follows: it takes what they leave of the processor.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            save_checkpoint(self._path, self._state)
-            if self._also is not None:
-                keep_as(self._path, self._also)
+            save_checkpoint(self._path, self._state, self._also)
         except BaseException as error:
             self.error = error
         finally:

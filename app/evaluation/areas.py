@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from app.pages.pictures import as_png, colour_of
 from app.prediction.prediction_folder import PredictionFolder
+from app.training.metrics import Floats
 from models.losses import IGNORE
 from pipelines.backends.level_reader import MemoryReader
 from pipelines.catalog.catalog import SlideSpec
@@ -31,16 +32,16 @@ from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.tissue import Mask
 
 MERGED_UM, ISOLATED_UM = 75.0, 275.0
+"""CAMELYON16: lesions nearer than this are one; one whose longer axis is shorter than this is of isolated tumour cells,
+which count neither way."""
 FALSE_POSITIVES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """False alarms per slide at which the score asks for the sensitivity."""
 
-Floats = NDArray[np.float64]
 log = logging.getLogger(__name__)
 BAND_ROWS = 1024
 """Rows of annotations painted at a time."""
 PICTURE_PX = 480
 """Longer side of a picture of a mask."""
-Masks = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def score_areas(
     )
 
 
-def true_mask(truth: SlideAnnotations, slide_id: str, canvas: Mapping[str, Any]) -> Masks:
+def true_mask(truth: SlideAnnotations, slide_id: str, canvas: Mapping[str, Any]) -> NDArray[np.uint8]:
     """Return the class of each pixel of a slide's map, uint8 (height, width).
 
     Raises:

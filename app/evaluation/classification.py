@@ -200,7 +200,7 @@ class ScoredSplit:
         return lines
 
     def trained(self, scored: Sequence[str]) -> tuple[str, ...]:
-        """Return the slides of ``scored`` that the run trained on, or on other slides of their patients."""
+        """Return the slides of ``scored`` that are in the training split, which holds all slides of a patient."""
         train = {row["slide"] for row in self.rows if row["split"] == "train"}
         return tuple(slide for slide in scored if slide in train)
 

@@ -167,13 +167,13 @@ class Evaluation:
             cases, patients = self.labelled.cases, self._patients(self.labelled.slides)
             of_patients = f" of {counted(patients, 'patient')}" if patients else ""
             lines.append(f"{counted(len(cases.label), self.unit)}{of_patients} with a label")
-            lines += [f"{self.name_of(*key)} {_with_interval(estimate)}" for key, estimate in self.estimates.items()]
+            lines += [f"{self.name_of(*key)} {_interval_text(estimate)}" for key, estimate in self.estimates.items()]
             lines.append(f"calibration error {calibration(cases).error:.4f}")
             lines += [*self.labelled.left_out, *self.notes]
         if self.areas is not None:
             lines.append(f"{counted(len(self.areas.slides), 'slide')} with annotations")
             for name in self.areas.classes:
-                overlap = f"Dice {_with_interval(self.dice[name])}, IoU {_with_interval(self.iou[name])}"
+                overlap = f"Dice {_interval_text(self.dice[name])}, IoU {_interval_text(self.iou[name])}"
                 lines.append(f"{name}: {overlap}, {_froc_text(self.areas.froc[name])}")
             lines += self.areas.left_out
         return lines
@@ -233,7 +233,7 @@ def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[s
     return {name: estimate(values) for name, values in columns.items()}
 
 
-def _with_interval(estimate: Estimate) -> str:
+def _interval_text(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
         return number_text(estimate.value)
     return f"{number_text(estimate.value)} ({number_text(estimate.low)} to {number_text(estimate.high)})"

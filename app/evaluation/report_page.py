@@ -19,6 +19,8 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 
 from app.evaluation.areas import FALSE_POSITIVES, AreaScores
 from app.evaluation.classification import (
+    CONFIDENCE,
+    RESAMPLES,
     Calibration,
     Estimate,
     LabelledPredictions,
@@ -185,7 +187,7 @@ def _add_labelled(figures: _Figures, evaluation: Evaluation, labelled: LabelledP
     cases, unit, classes = labelled.cases, evaluation.unit, evaluation.classes
     named = {evaluation.name_of(*key): estimate for key, estimate in evaluation.estimates.items()}
     figures.cards += [
-        Card(name[0].upper() + name[1:], format_value(each.value), note=f"95 % interval {_interval(each)}")
+        Card(name[0].upper() + name[1:], format_value(each.value), note=f"{CONFIDENCE:.0%} interval {_interval(each)}")
         for name, each in named.items()
         if NAMES["balanced_accuracy"] not in name and each.value is not None
     ]
@@ -193,7 +195,7 @@ def _add_labelled(figures: _Figures, evaluation: Evaluation, labelled: LabelledP
     figures.charts += [*classification_charts(cases, classes), reliability_chart(reliability)]
     drawn = "patients" if evaluation.patient else f"{unit}s"
     figures.tables[f"Scores of {unit}s{' and patients' if evaluation.patient else ''}"] = Table(
-        ("", "value", f"95 % interval, 1,000 resamples of {drawn}"),
+        ("", "value", f"{CONFIDENCE:.0%} interval, {RESAMPLES:,} resamples of {drawn}"),
         [(name, number_text(each.value), _interval(each)) for name, each in named.items()]
         + [(f"calibration error of {unit}s", number_text(reliability.error), "")],
         (1,),
@@ -218,7 +220,7 @@ def _add_areas(figures: _Figures, evaluation: Evaluation, areas: AreaScores) -> 
         tuple(range(1, 2 * len(areas.classes) + 1)),
     )
     figures.cards += [
-        Card(f"Dice {name}", number_text(each.value), note=f"95 % interval {_interval(each)}")
+        Card(f"Dice {name}", number_text(each.value), note=f"{CONFIDENCE:.0%} interval {_interval(each)}")
         for name, each in evaluation.dice.items()
     ]
     scored = {name: curve for name, curve in curves.items() if curve.score is not None}

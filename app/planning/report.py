@@ -1,14 +1,12 @@
 """Report of ``app.plan``: the table of strategies on the terminal, and the files of ``--out``.
 
-Takes the command; runs the planner. A row for each strategy, its best candidate; all candidates are in
-``candidates.json``.
+Takes the command; runs the planner. A row for each strategy, its best candidate; all that were evaluated are
+in ``candidates.json``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,20 +39,6 @@ from parallel.units import bytes_text
 from pipelines.catalog.table import counted
 
 
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable garbage collection of cycles: a graph and what is known of it stay to the end, and traversing them takes
-    an eighth of a plan's time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@uncollected()
 def report(command: PlanCommand) -> int:
     """Plan, print, write. Exit code 1 when nothing fits.
 
@@ -108,7 +92,9 @@ def report(command: PlanCommand) -> int:
                 planners[tile] = None
         return planners[tile]
 
-    largest = _largest(command, machine.cluster, planner_at, names) if command.largest_tile else []
+    # A model without branches has none at any size, and a planner of a smaller one is not needed to tell that.
+    able = [name for name in names if name != SUBGRAPH.name or any(row.strategy.name == name for row in rows)]
+    largest = _largest(command, machine.cluster, planner_at, able) if command.largest_tile else []
     if command.out:
         _write(command, machine, planner_at, rows, best, largest)
     return OK if best else FAILED

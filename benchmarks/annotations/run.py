@@ -104,7 +104,8 @@ def measured(folder: Path, name: str, polygons: list[list[NDArray[np.float64]]],
         truth = read_annotations(AnnotationFiles({"slide": path}, (), path.name), specs, {"slide": "slide"})
 
         def mask(l0_x: int, l0_y: int, out: NDArray[np.uint8], truth=truth) -> None:
-            truth.read_mask("slide", slide, Region(l0_x, l0_y, *out.shape[::-1], 0.5), out)
+            height, width = out.shape
+            truth.read_mask("slide", slide, Region(l0_x, l0_y, width, height, 0.5), out)
 
         times = [_shown(tile_times(mask, tile, tiles)) for tile in TILES]
         rows.append(

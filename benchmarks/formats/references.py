@@ -89,7 +89,7 @@ def dicom_level(path: Path, level: Level) -> Pixels | None:
         size = (about.TotalPixelMatrixColumns, about.TotalPixelMatrixRows)
         if about.SeriesInstanceUID != series or size != (level.width, level.height) or "VOLUME" not in about.ImageType:
             continue
-        frames = pydicom.pixels.pixel_array(about)
+        frames = pydicom.pixels.pixel_array(about)  # type: ignore[attr-defined]
         frames = frames if frames.ndim == 4 else frames[None]
         columns, rows = -(-level.width // about.Columns), -(-level.height // about.Rows)
         grid = frames.reshape(rows, columns, about.Rows, about.Columns, 3).transpose(0, 2, 1, 3, 4)

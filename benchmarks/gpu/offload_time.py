@@ -16,8 +16,8 @@ from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, fault_line, 
 from benchmarks.gpu.work import Problem, Work, kept_bytes
 from parallel.memory.policy import ActivationPolicy
 
-TILES = {"resnet50": (1024, 2048, 3072), "unet": (512, 1024, 1536)}
-TINY = {"resnet18": (64,), "unet_w16": (64,)}
+TILES: dict[str, tuple[int, ...]] = {"resnet50": (1024, 2048, 3072), "unet": (512, 1024, 1536)}
+TINY: dict[str, tuple[int, ...]] = {"resnet18": (64,), "unet_w16": (64,)}
 AHEAD = (0, 256 * MIB, GIB, 4 * GIB)
 USUAL = GIB
 LEAST_TURNS, MOST_TURNS = 2, 12

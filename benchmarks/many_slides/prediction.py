@@ -76,7 +76,7 @@ def predicted(slides: Path, checkpoint: Path, out: Path, overlap: float) -> dict
 def by_monai(slide: Path, checkpoint: Path, tile: int, overlap: float) -> tuple[float, np.ndarray]:
     """Seconds that MONAI takes for the whole slide, reading included, and its map of class 1."""
     import torch
-    from monai.inferers import sliding_window_inference
+    from monai.inferers import sliding_window_inference  # type: ignore[attr-defined]
 
     from models.registry import build_model
     from pipelines.backends.registry import open_slide

@@ -73,7 +73,8 @@ def by_megatile(fold: int, held: list[str], images: Path, masks: Path, names: li
     predicted = out / "predicted"
     where = ["--slides", str(out / "slides" / "val"), "--checkpoint", checkpoint, "--out", str(predicted)]
     cpu_seconds(["app.predict", *where, "--slide-mpp", "0.5", "--overlap", "0.5"])
-    scores = score_areas(PredictionFolder(predicted), ["foreground"], masks)
+    folder = PredictionFolder(predicted)
+    scores = score_areas(folder, [row["slide"] for row in folder.rows()], ["foreground"], masks)
     assert len(scores.slides) == len(held), scores.left_out
     dice = {Path(slide).stem: float(value) for slide, value in zip(scores.slides, scores.dice[:, 0], strict=True)}
     return {"dice": dice, "cpu_s": seconds}
@@ -91,7 +92,8 @@ def by_smp(fold: int, held: list[str], read: Images, cpu_s: float) -> dict[str, 
     while (done := (time.process_time() - begun_s) / cpu_s) < 1:
         for group in optimizer.param_groups:
             group["lr"] = PEER_LR * 0.5 * (1 + np.cos(np.pi * done))
-        chosen = [_crop(*train[i], rng) for i in rng.integers(len(train), size=BATCH)]
+        drawn = (train[i] for i in rng.integers(len(train), size=BATCH))
+        chosen = [_crop(image, mask, rng) for image, mask in drawn]
         pixels = torch.from_numpy(np.stack([image for image, _ in chosen]))
         targets = torch.from_numpy(np.stack([mask for _, mask in chosen])).long()
         logits = model(_floats(pixels))

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.schedules.ours import Durations, Ours
 from parallel.comm.communicator import Communicator
-from parallel.comm.grad_reducer import BUCKET_BYTES
 from parallel.comm.objects import gather_objects
 from parallel.graph.partition import Partition
+from parallel.memory.rank_bytes import BUCKET_BYTES
 from parallel.schedule.action import Kind
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, StageCost

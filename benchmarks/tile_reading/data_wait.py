@@ -17,7 +17,8 @@ from app import synth
 from app.launch.place import place
 from app.launch.watchdog import Watchdog
 from app.settings.optimization import ModelSettings, ScoreSettings
-from app.settings.run import DataSettings, RunConfig, SplitSettings, StrategySettings
+from app.settings.run import DataSettings, RunConfig, SplitSettings
+from app.settings.strategy import StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import prepare
 from app.training.outcome import Stopwatch

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Costs:
     source: str
     expected_error: float | None = None
 
-    @property
+    @functools.cached_property
     def seconds(self) -> list[float]:
         """Forward and backward, by position."""
         return [cost.seconds for cost in self.layers]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from itertools import repeat
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -118,8 +118,9 @@ class BySide(Generic[T]):
 
     def __init__(self) -> None:
         self._known: dict[int, T] = {}
-        self._numbers: dict[int, Numbers] = {}
-        self._agree = False
+        self._apart: dict[int, tuple[list[int], list[Any]]] = {}
+        self._build: _Build | None = None
+        self._varying: dict[int, Numbers] = {}
         self._between: dict[int, T] = {}
 
     @property
@@ -129,61 +130,101 @@ class BySide(Generic[T]):
 
     def add(self, side: int, value: T) -> None:
         """Take the value of one more side, which was run."""
-        self._known[side] = value
+        self._known[side], self._build = value, None
         self._between.clear()
-        self._numbers[side] = np.array(list(_numbers(value)), dtype=object)
-        forms = (_filled(each, repeat(0)) for each in self._known.values())
-        form = next(forms)
-        self._agree = len(self._known) >= KNOWN and all(other == form for other in forms)
-        self._agree = self._agree and all(np.array_equal(self._at(s), n) for s, n in self._numbers.items())
+        if len(self._known) < KNOWN:
+            return
+        for known in self._known.keys() - self._apart.keys():
+            _take_apart(self._known[known], *self._apart.setdefault(known, ([], [])))
+        numbers, forms = zip(*self._apart.values(), strict=True)
+        if any(form != forms[0] for form in forms):
+            return
+        table = np.array(numbers, dtype=object)
+        varies = (table != table[0]).any(axis=0)
+        self._varying = dict(zip(self._apart, table[:, varies], strict=True))
+        if all(np.array_equal(self._at(known), given) for known, given in self._varying.items()):
+            places = iter(np.where(varies, varies.cumsum() - 1, -1).tolist())
+            self._build = _build(value, places) or (lambda _: value)
 
     def at(self, side: int) -> T | None:
         """Return the value for tiles of ``side``; None where the known ones do not tell."""
-        if not self._agree or not min(self._known) < side < max(self._known):
+        if self._build is None or not min(self._known) < side < max(self._known):
             return self._known.get(side)
         if side not in self._between:
-            self._between[side] = _filled(next(iter(self._known.values())), iter(self._at(side).tolist()))
+            self._between[side] = self._build(self._at(side).tolist())
         return self._between[side]
 
     def _at(self, side: int) -> Numbers:
-        """Interpolate by Lagrange's formula from three sides; rounded down where it gives no integers."""
-        sides = sorted(self._numbers)
+        """Interpolate what varies by Lagrange's formula from three sides; rounded down where it gives no integers."""
+        sides = sorted(self._varying)
         a, b, c = sides[0], sides[len(sides) // 2], sides[-1]
         parts = (
             ((side - b) * (side - c) * (c - b), a),
             ((side - a) * (side - c) * (a - c), b),
             ((side - a) * (side - b) * (b - a), c),
         )
-        total: Numbers = sum(factor * self._numbers[known] for factor, known in parts) // ((b - a) * (c - a) * (c - b))
+        total: Numbers = sum(factor * self._varying[known] for factor, known in parts) // ((b - a) * (c - a) * (c - b))
         return total
 
 
-def _numbers(value: Any) -> Iterator[int]:
-    """Yield all whole numbers in dataclasses, tuples and mappings, in order."""
-    if type(value) is int or (type(value) is float and value.is_integer()):
-        yield int(value)
-    elif isinstance(value, (tuple, Mapping)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _numbers(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for name in _fields(type(value)):
-            yield from _numbers(getattr(value, name))
+_Build = Callable[[Sequence[int]], Any]
+"""(numbers that vary) -> the value that has them."""
 
 
-def _filled(value: Any, numbers: Iterator[int]) -> Any:
-    """Return ``value`` with other whole numbers, in the order of ``_numbers``; itself where they are the same."""
-    if type(value) is int:
-        return next(numbers)
-    if type(value) is float:
-        return float(next(numbers)) if value.is_integer() else value
+def _whole(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    """Return what a tuple, a mapping or a dataclass is made of, in order; None of other values."""
     if isinstance(value, tuple):
-        return tuple(_filled(each, numbers) for each in value)
+        return value
     if isinstance(value, Mapping):
-        return {key: _filled(each, numbers) for key, each in value.items()}
+        return list(value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = type(value)(*(_filled(getattr(value, name), numbers) for name in _fields(type(value))))
-        return value if made == value else made
-    return value
+        return [getattr(value, name) for name in _fields(type(value))]
+    return None
+
+
+def _take_apart(value: Any, numbers: list[int], form: list[Any]) -> None:
+    """Add all whole numbers in ``value`` to ``numbers``, and what else it is made of to ``form``, in order."""
+    if _whole(value):
+        numbers.append(int(value))
+        form.append(type(value))
+    elif (parts := _parts(value)) is None:
+        form.append(value)
+    else:
+        form += (type(value), tuple(value) if isinstance(value, Mapping) else len(parts))
+        for part in parts:
+            _take_apart(part, numbers, form)
+
+
+def _build(value: Any, places: Iterator[int]) -> _Build | None:
+    """Return what makes ``value`` with other numbers; None where none of its own varies.
+
+    Args:
+        places: of each whole number, in the order of ``_take_apart``, among those that vary; -1 of others.
+    """
+    if _whole(value):
+        place, is_float = next(places), type(value) is float
+        if place < 0:
+            return None
+        return (lambda numbers: float(numbers[place])) if is_float else operator.itemgetter(place)
+    if (parts := _parts(value)) is None:
+        return None
+    changing = [(k, build) for k, part in enumerate(parts) if (build := _build(part, places)) is not None]
+    if not changing:
+        return None
+
+    def joined(numbers: Sequence[int]) -> Any:
+        made = list(parts)
+        for k, build in changing:
+            made[k] = build(numbers)
+        if isinstance(value, tuple):
+            return tuple(made)
+        return dict(zip(value, made, strict=True)) if isinstance(value, Mapping) else type(value)(*made)
+
+    return joined
 
 
 @functools.cache

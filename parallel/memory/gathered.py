@@ -15,7 +15,8 @@ from itertools import accumulate
 import numpy as np
 
 from parallel.graph.layers import LayerGraph
-from parallel.memory.stage_bytes import Ints, Timeline
+from parallel.memory.liveness import Ints
+from parallel.memory.stage_bytes import Timeline
 
 Units = frozenset[int]
 

@@ -8,14 +8,22 @@ in place where torch's autograd does so. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 
 HANDS_ON = ("add", "add_", "cat")
 """Operations whose inputs' gradients lie in the memory of their output's gradient."""
+
+
+Ints = npt.NDArray[np.int64]
+NEVER = 1 << 40
+"""Behind every position."""
 
 
 class LiveRange(NamedTuple):
@@ -61,6 +69,60 @@ def pieces(graph: LayerGraph) -> list[Piece]:
     return [*by_key.values(), *(Piece(size, made=[position]) for size, position in at_work if size)]
 
 
+class PieceTable:
+    """Pieces of memory as arrays.
+
+    Attributes:
+        entries: (6, n), a column for each piece and each position at which it is made, kept or used, in this order. Its
+            rows: number of the piece; position; made or kept there; kept there; where what is used there was made
+            first; where what is made there is used last.
+        bytes: of each piece. ``made``, ``used``: where it is made first, and used last. ``first``, ``last``: positions
+            of its entries.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        entries: list[tuple[int, int, bool, bool, int, int]] = []
+        ends: list[tuple[int, int]] = []
+        for number, piece in enumerate(pieces):
+            makers: dict[int, int] = {}
+            users: dict[int, int] = {}
+            for made, use in piece.used:
+                makers[use] = min(made, makers.get(use, NEVER))
+                users[made] = max(use, users.get(made, -1))
+            made_at, saved_at = set(piece.made), set(piece.saved)
+            places = sorted(made_at | saved_at | makers.keys())
+            ends.append((places[0], places[-1]))
+            entries += [
+                (number, at, at in made_at or at in saved_at, at in saved_at, makers.get(at, NEVER), users.get(at, -1))
+                for at in places
+            ]
+        self.first, self.last = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+        self.entries: Ints = np.array(entries, dtype=np.int64).reshape(-1, 6).T
+        self.bytes: Ints = np.array([piece.bytes for piece in pieces], dtype=np.int64)
+        self.made: Ints = np.array([min(piece.made, default=NEVER) for piece in pieces], dtype=np.int64)
+        self.used: Ints = np.array(
+            [max((use for _, use in piece.used), default=-1) for piece in pieces], dtype=np.int64
+        )
+
+    def within(self, start: int, stop: int) -> Ints:
+        """Return the entries of positions from ``start`` to ``stop``, not included."""
+        at = self.entries[1]
+        found: Ints = self.entries[:, (at >= start) & (at < stop)]
+        return found
+
+    def kept_alone(self, start: int, stop: int) -> int:
+        """Return bytes that are held more, at least, where layers are kept and not recomputed: pieces that no others
+        make, keep or use, without those that are held for their recomputation alone."""
+        number, _, _, saved, maker, _ = self.within(start, stop)
+        heads = np.flatnonzero(np.diff(number, prepend=-1))
+        if not len(heads):
+            return 0
+        keeps, enters = (np.logical_or.reduceat(found, heads) for found in (saved > 0, maker < start))
+        pieces = number[heads]
+        alone = keeps & (self.first[pieces] >= start) & (self.last[pieces] < stop)
+        return int(self.bytes[pieces] @ (alone.astype(np.int64) - (enters & ~keeps)))
+
+
 def maker(graph: LayerGraph, position: int) -> int:
     """Return the position at which the value of a layer is made: -1 for the model's input, which is there before."""
     return -1 if graph.layers[position].kind == INPUT else position
@@ -97,15 +159,17 @@ class _Root:
 
 
 class _Gradients:
-    """One backward pass on paper. ``roots``: name of a value -> where its gradient lies, while it is waited for."""
+    """One backward pass on paper. ``roots``: name of a value -> where its gradient lies, while it is waited for;
+    ``found``: spans so far."""
 
     def __init__(self, graph: LayerGraph, start: int, stop: int) -> None:
         self._graph, self._start, self._end = graph, start, stop - 1
         self._roots: dict[str, _Root] = {}
+        self.found: list[LiveRange] = []
         users = ((name, k) for k in range(start, stop) for name in graph.layers[k].inputs)
         self._first_use = dict(reversed([(name, k) for name, k in users if graph.position[name] < start]))
 
-    def spans(self) -> Iterator[LiveRange]:
+    def spans(self) -> list[LiveRange]:
         last = self._graph.last_uses
         for position in range(self._start, self._end + 1):
             layer = self._graph.layers[position]
@@ -113,7 +177,7 @@ class _Gradients:
                 continue
             if last[position] > self._end:  # a message
                 self._roots[layer.name] = _Root(self._end, layer.output_bytes, held=1, pinned=True)
-                yield LiveRange(self._start, self._end, layer.output_bytes)
+                self.found.append(LiveRange(self._start, self._end, layer.output_bytes))
             elif layer.kind == OUTPUT:
                 self._roots[layer.name] = _Root(self._end, layer.output_bytes, held=1)
         for position in range(self._end, self._start - 1, -1):
@@ -121,16 +185,17 @@ class _Gradients:
             if layer.name in self._roots:
                 for name in layer.inputs:
                     if self._graph.by_name[name].differentiable:
-                        yield from self._contribute(position, layer, name)
-                        yield from self._complete(position, name)
-                yield from self._let_go(position, layer.name)
+                        self._contribute(position, layer, name)
+                        self._complete(position, name)
+                self._let_go(position, layer.name)
         for name in tuple(self._roots):
-            yield from self._let_go(self._start, name)
+            self._let_go(self._start, name)
         for position in range(self._start, self._end + 1):
             if work := self._graph.layers[position].backward_work:
-                yield LiveRange(position, position, work)
+                self.found.append(LiveRange(position, position, work))
+        return self.found
 
-    def _contribute(self, position: int, layer: Layer, name: str) -> Iterator[LiveRange]:
+    def _contribute(self, position: int, layer: Layer, name: str) -> None:
         """The gradient that ``layer`` gives for its input ``name``."""
         size = self._graph.by_name[name].output_bytes
         shared = _hands_on(layer, size)
@@ -145,25 +210,25 @@ class _Gradients:
             # The sum is a third tensor; the layer's own gradient and what it kept are gone by then.
             if not shared:
                 gone = layer.output_bytes + self._graph.freed_bytes[position]
-                yield LiveRange(position, position, max(0, size - gone))
-            yield from self._let_go(position, name)
+                self.found.append(LiveRange(position, position, max(0, size - gone)))
+            self._let_go(position, name)
             self._roots[name] = _Root(position, size, held=1)
         elif not shared:
-            yield LiveRange(position, position, size)
+            self.found.append(LiveRange(position, position, size))
 
-    def _complete(self, position: int, name: str) -> Iterator[LiveRange]:
+    def _complete(self, position: int, name: str) -> None:
         """The gradient of a received value is a message: it gets memory of its own once it is whole."""
         root = self._roots[name]
         if self._first_use.get(name) == position and (root.held > 1 or root.pinned or not root.whole):
-            yield from self._let_go(position, name)
+            self._let_go(position, name)
             self._roots[name] = _Root(position, self._graph.by_name[name].output_bytes, held=1)
 
-    def _let_go(self, position: int, name: str) -> Iterator[LiveRange]:
+    def _let_go(self, position: int, name: str) -> None:
         """The layer at ``position`` has used the gradient ``name`` up."""
         root = self._roots.pop(name)
         root.held -= 1
         if not root.held and not root.pinned:
-            yield LiveRange(position, root.born, root.bytes)
+            self.found.append(LiveRange(position, root.born, root.bytes))
 
 
 def _hands_on(layer: Layer, size: int) -> bool:

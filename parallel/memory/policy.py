@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from parallel.graph.blocks import block_cuts
 from parallel.graph.layers import LayerGraph
@@ -36,8 +36,7 @@ def buffer_bytes(size: int) -> int:
     return -(-size // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Layers at positions ``start`` to ``stop``, not included, of the model's graph.
 
     Attributes:

@@ -84,7 +84,11 @@ def in_flight(schedule: Schedule, mesh: Mesh) -> tuple[tuple[tuple[int, ...], ..
             now[action.stage] += bool(after) - bool(before)
             if action.kind is Kind.FORWARD:
                 reached[tuple(now.values())] = None
-        combinations.append(tuple(n for n in reached if not any(_exceeds(other, n) for other in reached)))
+        most: list[tuple[int, ...]] = []
+        for numbers in sorted(reached, key=sum, reverse=True):  # what exceeds others comes before them
+            if not any(_exceeds(other, numbers) for other in most):
+                most.append(numbers)
+        combinations.append(tuple(numbers for numbers in reached if numbers in most))
     return tuple(combinations)
 
 

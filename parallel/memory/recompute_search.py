@@ -10,7 +10,6 @@ then takes says how much more or less a part may be. No torch here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +33,8 @@ CAPS = 8
 """Numbers of bytes held by a microbatch that are tried, where several are in flight."""
 SMALLER, LARGER = (0.94, 0.88, 0.78, 0.6), (1.07, 1.15, 1.3, 1.6)
 """Times the budget that a plan is made for where that for the budget itself really takes more, or less."""
+UNKNOWN = 1 << 60
+"""Bytes that no rank has."""
 RULE = ActivationPolicy("optimal")
 
 Plan = tuple[Segment, ...]
@@ -53,7 +54,7 @@ class RecomputeSearch:
     def __init__(
         self, graph: LayerGraph, start: int, stop: int, forward_s: Sequence[float], in_flight: int, memory: StageMemory
     ) -> None:
-        self._memory, self._in_flight = memory, in_flight
+        self._memory, self._in_flight, self._end = memory, in_flight, len(graph.layers)
         inner = [place for place in cut_positions(graph) if start < place < stop]
         self._places = thinned(graph, [start, *inner, stop], PLACES)
         self._upto = np.concatenate([[0.0], np.cumsum(forward_s)])
@@ -106,11 +107,32 @@ class RecomputeSearch:
 
     def _trimmed(self, plan: Plan, budget: float) -> Plan:
         """Return ``plan`` with every segment kept that fits, the one of the most seconds first."""
+        peaks = self._peaks(plan)
         for segment in sorted((s for s in plan if s.recompute), key=lambda s: -self.seconds((s,))):
-            other = _joined(replace(each, recompute=False) if each == segment else each for each in plan)
+            # Held from its forward pass on, what it keeps is there while later segments go backward.
+            more, held = self._kept_alone(segment), self._memory.of_segments(plan, RULE).activations
+            most = max((peak for start, peak in peaks.items() if start > segment.start), default=0)
+            if (self._in_flight - 1) * (held + more) + most + more > budget:
+                continue
+            other = _joined(each._replace(recompute=False) if each == segment else each for each in plan)
             if self._bytes(other) <= budget:
                 plan = other
+                peaks = {start: peak + more * (start > segment.start) for start, peak in peaks.items()}
+                del peaks[segment.start]
         return plan
+
+    def _peaks(self, plan: Plan) -> dict[int, int]:
+        """Return start of a segment -> most bytes that live while it goes backward, after it is recomputed."""
+        timeline = self._memory.arrays((plan[0].start, plan[-1].stop)).timeline(plan, RULE)
+        starts = [segment.start for segment in reversed(plan)]
+        begins = timeline.moments.recompute_at[np.array(starts) - plan[0].start]
+        return dict(zip(starts, np.maximum.reduceat(timeline.live, begins).tolist(), strict=True))
+
+    @remembered
+    def _kept_alone(self, segment: Segment) -> int:
+        """Return bytes that are held more, at least, where a segment is kept; nothing is known of the one with the
+        loss, of which a part is kept in any case."""
+        return self._memory.table.kept_alone(segment.start, segment.stop) if segment.stop < self._end else -UNKNOWN
 
     def seconds(self, plan: Plan) -> float:
         """Return the seconds that recomputing it takes."""
@@ -147,14 +169,16 @@ def _solve(windows: SegmentWindows, limit: float, cap: float) -> Plan | None:
     room = np.floor((limit - windows.work) / unit + 1e-9)
     least = np.full((count, 2 * LEVELS + 1), np.inf)  # columns before ``LEVELS``, of fewer units than none, stay so
     least[0, LEVELS] = 0.0
+    shifted = np.lib.stride_tricks.sliding_window_view(least, LEVELS + 1, axis=1)
     choice: npt.NDArray[np.int64] = np.zeros((count, LEVELS + 1), dtype=np.int64)
     for j in range(1, count):
         kind, begin = np.nonzero((held[:, :j, j] <= LEVELS) & (room[:j, j] >= 0))
         if not len(begin):
             continue
-        before = levels - held[kind, begin, j, None]  # (segment, level): units held before the segment
-        costs = least[begin[:, None], LEVELS + before] + seconds[kind, begin, j, None]
-        costs[before > room[begin, j, None]] = np.inf
+        units = held[kind, begin, j]
+        costs = shifted[begin, LEVELS - units]  # (segment, level): of the segments before it, by units held with it
+        costs += seconds[kind, begin, j, None]
+        costs[levels > (units + room[begin, j])[:, None]] = np.inf
         best = costs.argmin(axis=0)
         choice[j] = (kind * j + begin)[best]
         least[j, LEVELS:] = costs[best, levels]

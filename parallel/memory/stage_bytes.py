@@ -19,7 +19,7 @@ import numpy.typing as npt
 from parallel import remembered
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
-from parallel.memory.liveness import Piece, gradient_spans, pieces
+from parallel.memory.liveness import NEVER, Ints, LiveRange, Piece, PieceTable, gradient_spans, pieces
 from parallel.memory.offload_window import HostBytes, OffloadedPieces, Use
 from parallel.memory.policy import KEEP_ALL, SMALLEST, ActivationPolicy, Segment, segments_of
 
@@ -53,10 +53,7 @@ class StageBytes:
     largest_parameter: int
 
 
-Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-NEVER = 1 << 40
-"""Behind every position."""
 
 
 @dataclass(frozen=True)
@@ -101,42 +98,28 @@ class StageArrays:
     """Bytes of the layers from position ``start`` to ``stop``, not included, for any choice of segments.
 
     Args:
-        touched: pieces of memory that they make, keep or use.
+        table: of the pieces of the graph's memory.
     """
 
-    def __init__(self, graph: LayerGraph, start: int, stop: int, touched: Sequence[Piece]) -> None:
+    def __init__(self, graph: LayerGraph, start: int, stop: int, table: PieceTable) -> None:
         self._start, self._stop = start, stop
-        touched = touched or [Piece(0, made=[start])]
         self._last_layer = len(graph.layers) - 1
-        # An entry for each piece and each position of the stage at which it is made, kept or used, in this order.
-        entries: list[tuple[int, int, bool, bool, int, int]] = []
-        for number, piece in enumerate(touched):
-            makers: dict[int, int] = {}
-            users: dict[int, int] = {}
-            for made, use in piece.used:
-                makers[use] = min(made, makers.get(use, NEVER))
-                users[made] = max(use, users.get(made, -1))
-            made_at, saved_at = set(piece.made), set(piece.saved)
-            entries += [
-                (number, at, at in made_at or at in saved_at, at in saved_at, makers.get(at, NEVER), users.get(at, -1))
-                for at in sorted(made_at | saved_at | makers.keys())
-                if start <= at < stop
-            ]
-        columns = np.array(entries, dtype=np.int64).reshape(-1, 6).T
-        self._piece, self._at = columns[0], columns[1]
-        self._here = np.where(columns[2] > 0, self._at, NEVER)
-        self._saved = np.where(columns[3] > 0, self._at, NEVER)
-        self._first_maker, self._last_user = columns[4], columns[5]
-        self._bytes = np.array([piece.bytes for piece in touched], dtype=np.int64)
-        self._entered = np.array(
-            [any(start <= use < stop and made < start for made, use in piece.used) for piece in touched], dtype=bool
-        )
-        self._sent = np.array([any(use >= stop for _, use in piece.used) for piece in touched], dtype=bool)
-        self._counted = self._entered | np.array([any(p < stop for p in piece.made) for piece in touched], dtype=bool)
+        if not (found := table.within(start, stop)).size:
+            table = PieceTable([Piece(0, made=[start])])
+            found = table.within(start, stop)
+        number, self._at, here, saved, self._first_maker, self._last_user = found
+        touched, self._piece = np.unique(number, return_inverse=True)
+        self._here = np.where(here > 0, self._at, NEVER)
+        self._saved = np.where(saved > 0, self._at, NEVER)
+        self._bytes = table.bytes[touched]
+        heads = np.searchsorted(self._piece, np.arange(len(touched)))
+        self._entered = np.logical_or.reduceat(self._first_maker < start, heads)
+        self._sent = table.used[touched] >= stop
+        self._counted = self._entered | (table.made[touched] < stop)
         self._gradients = np.array(gradient_spans(graph, start, stop), dtype=np.int64).reshape(-1, 3).T
         self._params = np.array(graph.owned_bytes[start:stop], dtype=np.int64)
         keeping = np.zeros(stop - start + 1, dtype=np.int64)
-        keeping[1:][sorted({at - start for piece in touched for at in piece.saved if start <= at < stop})] = 1
+        keeping[1:][self._at[saved > 0] - start] = 1
         self._keeping = keeping.cumsum()  # layers before a position that keep anything
         sent = [graph.layers[k] for k in range(start, stop) if graph.last_uses[k] >= stop]
         names = {name for layer in graph.layers[start:stop] for name in layer.inputs if graph.position[name] < start}
@@ -202,18 +185,22 @@ class StageArrays:
         held = np.maximum.reduceat(needed, heads)
         kept = given | (held >= 0)
         anew = runs_again & ~enters
-        offloaded = OffloadedPieces(moments.recompute_at.tolist(), moments.backward_at.tolist())
-        heads_and_end, entry_and_end = [*heads.tolist(), len(piece)], [*entry.tolist(), len(number)]
-        for k in np.flatnonzero(moves).tolist():
-            uses = []
-            for u in range(heads_and_end[k], heads_and_end[k + 1]):
-                at = self._saved[entry_and_end[u] : entry_and_end[u + 1]] - self._start
-                saved_at = at[at < NEVER - self._start].tolist()
-                again_in = int(segment[u]) if runs_again[u] else None
-                uses.append(Use(int(begin[u]), int(last[u]), saved_at, bool(enters[u]), again_in))
-            size, entered = int(self._bytes[k]), bool(self._entered[k])
-            offloaded.add(size, int(begins[k]), int(lasts[k]), uses, entered=entered)
-        spans = offloaded.spans(policy.ahead, moments.backward_start) if moves.any() else []
+        spans: list[LiveRange] = []
+        host = HostBytes(0, 0, 0)
+        if moves.any():
+            offloaded = OffloadedPieces(moments.recompute_at.tolist(), moments.backward_at.tolist())
+            run_ends, use_ends = [*heads.tolist(), len(piece)], [*entry.tolist(), len(number)]
+            uses_of = list(zip(begin.tolist(), last.tolist(), enters.tolist(), segment.tolist(), strict=True))
+            saved_of, again_of = (self._saved - self._start).tolist(), runs_again.tolist()
+            for k in np.flatnonzero(moves).tolist():
+                uses = []
+                for u in range(run_ends[k], run_ends[k + 1]):
+                    first, until, there, within = uses_of[u]
+                    at = [p for p in saved_of[use_ends[u] : use_ends[u + 1]] if p < NEVER - self._start]
+                    uses.append(Use(first, until, at, there, within if again_of[u] else None))
+                whole = int(begins[k]), int(lasts[k])
+                offloaded.add(int(self._bytes[k]), *whole, uses, entered=bool(self._entered[k]))
+            spans, host = offloaded.spans(policy.ahead, moments.backward_start), offloaded.host
         first, final, size_of_gradient = self._gradients[0] - self._start, self._gradients[1], self._gradients[2]
         messages = (first == 0) & (final == self._stop - 1)
         back = moments.backward_at
@@ -232,7 +219,7 @@ class StageArrays:
             int(alone.max()),
             int(stays[kept].sum()),
             int(stays[kept & self._entered].sum()),
-            offloaded.host,
+            host,
         )
 
     def _parts(self, segments: Sequence[Segment]) -> tuple[Ints, Ints, Flags]:
@@ -283,10 +270,6 @@ class StageMemory:
     def __init__(self, graph: LayerGraph) -> None:
         self.graph = graph
         self.pieces = pieces(graph)
-        self._at: list[list[int]] = [[] for _ in graph.layers]
-        for number, piece in enumerate(self.pieces):
-            for place in {*piece.made, *piece.saved, *(use for _, use in piece.used)} - {-1}:
-                self._at[place].append(number)
         self._known: dict[object, tuple[StageBytes, HostBytes]] = {}
 
     def kept(self, partition: Partition, policy: ActivationPolicy = KEEP_ALL) -> list[StageBytes]:
@@ -323,13 +306,17 @@ class StageMemory:
     @remembered
     def arrays(self, bound: Bound) -> StageArrays:
         """Return what the bytes of these layers are worked out with."""
-        return StageArrays(self.graph, *bound, self.touched(bound))
+        return StageArrays(self.graph, *bound, self.table)
 
     @remembered
     def touched(self, bound: Bound) -> list[Piece]:
         """Return the pieces that these layers make, keep or use."""
-        numbers = {number for place in range(*bound) for number in self._at[place]}
-        return [self.pieces[number] for number in sorted(numbers)]
+        return [self.pieces[number] for number in np.unique(self.table.within(*bound)[0]).tolist()]
+
+    @functools.cached_property
+    def table(self) -> PieceTable:
+        """Return the pieces as arrays."""
+        return PieceTable(self.pieces)
 
     @functools.cached_property
     def saved_bytes(self) -> int:

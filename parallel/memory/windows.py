@@ -37,6 +37,7 @@ class Windows:
         seconds: of each layer, forward and backward.
         positions: increasing, where stages may begin, with both ends: 0 and the number of layers. All places where a
             cut may fall unless given; of more than ``FINEST``, those with the fewest bytes across.
+        held: pieces of the graph's memory, or those that the layers of the windows asked for touch; all unless given.
 
     Attributes:
         seconds: (P, P), of the layers in the window.
@@ -51,7 +52,13 @@ class Windows:
         param_bytes: (P, P), of parameters, those of a module once.
     """
 
-    def __init__(self, graph: LayerGraph, seconds: Sequence[float], positions: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        graph: LayerGraph,
+        seconds: Sequence[float],
+        positions: Sequence[int] | None = None,
+        held: Iterable[Piece] | None = None,
+    ) -> None:
         count = len(graph.layers)
         if positions is None:
             positions = thinned(graph, [0, *cut_positions(graph), count], FINEST)
@@ -61,6 +68,7 @@ class Windows:
         self._begin = np.asarray(self.positions)
         self._end = self._begin - 1  # the last layer of a window that ends at a position; -1 picks nothing that counts
         self._seconds = np.asarray(seconds, dtype=np.float64)
+        self._pieces = pieces(graph) if held is None else list(held)
         self._remembered: dict[object, npt.NDArray[np.float64]] = {}
 
     def remembered(self, key: object, make: Callable[[], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
@@ -114,10 +122,6 @@ class Windows:
         # A backward pass begins with all that is kept, and the gradients of all that was sent.
         np.maximum(peak, self.kept_bytes + self._at_ends(_sent(self.graph)), out=peak)
         return peak
-
-    @functools.cached_property
-    def _pieces(self) -> list[Piece]:
-        return pieces(self.graph)
 
     @functools.cached_property
     def _kept(self) -> Matrix:
@@ -262,7 +266,7 @@ class SegmentWindows:
     """
 
     def __init__(
-        self, graph: LayerGraph, touched: Iterable[Piece], places: Sequence[int], forward_s: Sequence[float]
+        self, graph: LayerGraph, touched: Sequence[Piece], places: Sequence[int], forward_s: Sequence[float]
     ) -> None:
         self.places = tuple(places)
         at = np.asarray(places)
@@ -284,7 +288,7 @@ class SegmentWindows:
             else:
                 kept.append((start, first, first + 1, last, piece.bytes))
                 kept += [(start, first, min(saved) + 1, stop, piece.bytes)] if saved else []
-        windows = Windows(graph, forward_s, sorted({0, *places, len(graph.layers)})).among(places)
+        windows = Windows(graph, forward_s, sorted({0, *places, len(graph.layers)}), touched).among(places)
         self.held_again = _summed(at, at, again)
         self.held_kept = _summed(at, at, kept)
         self.work = windows.peak_bytes - windows.entered_bytes + _summed(at, at, _passing(graph, start, stop))

@@ -22,8 +22,9 @@ GAIN = 4 / 3
 PIPELINES = 16
 """Ranks up to which pipelines of teams are searched, when spatial is among the strategies, and grids of columns: of
 more, groups of as many do the same."""
-FEW = 150
-"""Candidates: of more, those are left out that cannot be faster than one of their strategy that fits."""
+FEW = 100
+"""Candidates: of more, those are left out that cannot be faster than one of their strategy that fits, unless devices
+differ in speed, and shares by speed are tried too."""
 
 
 class Planner(Evaluator):
@@ -65,7 +66,7 @@ class Planner(Evaluator):
             allowed = [candidate for candidate in allowed if candidate.copies == 1]
             for name in [name for name in several if name not in {candidate.name for candidate in allowed}]:
                 yield PlanRow(Strategy(name, ranks, 1, 1), refused=self.task.one_copy)
-        if len(allowed) <= FEW:
+        if len(allowed) <= FEW or self.cluster.speeds:
             for candidate in allowed:
                 row = self.evaluate(candidate, savings)
                 yield row
@@ -73,7 +74,10 @@ class Planner(Evaluator):
                     yield from self._by_speed(candidate, row, savings)
             return
         for name in free:
-            yield from self._promising([candidate for candidate in allowed if candidate.name == name], savings)
+            own = [candidate for candidate in allowed if candidate.name == name]
+            # In their usual order, in which the simpler of two comes first; two steps of ``best_of`` below the best.
+            rows = self._promising(own, savings, margin=(1 + SIMPLER) ** -2)
+            yield from sorted(rows, key=lambda row: (row.strategy.depth, row.strategy.m))
 
     def _by_speed(self, candidate: Strategy, row: PlanRow, savings: MemoryOptions) -> Iterator[PlanRow]:
         """Yield the row of ``candidate`` with shares by the speeds of its groups, where they are not equal ones."""
@@ -168,23 +172,32 @@ class Planner(Evaluator):
             if bound <= margin * speed:
                 return
             row = self.evaluate(candidate, savings)
-            if row.fits:
+            if row.fits and row.strategy.policy.stream is None:  # one in boxes is not preferred to all that are slower
                 speed = max(speed, row.images_per_second or 0.0)
             yield row
 
     def _bound(self, candidate: Strategy) -> float:
-        """Return images per second that no partition and no memory could raise: ranks wait for the slowest alone."""
+        """Return images per second that no partition and no memory could raise: ranks wait for the slowest, and for
+        the first microbatch to arrive and the last to go back."""
         _, costs = self.stages.of(candidate)
-        microbatches = sum(weights_of(candidate, self.task.batch))
-        slowest = sum(costs.seconds) / candidate.depth
-        if candidate.members == 1:
+        weights, depth, whole_s = weights_of(candidate, self.task.batch), candidate.depth, sum(costs.seconds)
+        microbatches, shortest_s = sum(weights), min(weights) * whole_s
+        least_s = microbatches * whole_s / depth
+        if candidate.members == 1 and not candidate.paired:
             partition = self.stages.partition(candidate, within=False)
             assert partition is not None
             loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
-            held = [loads[k :: candidate.depth] for k in range(candidate.depth)]
-            slowest = max(map(sum, held)) if not candidate.paired else sum(loads) / candidate.depth
+            least_s = microbatches * max(sum(loads[k::depth]) for k in range(depth))
+        if candidate.name == "mp-basic":  # one rank works at a time
+            least_s = microbatches * whole_s
+        elif candidate.name in ("gpipe", "1f1b"):
+            # Rank k waits for the k before it. Least is lost where all are done together: their loads fall from rank to
+            # rank by the factor 1 - shortest / all microbatches, and add up to the model.
+            least_s = max(least_s, shortest_s / (1 - (1 - min(weights) / microbatches) ** depth))
+        elif candidate.paired:
+            least_s = max(least_s, shortest_s)
         fastest = max(self.cluster.speeds, default=1.0)
-        return self.task.batch * fastest / (microbatches * slowest) if slowest else math.inf
+        return self.task.batch * fastest / least_s if least_s else math.inf
 
     def tune_recompute(self, rows: Sequence[PlanRow], savings: MemoryOptions = ANY) -> list[PlanRow]:
         """Return ``rows`` with the best choice of what is recomputed, for strategies that may become the best by it."""

@@ -313,21 +313,24 @@ class StageCache:
     @remembered
     def _windows(self, size: _Size) -> Windows:
         graph, costs = self.microbatch(*size)
-        return Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)])
+        return Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)], self._memory(size).pieces)
 
     def _windows_of(self, size: _Size, positions: Sequence[int] | None) -> Windows:
         assert positions is not None  # of all places that ``partition_optimal`` is given
         return self._windows(size).among(positions)
 
     def _rule(self, candidate: Strategy) -> MemoryRule:
-        schedule, placement = schedule_of(candidate)
         return MemoryRule(
             (self._limit(candidate),) * candidate.depth,
-            in_flight(schedule, placement),
+            self._in_flight(dataclasses.replace(candidate, zero=0)),
             2.0 + self.task.slots / (candidate.holders if candidate.zero else 1),
             candidate.policy.stagewise,
             candidate.stashes,
         )
+
+    @remembered
+    def _in_flight(self, candidate: Strategy) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return in_flight(*schedule_of(candidate))
 
     def _limit(self, candidate: Strategy) -> float:
         """Return the bytes that computing may take of a rank."""

@@ -66,7 +66,7 @@ def schedule_of(candidate: Strategy) -> tuple[Schedule, Mesh]:
     return _schedule(candidate.name, candidate.depth, candidate.chunks, most, candidate.policy.stagewise)
 
 
-@functools.lru_cache(maxsize=64)  # the same few are asked for by turns: for memory, for time, for a shorter step
+@functools.lru_cache(maxsize=128)  # the same few are asked for by turns: for memory, for time, for a shorter step
 def _schedule(name: str, depth: int, chunks: int, microbatches: int, recompute: bool) -> tuple[Schedule, Mesh]:
     mesh = mesh_for(name, groups=1, depth=depth, chunks=chunks)
     schedule = build_schedule(name, mesh, microbatches)

@@ -126,7 +126,8 @@ def build_schedule(name: str, mesh: Mesh, m: int, shares: Shares = ()) -> Schedu
         extra = (mesh.stages // mesh.depth,) if kind.chunks else ()
         for k, actions in kind.build(mesh.depth, len(share), *extra).items():
             schedule[g * mesh.depth + k] = [
-                dataclasses.replace(action, microbatch=share[action.i]) for action in actions
+                action if share[action.i] == action.i else dataclasses.replace(action, microbatch=share[action.i])
+                for action in actions
             ]
     return schedule
 

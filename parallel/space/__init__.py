@@ -1,1 +1,1 @@
-"""Boxes of a tile too large to compute as a whole: which rows every operation needs, on paper."""
+"""Boxes of a tile and parts of it on several ranks, from shapes alone: rows that every operation needs, bytes, cuts."""

@@ -9,8 +9,9 @@ which are looked up once for all of them. No torch here.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from parallel.space.grid import Span, cell
@@ -47,38 +48,49 @@ class AxisNeeds:
         sides: rows and columns of every map.
         cuts: of the tile, along the axis.
         axis: 0 of rows, 1 of columns.
-        number: of the row of boxes.
+        number: of the row of boxes; ``last``: of the last of several that lie side by side.
 
     Attributes:
         spans: the rows by name of the map.
         own: rows of what leaves the part that are of these boxes alone, by name.
     """
 
-    def __init__(self, across: Sequence[Step], sides: Sides, cuts: tuple[int, ...], axis: int, number: int) -> None:
+    def __init__(
+        self,
+        across: Sequence[Step],
+        sides: Sides,
+        cuts: tuple[int, ...],
+        axis: int,
+        number: int,
+        last: int | None = None,
+    ) -> None:
         self._sides, self._axis = sides, axis
-        self.spans = {step.name: cell(cuts, step.sides[axis], number) for step in across}
+        self.spans = {step.name: cell(cuts, step.sides[axis], number, last) for step in across}
         self.own = {name: span.size for name, span in self.spans.items()}
 
     def begin_with(self, step: Step) -> Needed:
         """Let the part begin with ``step``, before all that it has."""
-        own = self.spans.get(step.name)
-        if own is None or own.stop <= own.start:
+        axis, spans = self._axis, self.spans
+        own = spans.get(step.name)
+        if own is None or own[1] <= own[0]:
             return NOTHING
-        rule, spans, of_maps, lopsided = step.rules[self._axis], self.spans, [], False
+        rule, of_maps, lopsided = step.rules[axis], [], False
         for name in step.maps:
             need = own
             if rule is not SAME:
-                side = self._sides[name][self._axis]
+                side = self._sides[name][axis]
                 need = rule.need(own, side)
                 start, stop = need
                 before, after = -start if start < 0 else 0, stop - side if stop > side else 0
-                lopsided |= before != after
                 if before or after or start >= stop:
+                    lopsided |= before != after
                     need = need.touching(side)
             earlier = spans.get(name)
-            spans[name] = need = need if earlier is None else need.hull(earlier)
+            if earlier is not None:
+                need = need.hull(earlier)
+            spans[name] = need
             of_maps.append(need[1] - need[0])
-        return Needed(own.stop - own.start, tuple(of_maps), lopsided)
+        return Needed(own[1] - own[0], tuple(of_maps), lopsided)
 
     def begin_with_all(self, steps: Sequence[Step]) -> dict[str, Span]:
         """Let the part begin with all of ``steps``; return the rows, by name, of the maps that have any."""
@@ -115,39 +127,40 @@ class BoxBytes:
     def begin_with(self, step: Step, rows: Needed, columns: Needed) -> float:
         """Let the part begin with ``step``, before all that it has; return the share of the step's whole value, or of
         what it sums, that the box computes."""
-        if not rows.size or not columns.size:
+        own_high, highs, uneven = rows
+        own_wide, wides, askew = columns
+        if not own_high or not own_wide:
             return 0.0
         name, sizes, saved, waiting, fetched = step.name, self._sizes, self._saved, self._waiting, self.fetched
-        copies = step.pads_by_copy and (rows.lopsided or columns.lopsided)
-        share = rows.size * columns.size / (step.sides[0] * step.sides[1])
+        copies = step.pads_by_copy and (uneven or askew)
+        share = own_high * own_wide / (step.sides[0] * step.sides[1])
         size = 0.0 if step.sums else sizes[name] * share
         # The value, as far as backward passes of the part need it.
         for each in step.saves:
             if each == name or not copies:
                 saved.add(each)
-        held = 0.0
+        held, given = 0.0, self._given.get(name)
         if name in saved:
             if step.aliases:
                 saved.add(step.aliases)
             else:
                 held = size
-        elif name in self._given:
+        elif given is not None:
             self._resident += size
         # The gradient of the value, those that wait meanwhile, and those that it makes.
         used_here = name in waiting
         arrives = waited = waiting.pop(name, 0.0)
-        if name in self._given and not step.sums and (used_here or self._given[name] < size):
+        if given is not None and not step.sums and (used_here or given < size):
             arrives += size  # gradients of both add up; where the box gives less than it computes, the rest is zeros
-        self._all_waiting -= waited
-        crossing = self._all_waiting
-        self.fetched_bytes -= fetched.pop(name, 0.0)
+        all_waiting = crossing = self._all_waiting - waited
+        all_fetched = self.fetched_bytes - fetched.pop(name, 0.0)
         makes = taken_bytes = 0.0
         handed_on = arrives or size
-        for source, high, wide in zip(step.maps, rows.of_maps, columns.of_maps, strict=True):
-            side = self._sides[source]
-            taken = sizes[source] * high * wide / (side[0] * side[1])
+        for source, high, wide in zip(step.maps, highs, wides, strict=True):
+            map_high, map_wide = self._sides[source]
+            taken = sizes[source] * high * wide / (map_high * map_wide)
             taken_bytes += taken
-            self.fetched_bytes += taken - fetched.get(source, 0.0)
+            all_fetched += taken - fetched.get(source, 0.0)
             fetched[source] = taken
             if source in self._images:
                 continue
@@ -156,8 +169,10 @@ class BoxBytes:
             else:
                 makes += taken
             before = waiting.get(source, 0.0)
-            waiting[source] = max(taken, before)  # sums are as large as what adds up
-            self._all_waiting += waiting[source] - before
+            if taken > before or source not in waiting:  # sums are as large as what adds up
+                waiting[source] = taken
+                all_waiting += taken - before
+        self._all_waiting, self.fetched_bytes = all_waiting, all_fetched
         self._params += step.param_bytes
         # The gradient of a padded copy is cut, which makes it anew.
         at_work = arrives + crossing + makes * (1 + copies) + step.work_bytes * share + self._params
@@ -176,6 +191,42 @@ class BoxBytes:
         return self._peak + self._pulled + self._resident
 
 
+def fullest_box_bytes(
+    steps: Sequence[Step],
+    across: Sequence[Step],
+    region: PaperRegion,
+    cuts: Cuts,
+    places: Iterable[tuple[int, int]],
+    square: bool = False,
+) -> float:
+    """Return the bytes of the fullest of several boxes of a part; of boxes that need the same, one is looked at.
+
+    Args:
+        steps: of the part, from the last to the first.
+        across, places, square: as ``PartNeeds`` takes them.
+    """
+    known: dict[object, tuple[AxisNeeds, tuple[Needed, ...]]] = {}
+
+    @functools.cache
+    def along(axis: int, number: int) -> tuple[AxisNeeds, tuple[Needed, ...]]:
+        needs = AxisNeeds(across, region.sides, cuts[axis], axis, number)
+        walked = tuple(map(needs.begin_with, steps))
+        return known.setdefault((axis, *needs.own.values(), walked), (needs, walked))
+
+    most, seen = 0.0, set[tuple[int, int]]()
+    for row, column in places:
+        rows, columns = along(0, row), along(0 if square else 1, column)
+        pair = id(rows), id(columns)
+        if pair in seen:
+            continue
+        seen |= {pair, (pair[1], pair[0])} if square else {pair}
+        box = BoxBytes(across, region, (rows[0], columns[0]))
+        for step, high, wide in zip(steps, rows[1], columns[1], strict=True):
+            box.begin_with(step, high, wide)
+        most = max(most, box.bytes)
+    return most
+
+
 class PartNeeds:
     """Needs and bytes of several boxes of a part.
 
@@ -192,16 +243,16 @@ class PartNeeds:
         places: Sequence[tuple[int, int]],
         square: bool = False,
     ) -> None:
-        keys = [((0, row), (0 if square else 1, column)) for row, column in places]
-        axes = dict.fromkeys(key for pair in keys for key in pair)
-        self._axes = {(axis, k): AxisNeeds(across, region.sides, cuts[axis], axis, k) for axis, k in axes}
-        self._keys = keys
-        self.boxes = [BoxBytes(across, region, (self._axes[r], self._axes[c])) for r, c in keys]
+        pairs = [((0, row), (0 if square else 1, column)) for row, column in places]
+        keys = list(dict.fromkeys(key for pair in pairs for key in pair))
+        self._lines = [AxisNeeds(across, region.sides, cuts[axis], axis, k) for axis, k in keys]
+        self._numbers = [(keys.index(row), keys.index(column)) for row, column in pairs]
+        self.boxes = [BoxBytes(across, region, (self._lines[r], self._lines[c])) for r, c in self._numbers]
 
     def begin_with(self, step: Step) -> list[float]:
         """Let the part begin with ``step``; return the share of it that each box computes."""
-        needed = {key: axis.begin_with(step) for key, axis in self._axes.items()}
-        pairs = zip(self.boxes, self._keys, strict=True)
+        needed = [line.begin_with(step) for line in self._lines]
+        pairs = zip(self.boxes, self._numbers, strict=True)
         return [box.begin_with(step, needed[row], needed[column]) for box, (row, column) in pairs]
 
     @property

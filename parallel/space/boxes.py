@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from parallel.space.box_bytes import AxisNeeds, Cuts, PartNeeds
+from parallel import remembered
+from parallel.space.box_bytes import AxisNeeds, Cuts, fullest_box_bytes
 from parallel.space.parts import divide, worst_case_boxes
 from parallel.space.phases import Part, Phase, peak_stored_bytes, phases_of
 from parallel.space.spatial_plan import PaperRegion
@@ -53,7 +54,11 @@ class Boxes:
 
     def cuts(self, part: Part) -> Cuts:
         """Return where the boxes of a part begin and end."""
-        return self.mesh.boxed(part.box)
+        return self._boxed(part.box)
+
+    @remembered
+    def _boxed(self, box: int) -> Cuts:
+        return self.mesh.boxed(box)
 
     def places(self, member: int, part: Part) -> tuple[range, range]:
         """Return the numbers of the rows and columns of boxes that ``member`` computes."""
@@ -90,17 +95,16 @@ class Boxes:
         return {name: (rows, columns) for name, (rows, columns) in most.items()}
 
     def _look(self, phase: Phase, part: Part, spans: dict[str, list[list[tuple[int, int]]]]) -> None:
-        """Widen what members hold to where the first and the last of their boxes of a part look."""
-        steps, across, grid = phase.steps_of(part), phase.outputs(part), self.mesh.grid
+        """Widen what members hold to where their boxes of a part look."""
+        steps, across, cuts, grid = phase.steps_of(part), phase.outputs(part), self.cuts(part), self.mesh.grid
         for axis, count in enumerate((grid.rows, grid.columns)):
             for number in range(count):
                 boxes = self.places(number * grid.columns if axis == 0 else number, part)[axis]
-                for box in {boxes[0], boxes[-1]}:
-                    needs = AxisNeeds(across, self.model.sides, self.cuts(part)[axis], axis, box)
-                    for name, span in needs.begin_with_all(steps).items():
-                        if name in spans:
-                            start, stop = spans[name][axis][number]
-                            spans[name][axis][number] = min(start, span.start), max(stop, span.stop)
+                needs = AxisNeeds(across, self.model.sides, cuts[axis], axis, boxes[0], boxes[-1])
+                for name, span in needs.begin_with_all(steps).items():
+                    if name in spans:
+                        start, stop = spans[name][axis][number]
+                        spans[name][axis][number] = min(start, span.start), max(stop, span.stop)
 
     def map_bytes(self, name: str) -> int:
         """Return the bytes that a member holds of a map."""
@@ -187,11 +191,9 @@ class Boxes:
     def part_bytes(self, phase: Phase, part: Part) -> float:
         """Return the bytes of the fullest box of a part."""
         rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
-        boxes = [(r, c) for r in rows for c in columns if r <= c or not self.square]
-        needs = PartNeeds(phase.outputs(part), self.model, self.cuts(part), boxes, self.square)
-        for step in reversed(phase.steps_of(part)):
-            needs.begin_with(step)
-        return needs.bytes
+        boxes = ((r, c) for r in rows for c in columns if r <= c or not self.square)
+        steps, across = phase.steps_of(part)[::-1], phase.outputs(part)
+        return fullest_box_bytes(steps, across, self.model, self.cuts(part), boxes, self.square)
 
     @functools.cached_property
     def copied_bytes(self) -> int:
@@ -282,7 +284,4 @@ def _whole_tile_bytes(region: PaperRegion) -> float:
     steps = [step for step in region.steps if not step.global_op]
     rows, columns = region.side
     across = [step for step in steps if step.name in region.leaving]
-    needs = PartNeeds(across, region, ((0, rows), (0, columns)), [(0, 0)])
-    for step in reversed(steps):
-        needs.begin_with(step)
-    return needs.bytes
+    return fullest_box_bytes(steps[::-1], across, region, ((0, rows), (0, columns)), [(0, 0)])

@@ -58,11 +58,12 @@ def tile_cuts(side: int, box: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(8192)
-def cell(cuts: tuple[int, ...], side: int, number: int) -> Span:
-    """Return the rows of box ``number`` in a map of ``side`` rows; none in some maps of fewer rows than boxes."""
-    tile = cuts[-1]
-    first, last = ((2 * cut * side + tile) // (2 * tile) for cut in cuts[number : number + 2])
-    return Span(first, last)
+def cell(cuts: tuple[int, ...], side: int, number: int, last: int | None = None) -> Span:
+    """Return the rows of box ``number``, or of those from it to ``last``, in a map of ``side`` rows; none in some maps
+    of fewer rows than boxes."""
+    tile, ends = cuts[-1], (cuts[number], cuts[(number if last is None else last) + 1])
+    start, stop = ((2 * cut * side + tile) // (2 * tile) for cut in ends)
+    return Span(start, stop)
 
 
 @functools.lru_cache(8192)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 from parallel.space.box_bytes import Cuts, PartNeeds
 from parallel.space.grid import Span, tile_cuts
@@ -65,11 +66,15 @@ def divide(
 
 def _places(phase: Phase, barred: Collection[str]) -> list[int]:
     """Positions between steps where little crosses."""
-    crossing = []
-    for position in range(1, len(phase.steps)):
-        across = wanted_from(phase.steps, position, phase.leaving)
-        fixed = any(step.name in barred for step in across)
-        crossing.append(math.inf if fixed else sum(step.value_bytes for step in across))
+    count, last = len(phase.steps), {name: k for k, step in enumerate(phase.steps) for name in step.maps}
+    sizes, bars = [0] * (count + 2), [0] * (count + 2)  # more, or fewer, than at the position before
+    for k, step in enumerate(phase.steps):
+        until = count if step.name in phase.leaving else last.get(step.name, k)
+        for at, sign in ((k + 1, 1), (until + 1, -1)):
+            sizes[at] += sign * step.value_bytes
+            bars[at] += sign * (step.name in barred)
+    across = zip(accumulate(sizes), accumulate(bars), strict=True)
+    crossing = [math.inf if barring else size for size, barring in across][1:count]
     dips = [
         k + 1
         for k, size in enumerate(crossing)

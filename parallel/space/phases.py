@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallel.space.rule import SAME, Step, in_phases
 
@@ -65,39 +66,60 @@ def phases_of(steps: Sequence[Step], leaving: Collection[str], recomputed: Colle
         leaving: names that are used after it.
         recomputed: names of maps that are not stored for later phases.
     """
-    return _phases(steps, in_phases(steps), leaving, recomputed)
+    return _Separated(steps, leaving).phases(recomputed)
 
 
-def _phases(
-    steps: Sequence[Step],
-    base: Sequence[tuple[Sequence[Step], Sequence[Step]]],
-    leaving: Collection[str],
-    recomputed: Collection[str],
-) -> list[Phase]:
-    """Return the phases of steps that ``in_phases`` has separated into ``base``."""
-    order = {step.name: k for k, step in enumerate(steps)}
-    makers = {step.name: step for _, local in base for step in local if not step.sums}
-    stored = _crossing(steps, base) - set(recomputed)
-    closed: list[tuple[list[Step], set[str]]] = []
-    for _, local in base:
-        there, fetched = {step.name: step for step in local}, set[str]()
-        asked = [name for step in local for name in step.maps]
+class _Closure(NamedTuple):
+    """Steps of a phase, with those ``again`` that compute maps of earlier phases anew; ``fetched``: maps it takes."""
+
+    steps: tuple[Step, ...]
+    fetched: frozenset[str]
+    again: frozenset[str]
+
+
+class _Separated:
+    """Steps that ``in_phases`` has separated; a phase is looked into once for all choices of what is recomputed that do
+    not differ in it. ``across``: names of the maps that a later phase uses than the one that makes them."""
+
+    def __init__(self, steps: Sequence[Step], leaving: Collection[str]) -> None:
+        self._base, self._leaving = in_phases(steps), leaving
+        self._order = {step.name: k for k, step in enumerate(steps)}
+        self._makers = {step.name: step for _, local in self._base for step in local if not step.sums}
+        self.across = _crossing(steps, self._base)
+        self._known: list[list[_Closure]] = [[] for _ in self._base]
+
+    def phases(self, recomputed: Collection[str]) -> list[Phase]:
+        """Return the phases where maps are recomputed that have these names."""
+        again, later = self.across.intersection(recomputed), set(self._leaving)
+        phases = []
+        for k, (plain, local) in reversed(list(enumerate(self._base))):
+            closure = self._closed(k, again)
+            gives = frozenset(step.name for step in local if step.sums or step.name in later)
+            phases.append(Phase(tuple(plain), closure.steps, gives, closure.fetched))
+            later |= closure.fetched
+        return phases[::-1]
+
+    def _closed(self, k: int, again: set[str]) -> _Closure:
+        for known in self._known[k]:
+            if known.again <= again and known.fetched.isdisjoint(again):
+                return known
+        own, fetched = {step.name: step for step in self._base[k][1]}, set[str]()
+        there = dict(own)
+        asked = [name for step in there.values() for name in step.maps]
         while asked:
             name = asked.pop()
             if name in there:
                 continue
-            if name in stored or name not in makers:
+            if name not in self._makers or (name in self.across and name not in again):
                 fetched.add(name)
                 continue
-            there[name] = makers[name]
-            asked += makers[name].maps
-        closed.append((sorted(there.values(), key=lambda step: order[step.name]), fetched))
-    phases, later = [], set(leaving)
-    for (plain, local), (all_steps, fetched) in zip(reversed(base), reversed(closed), strict=True):
-        gives = {step.name for step in local if step.sums or step.name in later}
-        phases.append(Phase(tuple(plain), tuple(all_steps), frozenset(gives), frozenset(fetched)))
-        later |= fetched
-    return phases[::-1]
+            there[name] = self._makers[name]
+            asked += there[name].maps
+        steps = tuple(sorted(there.values(), key=lambda step: self._order[step.name]))
+        self._known[k].append(
+            closure := _Closure(steps, frozenset(fetched), frozenset(again & (there.keys() - own.keys())))
+        )
+        return closure
 
 
 def _crossing(steps: Sequence[Step], base: Sequence[tuple[Sequence[Step], Sequence[Step]]]) -> set[str]:
@@ -109,15 +131,17 @@ def _crossing(steps: Sequence[Step], base: Sequence[tuple[Sequence[Step], Sequen
 
 def peak_stored_bytes(phases: Sequence[Phase], sizes: Mapping[str, int], images: Collection[str]) -> int:
     """Return the bytes of maps between phases, and of their gradients, at the fullest moment, going back."""
-    left = [frozenset(step.name for step in phase.steps if step.name in phase.leaving) for phase in phases]
-    made = set().union(*left) & set().union(*(phase.fetched for phase in phases))
+    made = set().union(*(phase.leaving for phase in phases)) & set().union(*(phase.fetched for phase in phases))
     gradients: set[str] = set()
-    most = 0
-    for k in range(len(phases) - 1, -1, -1):
-        gradients |= {name for name in phases[k].fetched if name in made and name not in images}
-        most = max(most, sum(sizes[name] for name in made) + sum(sizes[name] for name in gradients))
-        made -= left[k]
-        gradients -= left[k]
+    most, now = 0, sum(sizes[name] for name in made)
+    for phase in reversed(phases):
+        arrive = (phase.fetched & made) - gradients - set(images)
+        gradients |= arrive
+        now += sum(sizes[name] for name in arrive)
+        most = max(most, now)
+        now -= sum(sizes[name] for held in (made, gradients) for name in held & phase.leaving)
+        made -= phase.leaving
+        gradients -= phase.leaving
     return most
 
 
@@ -126,10 +150,10 @@ def maps_to_recompute(
 ) -> frozenset[str]:
     """Return names of the maps to recompute so that the others take no more than ``limit`` bytes, those first that
     cost least for each byte; all that help where even that is too much."""
-    base = in_phases(steps)
+    separated = _Separated(steps, leaving)
 
     def cost_of(chosen: Collection[str]) -> tuple[float, int]:
-        phases = _phases(steps, base, leaving, chosen)
+        phases = separated.phases(chosen)
         return sum(step.flops for phase in phases for step in phase.steps), peak_stored_bytes(phases, sizes, images)
 
     chosen: frozenset[str] = frozenset()
@@ -137,7 +161,7 @@ def maps_to_recompute(
     if least <= limit:
         return chosen
     by_name = {step.name: step for step in steps}
-    across = _crossing(steps, base)
+    across = separated.across
     of_px = (by_name[name] for name in across if by_name[name].rules == (SAME, SAME))
     cheap = {step.name for step in of_px if step.flops / max(1, step.value_bytes) <= CHEAP_FLOPS_PER_BYTE}
     chosen, (flops, least) = frozenset(cheap), cost_of(cheap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +29,10 @@ changed for all threads of the process, and generators are watched."""
 SIDES = (32, 64, 128, 224, 256, 512)
 """Sides in px of tiles on which a model that looks at its data is run, before those of the run, which may be large."""
 
-CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
 """Types whose contents are put back; a type derived from them may do more than hold values."""
+PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of attributes in which nothing can change."""
 
 NEEDS_DATA = (
     DataDependentOutputException,
@@ -58,8 +61,9 @@ class Trial:
     def values(self, module: nn.Module) -> dict[int, Tensor]:
         """Return by id what takes the place of each parameter and buffer of ``module``; for one run, which may change
         it."""
-        with self.mode:
-            return replacements(module, lambda t: empty_like(t, self.example.device) if self.fake else copy_of(t))
+        if self.fake is None:
+            return replacements(module, copy_of)
+        return replacements(module, functools.partial(empty_like, device=self.example.device, fake=self.fake))
 
 
 def trials(
@@ -115,10 +119,18 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for tensors in named for name, tensor in tensors(remove_duplicate=False)}
 
 
-def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor or parameter on ``device`` laid out as ``tensor``, with any values."""
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+def empty_like(tensor: Tensor, device: torch.device, fake: FakeTensorMode | None = None) -> Tensor:
+    """Return a tensor or parameter on ``device`` laid out as ``tensor``, with any values.
+
+    Args:
+        fake: mode, not entered, in which it has no data; made as the mode itself makes values of shapes that it knows,
+            which takes a tenth of the time of an operation in it.
+    """
+    trained, where = isinstance(tensor, nn.Parameter), device if fake is None else torch.device("meta")
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+    if fake is not None:
+        return FakeTensor(fake, empty, device, requires_grad=trained and tensor.requires_grad, _is_param=trained)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if trained else empty
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -244,7 +256,8 @@ def preserve_module_state(module: nn.Module, *, parameters: bool = False) -> Ite
     tensors: dict[int, tuple[Tensor, Tensor, int, bool, Tensor | None]] = {}
     for _, values in attributes:
         for value in values.values():
-            _save(value, contents, tensors, parameters)
+            if type(value) not in PLAIN:
+                _save(value, contents, tensors, parameters)
     try:
         yield
     finally:
@@ -252,8 +265,9 @@ def preserve_module_state(module: nn.Module, *, parameters: bool = False) -> Ite
             held.clear()
             held.update(values)
         for container, content in contents.values():
-            container.clear()
-            (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+            if container or content:
+                container.clear()
+                (container.update if isinstance(container, (dict, set)) else container.extend)(content)
         for tensor, memory, version, trained, copy in tensors.values():
             if not _same_memory(tensor, memory):
                 tensor.data = memory
@@ -265,16 +279,17 @@ def preserve_module_state(module: nn.Module, *, parameters: bool = False) -> Ite
 
 
 def _save(value: Any, contents: dict[int, tuple[Any, Any]], tensors: dict[int, Any], parameters: bool) -> None:
-    if isinstance(value, Tensor):
+    if type(value) in CONTAINERS:
+        if id(value) not in contents:
+            contents[id(value)] = value, value.copy()
+            for element in value.values() if isinstance(value, dict) else value:
+                _save(element, contents, tensors, parameters)
+    elif isinstance(value, Tensor):
         if id(value) not in tensors and not nn.parameter.is_lazy(value) and value.layout is torch.strided:
             copy = value.detach().clone() if parameters or not isinstance(value, nn.Parameter) else None
             tensors[id(value)] = value, value.detach(), value._version, value.requires_grad, copy
     elif isinstance(value, tuple):
         for element in value:
-            _save(element, contents, tensors, parameters)
-    elif type(value) in CONTAINERS and id(value) not in contents:
-        contents[id(value)] = value, value.copy()
-        for element in value.values() if isinstance(value, dict) else value:
             _save(element, contents, tensors, parameters)
 
 

@@ -27,7 +27,6 @@ from pipelines.tiles.tile_table import WHOLE_FILE, IndexedSlide, IndexPart, Slid
 from pipelines.tiles.tiling import IndexSettings, check_settings
 
 __all__ = [
-    "IndexSettings",
     "SlideDone",
     "TileTable",
     "build_index",
@@ -182,20 +181,19 @@ def _index_slides(
             if result.overlay_png is not None and (fault := _write_overlay(out, spec, result.overlay_png)):
                 result = SlideResult(fault, None)
             tried[spec.slide_id] = result.found
-            if isinstance(result.found, SlideFault):
-                failed.add(spec.slide_id, result.found.step, result.found.error)
-            elif result.found.unreadable_share:
-                share = f"{result.found.unreadable_share:.1%} of the slide is damaged; tiles there are left out"
-                failed.add(spec.slide_id, "tissue", share)
-            if not isinstance(result.found, SlideFault) and result.found.damaged[0]:
-                count, first = result.found.damaged
-                unread = f"left out, as damaged: {counted(count, 'tile')} with tissue: {first}"
-                failed.add(spec.slide_id, "tiles", unread)
-            is_fault = isinstance(result.found, SlideFault)
-            what = _told(result.found, table.settings)
-            told = SlideDone(done, len(specs), spec.slide_id, what, is_fault)
-            log.info("%s", told)
-            progress(told)
+            if is_fault := isinstance(found := result.found, SlideFault):
+                failed.add(spec.slide_id, found.step, found.error)
+            else:
+                if found.unreadable_share:
+                    share = f"{found.unreadable_share:.1%} of the slide is damaged; tiles there are left out"
+                    failed.add(spec.slide_id, "tissue", share)
+                if found.damaged[0]:
+                    count, first = found.damaged
+                    unread = f"left out, as damaged: {counted(count, 'tile')} with tissue: {first}"
+                    failed.add(spec.slide_id, "tiles", unread)
+            message = SlideDone(done, len(specs), spec.slide_id, _told(found, table.settings), is_fault)
+            log.info("%s", message)
+            progress(message)
             if (begun_s := time.monotonic()) > save_at_s:
                 _merged(table, tried).save(path)
                 took_s = time.monotonic() - begun_s

@@ -15,7 +15,7 @@ from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition, cut_positions, partition_equal
 from parallel.memory.policy import ActivationPolicy, Segment, segments_of
 from parallel.memory.rank_bytes import rank_bytes
-from parallel.memory.recompute_search import RecomputeSearch, chosen_runs
+from parallel.memory.recompute_search import UNKNOWN, RecomputeSearch, chosen_runs
 from parallel.memory.stage_bytes import StageMemory
 from parallel.schedule.registry import build_schedule, mesh_for
 from parallel.trace.trace import trace
@@ -73,6 +73,21 @@ def test_against_all_plans_of_small_graphs() -> None:
     assert min(gaps) >= -1e-12
     assert sum(gap < 1e-9 for gap in gaps) >= 0.85 * len(gaps)
     assert statistics.mean(gaps) < 0.035
+
+
+def test_no_segment_that_fits_is_left_out_for_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen() -> list[Plan | None]:
+        plans = []
+        for seed, in_flight in itertools.product(range(12), (1, 3)):
+            graph, draw = random_graph(seed), random.Random(seed)
+            count, forward_s = len(graph.layers), [draw.choice([1.0, 2.0, 5.0]) for _ in graph.layers]
+            most = peak(graph, (Segment(0, count, False),), in_flight)
+            plans += [choose_recompute(graph, 0, count, forward_s, k / 8 * most, in_flight) for k in range(3, 8)]
+        return plans
+
+    quick = chosen()
+    monkeypatch.setattr(RecomputeSearch, "_kept_alone", lambda *_: -UNKNOWN)
+    assert quick == chosen()
 
 
 def test_less_memory_takes_more_time() -> None:
