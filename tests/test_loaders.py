@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +14,15 @@ from app.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[1]
 LOADERS = {"open", "open_group", "load", "loads", "load_all", "safe_load", "unsafe_load", "full_load"}
+CALL = re.compile(rf"\.({'|'.join(LOADERS)})\(")
 FOLDERS = ("app", "pipelines", "models", "parallel", "benchmarks", "tools", "demo")
 
 
 def calls() -> Iterator[tuple[str, str, dict[str, str]]]:
     """(file:line, dotted name, keyword arguments as text) of every call of ``LOADERS`` in the sources."""
     for path in sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if CALL.search(text) else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
                 where = f"{path.relative_to(ROOT)}:{node.lineno}"
                 yield where, ast.unparse(node.func), {k.arg or "**": ast.unparse(k.value) for k in node.keywords}

@@ -4,8 +4,10 @@ import contextlib
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -77,7 +79,7 @@ def begin(*command, new_session=False, **env):
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on():
-    """What a test that failed has begun ends with it."""
+    """End what a failed test has begun."""
     yield
     while BEGUN:
         process = BEGUN.pop()
@@ -86,10 +88,25 @@ def nothing_goes_on():
             process.communicate()
 
 
+INDEXED = {}
+
+
+def give_index(slides, out):
+    """Put the index that ``QUICK`` asks for into the folder of a run: made once, in this process."""
+    if slides not in INDEXED:
+        folder = Path(tempfile.mkdtemp())
+        call("app.index", "--slides", slides, "--out", folder, "--tile", "256", code=0)
+        INDEXED[slides] = folder / "tiles.parquet"
+    out.mkdir()
+    shutil.copy(INDEXED[slides], out)
+
+
 def begin_train(*arguments, **env):
-    """Start ``app.train``, and return once it has written its first checkpoint."""
+    """Start ``app.train`` with an index of its slides, and return once it has written its first checkpoint."""
+    slides, out = (arguments[arguments.index(name) + 1] for name in ("--slides", "--out"))
+    give_index(slides, out)
     process = begin(*train_command(*arguments), **env)
-    checkpoint, deadline = arguments[arguments.index("--out") + 1] / "checkpoints" / "last.pt", time.monotonic() + 90
+    checkpoint, deadline = out / "checkpoints" / "last.pt", time.monotonic() + 90
     while not checkpoint.exists():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"{checkpoint} did not appear"
@@ -151,6 +168,6 @@ def checkpoint_of(run):
 
 
 def same_weights(first, second):
-    """Whether two runs end with the same weights to the last bit."""
+    """Say whether two runs end with the same weights to the last bit."""
     ours, theirs = (checkpoint_of(run)["model"] for run in (first, second))
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -100,9 +100,3 @@ def test_makes_slides_and_says_so(tmp_path, capsys):
     assert "2 slides made" in capsys.readouterr().out
     assert synth.main(arguments) == 0
     assert "0 slides made, 2 were there already" in capsys.readouterr().out
-
-
-def test_another_collection_in_the_folder_is_wrong_usage(tmp_path, capsys):
-    assert synth.main([str(tmp_path), "--slides", "1", "--size", "600"]) == 0
-    assert synth.main([str(tmp_path), "--slides", "1", "--size", "600", "--seed", "1"]) == 2
-    assert "holds other artificial slides (seed 0, asked 1)" in capsys.readouterr().err

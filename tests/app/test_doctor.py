@@ -36,12 +36,6 @@ def test_every_backend_reads_its_sample_or_is_a_fault(tmp_path, monkeypatch):
     assert "pixels differ" in slide_check._sample_fault(("tiled", samples["tiled"]))
 
 
-def test_a_good_slide():
-    check = check_slide(SlideSpec("cmu", SVS))
-    assert (check.backend, check.width, check.height, check.levels, check.faults) == ("tiled", 2220, 2967, 1, ())
-    assert check.mpp == pytest.approx(0.499)
-
-
 def test_a_damaged_tile_is_found(tmp_path):
     data = bytearray(SVS.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 4000] = bytes(4000)
@@ -80,13 +74,6 @@ def test_a_slide_that_ends_its_process_costs_only_itself(in_processes):
     checks = {check.slide_id: check for check in check_slides([dying, SlideSpec("cmu", SVS)], workers=1)}
     assert checks["cmu"].faults == ()
     assert "SIGABRT" in checks["dying"].faults[0]
-
-
-def test_regions_of_a_large_slide_reach_its_ends():
-    starts = slide_check._spread(1000, 100_000)
-    assert (len(starts), starts[0]) == (slide_check.GRID, 1000)
-    assert 101_000 - slide_check.PROBE_PX <= starts[-1] < 101_000
-    assert slide_check._spread(0, 1100) == [0, 512, 1024]
 
 
 def test_run_folder_is_tried_where_it_would_be_made(tmp_path, monkeypatch):

@@ -25,7 +25,6 @@ from parallel.profile import calibrate, gpu
 from parallel.profile.link_speed import load_or_measure_copies
 from tests.app.conftest import CLASSIFIER, QUICK, losses_of, rows_of
 from tests.helpers.in_process import call
-from tests.helpers.lanes import long_where
 from tests.helpers.sim_gpu import simulated
 from tests.parallel.profile.test_calibrate import KEY, made_up_readings
 
@@ -33,14 +32,10 @@ STEPS = 3
 COMMAND = (*QUICK, "--tile", "128", "--steps", str(STEPS))
 ON_GPU = ("--device", "cuda", "--precision", "fp32")
 WAYS = {
-    "plain": (),
-    "made ahead": ("--device-prefetch=2",),
+    "made ahead, checkpoints": ("--device-prefetch=2", "--checkpoint-every", "1"),
     "stream": ("--stream", "64"),
-    "recompute": ("--recompute", "block"),
     "offload": ("--offload", "overlap", "--offload-ahead=16KiB"),
-    "optimizer on the host": ("--offload-state=optimizer",),
     "parameters on the host": ("--offload-state=parameters",),
-    "checkpoints": ("--checkpoint-every", "1"),
 }
 
 
@@ -64,7 +59,7 @@ def on_cpu(classify_slides, train, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("way", long_where(WAYS, "recompute", "optimizer on the host"))
+@pytest.mark.parametrize("way", WAYS)
 def test_training(way, classify_slides, on_cpu, train, tmp_path):
     with ordered() as gpus:
         train("--slides", classify_slides, "--out", tmp_path, *COMMAND, *ON_GPU, *WAYS[way])
@@ -81,12 +76,11 @@ def test_resume_with_fewer_devices(classify_slides, train, tmp_path):
     assert len(losses_of(tmp_path)) == STEPS + 1
 
 
-@pytest.mark.parametrize("way", [pytest.param((), marks=pytest.mark.long), ("--stream", "64")], ids=["whole", "stream"])
-def test_prediction(way, classify_slides, on_cpu, tmp_path):
+def test_prediction(classify_slides, on_cpu, tmp_path):
     (tmp_path / "slides").mkdir()
     shutil.copy(sorted(classify_slides.glob("*.tif*"))[0], tmp_path / "slides")
     checkpoint = ("--checkpoint", on_cpu / "checkpoints/last.pt", "--model", CLASSIFIER)
-    command = ("app.predict", *checkpoint, "--slides", tmp_path / "slides", *way, "--out")
+    command = ("app.predict", *checkpoint, "--slides", tmp_path / "slides", "--stream", "64", "--out")
     call(*command, tmp_path / "cpu", "--device", "cpu", code=0)
     with ordered():
         call(*command, tmp_path / "gpu", "--device", "cuda", code=0)
@@ -137,7 +131,7 @@ def opened(monkeypatch):
 
 @pytest.fixture
 def asked(opened, model, monkeypatch, tmp_path):
-    """What other processes are asked about the GPUs; they answer at once."""
+    """Return what other processes are asked about the GPUs; they answer immediately."""
     asked = []
 
     def run(command, **_):
@@ -221,7 +215,7 @@ def test_links_that_cannot_be_measured_are_assumed(ranks, expected, monkeypatch,
 
 @pytest.mark.usefixtures("opened")
 def test_a_process_that_has_a_context_asks_no_other(monkeypatch, tmp_path):
-    """Of a rank that plans, the GPU may admit no other process."""
+    """The GPU of a rank that plans may admit no other process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: torch.enable_grad())

@@ -22,22 +22,19 @@ import torch
 
 import app.training.session  # noqa: F401  # what commands load when they are called is not to be paid for by the first that is
 from app.launch.watchdog import STOPPING
-from app.planning.workload import Workload
-from parallel.trace.trace import Traced
+from app.training import run_info
+from tests.helpers.planned_once import plans_shared
 
-_trace = Workload._trace
-_TRACED: list[tuple[Workload, torch.dtype | None, Traced]] = []
+_output_of = run_info.output_of
+_SAID: dict[tuple[str, ...], str] = {}
 
 
-def _trace_once(work: Workload, autocast: torch.dtype | None = None) -> Traced:
-    """Return the graphs of a tiny model that the planner of an earlier run has traced."""
-    for known, dtype, traced in _TRACED:
-        if (known, dtype) == (work, autocast):
-            return traced
-    traced = _trace(work, autocast)
-    if work.model.startswith("tests.helpers.tiny_models:"):
-        _TRACED.append((work, autocast, traced))
-    return traced
+def _output_once(command: list[str], empty: str | None = None) -> str | None:
+    """Return what a program said when it was first asked: each run asks for versions, by processes of their own."""
+    said = _SAID.get(tuple(command)) or _output_of(command, empty)
+    if said:
+        _SAID[tuple(command)] = said
+    return said
 
 
 def call(
@@ -52,13 +49,14 @@ def call(
     out, err = io.StringIO(), io.StringIO()
     with (
         put_back(),
+        plans_shared(),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr("app.launch.place.keep_freed_memory", lambda: True)
         patch.setattr("tyro._unsafe_cache.clear_cache", lambda: None)
-        patch.setattr(Workload, "_trace", _trace_once)
+        patch.setattr(run_info, "output_of", _output_once)
         if module == "app.train":  # tests/app/pages/test_run_page.py looks at curves and overlays
             patch.setattr("app.pages.run_page.curves", lambda *_: [])
             patch.setattr("app.pages.run_page.overlays", lambda *_: [])
@@ -73,7 +71,7 @@ def call(
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
-    """On leaving, the process is as it was."""
+    """Put the process back as it was."""
     environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in STOPPING}
     root = logging.getLogger()
     logs, level = list(root.handlers), root.level

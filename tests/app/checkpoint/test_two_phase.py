@@ -230,21 +230,6 @@ def after(step_s, between_s=0.0, blocked_s=0.0, write_s=0.0, overhead=0.035):
     return interval
 
 
-@pytest.mark.parametrize(
-    ("step_s", "between_s", "blocked_s", "write_s", "k"),
-    [
-        (1.0, 0.35, 0.0, 0.0, 10),  # 0.35 s in 10 s is 3.5 %
-        (1.0, 0.36, 0.0, 0.0, 11),
-        (1.0, 0.0, 0.35, 0.0, 10),
-        (1.0, 0.0, 0.0, 7.2, 9),  # 8 steps until it is on the disk, and one beside which there is none
-        (1.0, 0.70, 0.0, 7.2, 20),
-        (1.0, 0.0, 0.0, 0.0, 1),
-    ],
-)
-def test_bound_and_disk_decide(step_s, between_s, blocked_s, write_s, k):
-    assert after(step_s, between_s, blocked_s, write_s).every == k
-
-
 def test_steps_that_ran_slower_beside_it_are_its_cost():
     interval = CheckpointInterval(0.1)
     for _ in range(5):
@@ -275,7 +260,7 @@ def test_one_that_was_held_up_moves_nothing_and_a_change_that_stays_does():
 
 @given(step_s=st.floats(1e-3, 1e3), cost_s=st.floats(0, 1e3), write_s=st.floats(0, 1e4), overhead=st.floats(0.001, 1))
 def test_never_beyond_the_bound_and_never_rarer_than_needed(step_s, cost_s, write_s, overhead):
-    k = after(step_s, cost_s, write_s=write_s, overhead=overhead).every
+    k = after(step_s, cost_s / 2, cost_s / 2, write_s, overhead).every
     assert k >= 1
     assert cost_s <= overhead * k * step_s * (1 + 1e-9)
     assert write_s <= ((k - 1) * (1 + 1e-9) + 1e-9) * step_s

@@ -63,8 +63,7 @@ class SlowCopy:
         self._plain(source, target)
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "waits not"])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("name", "waits"), [*((name, True) for name in ENGINES), ("stages", False)])
 def test_update_waits_for_the_copy(name, waits, tmp_path, monkeypatch):
     world, make = ENGINES[name]
     slow = SlowCopy(waits)

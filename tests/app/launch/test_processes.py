@@ -19,6 +19,7 @@ from tests.app.conftest import (
     begin,
     begin_train,
     checkpoint_of,
+    give_index,
     losses_of,
     rank_process,
     summary_of,
@@ -39,47 +40,42 @@ def run_to_its_end(*command, timeout_s=200, **env):
 
 
 def test_losses_are_equal_under_torchrun_over_gloo_under_mpirun_and_on_one_rank(classify_slides, train, tmp_path):
-    shared = ("--slides", classify_slides, *QUICK, "--optimizer", "sgd", "--steps", "4")
-    python, *module = train_command(*shared, "--parallel", "bidirectional", "--out")
+    one, shared = tmp_path / "one", ("--slides", classify_slides, *QUICK, "--optimizer", "sgd", "--steps", "3")
+    train(*shared, "--parallel", "single", "--out", one)
+    python, *module = train_command(*shared, "--parallel", "bidirectional", "--validation-tiles=1", "--out")
     for name, start in (("gloo", [TORCHRUN, "--nproc-per-node", "2"]), ("mpi", [str(MPIRUN), "-n", "2", python])):
+        give_index(classify_slides, tmp_path / name)
         code, printed = run_to_its_end(*start, *module, str(tmp_path / name))
         assert code == 0, printed
         assert "\x1b" not in printed
-        assert (summary_of(tmp_path / name)["ranks"], summary_of(tmp_path / name)["steps"]) == (2, 4)
-    assert len(set(losses_of(tmp_path / "gloo"))) == 4
+        assert (summary_of(tmp_path / name)["ranks"], summary_of(tmp_path / name)["steps"]) == (2, 3)
+    assert len(set(losses_of(tmp_path / "gloo"))) == 3
     assert losses_of(tmp_path / "gloo") == losses_of(tmp_path / "mpi")
-    train(*shared, "--parallel", "single", "--out", tmp_path / "one")
-    assert losses_of(tmp_path / "gloo") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
+    assert losses_of(tmp_path / "gloo") == pytest.approx(losses_of(one), rel=1e-4)
 
 
-def test_processes_train_split_and_go_on_sharded_and_in_slices(classify_slides, train_ranks, tmp_path):
-    out = tmp_path / "run"
-    # Without --microbatches: those of the first strategy are kept, which are not the second one's own.
+def test_ranks_train_split_and_go_on_sharded_and_in_slices(classify_slides, train_ranks, tmp_path):
+    """Without --microbatches: those of the first strategy are kept, which are not the second one's own."""
     arguments = [argument for argument in QUICK if argument not in ("--microbatches", "2")]
-    common = ("--slides", classify_slides, *arguments, "--optimizer", "sgd", "--out", out, "--ranks", "2")
-    code, printed = run_to_its_end(*train_command(*common, "--parallel", "master", "--steps", "3", "--twin-steps=1"))
-    assert code == 0, printed
-    summary = summary_of(out)
-    assert 0 < summary["bubble"] < 1
-    assert len(summary["peak_memory_bytes"]) == summary["ranks"] == 2
+    common = ("--slides", classify_slides, *arguments, "--optimizer", "sgd", "--out", tmp_path / "run", "--ranks", "2")
     keys = ("strategy", "stages", "microbatches", "images")
-    assert [summary[key] for key in keys] == ["master", 2, 4, 12]
     for strategy, expected in (
-        (("--parallel", "fsdp", "--steps", "5"), ["fsdp", 1, 4, 20]),
-        (("--parallel", "ddp", "--zero", "2", "--steps", "6"), ["ddp", 1, 4, 24]),
+        (("--parallel", "master", "--steps", "3", "--twin-steps=1"), ["master", 2, 4, 12]),
+        (("--parallel", "fsdp", "--steps", "5", "--resume", "--extend"), ["fsdp", 1, 4, 20]),
+        (("--parallel", "ddp", "--zero", "2", "--steps", "6", "--resume", "--extend"), ["ddp", 1, 4, 24]),
     ):
-        train_ranks(*common, *strategy, "--resume", "--extend")
-        summary = summary_of(out)
-        assert ([summary[key] for key in keys], summary["bubble"]) == (expected, None)
+        train_ranks(*common, *strategy)
+        summary = summary_of(tmp_path / "run")
+        assert [summary[key] for key in keys] == expected
+        assert 0 < summary["bubble"] < 1 if strategy[1] == "master" else summary["bubble"] is None
+        assert len(summary["peak_memory_bytes"]) == summary["ranks"] == 2
 
 
-@pytest.mark.parametrize(
-    ("number", "strategy"), [(signal.SIGTERM, ("--parallel", "single")), (signal.SIGUSR1, TWO)], ids=["one", "ranks"]
-)
-def test_signal_saves_and_ends_well(number, strategy, classify_slides, tmp_path):
+def test_signal_saves_and_ends_well(classify_slides, tmp_path):
+    """The launcher passes it to its ranks; one process takes it in tests/app/launch/test_watchdog.py."""
     out = tmp_path / "run"
-    process = begin_train("--slides", classify_slides, *ENDLESS, *strategy, "--out", out)
-    process.send_signal(number)
+    process = begin_train("--slides", classify_slides, *ENDLESS, *TWO, "--out", out)
+    process.send_signal(signal.SIGUSR1)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0, printed
     summary = summary_of(out)
@@ -122,19 +118,20 @@ def test_killed_rank_ends_the_run_with_one_message(classify_slides, tmp_path):
     assert checkpoint_of(out)["step"] > 0
 
 
-@pytest.mark.parametrize("launcher", [(), (str(MPIRUN), "-n", "2")], ids=["gloo", "mpi"])
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "reason", "launcher"),
     [
-        ("killed", r"(was killed \(signal 9\)|died)"),  # mpirun may take the exit code before it is seen
-        ("shape", r"failed \(RuntimeError: (addmm: )?mat1 and mat2 shapes cannot be multiplied \(1x7 and 8x2\)\)"),
+        # mpirun may take the exit code before it is seen
+        ("killed", r"(was killed \(signal 9\)|died)", (str(MPIRUN), "-n", "2")),
+        ("shape", r"failed \(RuntimeError: (addmm: )?mat1 and mat2 shapes cannot be multiplied \(1x7 and 8x2\)\)", ()),
     ],
-    ids=["killed", "shape"],
+    ids=["killed-mpi", "shape-gloo"],
 )
 def test_failing_rank_is_named_with_action_and_shapes(fault, reason, launcher, classify_slides, tmp_path):
     out = tmp_path / "run"
     split = ("--parallel", "1f1b", "--cuts=3", "--batch", "2", "--model", "tests.helpers.failing_model:failing")
     arguments = ("--slides", classify_slides, *QUICK, *split, "--out", out, "--steps", "100000")
+    give_index(classify_slides, out)
     code, printed = run_to_its_end(
         *launcher, *train_command(*arguments, *(() if launcher else ("--ranks", "2"))), FAULT=fault
     )
@@ -170,10 +167,7 @@ def error_of(*command, timeout_s=140, **env):
 @pytest.mark.parametrize(
     ("launcher", "expected"),
     [
-        (
-            [TORCHRUN, "--nproc-per-node=2", "--no-python"],
-            r"rank 1 of 2 did not come within [\d.]+ s \(--join-timeout",
-        ),
+        ([TORCHRUN, "--nproc-per-node=2", "--no-python"], r"rank 1 of 2 did not come within [\d.]+ s \(--join-timeout"),
         ([str(MPIRUN), "-n", "2"], r"MPI did not start within 2 s \(--join-timeout-s\), .* once all 2 ranks are there"),
     ],
     ids=["torchrun", "mpirun"],
@@ -229,15 +223,12 @@ sys.exit(run_command(Command, body, None, "command"))
 """
 
 
-@pytest.mark.parametrize("closed", ["stdout", "stderr"])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("closed", "fails"), [("stdout", True), ("stdout", False), ("stderr", True)])
 def test_a_reader_that_leaves_ends_no_command(closed, fails, tmp_path):
     arguments = ["--done", str(tmp_path / "done"), *(["--fails"] if fails else [])]
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout
-    assert process.stderr
     getattr(process, closed).close()
     said = (process.stderr if closed == "stdout" else process.stdout).read()
     assert process.wait(60) == fails

@@ -11,11 +11,12 @@ import psutil
 import pytest
 import torch
 
-from app.launch.watchdog import DeviceProgress, Watchdog
+from app.launch.watchdog import DeviceProgress, Interrupt, Watchdog
 from app.launch.watchdog_process import NO_ACTION, ProgressRecord, WatchdogProcess, report_first
 from parallel.schedule.action import Action
 from parallel.schedule.text import describe_action, describe_fault, format_grid, from_csv
 from tests.app.conftest import ROOT
+from tests.helpers.in_process import put_back
 
 TWO_RANKS = from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
 RANK = """
@@ -52,7 +53,7 @@ class Rank:
         self.process.stdout.readline()  # "ready", or nothing from a rank that has ended
 
     def end(self, within_s):
-        """What rank and watchdog said; both are gone."""
+        """Return what rank and watchdog said; both are gone."""
         began_s = time.monotonic()
         # Ends when nobody holds standard error any more: neither the rank nor its watchdog.
         _, said = self.process.communicate(timeout=30)
@@ -106,13 +107,14 @@ def test_a_rank_that_fails_is_named_once_and_ended(then, number, stuck_s, reason
 @pytest.mark.parametrize(
     ("then", "stopped_s"),
     [
-        ("time.sleep(2.5)", 0.5),
-        ("[(watchdog.at(i % 4), time.sleep(0.1)) for i in range(25)]", 0),
-        ("watchdog.at(1, waiting=True); time.sleep(2.5)", 0),
-        ("watchdog.at(-1); time.sleep(2.5)", 0),
-        ("watchdog.rest(); time.sleep(2.5)", 0),
+        ("time.sleep(2)", 0.5),
+        (
+            "[(watchdog.at(i % 4), time.sleep(0.1)) for i in range(14)]; watchdog.at(1, waiting=True); time.sleep(1.4);"
+            " watchdog.at(-1); time.sleep(1.4); watchdog.rest(); time.sleep(1.4)",
+            0,
+        ),
     ],
-    ids=["briefly stopped", "moving", "waiting", "summing", "resting"],
+    ids=["briefly stopped", "moving, waiting, summing, resting"],
 )
 def test_rank_that_is_not_stuck_is_left_alone(then, stopped_s, start):
     rank = start(READY + then, stuck_s=60 if stopped_s else 1)
@@ -120,7 +122,7 @@ def test_rank_that_is_not_stuck_is_left_alone(then, stopped_s, start):
         rank.process.send_signal(signal.SIGSTOP)
         time.sleep(stopped_s)
         rank.process.send_signal(signal.SIGCONT)
-    assert (rank.end(within_s=6), rank.process.returncode) == ("", 0)
+    assert (rank.end(within_s=9), rank.process.returncode) == ("", 0)
 
 
 @pytest.mark.process
@@ -147,6 +149,18 @@ def test_only_the_first_rank_of_a_run_speaks(start):
     assert sum(bool(rank.end(within_s=3)) for rank in ranks) == 1
 
 
+def test_a_signal_asks_a_run_to_end_and_a_second_ctrl_c_ends_it():
+    interrupt = Interrupt()
+    with put_back():
+        interrupt.listen()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            interrupt.requested = False
+            signal.raise_signal(number)
+            assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 def test_position_costs_less_than_two_microseconds():
     watchdog, best_s = Watchdog(0, stuck_s=60), float("inf")
     for _ in range(20):
@@ -155,12 +169,6 @@ def test_position_costs_less_than_two_microseconds():
             watchdog.at(position, False, "inputs (2, 256, 64, 64) float32")
         best_s = min(best_s, (time.perf_counter() - began_s) / 1000)
     assert best_s < 2e-6
-
-
-@pytest.mark.process
-def test_watchdog_imports_no_torch():
-    check = "import app.launch.watchdog_process, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.process

@@ -17,12 +17,15 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidates import MemoryOptions
 from parallel.plan.plan import PlanRow
 from parallel.strategy import Strategy
+from tests.helpers.planned_once import planned_once
+
+__all__ = ["planned_once"]
 
 FORKED = {"model": "tests.app.planning.test_auto:forked"}
 
 
 class Forked(nn.Module):
-    """Its forward depends on the data, so it cannot be traced."""
+    """A forward that depends on the data, so it cannot be traced."""
 
     def __init__(self):
         super().__init__()

@@ -20,6 +20,9 @@ from parallel.plan.plan import PlanRow, best_of
 from parallel.space.team import Grid
 from parallel.strategy import Strategy
 from parallel.units import bytes_text, seconds_text
+from tests.helpers.planned_once import planned_once
+
+__all__ = ["planned_once"]
 
 NAMES = ("ddp", "fsdp", "spatial", "mp-basic", "1f1b", "master")
 PLAIN = MemoryOptions(("none",), (False,), stream=False)

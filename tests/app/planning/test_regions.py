@@ -1,4 +1,4 @@
-"""What plans are made of: a model and its loss as a planner sees them, and which way is needed at which side."""
+"""Plans are made of a model and its loss as a planner sees them, and of the way that is needed at each side."""
 
 import functools
 import itertools
@@ -58,9 +58,8 @@ def test_a_task_and_a_model_that_is_unknown():
 @pytest.mark.parametrize(
     ("model", "autocast"),
     [
-        ("resnet11_v2", None),
         ("resnet11_v2", torch.bfloat16),
-        ("unet_w4", torch.bfloat16),
+        pytest.param("unet_w4", torch.bfloat16, marks=pytest.mark.long),
         pytest.param("torchvision:densenet121", None, marks=pytest.mark.long),
     ],
 )
@@ -80,7 +79,7 @@ def test_tiles_of_another_side_give_the_graph_of_a_model_that_is_followed_anew(m
     assert first.at(96).trace(autocast) == ours.graph
 
 
-@pytest.mark.parametrize("model", ["resnet11_v2", "unet_w4"])
+@pytest.mark.parametrize("model", ["resnet11_v2", pytest.param("unet_w4", marks=pytest.mark.long)])
 def test_some_sides_tell_the_graphs_of_those_between(model, monkeypatch):
     def graph_at(work):
         return work.task(1, lambda graph: lambda tiles: COSTS).graph
@@ -94,8 +93,8 @@ def test_some_sides_tell_the_graphs_of_those_between(model, monkeypatch):
 
 
 @functools.cache
-def planners(ranks, model="resnet18"):
-    command = PlanCommand(model=model, tile=512, ranks=ranks, batch=4, device_spec="v100-16gb")
+def planners(ranks):
+    command = PlanCommand(model="resnet18", tile=512, ranks=ranks, batch=4, device_spec="v100-16gb")
     machine = machine_of(command)
     work = workload_of(command, machine)
     return functools.cache(lambda tile: planner_for(command, machine, work.at(tile)))
@@ -130,7 +129,7 @@ def test_splits_and_boxes_reach_further_than_data_parallelism():
 
 @pytest.mark.parametrize(("model", "count"), [("torchvision:vgg11", 1), ("resnet18", 1), ("torchvision:googlenet", 4)])
 def test_branches(model, count):
-    assert branches(planners(1, model)(512).task.graph) == count
+    assert branches(Workload(model, 64, CLASSES).trace()) == count
 
 
 def texts(path):

@@ -22,7 +22,7 @@ FIT = StainFit("macenko", (0.6, 0.7, 0.3, 0.1, 0.9, 0.2, 1.5, 1.0))
 
 
 class Windows:
-    """As ``SlideWindows``; the last cannot be read."""
+    """Windows as ``SlideWindows`` has them; the last cannot be read."""
 
     stain = FIT
 
@@ -50,8 +50,11 @@ def path(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("run") / "best.pt", CLASSIFIER, tile=SIDE, mpp=0.5)
 
 
-@pytest.mark.parametrize("spread", [None, Placement(parameters=True)], ids=["whole", "by the engine"])
-@pytest.mark.parametrize("target", [None, StainFit("macenko", (*FIT.numbers[:6], 1.0, 1.2))], ids=["plain", "stained"])
+@pytest.mark.parametrize(
+    ("spread", "target"),
+    [(None, StainFit("macenko", (*FIT.numbers[:6], 1.0, 1.2))), (Placement(parameters=True), None)],
+    ids=["whole, stained", "by the engine"],
+)
 def test_a_batch_is_waited_for_when_the_next_is_asked(path, spread, target, monkeypatch):
     load = functools.partial(load_model, path, CLASSIFIER, placement=spread, batch=BATCH)
     expected = answers(load(torch.device("cpu")), target)

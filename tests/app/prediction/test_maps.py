@@ -84,6 +84,7 @@ def test_a_square_with_a_hole():
     assert sorted(map(tuple, polygon.outer.tolist())) == [(2, 1), (2, 5), (6, 1), (6, 5)]
     assert [sorted(map(tuple, hole.tolist())) for hole in polygon.holes] == [[(3, 2), (3, 3), (4, 2), (4, 3)]]
     assert polygon.area == 15
+    assert polygons_of(np.zeros((3, 3), bool)) == []
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=5, max_size=5))
@@ -129,10 +130,6 @@ def test_the_largest_areas_are_kept():
     assert left_out == 1
 
 
-def test_an_empty_mask_has_no_areas():
-    assert polygons_of(np.zeros((3, 3), bool)) == []
-
-
 def settled(module):
     """``module`` in evaluation mode, its norms with statistics that change what goes through them."""
     generator = torch.Generator().manual_seed(1)
@@ -170,7 +167,7 @@ class SharedConvolution(nn.Module):
 
 
 class Branching(nn.Sequential):
-    """What it does depends on the values that it sees."""
+    """A model whose operations depend on the values that it sees."""
 
     def forward(self, x):
         return super().forward(x) if x.mean() > 0 else x

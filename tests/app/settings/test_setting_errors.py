@@ -263,16 +263,8 @@ def test_each_fault_of_a_run_is_named(changed, words):
     assert all(any(word in fault for fault in found) for word in words)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--parallel", "gpipe"), "2 ranks or more; got --ranks 1"),
-        (("--parallel", "mast", "--ranks", "2", "--microbatches", "4"), "mast computes 2 microbatches per group"),
-        (("--parallel", "spatial", "--ranks", "3", "--grid", "2x2"), "--grid 2x2 takes 4 ranks for a team"),
-        (("--norm-statistics=deferred", "--norm", "group"), "--norm-statistics deferred is about --norm batch"),
-    ],
-)
-def test_wrong_usage_is_said_before_anything_is_read(arguments, message, tmp_path, capsys):
-    assert main(["--slides", str(tmp_path), "--out", str(tmp_path / "run"), *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_usage_is_said_before_anything_is_read(tmp_path, capsys):
+    words = ["--slides", str(tmp_path), "--out", str(tmp_path / "run"), "--norm-statistics=deferred", "--norm", "group"]
+    assert main(words) == 2
+    assert "--norm-statistics deferred is about --norm batch" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

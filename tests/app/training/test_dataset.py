@@ -1,4 +1,4 @@
-"""What a run prepares: its split, tiles whose class is drawn on them, and the slides of a prediction."""
+"""A run prepares its split, tiles whose class is drawn on them, and the slides of a prediction."""
 
 from pathlib import Path
 
@@ -50,14 +50,6 @@ def test_unknown_patients_are_said_and_saved(tmp_path):
     assert Splits.load(tmp_path / "none" / "splits.csv").unknown == none_known.unknown == frozenset(SLIDES)
     chosen(tmp_path / "some", said, patient=dict.fromkeys(SLIDES[:2], "p"))
     assert "patients in more than one split: 0; patients of 10 of 12 slides unknown: these are split one by" in said[-1]
-
-
-def test_slides_of_one_patient_share_a_split(tmp_path):
-    patient = {slide: f"p{i // 2}" for i, slide in enumerate(SLIDES)}
-    for seed in range(5):
-        splits = chosen(tmp_path / str(seed), patient=patient, validation=0.3)
-        assert not splits.patient_overlap()
-        assert all(splits.split[a] == splits.split[b] for a, b in zip(SLIDES[::2], SLIDES[1::2], strict=True))
 
 
 def test_a_folder_with_another_split_is_refused(tmp_path):

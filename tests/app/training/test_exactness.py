@@ -189,7 +189,6 @@ BOXES = ActivationPolicy(stream=24)
         ("dice", "1f1b", BOXES),
         ("cross entropy", "1f1b", ActivationPolicy()),
         ("focal", "ddp", ActivationPolicy()),
-        pytest.param("focal", "ddp", BOXES, marks=pytest.mark.long),
     ],
 )
 def test_a_loss_that_a_run_may_minimise_is_that_of_the_plain_step(loss, name, policy):
@@ -202,8 +201,7 @@ def test_a_loss_that_a_run_may_minimise_is_that_of_the_plain_step(loss, name, po
     assert run_on_threads(2, lambda c, _: verify_engine(trial, make, c), timeout_s=60)[0].largest <= 1e-10
 
 
-@pytest.mark.parametrize("way", ["host", "device"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("way", "dtype"), [("host", torch.float64), ("device", torch.float32)])
 def test_shares_of_unequal_devices_are_the_plain_step(way, dtype):
     """The GPU is a stand-in: a rank on the CPU that the table of devices calls otherwise."""
     strategy, kinds = (

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.planning.auto import as_square
 from app.settings.run import DataSettings, RunConfig
 from app.training import run_folder
@@ -57,11 +56,8 @@ def run(half, tmp_path):
     [
         ("--stream", "96"),
         pytest.param(("--stream", "auto"), marks=LONG),
-        pytest.param(("--recompute", "block"), marks=LONG),
         ("--offload", "overlap", "--offload-state=parameters"),
-        pytest.param(("--offload-state=optimizer",), marks=LONG),
         pytest.param(("--no-channels-last",), marks=LONG),
-        pytest.param(("--ranks", "2", "--parallel", "ddp"), marks=PROCESS),
         pytest.param(("--ranks", "2", "--parallel", "spatial", "--stream", "64"), marks=PROCESS),
     ],
     ids=" ".join,
@@ -96,22 +92,6 @@ def test_another_precision_is_taken_with_a_warning(run, command, train):
     assert "warning: precision bf16 from step 3 on, fp32 before" in done.stderr
 
 
-def test_a_checkpoint_with_states_of_eight_gpus_is_resumed_where_there_are_fewer(
-    run, whole, command, train, monkeypatch
-):
-    """Checkpoints of earlier versions hold a state for each GPU of the host; the numbers do not depend on them."""
-    last = run / "checkpoints" / "last.pt"
-    state = load_checkpoint(last)
-    state["random"]["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 8
-    save_checkpoint(last, state)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: [()[k] for k, _ in enumerate(states)])
-    train(*command, "--device", "cpu", "--resume", "--out", run)
-    assert losses_of(run) == losses_of(whole)
-    assert same_weights(run, whole)
-
-
 def test_a_rank_sets_the_generator_of_its_own_gpu_alone(monkeypatch):
     device, given, seen = torch.device("cuda", 1), torch.zeros(16, dtype=torch.uint8), []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda where: given)
@@ -124,7 +104,7 @@ def test_a_rank_sets_the_generator_of_its_own_gpu_alone(monkeypatch):
 
 @PROCESS
 def test_a_run_of_one_process_goes_on_under_ddp(command, train, train_ranks, tmp_path):
-    """Of one microbatch, which two ranks cannot share: one message says how to go on, and what it changes."""
+    """Two ranks cannot share one microbatch: one message says how to continue, and what that changes."""
     place, run = command.index("--microbatches"), tmp_path / "run"
     asked = (*command[:place], *command[place + 2 :], "--out", run)
     with interrupted(2):
@@ -153,7 +133,7 @@ def test_a_longer_run_has_the_rates_of_its_new_length(run, whole, command, train
 def test_a_run_without_a_checkpoint_starts_from_its_beginning_and_says_so(
     is_new, resume, whole, command, train, tmp_path
 ):
-    """Whether it was killed before its first checkpoint or never began; the rows of its steps are written anew."""
+    """It was killed before its first checkpoint, or never began; the rows of its steps are written anew."""
     if not is_new:
         shutil.copytree(whole, tmp_path / "run")
         shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -186,7 +166,7 @@ def test_a_full_disk_names_the_file_and_advises_resume_only_with_a_checkpoint(
 
 
 def test_training_and_validation_share_the_memory_for_tiles_read_ahead(classify_slides, train, tmp_path, monkeypatch):
-    """What training has read ahead stays while a validation runs."""
+    """A validation leaves in memory what training has read ahead."""
 
     def prefetch(stream, max_bytes, *more):
         budgets.append(max_bytes)

@@ -24,7 +24,6 @@ from app.training.metrics import (
     dice_by_slide,
     dice_examples,
     mean_defined,
-    rows_by,
     slide_scores,
 )
 from app.training.validation import Outputs, _of_pixels, _Tiles, evaluate, subsample_per_slide
@@ -77,12 +76,6 @@ def test_scores_weigh_classes_alike_and_are_none_where_nothing_defines_them():
 def test_dice_is_undefined_only_where_a_class_is_neither_true_nor_predicted():
     dice = dice_by_slide(np.array([[5.0, 0.0, 0.0]]), np.array([[20.0, 4.0, 0.0]]))
     np.testing.assert_array_equal(dice, [[0.5, 0.0, np.nan]])
-
-
-def test_rows_by_number():
-    numbers, rows = rows_by(np.array([4, 2, 4, 2]))
-    assert (numbers.tolist(), [own.tolist() for own in rows]) == ([2, 4], [[1, 3], [0, 2]])
-    assert rows_by(np.empty(0, np.int64))[1] == []
 
 
 WORK = {
