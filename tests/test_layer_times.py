@@ -48,10 +48,3 @@ def test_the_model_stays_as_it_is() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
-
-
-def test_a_model_without_weights_is_refused() -> None:
-    with torch.device("meta"):
-        empty = SkipNet()
-    with pytest.raises(ValueError, match="got a model on the meta device"):
-        measure(trace(empty, SHAPE), SHAPE, CPU)

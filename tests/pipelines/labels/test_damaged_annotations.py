@@ -59,16 +59,11 @@ BAD = {
     "huge.geojson": geojson([[(1, 1), (10**400, 1), (5, 5)]]),
     "digits.geojson": b'{"type": "Polygon", "coordinates": [[[1, 1], [' + b"9" * 5000 + b", 1], [5, 5]]]}",
     "far.geojson": geojson([[(1, 1), (1e300, 1), (5, 5)]]),
-    "nan.geojson": geojson([[(1, 1), (float("nan"), 1), (5, 5)]]),
     "nested.geojson": b"[" * 200_000 + b"]" * 200_000,
-    "text.geojson": geojson([[("a", 1), (5, 1), (5, 5)]]),
     "latin1.geojson": json.dumps(area([SQUARE], "Tümör"), ensure_ascii=False).encode("latin-1"),
-    "empty.geojson": b"",
     "many.geojson": json.dumps([box(0, 0, 5, 5, f"class {k}") for k in range(300)]).encode(),
     "bomb.png": png_of(60_000, bytes(1000)),
     "wide.png": png_of(2**31 - 1),
-    "empty.png": b"",
-    "cut.png": imagecodecs.png_encode(MASK)[:60],
     "deep.png": imagecodecs.png_encode(MASK.astype(np.uint16) * 1000),
     "empty.tif": b"",
 }
@@ -93,7 +88,7 @@ def test_a_bad_annotation_takes_its_slide_out(name, tmp_path):
 
 
 def outcome(folder, name, data):
-    """What becomes of an annotation beside a good one: good, or bad at once or when it is drawn."""
+    """Return what becomes of an annotation next to a good one: good, or bad when it is opened or drawn."""
     (folder / name).write_bytes(data)
     try:
         found = annotations_of(folder)

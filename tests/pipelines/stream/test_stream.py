@@ -77,13 +77,6 @@ def test_batches_hold_the_tiles_they_name():
     assert len(stream) == 7
 
 
-def test_every_epoch_has_every_tile_once():
-    with iter(stream_of(epochs=None)) as batches:
-        rows = rows_of(batches, 3 * N // 2)
-    for epoch in range(4):
-        assert sorted(rows[epoch * N : (epoch + 1) * N]) == list(range(N))
-
-
 def test_the_last_batch_of_a_finite_stream_is_shorter_also_for_each_rank():
     stream = stream_of([3, 3], epochs=1)
     assert [len(b) for b in iter(stream)] == [4, 2]
@@ -180,11 +173,6 @@ def test_a_state_of_other_settings_is_refused_with_the_key_named(other, key):
     with pytest.raises(ValueError, match=f"cannot go on from the saved state.*{key}"):
         iter(other).set_state(state)
     iter(stream_of().shard(range(2)).prefetch(threads=3, max_bytes=7)).set_state(state)  # ranks and threads may change
-
-
-def test_balance_draws_classes_equally_often():
-    label = np.array([0] * 20 + [1] * 6, np.int64)
-    assert np.bincount(label[rows_of(iter(stream_of(epochs=3).class_balanced(label)))]).tolist() == [39, 39]
 
 
 @pytest.mark.parametrize("sample", ["tiles", "class", "slide"])

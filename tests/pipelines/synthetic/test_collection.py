@@ -161,7 +161,6 @@ def test_memory_does_not_grow_with_the_height(tmp_path):
 
 
 CROWDED = Arrangement(0.9)
-TILE = 256
 SIDE = 12_288
 
 
@@ -208,31 +207,6 @@ def test_glass_lies_around_the_tissue_and_is_even():
     assert (scene.draw(0, 0).pixels[:8, :8] == scene.glass).all()
 
 
-def blocks_of(arrangement, seeds):
-    scenes = [scene_of(arrangement, seed) for seed in seeds]
-    return [scene.draw(column, row) for scene in scenes for column in (3, 4) for row in (3, 4)]
-
-
-@pytest.mark.long
-def test_tiles_of_256_px_have_the_same_colours_in_both_classes():
-    """Window statistics by class differ by no more than two halves of one class do."""
-    statistics = []
-    for arrangement, seeds in ((EVEN, range(8)), (GROUPED, range(8)), (EVEN, range(8, 16))):
-        tiles = [
-            block.pixels[y : y + TILE, x : x + TILE]
-            for block in blocks_of(arrangement, seeds)
-            for x in range(0, BLOCK, TILE)
-            for y in range(0, BLOCK, TILE)
-        ]
-        histogram = np.mean([np.bincount(tile[..., 1].ravel() // 16, minlength=16) / TILE**2 for tile in tiles], axis=0)
-        darkness = np.percentile([(tile[..., 0] < 140).mean() for tile in tiles], (10, 25, 50, 75, 90))
-        statistics.append((histogram, darkness))
-    (even, even_dark), (grouped, grouped_dark), (others, others_dark) = statistics
-    noise, dark_noise = np.abs(even - others).max(), np.abs(even_dark - others_dark).max()
-    assert np.abs(even - grouped).max() < 2 * noise + 0.005
-    assert np.abs(even_dark - grouped_dark).max() < 2 * dark_noise + 0.01
-
-
 def centres_of(arrangement, seed):
     return np.array([(gland.l0_x, gland.l0_y) for gland in arrangement.glands(seed, 0, 0, SIDE, SIDE)])
 
@@ -249,7 +223,7 @@ def test_boxes_that_tile_the_plane_give_each_gland_once(arrangement):
 
 
 @pytest.mark.parametrize("arrangement", [EVEN, GROUPED])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_small_window_touches_two_rows(arrangement, seed):
     """Glands that share a window are of one row: nearly on one line along the rows' direction."""
     centres = centres_of(arrangement, seed)
