@@ -64,6 +64,7 @@ def test_tables_of_benchmarks_name_a_command_that_exists(page):
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").exists(), module
 
 
+TABLES = "strategies, best candidate of each", "largest tile within"
 PLAN = "python -m app.plan --model resnet50 --tile 2048 --ranks 4 --device-spec v100-16gb --largest-tile"
 
 
@@ -72,15 +73,17 @@ def test_plans_shown_are_those_printed_today(capsys):
     """Rows that a page leaves out are dots."""
     from app.plan import main
 
-    assert main(PLAN.split()[3:-1]) == 0
+    assert main(PLAN.split()[3:]) == 0
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    table = printed[printed.index("strategies, best candidate of each") + 1 :]
-    for page in (ROOT / "README.md", ROOT / "docs" / "strategies.md"):
-        assert PLAN in commands(page)
-        (block,) = re.findall(r"```\n(strategy .*?)```", page.read_text(), re.DOTALL)
-        shown = [" ".join(line.split()) for line in block.splitlines()]
-        printed_rows = [line if line in shown else "..." for line in table]
-        assert [line for line, _ in itertools.groupby(printed_rows)] == shown, page.name
+    first, last = (next(k for k, line in enumerate(printed) if line.startswith(words)) for words in TABLES)
+    for page, tables in (("README.md", 1), ("docs/strategies.md", 2)):
+        assert PLAN in commands(ROOT / page)
+        blocks = re.findall(r"```\n((?:strategy|largest tile) .*?)```", (ROOT / page).read_text(), re.DOTALL)
+        assert len(blocks) == tables
+        for block, table in zip(blocks, (printed[first + 1 : last], printed[last:]), strict=False):
+            shown = [" ".join(line.split()) for line in block.splitlines()]
+            printed_rows = [line if line in shown else "..." for line in table]
+            assert [line for line, _ in itertools.groupby(printed_rows)] == shown, page
 
 
 @pytest.mark.long
