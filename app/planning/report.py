@@ -124,7 +124,9 @@ def _box_note(task: Task) -> str:
     if streamed is None:
         return f"not box by box: {fault}"
     ends = streamed.region.ends_at
-    return f"box by box up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole" if ends else ""
+    if not ends:
+        return ""
+    return f"with --stream, boxes reach up to {ends[0]}, which {ends[1]}; the rest of the model is computed whole"
 
 
 def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
@@ -135,7 +137,7 @@ def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
         return ""
     ends = planner.stages.teams.plan(grid).ends_at
     rest = "the rest of the model is computed whole"
-    return f"side by side on {grid} up to {ends[0]}, which {ends[1]}; {rest}" if ends else ""
+    return f"a team of {grid} divides tiles up to {ends[0]}, which {ends[1]}; {rest}" if ends else ""
 
 
 def machine_of(command: PlanCommand) -> Machine:

@@ -188,7 +188,7 @@ class _Reader:
                 counts = isinstance(part, _BatchNorm) and part.track_running_stats
                 draws = isinstance(part, _DropoutNd) and part.p > 0
                 if part.training and (counts or draws):  # computed again in the backward pass
-                    raise NotTileable("counts or draws what has no rows any more, which boxes would do twice")
+                    raise NotTileable("draws or updates statistics where no rows are left: boxes would do so twice")
         self.without_rows.add(node.name)
         self.steps.append(Step(node.name, others=others, global_op=True))
 
