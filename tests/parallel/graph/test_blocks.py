@@ -99,6 +99,7 @@ def found(model: nn.Module, side: int, members: int) -> Branches:
     return find_branches(trace(model, (2, 3, side, side)).graph, members)
 
 
+@pytest.mark.long
 def test_the_branches_of_googlenet_are_those_of_its_modules() -> None:
     branches = found(google(aux_logits=False), 64, 2)
     assert len(branches.regions) == 9
@@ -141,7 +142,7 @@ def test_the_busiest_member_has_what_longest_processing_time_first_allows(member
         assert max(loads) <= sum(costs) / members + (1 - 1 / members) * max(costs)
 
 
-@pytest.mark.parametrize("model", [torchvision.models.vgg11, torchvision.models.resnet50])
+@pytest.mark.parametrize("model", [torchvision.models.vgg11, torchvision.models.resnet18])
 def test_a_model_without_branches_says_what_was_looked_for(model: type[nn.Module]) -> None:
     with torch.device("meta"), pytest.raises(ValueError, match=f"at least {LEAST:.0%}.*ASPP"):
         found(model(weights=None), 64, 2)
