@@ -92,9 +92,7 @@ def report(command: PlanCommand) -> int:
                 planners[tile] = None
         return planners[tile]
 
-    # A model without branches has none at any size, and a planner of a smaller one is not needed to tell that.
-    able = [name for name in names if name != SUBGRAPH.name or any(row.strategy.name == name for row in rows)]
-    largest = _largest(command, machine.cluster, planner_at, able) if command.largest_tile else []
+    largest = _largest(command, machine.cluster, planner_at, names) if command.largest_tile else []
     if command.out:
         _write(command, machine, planner_at, rows, best, largest)
     return OK if best else FAILED

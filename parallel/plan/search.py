@@ -177,25 +177,25 @@ class Planner(Evaluator):
             yield row
 
     def _bound(self, candidate: Strategy) -> float:
-        """Return images per second that no partition and no memory could raise: ranks wait for the slowest, and for
-        the first microbatch to arrive and the last to go back."""
+        """Return images per second that no partition and no memory could raise: ranks wait for the slowest; those that
+        are no teams also for the first microbatch to arrive and the last to go back."""
         _, costs = self.stages.of(candidate)
         weights, depth, whole_s = weights_of(candidate, self.task.batch), candidate.depth, sum(costs.seconds)
         microbatches, shortest_s = sum(weights), min(weights) * whole_s
         least_s = microbatches * whole_s / depth
-        if candidate.members == 1 and not candidate.paired:
+        if candidate.members == 1 and candidate.paired:
+            least_s = max(least_s, shortest_s)
+        elif candidate.members == 1:
             partition = self.stages.partition(candidate, within=False)
             assert partition is not None
             loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
             least_s = microbatches * max(sum(loads[k::depth]) for k in range(depth))
-        if candidate.name == "mp-basic":  # one rank works at a time
-            least_s = microbatches * whole_s
-        elif candidate.name in ("gpipe", "1f1b"):
-            # Rank k waits for the k before it. Least is lost where all are done together: their loads fall from rank to
-            # rank by the factor 1 - shortest / all microbatches, and add up to the model.
-            least_s = max(least_s, shortest_s / (1 - (1 - min(weights) / microbatches) ** depth))
-        elif candidate.paired:
-            least_s = max(least_s, shortest_s)
+            if candidate.name == "mp-basic":  # one rank works at a time
+                least_s = microbatches * whole_s
+            elif candidate.name in ("gpipe", "1f1b"):
+                # Rank k waits for the k before it. Least is lost where all are done together: their loads fall from
+                # rank to rank by the factor 1 - shortest / all microbatches, and add up to the model.
+                least_s = max(least_s, shortest_s / (1 - (1 - min(weights) / microbatches) ** depth))
         fastest = max(self.cluster.speeds, default=1.0)
         return self.task.batch * fastest / least_s if least_s else math.inf
 
