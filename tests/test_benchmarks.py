@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
     ("command", "says"),
     [
         ("benchmarks.tile_reading.data_wait --tile 256 --steps 1 --side 1536", "data_wait_fraction"),
-        ("benchmarks.many_slides.run --slides 1 --size 3000 --steps 1", "trained on 1 tiles"),
+        ("benchmarks.many_slides.run --slides 1 --size 1200 --steps 1", "trained on 1 tiles"),
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
         (
             "benchmarks.plan_accuracy.layer_times --px 64 --nets plain12 --seconds 0.5",
