@@ -16,7 +16,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.exactness.run keeping --only dropout gpipe --again", "11 cells: 11 passed"),
         ("benchmarks.schedules.sleeping --unit 0.001 --steps 1", "m D (F + B)"),
         ("benchmarks.workers.run --unit 0.001 --steps 8", "max n t"),
-        ("benchmarks.workers.asynchronous --seeds 1 --windows 2 --unit 0.001", "async, no bound"),
+        ("benchmarks.workers.asynchronous --seeds 1 --windows 1 --unit 0.0005", "async, no bound"),
         ("benchmarks.workers.delayed nuclei --rates 0.002 --seeds 1 --steps 1", "pipedream, an update a minibatch"),
         ("benchmarks.workers.real --rounds 1 --tile 64 --tiles 6", "times equal shares"),
         ("benchmarks.plan_accuracy.activation_bytes --model resnet11_v2 --px 32 --depths 2", "max(A_k, A_{D-1-k})"),

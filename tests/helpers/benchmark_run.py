@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ START_RANKS, START = benchmarks.ranks.run_on_ranks, subprocess.run
 
 def assert_runs(command: str, says: str) -> None:
     """``python -m command`` ends well, or misses a target, and prints ``says``."""
-    module, *arguments = command.split()
+    module, *arguments = shlex.split(command)
     said = io.StringIO()
     code: object = 0
     with (

@@ -22,7 +22,7 @@ from pipelines.catalog.catalog import find_slides
 from pipelines.tiles.stain import StainFit
 from tests.app.conftest import CLASSIFIER, QUICK, checkpoint_of, losses_of, same_weights, summary_of
 from tests.helpers.forked import run_ranks
-from tests.helpers.in_process import call, put_back
+from tests.helpers.in_process import call
 from tests.helpers.local_hub import random_timm, use_local_hub
 from tests.helpers.small_nets import drawn_once
 
@@ -40,9 +40,9 @@ def stained(classify_slides, tmp_path_factory, train):
 
 
 @PROCESS
-@pytest.mark.parametrize("way", [("--ranks", "2", "--parallel", "gpipe"), ("--parallel", "single", "--stream", "64")])
-def test_ranks_and_boxes_compute_the_same_from_normalised_tiles(way, stained, classify_slides, tmp_path, train_ranks):
-    train_ranks("--slides", classify_slides, *STAINED, *way, "--out", tmp_path)
+def test_ranks_and_boxes_compute_the_same_from_normalised_tiles(stained, classify_slides, tmp_path, train_ranks):
+    split = ("--ranks", "2", "--parallel", "1f1b", "--stream", "64")
+    train_ranks("--slides", classify_slides, *STAINED, *split, "--out", tmp_path)
     assert losses_of(tmp_path) == pytest.approx(losses_of(stained), rel=1e-4)
 
 
@@ -99,8 +99,7 @@ def test_a_name_with_a_tag_trains_from_its_weights_and_predicts_with_their_norma
 
 
 def test_frozen_norms_without_weights_are_warned_of(classify_slides, train, tmp_path):
-    words = ("--model", "resnet20_v2", "--norm", "frozen", "--tile", "64", "--steps", "1", "--out", tmp_path / "run")
-    train("--slides", classify_slides, *QUICK, *words)
+    train("--slides", classify_slides, *QUICK, "--norm", "frozen", "--steps", "1", "--out", tmp_path / "run")
     assert "the running statistics were never measured" in (tmp_path / "run" / "run.log").read_text()
 
 
@@ -207,20 +206,12 @@ def as_if_on_gpus(*arguments):
         return main(list(arguments))
 
 
-@pytest.fixture(scope="module")
-def plain_run(classify_slides, tmp_path_factory):
-    """The run of one process."""
-    out = tmp_path_factory.mktemp("plain") / "run"
-    with put_back():
-        asked = [*ASKED, "--parallel", "single", "--device", "cpu"]
-        assert main(["--slides", str(classify_slides), *asked, "--out", str(out)]) == 0
-    return out
-
-
 @PROCESS
-@pytest.mark.parametrize("extra", [("--shares", "3,1"), ("--shares", "2,2", "--mixed-sums=host")])
-def test_a_mixed_run_is_that_of_one_process(extra, plain_run, classify_slides, tmp_path):
-    words = ["--slides", str(classify_slides), *ASKED, *MIXED, *extra, "--out", str(tmp_path / "mixed")]
+def test_a_mixed_run_is_that_of_one_process(classify_slides, train, tmp_path):
+    plain_run = tmp_path / "plain"
+    train("--slides", classify_slides, *ASKED, "--parallel", "single", "--device", "cpu", "--out", plain_run)
+    more = ("--shares", "3,1", "--mixed-sums=host", "--out", str(tmp_path / "mixed"))
+    words = ["--slides", str(classify_slides), *ASKED, *MIXED, *more]
     codes, printed = run_ranks(2, f"{__name__}:as_if_on_gpus", words, tmp_path)
     assert codes == [0, 0], printed
     assert losses_of(tmp_path / "mixed") == pytest.approx(losses_of(plain_run), rel=1e-5)
