@@ -32,7 +32,7 @@ def trial(speed, loss=0.5, **more):
 
 
 def rows(**found):
-    """By strategy, dots for plus signs."""
+    """Return the rows of trials by strategy, whose plus signs are underscores in the names."""
     made = [row_of(case(name.replace("_", "+")), "m", trials, None) for name, trials in found.items()]
     compare(made)
     return {row["strategy"]: row for row in made}
@@ -108,24 +108,6 @@ def test_one_rank_runs_single_and_several_run_the_rest():
     assert [(one.batch, one.microbatches) for one in found[:3]] == [(4, 2), (8, 4), (8, 4)]
     arguments = found[2].arguments
     assert arguments[arguments.index("--recompute") + 1] == "block"
-
-
-def test_stages_that_are_a_part_of_the_ranks_make_groups():
-    found = cases("ddp gpipe+recompute auto single", [256], [1, 2, 3, 4], [2, 4], microbatches=8)
-    assert labels(found) == [
-        *((1, label) for label in ("auto", "single")),
-        *((2, label) for label in ("ddp", "gpipe + recompute", "auto")),
-        *((3, label) for label in ("ddp", "auto")),
-        *((4, label) for label in ("ddp", "gpipe 2 x 2 + recompute", "gpipe + recompute", "auto")),
-    ]
-    (hybrid,) = (one for one in found if one.stages)
-    assert hybrid.name == "256px_4x_gpipe2x2+recompute"
-    assert hybrid.arguments[hybrid.arguments.index("--stages") + 1] == "2"
-    assert (hybrid.settings.groups, hybrid.settings.depth, hybrid.refusal) == (2, 2, "")
-    assert all("--stages" not in one.arguments for one in found if one is not hybrid)
-    made = [row_of(one, "m", [trial(speed)], None) for one, speed in zip(found[-4:-2], (1.0, 2.0), strict=True)]
-    compare(made)
-    assert (made[1]["stages"], made[1]["claim"]) == (2, "2.00x ddp on 4 ranks, measured once")
 
 
 def test_a_row_is_the_median_of_its_repeats_and_fails_with_one():
@@ -215,33 +197,45 @@ def test_tiles_are_needed_and_a_launcher_is_not(monkeypatch):
     assert "start it once" in BenchCommand(DataSettings(Path("slides"))).validate()[0]
 
 
-SINGLE = Case("single", (), 1, 256, 4, 2)
+def train_here(patch, start):
+    """Train in this process, by ``start``, what trials ask for."""
+
+    def run(command, output, timeout_s):
+        done = start(*command[3:], code=None)
+        output.write_text(done.stdout + done.stderr)
+        return done.returncode
+
+    patch.setattr(trials, "_run", run)
 
 
-@pytest.mark.process
-def test_out_of_memory_is_a_result_and_so_is_a_hang(classify_slides, tmp_path):
-    shared = ["--slides", str(classify_slides), "--model", CLASSIFIER, "--steps", "3"]
-    (tmp_path / "tiles").mkdir()
-    one = Case("single", (), 1, 256, 4, 2, memory="2MiB")
-    found = run_trial(one, shared, tmp_path / "tiles", tmp_path / "small", 120)
+def run_single(tmp_path, slides, name, model=CLASSIFIER, timeout_s=120, **more):
+    (tmp_path / "tiles").mkdir(exist_ok=True)
+    shared = ["--slides", str(slides), "--model", model, "--steps", "3"]
+    return run_trial(Case("single", (), 1, 256, 4, 2, **more), shared, tmp_path / "tiles", tmp_path / name, timeout_s)
+
+
+def test_out_of_memory_is_a_result(classify_slides, train, tmp_path, monkeypatch):
+    """Torch's message counts, whatever the kernel, which counts its kills, did to others meanwhile."""
+    train_here(monkeypatch, train)
+    found = run_single(tmp_path, classify_slides, "small", memory="2MiB")
     assert found.status == "out-of-memory"
     assert "--memory 2 MiB" in found.reason
     assert Trial.load(tmp_path / "small" / "trial.json") == found
-    hung = run_trial(one, shared, tmp_path / "tiles", tmp_path / "late", 0.1)
-    assert (hung.status, hung.reason[:15]) == ("failed", "not done after ")
+    monkeypatch.setattr(trials, "memory_kills", iter((3, 4)).__next__)
+    told = run_single(tmp_path, classify_slides, "told", "tests.helpers.tiny_models:without_memory")
+    assert told.status == "out-of-memory"
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("model", "status"), [("killed", "killed"), ("without_memory", "out-of-memory")])
-def test_a_rank_ended_by_signal_9_is_not_out_of_device_memory(model, status, classify_slides, tmp_path, monkeypatch):
-    """What torch says of memory is, whatever the kernel, which counts its kills, did to others meanwhile."""
-    counts = iter((3, 4))
-    monkeypatch.setattr(trials, "memory_kills", lambda: next(counts))
-    (tmp_path / "tiles").mkdir()
-    shared = ["--slides", str(classify_slides), "--model", f"tests.helpers.tiny_models:{model}", "--steps", "3"]
-    found = run_trial(SINGLE, shared, tmp_path / "tiles", tmp_path / "run", 120)
-    assert found.status == status
-    assert status != "killed" or "count of such kills rose by 1" in found.reason
+def test_a_rank_ended_by_signal_9_is_not_out_of_device_memory_and_a_hang_is_ended(
+    classify_slides, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trials, "memory_kills", iter((3, 4, 5)).__next__)
+    found = run_single(tmp_path, classify_slides, "run", "tests.helpers.tiny_models:killed")
+    assert found.status == "killed"
+    assert "count of such kills rose by 1" in found.reason
+    hung = run_single(tmp_path, classify_slides, "late", timeout_s=0.1)
+    assert (hung.status, hung.reason[:15]) == ("failed", "not done after ")
 
 
 @pytest.mark.parametrize(
@@ -274,13 +268,7 @@ TINY = ("--model", CLASSIFIER, "--mpp", "0.5", "--tiles", "256", "--batch", "4",
 @pytest.fixture
 def measure(train_ranks, monkeypatch):
     """``app.bench`` in this process, which trains in this process, too; ranks are forked."""
-
-    def run(command, output, timeout_s):
-        done = train_ranks(*command[3:], code=None)
-        output.write_text(done.stdout + done.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(trials, "_run", run)
+    train_here(monkeypatch, train_ranks)
     return lambda *arguments, code=0: call("app.bench", *arguments, env={"OMP_NUM_THREADS": "1"}, code=code)
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import yaml
 
@@ -18,17 +17,7 @@ from app.settings.launcher import Attempts, Launcher, describe_restart, find_lau
 from app.settings.run import DataSettings, RunConfig
 from app.settings.strategy import StrategySettings
 from app.training.run_folder import RunFolder
-from tests.app.conftest import (
-    QUICK,
-    TORCHRUN,
-    begin,
-    losses_of,
-    rows_of,
-    same_weights,
-    summary_of,
-    train_command,
-)
-from tests.helpers.forked import launched_here
+from tests.app.conftest import QUICK, begin_train, losses_of, rank_process, rows_of, same_weights, summary_of
 
 NO_SIDES = SimpleNamespace(sides=None)
 
@@ -139,50 +128,22 @@ def test_an_attempt_without_a_checkpoint_keeps_the_microbatches(tmp_path):
         assert train_module._with_microbatches(fewer, begun).strategy.microbatches == microbatches
 
 
-STEPS, EVERY = 30, 4
+STEPS, EVERY = 24, 4
 DRILL = (*QUICK, "--parallel", "master", "--device", "cpu", "--checkpoint-every", str(EVERY), "--validation", "0")
 DRILL += ("--steps", str(STEPS))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(classify_slides, train, tmp_path_factory):
-    """The run to the same end, all in one go."""
-    out = tmp_path_factory.mktemp("undisturbed") / "run"
-    with launched_here(tmp_path_factory.mktemp("ranks")):
-        train("--slides", classify_slides, *DRILL, "--out", out, "--ranks", "2")
-    assert summary_of(out)["restarts"] == 0
-    return out
-
-
-def second_rank(process, out):
-    ranks = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if {"app.train", str(out)} <= set(child.cmdline())
-    ]
-    return next(rank for rank in ranks if rank.environ().get("RANK") == "1" or rank.name() == "rank 1")
-
-
 @pytest.mark.process
-@pytest.mark.parametrize("launcher", ["ranks", "torchrun"])
-def test_killed_rank_costs_steps_but_changes_nothing(launcher, undisturbed, classify_slides, tmp_path):
-    out, metrics = tmp_path / "run", tmp_path / "run" / "metrics.csv"
-    command = [*train_command("--slides", classify_slides, *DRILL, "--out", out), "--max-restarts", "1"]
-    if launcher == "torchrun":
-        command = [TORCHRUN, "--nproc-per-node", "2", *command[-2:], *command[1:-2]]
-    else:
-        command += ["--ranks", "2"]
-    process = begin(*command)
-    try:
-        deadline_s = time.monotonic() + 150
-        while not (out / "checkpoints" / "last.pt").exists() or len(rows_of(metrics)) < EVERY + 2:
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-        second_rank(process, out).send_signal(signal.SIGKILL)
-        text, _ = process.communicate(timeout=140)
-    finally:
-        process.kill()
+def test_killed_rank_costs_steps_but_changes_nothing(classify_slides, train_ranks, tmp_path):
+    undisturbed, out = tmp_path / "undisturbed", tmp_path / "run"
+    command = ("--slides", classify_slides, *DRILL, "--ranks", "2", "--out")
+    train_ranks(*command, undisturbed)
+    process = begin_train(*command, out, "--max-restarts", "1")
+    while len(rows_of(out / "metrics.csv")) < EVERY + 2:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    rank_process(process, 1).send_signal(signal.SIGKILL)
+    text, _ = process.communicate(timeout=140)
     assert process.returncode == 0, text
     killed = int(re.findall(r"^rank 1 was killed \(signal 9\) at step (\d+)", (out / "fault.txt").read_text())[0])
     (kept, again), *_ = re.findall(r"restarted \(attempt 2\): continuing from step (\d+)(?:; (\d+) more)?", text)
