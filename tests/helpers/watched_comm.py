@@ -1,4 +1,4 @@
-"""A communicator whose calls are told before they are made."""
+"""A communicator whose calls are reported before they are made."""
 
 from __future__ import annotations
 

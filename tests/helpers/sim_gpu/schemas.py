@@ -1,4 +1,4 @@
-"""What operations are given, change and give, by their schemas, for ``dispatch``."""
+"""Arguments, changes and results of operations by their schemas, for ``dispatch``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDEXES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, a
 
 
 def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
-    """That of torch, for what operations take and give: several times faster."""
+    """Map over what operations take and give; several times faster than torch's."""
     if isinstance(value, (list, tuple)):
         return type(value)([tree_map(function, each) for each in value])
     if isinstance(value, dict):

@@ -107,7 +107,7 @@ def _tensor_copies(gpus: Gpus, to: Callable[..., Tensor]) -> dict[str, Any]:
         return memo[id(tensor)]  # type: ignore[no-any-return]
 
     def reduce(tensor: Tensor, protocol: int) -> Any:
-        """What ``torch.save`` writes; it is read back on the CPU."""
+        """Value that ``torch.save`` writes; it is read back on the CPU."""
         if gpus.device_of(tensor) is not None:
             tensor = to(tensor.detach(), "cpu").requires_grad_(tensor.requires_grad)
         return PLAIN["__reduce_ex__"](tensor, protocol)

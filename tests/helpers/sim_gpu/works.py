@@ -1,4 +1,4 @@
-"""What operations over NCCL and Gloo return, and what each member brings to them, for ``nccl``."""
+"""Works that operations over NCCL and Gloo return, and the share of each member in them, for ``nccl``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(eq=False)
 class Share:
-    """What one member brings to an operation."""
+    """Tensor and operation that one member brings."""
 
     who: str
     operation: str
@@ -70,7 +70,7 @@ class Member:
 
 
 class NcclWork:
-    """What an operation over NCCL returns; as in torch, it holds the tensors until ``wait``, or until it is done."""
+    """Work of an operation over NCCL; as in torch, it holds the tensors until ``wait``, or until it is done."""
 
     def __init__(self, gpus: Gpus, tensors: Sequence[Tensor], stream: Stream, done: Any) -> None:
         self._gpus, self._stream, self._done = gpus, stream, done
@@ -101,7 +101,7 @@ class NcclWork:
 
 
 class GlooWork:
-    """What an operation over Gloo returns.
+    """Work that an operation over Gloo returns.
 
     Args:
         arrive: what is left to do in ``wait``, which alone tells that it is done; None of a send.
