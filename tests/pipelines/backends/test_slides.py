@@ -1,4 +1,4 @@
-"""Every backend against the slide contract, and a thousand rounds of opening and reading in bounded memory."""
+"""Every backend against the slide contract, and hundreds of rounds of opening and reading in bounded memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pyramid():
 
 
 class TestTiledSvs(SlideContract):
-    """Its label, macro image and thumbnail are no levels."""
+    """A slide whose label, macro image and thumbnail are no levels."""
 
     backend, mpp = "tiled", 0.499
     open_it = staticmethod(lambda: open_slide(SVS))
@@ -57,7 +57,7 @@ class TestTiledPyramid(SlideContract):
 
 
 class TestTiledOmeTiff(SlideContract):
-    """Its levels lie in sub-IFDs, where OpenSlide sees one."""
+    """A slide whose levels lie in sub-IFDs, where OpenSlide sees one."""
 
     backend, mpp = "tiled", 0.499
     open_it = staticmethod(lambda: open_slide(OME_TIFF))
@@ -83,7 +83,7 @@ class TestOpenSlideSvs(SlideContract):
 
 
 class TestOpenSlideNdpi(SlideContract):
-    """Its levels divide evenly, so that all of them are exact."""
+    """A slide whose levels divide evenly, so that all of them are exact."""
 
     backend, mpp = "openslide", 0.228175
     open_it = staticmethod(lambda: open_slide(NDPI, backend="openslide"))
@@ -152,8 +152,8 @@ from pipelines.backends.registry import open_slide
 
 process, found = psutil.Process(), {}
 for name, path in json.loads(sys.argv[1]).items():
-    for i in range(1200):
-        if i == 200:  # warm: libraries loaded, buffers and caches at their size
+    for i in range(400):
+        if i == 100:  # warm: libraries loaded, buffers and caches at their size
             gc.collect()
             before = process.memory_info().rss
         with open_slide(Path(path), mpp=0.5, backend=name.split()[0]) as slide:
@@ -166,8 +166,8 @@ print(json.dumps(found))
 
 @pytest.mark.process
 @pytest.mark.timeout(1200)
-def test_a_thousand_rounds_leave_memory_and_open_files_where_they_were(tmp_path):
-    """In a process of its own, where nothing else allocates."""
+def test_hundreds_of_rounds_leave_memory_and_open_files_where_they_were(tmp_path):
+    """A process of its own reads it, where nothing else allocates."""
     Image.fromarray(np.full((300, 400, 3), 90, np.uint8)).save(tmp_path / "image.png")
     files = {"tiled": SVS, "tiled pyramid": PYRAMID_TIFF, "ndpi": NDPI, "openslide": SVS, "openslide dicom": DICOM}
     files |= {"zarr": write_pyramid_zarr(tmp_path / "slide.zarr"), "image": tmp_path / "image.png"}
@@ -175,4 +175,4 @@ def test_a_thousand_rounds_leave_memory_and_open_files_where_they_were(tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found.keys() == files.keys()
-    assert all(growth_bytes < 4 << 20 and open_files < 40 for growth_bytes, open_files in found.values()), found
+    assert all(growth_bytes < 3 << 20 and open_files < 40 for growth_bytes, open_files in found.values()), found
