@@ -225,11 +225,11 @@ DIVIDED = {
     for how, policy in (POLICIES if strategy.grid else OF_RANKS).items()
     if policy is not BLOCK
 }
-LATE = {
+LATE = (
     *("1f1b", "zero-bubble", "master", "bidirectional", "ddp", "teams in 1f1b", "ddp, zero 2, keep"),
     *("ddp, zero 2, parameters", "zero 1, replicas", "recompute stages, offload", "parameters on the host"),
     *("offload, ahead", "all on the host"),
-}
+)
 """Most is found where all is as late as may be, and where each mechanism is once: the quick lane has little else."""
 SOON = [*((name, 0) for name in LATE), ("1f1b", None), ("ddp", 1)]
 ON_GPUS = [*SOON, *((name, late) for name in GPUS for late in (0, 1)), *((name, 0) for name in DIVIDED)]
