@@ -91,7 +91,7 @@ def test_the_choice_is_judged_by_rounds_that_did_not_choose() -> None:
     lucky = EXHAUSTIVE[-1]
     rows = rows_of("m@32", {s: [20.0, 5.0, 20.0, 5.0] if s == lucky else [10.0] * 4 for s in EXHAUSTIVE})
     tuned = list(tuned_rows(Rounds.of(rows), "m@32"))
-    assert len(tuned) == len(list(demands_of({s: made_up(s) for s in EXHAUSTIVE})))
+    assert len(tuned) == 2 * len(list(demands_of({s: made_up(s) for s in EXHAUSTIVE})))
     assert all(float(row[5]) in (1.0, 2.0) for row in tuned)
     half = [row for row in rows if row["round"] == 0]
     assert not list(tuned_rows(Rounds.of(half), "m@32"))
