@@ -35,7 +35,6 @@ SMALLER, LARGER = (0.94, 0.88, 0.78, 0.6), (1.07, 1.15, 1.3, 1.6)
 """Times the budget that a plan is made for where that for the budget itself really takes more, or less."""
 UNKNOWN = 1 << 60
 """Bytes that no rank has."""
-RULE = ActivationPolicy("optimal")
 
 Plan = tuple[Segment, ...]
 
@@ -110,7 +109,7 @@ class RecomputeSearch:
         peaks = self._peaks(plan)
         for segment in sorted((s for s in plan if s.recompute), key=lambda s: -self.seconds((s,))):
             # Held from its forward pass on, what it keeps is there while later segments go backward.
-            more, held = self._kept_alone(segment), self._memory.of_segments(plan, RULE).activations
+            more, held = self._kept_alone(segment), self._memory.of_segments(plan).activations
             most = max((peak for start, peak in peaks.items() if start > segment.start), default=0)
             if (self._in_flight - 1) * (held + more) + most + more > budget:
                 continue
@@ -123,7 +122,7 @@ class RecomputeSearch:
 
     def _peaks(self, plan: Plan) -> dict[int, int]:
         """Return start of a segment -> most bytes that live while it goes backward, after it is recomputed."""
-        timeline = self._memory.arrays((plan[0].start, plan[-1].stop)).timeline(plan, RULE)
+        timeline = self._memory.arrays((plan[0].start, plan[-1].stop)).timeline(plan)
         starts = [segment.start for segment in reversed(plan)]
         begins = timeline.moments.recompute_at[np.array(starts) - plan[0].start]
         return dict(zip(starts, np.maximum.reduceat(timeline.live, begins).tolist(), strict=True))
@@ -141,7 +140,7 @@ class RecomputeSearch:
     @remembered
     def _bytes(self, plan: Plan) -> int:
         """Return the bytes that the stage takes at most."""
-        stage = self._memory.of_segments(plan, RULE)
+        stage = self._memory.of_segments(plan)
         return (self._in_flight - 1) * stage.activations + max(stage.forward, stage.backward)
 
 

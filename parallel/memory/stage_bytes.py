@@ -153,7 +153,7 @@ class StageArrays:
         )
         return stage, timeline.host
 
-    def timeline(self, segments: Sequence[Segment], policy: ActivationPolicy) -> Timeline:
+    def timeline(self, segments: Sequence[Segment], policy: ActivationPolicy = KEEP_ALL) -> Timeline:
         """Return the bytes on the device over both passes."""
         starts, stops, again = self._parts(segments)
         moments = _moments(starts, stops, again)
@@ -292,7 +292,7 @@ class StageMemory:
         """Return the bytes of the layers from one position to another, not included, when all is kept on the device."""
         return self.of_segments((Segment(*bound, False),), KEEP_ALL)
 
-    def of_segments(self, segments: Sequence[Segment], policy: ActivationPolicy) -> StageBytes:
+    def of_segments(self, segments: Sequence[Segment], policy: ActivationPolicy = KEEP_ALL) -> StageBytes:
         """Return the bytes of the stage whose layers ``segments`` cover."""
         return self._bytes(segments, policy)[0]
 

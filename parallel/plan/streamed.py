@@ -127,7 +127,7 @@ class StreamedStages:
             rest = memory.of_layers((start, len(graph.layers)))
             of_rest, after, forward = max(rest.first_backward, rest.forward), rest.parameters, rest.forward
         # What leaves the region as a map waits on the device for its gradient while boxes go back.
-        leaving = sum(2 * boxes.own_bytes(name) for name in boxes.model.leaving if name in boxes.model.sides)
+        leaving = sum(2 * boxes.own_bytes(name) for name in boxes.region.leaving if name in boxes.region.sides)
         own = boxes.entering_bytes + boxes.peak_bytes(here)
         first = own + max(of_rest, after + leaving + box)
         # Gradients that a team sums lie in buckets, which is counted elsewhere.

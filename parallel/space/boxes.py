@@ -37,7 +37,7 @@ class Boxes:
         mesh: the members' parts of the tile.
     """
 
-    model: PaperRegion
+    region: PaperRegion
     phases: tuple[Phase, ...]
     mesh: SpatialMesh
 
@@ -50,7 +50,7 @@ class Boxes:
     @functools.cached_property
     def square(self) -> bool:
         """Rows and columns are alike, and cut alike."""
-        return self.model.square and self.mesh.cuts[0] == self.mesh.cuts[1]
+        return self.region.square and self.mesh.cuts[0] == self.mesh.cuts[1]
 
     def cuts(self, part: Part) -> Cuts:
         """Return where the boxes of a part begin and end."""
@@ -82,10 +82,10 @@ class Boxes:
         if grid.members == 1:
             return {}
         for name in {
-            *self.model.inputs,
+            *self.region.inputs,
             *(step.name for phase, part in self.parts() for step in phase.outputs(part) if not step.sums),
         }:
-            sides = self.model.sides[name]
+            sides = self.region.sides[name]
             rows = [self.mesh.owned(row * grid.columns, sides)[0] for row in range(grid.rows)]
             columns = [self.mesh.owned(column, sides)[1] for column in range(grid.columns)]
             spans[name] = [[(span.start, span.stop) for span in axis] for axis in (rows, columns)]
@@ -100,7 +100,7 @@ class Boxes:
         for axis, count in enumerate((grid.rows, grid.columns)):
             for number in range(count):
                 boxes = self.places(number * grid.columns if axis == 0 else number, part)[axis]
-                needs = AxisNeeds(across, self.model.sides, cuts[axis], axis, boxes[0], boxes[-1])
+                needs = AxisNeeds(across, self.region.sides, cuts[axis], axis, boxes[0], boxes[-1])
                 for name, span in needs.begin_with_all(steps).items():
                     if name in spans:
                         start, stop = spans[name][axis][number]
@@ -108,14 +108,14 @@ class Boxes:
 
     def map_bytes(self, name: str) -> int:
         """Return the bytes that a member holds of a map."""
-        sides = self.model.sides[name]
+        sides = self.region.sides[name]
         px = self.held[name] if name in self.held else self.mesh.largest(sides)
-        return round(self.model.sizes[name] * math.prod(px) / math.prod(sides))
+        return round(self.region.sizes[name] * math.prod(px) / math.prod(sides))
 
     def own_bytes(self, name: str) -> int:
         """Return the bytes of a map that a member owns."""
-        sides = self.model.sides[name]
-        return round(self.model.sizes[name] * math.prod(self.mesh.largest(sides)) / math.prod(sides))
+        sides = self.region.sides[name]
+        return round(self.region.sizes[name] * math.prod(self.mesh.largest(sides)) / math.prod(sides))
 
     @functools.cached_property
     def fetched_of_others(self) -> dict[str, int]:
@@ -125,12 +125,12 @@ class Boxes:
     @property
     def entering_bytes(self) -> int:
         """Bytes of a member's part of the tile, on the device; a tile that one rank has alone waits on the host."""
-        return sum(map(self.own_bytes, self.model.inputs)) if self.mesh.grid.members > 1 else 0
+        return sum(map(self.own_bytes, self.region.inputs)) if self.mesh.grid.members > 1 else 0
 
     @functools.cached_property
     def host_bytes(self) -> int:
         """Bytes of maps between parts, and of the member's part of the tile with halos of others'."""
-        entering = (name for name in self.model.inputs if self.fetched_of_others.get(name))
+        entering = (name for name in self.region.inputs if self.fetched_of_others.get(name))
         return self.stored_bytes + sum(map(self.map_bytes, entering))
 
     @functools.cached_property
@@ -141,7 +141,7 @@ class Boxes:
             steps = phase.steps_of(part)
             made = {step.name for step in steps}
             fetched = {name for step in steps for name in step.maps} - made
-            parts.append(({step.name for step in phase.outputs(part)}, fetched - self.model.images))
+            parts.append(({step.name for step in phase.outputs(part)}, fetched - self.region.images))
         return frozenset().union(*(given & other for given, _ in parts for _, other in parts)), parts
 
     def peak_bytes(self, names: Collection[str]) -> int:
@@ -193,7 +193,7 @@ class Boxes:
         rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
         boxes = ((r, c) for r in rows for c in columns if r <= c or not self.square)
         steps, across = phase.steps_of(part)[::-1], phase.outputs(part)
-        return fullest_box_bytes(steps, across, self.model, self.cuts(part), boxes, self.square)
+        return fullest_box_bytes(steps, across, self.region, self.cuts(part), boxes, self.square)
 
     @functools.cached_property
     def copied_bytes(self) -> int:
@@ -211,9 +211,9 @@ class Boxes:
         their halos add."""
         steps, across = phase.steps_of(part), phase.outputs(part)
         usual, of_all = ({step.name: 1.0 for step in steps} for _ in range(2))
-        for axis, (cuts, middle) in enumerate(zip(self.cuts(part), self._usual(part), strict=True)):
+        for axis, (cuts, middle) in enumerate(zip(self.cuts(part), self._middle_box(part), strict=True)):
             counts = self.counts(part, axis)
-            needs = {kind: AxisNeeds(across, self.model.sides, cuts, axis, kind) for kind in {*counts, middle}}
+            needs = {kind: AxisNeeds(across, self.region.sides, cuts, axis, kind) for kind in {*counts, middle}}
             for step in reversed(steps):
                 sizes = {kind: need.begin_with(step).size for kind, need in needs.items()}
                 usual[step.name] *= sizes[middle] / step.sides[axis]
@@ -222,21 +222,21 @@ class Boxes:
 
     def stored_by(self, phase: Phase, part: Part) -> set[str]:
         """Return names of the maps that a part gives to later ones."""
-        return {step.name for step in phase.outputs(part) if not step.sums} - set(self.model.leaving)
+        return {step.name for step in phase.outputs(part) if not step.sums} - set(self.region.leaving)
 
     def fetched_bytes(self, phase: Phase, part: Part, here: frozenset[str] = frozenset()) -> float:
         """Return the bytes that all boxes of a part fetch, of maps that are not ``here``."""
-        steps, across, model = phase.steps_of(part), phase.outputs(part), self.model
+        steps, across, region = phase.steps_of(part), phase.outputs(part), self.region
         rows, columns = (
-            AxisNeeds(across, model.sides, cuts, axis, usual).begin_with_all(steps)
-            for axis, (cuts, usual) in enumerate(zip(self.cuts(part), self._usual(part), strict=True))
+            AxisNeeds(across, region.sides, cuts, axis, usual).begin_with_all(steps)
+            for axis, (cuts, usual) in enumerate(zip(self.cuts(part), self._middle_box(part), strict=True))
         )
         fetched = (rows.keys() & columns.keys()) - here.union(step.name for step in steps)
         px = {name: rows[name].size * columns[name].size for name in fetched}
-        of_box = math.fsum(model.sizes[name] * px[name] / math.prod(model.sides[name]) for name in fetched)
+        of_box = math.fsum(region.sizes[name] * px[name] / math.prod(region.sides[name]) for name in fetched)
         return of_box * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
 
-    def _usual(self, part: Part) -> tuple[int, int]:
+    def _middle_box(self, part: Part) -> tuple[int, int]:
         return worst_case_boxes(self.cuts(part))[0]
 
 

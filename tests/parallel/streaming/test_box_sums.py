@@ -214,14 +214,14 @@ FULLEST += [("resnet18", "batch", 192, 64, 0.15)]  # a box that is the whole map
 @pytest.mark.parametrize(("name", "norm", "tile", "box", "within"), long_where(FULLEST, FULLEST[-1]))
 def test_the_bytes_of_the_fullest_box_are_foreseen(name: str, norm: str, tile: int, box: int, within: float) -> None:
     boxes, measured = living(name, norm, tile, box)
-    leaving = sum(boxes.model.sizes[each] for each in boxes.model.leaving if each in boxes.model.sides)
+    leaving = sum(boxes.region.sizes[each] for each in boxes.region.leaving if each in boxes.region.sides)
     assert boxes.device_bytes + 2 * leaving == pytest.approx(measured, rel=within)
 
 
 def test_boxes_keep_to_the_bytes_they_are_planned_for() -> None:
     """A part that would not is cut, unless it is one step in boxes of the asked side."""
     boxes, _ = living("resnet18", "frozen", 256, 64)
-    allowed = _whole_tile_bytes(boxes.model) / 16
+    allowed = _whole_tile_bytes(boxes.region) / 16
     for phase, part in boxes.parts():
         assert part.box == 64 or boxes.part_bytes(phase, part) <= 1.05 * allowed
 

@@ -189,7 +189,7 @@ def test_boxes_are_those_of_the_tile_in_stages_of_smaller_maps(strategy: Strateg
     """A box of 16 px of the tile, 40 x 56 px, is one of 8 px of maps half as large: a member has two rows of boxes."""
     for (plan,) in all_plans(gated(), strategy).values():
         assert isinstance(plan, PlannedRegion)
-        assert plan.run.boxes.model.side == SHAPE[2:]
+        assert plan.run.boxes.region.side == SHAPE[2:]
         assert len(plan.run.phases[0].parts[0].places) == (2 if strategy.grid else 3) * 4
 
 
