@@ -1,1 +1,1 @@
-"""Runs side by side on the same work: cases, trials, rows."""
+"""Comparison of runs on the same work: cases, trials, rows."""

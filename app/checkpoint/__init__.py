@@ -1,1 +1,1 @@
-"""Checkpoints: their content, when they are due, and how they are written while training continues."""
+"""Checkpoints: content, interval, and writing while training continues."""

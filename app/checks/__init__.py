@@ -1,1 +1,1 @@
-"""Checks of ``app.doctor``: this host, its libraries, a folder of slides."""
+"""Checks of ``app.doctor``: host, libraries, a folder of slides."""

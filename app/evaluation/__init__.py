@@ -1,1 +1,1 @@
-"""Predictions compared with the truth: slides, patients, pixels, lesions."""
+"""Comparison of predictions with the truth: slides, patients, pixels, lesions."""

@@ -1,1 +1,1 @@
-"""Ranks as processes: started, watched, restarted, stopped."""
+"""Processes of ranks: start, watch, restart, stop."""

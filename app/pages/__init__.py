@@ -1,1 +1,1 @@
-"""The pages people read: of a run, of several, of a benchmark."""
+"""HTML reports of a run, of several runs, and of a benchmark."""

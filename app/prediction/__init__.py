@@ -1,1 +1,1 @@
-"""Whole slides predicted: windows, blending, heat maps, polygons."""
+"""Prediction of whole slides: windows, blending, heat maps, polygons."""

@@ -1,1 +1,1 @@
-"""Settings of commands: flags, YAML files, and their errors."""
+"""Settings of commands: flags, YAML files and their errors."""

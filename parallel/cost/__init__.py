@@ -1,1 +1,1 @@
-"""Seconds: of layers from data sheets and calibrations, of stages, of links."""
+"""Seconds of layers, stages and links, from data sheets and calibrations."""

@@ -1,1 +1,1 @@
-"""Schedules and models as pictures, tables and text."""
+"""Pictures, tables and text of schedules and models."""

@@ -1,1 +1,1 @@
-"""Engines that compute a training step: of schedules, and fully sharded."""
+"""Engines that compute a training step: by a schedule, or fully sharded."""

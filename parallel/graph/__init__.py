@@ -1,1 +1,1 @@
-"""A model as layers: blocks, cuts and partitions. Plain data."""
+"""Layers of a model as plain data: blocks, cuts and partitions."""

@@ -1,1 +1,1 @@
-"""Bytes: of layers, stages and ranks, whatever is saved, offloaded or recomputed."""
+"""Bytes of layers, stages and ranks, with tensors saved, offloaded or recomputed."""

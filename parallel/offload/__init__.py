@@ -1,1 +1,1 @@
-"""Saved tensors, optimizer state and parameters: on the device, on the host, or recomputed."""
+"""Saved tensors, optimizer state and parameters: on the device, offloaded to the host, or recomputed."""

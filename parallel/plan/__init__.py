@@ -1,1 +1,1 @@
-"""Which way to train: candidates, cuts, search, limits, and the plan as JSON."""
+"""Search for the fastest strategy that fits: candidates, cuts, limits, and the plan as JSON."""

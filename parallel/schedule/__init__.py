@@ -1,1 +1,1 @@
-"""Order of all computations: actions, the schedules of the papers, passes over them, proof and simulation."""
+"""Order of all computation: actions, schedules of the papers, passes over them, proof and simulation."""

@@ -1,1 +1,1 @@
-"""Boxes of a tile and parts of it on several ranks, from shapes alone: rows that every operation needs, bytes, cuts."""
+"""Boxes of a tile, one after the other or on several ranks, from shapes alone: rows of operations, bytes, cuts."""

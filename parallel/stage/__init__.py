@@ -1,1 +1,1 @@
-"""One stage at work: forward, backward, running statistics, random numbers."""
+"""Execution of one stage: forward, backward, running statistics, random numbers."""

@@ -1,1 +1,1 @@
-"""A tile computed box by box, and once more in the backward pass, exactly as if it were computed whole."""
+"""Computation of a tile box by box, recomputed in the backward pass, with the results of the whole tile."""

@@ -1,1 +1,1 @@
-"""One tile over several ranks, side by side: each member of a team computes its box of every map."""
+"""Computation of one tile by several ranks side by side: each member of a team computes its box of every map."""

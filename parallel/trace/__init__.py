@@ -1,1 +1,1 @@
-"""A user's module becomes a graph of layers, and by a partition modules of stages; what cannot be split is refused."""
+"""Tracing of a module to a graph of layers, and by a partition to modules of stages; refusal of the rest."""

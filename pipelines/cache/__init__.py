@@ -1,1 +1,1 @@
-"""Tiles kept on a disk as the reader gave them: sharded Zarr 3, shared by processes and runs."""
+"""Cache of decoded tiles on a disk: sharded Zarr 3, shared by processes and runs."""

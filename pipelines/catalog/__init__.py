@@ -1,1 +1,1 @@
-"""The slides of a folder: found, held open, checked, and those that failed."""
+"""Catalog of the slides of a folder: search, open handles, checks, and failed slides."""

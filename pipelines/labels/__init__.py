@@ -1,1 +1,1 @@
-"""Knowledge of slides: labels, splits, annotations and their masks."""
+"""Labels, splits, annotations and masks of slides."""

@@ -1,1 +1,1 @@
-"""Tiles on their way to the device: order, reading, targets, augmentation, batches, prefetching."""
+"""Stream of tiles to the device: order, reading, targets, augmentation, batches, prefetching."""

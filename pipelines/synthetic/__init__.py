@@ -1,1 +1,1 @@
-"""Artificial slides of stained tissue: every object drawn is a function of (seed, place)."""
+"""Synthetic slides of stained tissue: every object drawn is a function of (seed, place)."""

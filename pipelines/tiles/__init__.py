@@ -1,1 +1,1 @@
-"""Index of tiles: tissue of slides and the tiles on it."""
+"""Index of tiles: tissue of slides, and the tiles on it."""
