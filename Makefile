@@ -1,5 +1,5 @@
-# MegaTile. `make demo` and `make test` do their own set-up: Python 3.11 or newer with its venv module is all they need,
-# and they touch nothing outside of this folder and pip's and the user's cache. Only `make setup-all` and `test-all` do.
+# MegaTile. `make demo` and `make test` run the set-up first. They need only Python 3.11 or newer with its venv module,
+# and write only to this folder and to the caches of pip and the user. Only `make setup-all` and `test-all` write elsewhere.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,14 +9,14 @@ SETUP := $(VENV)/.installed
 
 setup: $(SETUP)
 
-# Installed again whenever the dependencies change.
+# Install again when the dependencies change.
 $(SETUP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-# As root: Slurm, MUNGE and Chromium from Debian's packages, for the tests that are skipped without them.
+# Install, as root, Debian's packages of Slurm, MUNGE and Chromium. Tests that need a missing one are skipped.
 setup-all: setup
 	tools/system_packages.sh
 
@@ -30,12 +30,12 @@ lint: setup
 	$(BIN)/mypy -p benchmarks
 	$(BIN)/lint-imports
 
-# Two processes: one per core of the smallest machine it runs on. What tests leave in the temporary folder goes with them.
+# Two workers: one per core of the smallest machine in use. The temporary folder of the tests is removed afterwards.
 PYTEST := tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	TMPDIR=$$tmp OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
 
-# On every edit, in minutes: what needs no process of its own. tests/helpers/lanes.py says what the marks stand for.
-# Types and import directions are checked while the tests run: in a fresh clone mypy takes half a minute of one core.
+# For every edit, in minutes: tests that start no process. tests/helpers/lanes.py explains the marks. Types and import
+# directions are checked while the tests run, because mypy takes half a minute of one core in a fresh clone.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,15 +43,15 @@ test: setup
 	$(PYTEST) -m "not (process or slurm or browser or bench or readme or long)"; tested=$$?; \
 	wait $$checking; checked=$$?; cat $$checks; rm -f $$checks; exit $$((tested | checked))
 
-# Everything that must hold before a change lands: all tests, whole grids, Slurm and Chromium where they may be installed.
+# Before a change lands: all tests, whole grids, with Slurm and Chromium where they may be installed.
 test-all: setup-all lint
 	$(PYTEST) --full
 
-# The budget table: what is asked of the project's speed beside what is measured now. Wants an otherwise idle machine.
+# Table of speed budgets: required and measured now. Needs an otherwise idle machine.
 bench: setup
 	$(BIN)/python -m benchmarks.budget
 
-# Write the files of tests/golden/ anew; look at the diff before committing it.
+# Regenerate the files of tests/golden/; read the diff before you commit it.
 golden: setup
 	$(BIN)/python -m tests.golden.regenerate
 

@@ -1,11 +1,11 @@
-"""``make demo``: what MegaTile is for, on the shipped real slides and a few synthetic ones, on a CPU, in minutes.
+"""Show MegaTile on the shipped real slides and a few synthetic ones, on a CPU, in minutes (``make demo``).
 
 1. Nuclei in real tissue: a U-Net, with predicted masks.
-2. Images per second of data parallelism, and a plan for a machine that is not here.
-3. A memory limit in which plain training and ddp stop, and recomputation, a spatial team and boxes train the same tile.
-4. Context: classes that only a larger tile can tell apart.
+2. Images per second of data parallelism, and a plan for another machine.
+3. A memory limit: plain training and ddp run out; recomputation, a spatial team and boxes train the same tile.
+4. Context: classes that only a larger tile can distinguish.
 
-Everything it makes is under ``demo-data/``.
+All output is in ``demo-data/``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 
 REAL_SLIDES = {
-    # slide: (label, patient); the three files of the CMU slide hold the same pixels and must stay on one side.
+    # slide: (label, patient); the three files of the CMU slide have the same pixels and must stay in one split.
     "CMU-1-Small-Region.svs": ("brightfield", "CMU-1"),
     "cmu-small_pyramid_jpeg.tif": ("brightfield", "CMU-1"),
     "cmu-small.ome.tif": ("brightfield", "CMU-1"),
@@ -45,7 +45,7 @@ class Run:
     """One training run of the demo.
 
     Attributes:
-        stops: it is to run out of the memory that it is given.
+        stops: it must run out of memory.
     """
 
     title: str
@@ -55,7 +55,7 @@ class Run:
 
 
 def command(module: str, *arguments: str, stops: bool = False) -> None:
-    """Run one of the project's commands, showing it first as a user would type it."""
+    """Print one of the project's commands as a user would type it, and run it."""
     print(f"\n$ python -m {module} {' '.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=not stops)
     if stops and done.returncode == 0:
@@ -63,7 +63,7 @@ def command(module: str, *arguments: str, stops: bool = False) -> None:
 
 
 def collect_slides(data: Path) -> Path:
-    """A folder of real and synthetic slides with ``labels.csv``; real ones are linked, not copied."""
+    """Make a folder of real and synthetic slides with ``labels.csv``; real ones are linked, not copied."""
     slides = data / "slides"
     shutil.rmtree(slides, ignore_errors=True)
     command("app.synth", str(slides), "--slides", str(SYNTHETIC_SLIDES), "--size", "4096", "--task", "classify")
@@ -78,9 +78,9 @@ def collect_slides(data: Path) -> Path:
 
 
 def draw_borders(data: Path, count: int = 40, side: int = 256) -> Path:
-    """A folder of pictures of two tissues, pink and violet: one of them all over, or both, with a border between.
+    """Draw a folder of pictures with one tissue, or with two (pink and violet) and a border between them.
 
-    A tile of 64 px sees one tissue, which both classes have; only a larger tile sees whether there are two.
+    A tile of 64 px shows one tissue, which both classes have; only a larger tile shows whether there are two.
     """
     folder, rng, rows = data / "borders", np.random.default_rng(0), []
     shutil.rmtree(folder, ignore_errors=True)
@@ -127,7 +127,7 @@ def runs(slides: Path, borders: Path, steps: int) -> Iterator[Run]:
 
 
 def table(finished: list[tuple[Run, dict[str, Any] | None]]) -> str:
-    """Scores, speed and bytes of the runs, aligned."""
+    """Return an aligned table of scores, speed and bytes of the runs."""
     lines = [("run", "score", "images/s", "MiB a rank", "wall")]
     for run, summary in finished:
         if summary is None:
@@ -153,7 +153,7 @@ def mebibytes(of_ranks: list[int | None]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train on the shipped slides and print scores and images/s.")
     parser.add_argument("--steps", type=int, default=5, help="optimiser steps of the first runs (default: 5)")
-    parser.add_argument("--out", type=Path, default=ROOT / "demo-data", help="folder of what it makes")
+    parser.add_argument("--out", type=Path, default=ROOT / "demo-data", help="folder of all output")
     arguments = parser.parse_args(argv)
     data = arguments.out.absolute()
     slides, borders = collect_slides(data), draw_borders(data)
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         finished.append((run, None if run.stops else json.loads((out / "summary.json").read_text())))
     command("app.plan", *PLAN)
     print("\n" + table(finished))
-    print("\nTwo ranks share the cores of one process here, so splitting makes room and no speed.")
+    print("\nTwo ranks share the cores of one process here: splitting saves memory, but no time.")
     for run, summary in finished:
         if summary is not None:
             print(f"report: {os.path.relpath(data / run.name / 'report.html')}")

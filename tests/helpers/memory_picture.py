@@ -1,7 +1,7 @@
-"""The picture of bytes over a step in the documents: ``python -m tests.helpers.memory_picture`` draws it anew.
+"""Draw the picture of bytes over a step in the documents: ``python -m tests.helpers.memory_picture``.
 
-What one microbatch takes on the device beside parameters, their gradients and the optimizer's state, as
-``parallel.keeping`` predicts it, under four rules.
+It shows the bytes of one microbatch on the device, without parameters, their gradients and the optimizer state, as
+``parallel.memory`` predicts them under four policies.
 """
 
 from __future__ import annotations
