@@ -29,15 +29,15 @@ OUT = ROOT / "bench-data" / "images_per_second"
 MEMORY, BATCH = "2GiB", 4
 CORES = os.cpu_count() or 1
 WHOLE = ("single", "single+recompute", "single+recompute+offload", "ddp", "ddp+recompute", "fsdp")
-SPLIT = ("gpipe", "1f1b", "master", "master+recompute", "master+recompute+offload", "bidirectional")
-ON_MORE = ("ddp", "1f1b", "master", "master+recompute+offload", "bidirectional")
+SPLIT = ("gpipe", "1f1b", "pipedream", "master", "master+recompute", "bidirectional", "spatial", "spatial+recompute")
+ON_MORE = ("ddp", "1f1b", "master", "bidirectional", "spatial")
 """On more ranks than there are cores: the baseline and the schedules."""
-LENGTH = {512: (5, 2, 3), 1024: (4, 0, 2), 2048: (3, 0, 1)}
-"""By tile side: steps, steps from memory, runs. A step of the largest tiles takes minutes."""
+LENGTH = {512: (5, 3), 1024: (4, 2), 2048: (3, 1)}
+"""By tile side: steps, runs. A step of the largest tiles takes minutes."""
 LONGEST_S = "900"
 """Of one run: more, and it counts as failed."""
 HEADER = (
-    *("model", "px", "ranks", "strategy", "images/s", "range", "from memory", "Mpx/s", "data wait"),
+    *("model", "px", "ranks", "strategy", "images/s", "range", "Mpx/s", "data wait"),
     *("bubble", "sent", "fullest rank", "claim"),
 )
 
@@ -65,7 +65,7 @@ def _label(slides: Path) -> None:
 
 def measure(model: str, tile: int, asked: argparse.Namespace) -> None:
     """Run ``app.bench`` on ranks up to the number of cores, and on more."""
-    steps, twin_steps, repeats = LENGTH.get(tile, LENGTH[2048])
+    steps, repeats = LENGTH.get(tile, LENGTH[2048])
     steps, repeats = asked.steps or steps, asked.repeats or repeats
     for name, ranks, default in (
         (f"{tile}", [n for n in asked.ranks if n <= CORES], (*WHOLE, *SPLIT)),
@@ -77,7 +77,7 @@ def measure(model: str, tile: int, asked: argparse.Namespace) -> None:
             *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
             *("--ranks", *map(str, ranks), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
             *("--strategies", *(asked.strategies or default), "--min-tissue", "0.1", "--steps", str(steps)),
-            *("--repeats", str(repeats), "--resume", f"--twin-steps={twin_steps}", f"--trial-timeout-s={LONGEST_S}"),
+            *("--repeats", str(repeats), "--resume", "--twin-steps=0", f"--trial-timeout-s={LONGEST_S}"),
             *("--out", str(OUT / model / name)),
         ]
         subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
@@ -115,12 +115,10 @@ def line(row: Mapping[str, Any]) -> tuple[str, ...]:
         told = row["reason"].splitlines()[0] if row["status"] in ("cannot", "killed") else row["claim"]
         return (*name, *[""] * (len(HEADER) - len(name) - 1), told)
     low, high = row["images_per_second_range"]
-    fed = row["images_per_second_no_data"]
     return (
         *name,
         f"{row['images_per_second']:.3g}",
         f"{low:.3g}-{high:.3g}",
-        "" if fed is None else f"{fed:.3g}",
         f"{row['pixels_per_second'] / 1e6:.3g}",
         f"{row['data_wait_fraction']:.1%}",
         "" if row["bubble"] is None else f"{row['bubble']:.0%} ({row['bubble_predicted']:.0%})",

@@ -3,7 +3,7 @@
 Takes nothing; gives ``bench-data/weak_scaling.json``, the tables of the README, and with ``--write`` its picture too.
 ``benchmarks.plan_accuracy.run --only 'scaling-*'`` compares the same forecast with 1, 2 and 4 real ranks.
 
-    python -m benchmarks.weak_scaling.run [--write] [--quick]
+    python -m benchmarks.weak_scaling.run [--group 8] [--write] [--quick]
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.results import OUT, markdown_table, measured_on, parser_of, publish, results, write_json
-from benchmarks.weak_scaling.simulation import CHANGES, Curve, simulated
+from benchmarks.weak_scaling.simulation import CHANGES, DEPTHS, Curve, simulated
 from parallel.units import bytes_text
 
 PUBLISHED = (1024, 0.9732)
 """Ranks and efficiency: Jain et al., GEMS, SC 2020, abstract; ResNet-1k on Volta V100."""
-PICTURE = Path(__file__).with_name("weak_scaling.svg")
 ASSUMED = CHANGES[0].name
 
 
@@ -90,19 +89,22 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model to 64 ranks: does it run?")
+    parser.add_argument("--group", type=int, help="ranks of a group; default: the fewest that fit")
     arguments = parser.parse_args()
     model, tile, most = ("resnet110_v2", 128, 64) if arguments.quick else ("resnet1001_v2", 512, PUBLISHED[0])
-    curves = simulated(model, tile, most)
-    write_json("weak_scaling", {"curves": [dataclasses.asdict(c) for c in curves], "environment": measured_on()})
+    curves = simulated(model, tile, most, [arguments.group] if arguments.group else DEPTHS)
+    name = f"weak_scaling_of_{arguments.group}" if arguments.group else "weak_scaling"
+    write_json(name, {"curves": [dataclasses.asdict(c) for c in curves], "environment": measured_on()})
     title = f"Simulated weak scaling: {model}, {tile} px tiles, V100 (16 GB), NVLink, EDR InfiniBand"
-    draw(curves, title, PICTURE if arguments.write else OUT / "weak_scaling.svg")
+    draw(curves, title, (Path(__file__).parent if arguments.write else OUT) / f"{name}.svg")
+    part, option = (f"groups of {arguments.group}", f" --group {arguments.group}") if arguments.group else ("", "")
     parts = [
         f"Simulated, {model} on {tile} px: efficiency by number of ranks; images/s and seconds at {most} ranks.\n",
         simulation_table(curves),
         f"Simulated efficiency at {most} ranks, where another assumption holds.\n",
         what_if_table(curves),
     ]
-    publish(__file__, results("python -m benchmarks.weak_scaling.run --write", *parts), arguments.write)
+    publish(__file__, results(f"python -m benchmarks.weak_scaling.run{option} --write", *parts), arguments.write, part)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -95,16 +96,16 @@ class Curve:
         return [self.tiles * n / depth / step_s for n, step_s in zip(self.ranks, self.step_s, strict=True)]
 
 
-def simulated(model: str, tile: int, most: int) -> list[Curve]:
-    """Return curves up to ``most`` ranks."""
+def simulated(model: str, tile: int, most: int, depths: Sequence[int]) -> list[Curve]:
+    """Return curves up to ``most`` ranks, in groups of the first of ``depths`` that fits."""
     machine = named_machine(DEVICE, most, per_node=PER_NODE, link=LINK, network=NETWORK)
     task = Workload(model, tile, 2, optimizer="sgd").task(MORE, machine.estimate)
     planners = {n: Planner(dataclasses.replace(task, batch=n), machine.cluster) for n in (FEW, MORE)}
-    return [_curve(planners[tiles], name, tiles, most) for name, tiles in STRATEGIES]
+    return [_curve(planners[tiles], name, tiles, most, depths) for name, tiles in STRATEGIES]
 
 
-def _curve(planner: Planner, name: str, tiles: int, most: int) -> Curve:
-    row = _smallest_group(planner, name, tiles)
+def _curve(planner: Planner, name: str, tiles: int, most: int, depths: Sequence[int]) -> Curve:
+    row = _smallest_group(planner, name, tiles, depths)
     partition = planner.partition_of(row)
     depth = row.strategy.depth
     ranks = tuple(depth * 2**k for k in range(int(math.log2(most // depth)) + 1))
@@ -118,10 +119,10 @@ def _curve(planner: Planner, name: str, tiles: int, most: int) -> Curve:
     return Curve(row.strategy, tiles, max(row.peak_bytes), ranks, steps, exchange, efficiency)
 
 
-def _smallest_group(planner: Planner, name: str, tiles: int) -> PlanRow:
+def _smallest_group(planner: Planner, name: str, tiles: int, depths: Sequence[int]) -> PlanRow:
     """Microbatches are of one tile; recomputation and a sharded optimizer come in where nothing fits without."""
     rows = []
-    for depth in DEPTHS:
+    for depth in depths:
         rows.append(planner.evaluate(Strategy(name, depth, depth, tiles)))
         if rows[-1].fits:
             return rows[-1]

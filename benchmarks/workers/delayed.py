@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -82,7 +83,10 @@ def train(task: str, slides: list[str], way: Way, rate: str, seed: int, steps: i
     every = max(1, steps // LOOKS) * times
     arguments = [*slides, "--out", str(out), *COMMON, *TASKS[task], *way.arguments, "--lr", rate, "--seed", str(seed)]
     arguments += ["--steps", str(steps * times), f"--validate-every={every}"]
-    subprocess.run([sys.executable, "-m", "app.train", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    # A single rank has all cores, whatever this shell says.
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "app.train", *arguments]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
     trained_s = list(accumulate(float(row["step_s"]) for row in _rows(out / "metrics.csv")))
     looks = _rows(out / "validation.csv")
     return Run([trained_s[int(row["step"]) - 1] for row in looks], [float(row["loss"]) for row in looks])
