@@ -18,6 +18,9 @@ from parallel.engine.step import Microbatch
 from parallel.graph.branches import find_branches
 from parallel.memory.policy import ActivationPolicy
 from parallel.plan.added_costs import traffic_of
+from parallel.schedule.registry import build_schedule
+from parallel.schedule.simulate import simulate
+from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 from tests.helpers.branched_nets import BRANCHED_NETS, Inception, Module, steps_for, unit
@@ -173,3 +176,16 @@ def test_what_cannot_be_shared_is_refused(
     monkeypatch.setitem(ALL_NETS, model.__name__, (model, pixel_loss))
     with pytest.raises(ValueError, match=reason):
         on_threads(model.__name__, strategy, steps_for(model.__name__, [2, 2]))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_of_different_branches_compute_at_the_same_time(schedule: str) -> None:
+    """Two branches of a block are stages without an edge between them; the fourth stage joins them."""
+    strategy = Strategy(schedule, 4, 4, 2, cuts=("first.before", "first.point", "first.wide"))
+    steps = steps_for("inception", [3, 2])
+    partition = strategy.partition(trace(Inception(), tuple(steps[0][0][0].shape)).graph)
+    assert (1, 2) not in partition.links
+    costs, links = [StageCost(1.0, 2.0, 1.0, 1.0, 0)] * 4, dict.fromkeys(partition.links, LinkCost(0.0, 0.0))
+    timeline = simulate(build_schedule(schedule, strategy.mesh, 2), strategy.mesh, costs, links)
+    assert timeline.compute(1)[0].start_s == timeline.compute(2)[0].start_s
+    assert_equal(on_threads("inception", strategy, steps), plain_of("inception", steps), torch.float64)
