@@ -7,6 +7,7 @@ in the run folder and is reused by the next start, so that every rank that calls
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from app.settings.run import RunConfig
 from app.training.run_folder import RunFolder
 from app.training.run_slides import choose_splits, find_run_slides
-from pipelines.cache.tile_cache import CachedSpec, TileCache
+from pipelines.cache.tile_cache import TileCache, open_cached
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
 from pipelines.catalog.table import FailedSlides, counted, listed
@@ -78,7 +79,7 @@ class Dataset:
 
     def pool(self, capacity: int, cache: TileCache | None = None) -> SlidePool:
         """Return handles for these slides, at most ``capacity`` open; their tiles go through ``cache``."""
-        return SlidePool(self.specs if cache is None else [CachedSpec(spec, cache) for spec in self.specs], capacity)
+        return SlidePool(self.specs, capacity, None if cache is None else functools.partial(open_cached, cache=cache))
 
 
 def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | SlideDone], None]) -> Dataset:

@@ -230,33 +230,14 @@ class TileCache:
                 self._on_disk.add(places, shard)
 
 
-@dataclass(frozen=True, eq=False)
-class CachedSpec:
-    """Recipe to open one slide so that its tiles go through ``cache``."""
-
-    spec: SlideSpec
-    cache: TileCache
-
-    @property
-    def slide_id(self) -> str:
-        return self.spec.slide_id
-
-    def verify_unchanged(self) -> None:
-        """Raise SlideError for a slide that was replaced since it was indexed."""
-        self.spec.verify_unchanged()
-
-    def open(self) -> Slide:
-        """Open the slide, which the caller closes.
-
-        Raises:
-            SlideError: as ``SlideSpec.open``.
-        """
-        slide = self.spec.open()
-        try:
-            return CachedSlide(slide, self.cache, self.spec.scene)
-        except OSError as fault:
-            slide.close()
-            raise SlideError(f"{slide.path}: the file cannot be read: {fault.strerror or fault}") from fault
+def open_cached(spec: SlideSpec, cache: TileCache) -> CachedSlide:
+    """Open a slide whose tiles go through ``cache``; raises SlideError as ``SlideSpec.open`` does."""
+    slide = spec.open()
+    try:
+        return CachedSlide(slide, cache, spec.scene)
+    except OSError as fault:
+        slide.close()
+        raise SlideError(f"{slide.path}: the file cannot be read: {fault.strerror or fault}") from fault
 
 
 class CachedSlide:

@@ -1,8 +1,8 @@
 """Open slides, reused by later reads, and whether a slide is still the one that was indexed.
 
-A ``SlidePool`` keeps a bounded number of slides open and closes the least recently used first, never a lent one.
-Handles do not survive fork or pickle. A ``SlideState`` has size, time of change and a digest of the header, the end,
-and blocks spread over the file; changes between the blocks are not seen. Of a slide on a server the metadata count.
+A ``SlidePool`` keeps a bounded number of slides open and closes the least recently used first, never a lent one. It is
+not to be forked or pickled. A ``SlideState`` has size, time of change and a digest of the header, the end, and blocks
+spread over the file; changes between the blocks are not seen. Of a slide on a server the metadata count.
 """
 
 from __future__ import annotations
@@ -11,34 +11,24 @@ import hashlib
 import os
 import threading
 import time
-import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from pipelines.slides.slide import Slide, SlideError, url_of
+
+if TYPE_CHECKING:
+    from pipelines.catalog.catalog import SlideSpec
 
 CHECK_EVERY_S = 2.0
 """A slide is compared with the one that was indexed when it is opened, also after a read that failed. While it is open
 it is compared at most so often: a stat for each tile is slow on network file systems. A replaced file is noticed so
 late."""
-
-
-class OpensSlide(Protocol):
-    """Part of a slide spec that the pool needs."""
-
-    @property
-    def slide_id(self) -> str: ...
-    def verify_unchanged(self) -> None:
-        """Raise ``SlideError`` when the file is another than it was."""
-        ...
-
-    def open(self) -> Slide: ...
 
 
 class _Handle:
@@ -52,32 +42,28 @@ class _Handle:
         self.checked_s = 0.0
 
 
-_POOLS: weakref.WeakSet[SlidePool] = weakref.WeakSet()
-
-
 class SlidePool:
     """Lends open slides by id.
 
     Args:
-        specs: the slides; ``spec.open()`` is called in the thread that first leases one.
+        specs: the slides, each opened in the thread that first leases it.
         capacity: slides kept open when none is lent, at least 1.
+        open_spec: opens one; ``SlideSpec.open`` by default.
 
     Raises:
         ValueError: ``capacity`` below 1, or two specs with one id.
     """
 
-    def __init__(self, specs: Sequence[OpensSlide], capacity: int) -> None:
+    def __init__(
+        self, specs: Sequence[SlideSpec], capacity: int, open_spec: Callable[[SlideSpec], Slide] | None = None
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"a pool keeps at least 1 slide open; got capacity {capacity}")
         self._specs = {spec.slide_id: spec for spec in specs}
         if len(self._specs) < len(specs):
             raise ValueError(f"slide ids of a pool must differ; got {sorted(spec.slide_id for spec in specs)}")
         self.capacity = capacity
-        self._inherited: list[_Handle] = []
-        self._start_empty()
-        _POOLS.add(self)
-
-    def _start_empty(self) -> None:
+        self._open = open_spec or (lambda spec: spec.open())
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()  # the least recently used first
         self._closed = False
@@ -108,12 +94,13 @@ class SlidePool:
                     spec.verify_unchanged()
                     handle.checked_s = now_s
                 if handle.slide is None:
-                    handle.slide = spec.open()
+                    handle.slide = self._open(spec)
             yield handle.slide
         finally:
             with self._lock:
                 handle.leases -= 1
-                self._drop_unopened(slide_id, handle)
+                if handle.slide is None and handle.leases == 0 and self._handles.get(slide_id) is handle:
+                    del self._handles[slide_id]
                 unused = self._take_unused(handle)
             for slide in unused:
                 slide.close()
@@ -131,10 +118,6 @@ class SlidePool:
             unused = self._take_unused(handle)
         for slide in unused:
             slide.close()
-
-    def _drop_unopened(self, slide_id: str, handle: _Handle) -> None:
-        if handle.slide is None and handle.leases == 0 and self._handles.get(slide_id) is handle:
-            del self._handles[slide_id]
 
     def _take_unused(self, handle: _Handle) -> list[Slide]:
         """Slides to close now: ``handle``'s when it was discarded and is not lent, and what exceeds the capacity."""
@@ -169,25 +152,6 @@ class SlidePool:
         for slide in unused:
             slide.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"specs": list(self._specs.values()), "capacity": self.capacity}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["specs"], state["capacity"])  # type: ignore[misc]  # an empty pool, as when it was made
-
-    def _after_fork(self) -> None:
-        """Start empty in the child; handles stay unused: closing them takes locks that may be held in the parent."""
-        self._inherited += self._handles.values()
-        self._start_empty()
-
-
-def _empty_all() -> None:
-    for pool in list(_POOLS):
-        pool._after_fork()
-
-
-os.register_at_fork(after_in_child=_empty_all)
-
 
 END_BYTES, BLOCK_BYTES, BLOCKS = 64 << 10, 4 << 10, 16
 """Read of a file: both ends, and blocks evenly between them; less than 200 KB."""
@@ -221,11 +185,7 @@ class SlideState:
 
     @classmethod
     def now(cls, path: Path) -> Self:
-        """Return the state of the slide at ``path``, whose bytes are read one time for each size and time.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return the same; the slide's bytes are read once for each size and time."""
         size_and_time = _size_and_time(path)
         return cls(*size_and_time, _digest_then(path, *size_and_time))
 

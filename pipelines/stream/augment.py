@@ -101,6 +101,9 @@ class AugmentSettings:
         return faults
 
 
+NO_AUGMENTATION = AugmentSettings(augment="none")
+
+
 @dataclass(frozen=True, eq=False)
 class Draw:
     """Changes of each of n samples: turn, then flip, then colour: normalised, then jittered.

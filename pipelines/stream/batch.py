@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,18 @@ from pipelines.slides.slide import Pixels
 from pipelines.stream.augment import AugmentSettings, draw
 from pipelines.stream.order import Rows
 
+if TYPE_CHECKING:
+    from pipelines.labels.annotations import SlideAnnotations
+    from pipelines.slides.slide import Slide
+
 Allocate = Callable[[tuple[int, ...], type[np.generic]], NDArray[Any]]
 """(shape, dtype) -> array; ``pipelines.stream.device.allocate_pinned`` is another one than numpy's."""
 
 SizeOf = Callable[[int], tuple[int, int]]
 """Row of the table -> width and height of its tile in px."""
+
+Targets = NDArray[np.int64] | NDArray[np.uint8]
+"""int64 (n,) class per tile, or uint8 (n, h, w) class per pixel with 255 for "ignore"."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,6 @@ class TileParts:
         for name, box in (("pixels", self.images), ("masks", self.targets)):
             if not whole.holds(box):
                 raise ValueError(f"a part of {name} lies inside the tile, {whole}; got {box}")
-
-    @property
-    def varied_whole(self) -> bool:
-        """Return whether tiles are varied by the reading threads, and cut after that."""
-        return self.augment.augment == "cpu"
 
     def stored(self, box: TileBox, sample: int) -> TileBox:
         """Return where ``box`` lies in the tile of ``sample`` as a batch holds it, before a device turns that."""
@@ -125,11 +127,6 @@ class Batch:
         return int(np.count_nonzero(self.has_image & (self.rows != self.wanted)))
 
     @property
-    def as_wanted(self) -> bool:
-        """Return whether no tile of this rank was replaced or left out."""
-        return bool((self.rows == self.wanted).all())
-
-    @property
     def known_rows(self) -> Rows:
         """Rows of the table, int64 (n,): those that were read, and where there is none, those that were to be."""
         return np.where(self.rows >= 0, self.rows, self.wanted)
@@ -160,12 +157,8 @@ class Batch:
         return len(self.samples)
 
 
-@dataclass(eq=False)
-class Buffer:
-    """Arrays of one batch of full size."""
-
-    images: Pixels
-    targets: NDArray[Any]
+Buffer = tuple[Pixels, NDArray[Any]]
+"""Images and targets of one batch of full size."""
 
 
 @dataclass(eq=False)
@@ -205,7 +198,7 @@ class BufferPool:
                 return self._free.pop()
             if self.made and (self.made + 1) * self.buffer_bytes > self.max_bytes:
                 return None
-            buffer = Buffer(
+            buffer = (
                 self.allocate(self.image_shape, np.uint8), self.allocate(self.target_shape, self.target_dtype)
             )
             self.made += 1
@@ -216,50 +209,9 @@ class BufferPool:
             self._free.append(buffer)
 
 
-if TYPE_CHECKING:
-    from pipelines.labels.annotations import SlideAnnotations
-    from pipelines.slides.slide import Slide
-
-Targets = NDArray[np.int64] | NDArray[np.uint8]
-"""int64 (n,) class per tile, or uint8 (n, h, w) class per pixel with 255 for "ignore"."""
-
-
 def shaped(stored: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Return what is stored of one tile in its own shape: the first numbers of a line that the largest tile fills."""
     return stored if stored.shape == shape else stored[: math.prod(shape)].reshape(shape)
-
-
-class Target(Protocol):
-    """Fills one tile's target."""
-
-    @property
-    def dtype(self) -> type[np.generic]: ...
-    @property
-    def is_drawn(self) -> bool:
-        """Return whether ``fill`` needs the slide open."""
-        ...
-
-    def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of one target, for a tile of ``size``: height and width in px, or px in a line."""
-        ...
-
-    def fill(
-        self, row: int, slide_id: str, slide: Slide | None, region: Region, out: NDArray[Any], box: TileBox | None
-    ) -> None:
-        """Write the target of ``row``, of pixels that of ``box`` of the region alone, into ``out``.
-
-        Raises:
-            TileReadError: the annotation is damaged here.
-        """
-        ...
-
-    def check(self, slide_id: str, slide: Slide) -> None:
-        """Raise the SlideError that ``fill`` would raise for every tile of the slide."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Says whether two targets are the same."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,13 +225,16 @@ class Labels:
     by_row: NDArray[np.int64]
     dtype: type[np.generic] = np.int64
     is_drawn = False
+    """Whether ``fill`` needs the slide open."""
 
     def shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of one target, for a tile of ``size``: height and width in px, or px in a line."""
         return ()
 
     def fill(
         self, row: int, slide_id: str, slide: Slide | None, region: Region, out: NDArray[Any], box: TileBox | None
     ) -> None:
+        """Write the target of ``row`` into ``out``; of masks, with ``box``, that of this part of the region alone."""
         out[...] = self.by_row[row]
 
     def check(self, slide_id: str, slide: Slide) -> None:
@@ -308,7 +263,11 @@ class Masks:
         self.annotations.read_mask(slide_id, slide, region, shaped(out, (area.height, area.width)), box)
 
     def check(self, slide_id: str, slide: Slide) -> None:
+        """Raise the SlideError that ``fill`` would raise for every tile of the slide."""
         self.annotations.read_mask(slide_id, slide, Region(0, 0, 1, 1, slide.mpp), np.empty((1, 1), np.uint8))
 
     def fingerprint(self) -> str:
         return "masks of " + ", ".join(self.annotations.classes)
+
+
+Target = Labels | Masks

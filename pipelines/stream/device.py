@@ -72,7 +72,7 @@ class DevicePrefetcher:
     def next_as_wanted(self) -> bool:
         """Return whether the next batch is read already, and no tile of it replaced or left out."""
         self._look()
-        return self._next is not None and self._next.batch.as_wanted
+        return self._next is not None and bool((self._next.batch.rows == self._next.batch.wanted).all())
 
     def invalidate(self, batch: Batch) -> None:
         """Forget what was made of ``batch`` before its targets changed."""

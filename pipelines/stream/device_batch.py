@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.slides.geometry import TileBox
-from pipelines.stream.augment import Draw
 from pipelines.stream.batch import Batch, TileParts, shaped
 from pipelines.stream.device_pixels import Extent, MadePart, Orientation, PixelMaker, TileBytes, orientation
 
@@ -35,15 +34,9 @@ class BoxMaker:
         targets: torch.Tensor | None,
         samples: NDArray[np.int64],
         rows: NDArray[np.int64] | None = None,
-    ) -> tuple[TileBoxes | None, MaskBoxes | torch.Tensor | None]:
-        """Return one microbatch.
-
-        Args:
-            images: uint8 (m, h, w, 3), on the host; read for as long as boxes are asked for.
-            targets: int64 (m,) or, read likewise, uint8 (m, h, w).
-            samples: int64 (m,), global sample numbers.
-            rows: int64 (m,), rows of the table that the tiles are of; only stain normalisation asks for them.
-        """
+    ) -> tuple[HostBoxes | None, HostBoxes | torch.Tensor | None]:
+        """Return one microbatch, as ``PixelMaker.make`` does, of images and masks on the host; they are read for as
+        long as boxes are asked for."""
         stored = None if images is None else TileBytes.full(images)
         masks = TileBytes.full(targets) if targets is not None and targets.ndim > 1 else targets
         return self.make_part(stored, masks, samples, rows)
@@ -54,68 +47,51 @@ class BoxMaker:
         targets: TileBytes | torch.Tensor | None,
         samples: NDArray[np.int64],
         rows: NDArray[np.int64] | None = None,
-    ) -> tuple[TileBoxes | None, MaskBoxes | torch.Tensor | None]:
+    ) -> tuple[HostBoxes | None, HostBoxes | torch.Tensor | None]:
         """Return the part of one microbatch that is stored, the rest as ``make``."""
         drawn = self._pixels.drawn(samples, rows)
-        boxes = None if images is None else TileBoxes(self._pixels, images, drawn)
+        turns = orientation(drawn, len(samples))
+        floats = functools.partial(self._pixels.floats, drawn=drawn)
+        boxes = None if images is None else HostBoxes(images, turns, self.device, floats)
         if isinstance(targets, TileBytes):
-            return boxes, MaskBoxes(targets, orientation(drawn, len(samples)), self.device)
+            return boxes, HostBoxes(targets, turns, self.device)
         return boxes, None if targets is None else targets.to(self.device, copy=True)
 
 
-class TileBoxes:
-    """Images float32 (m, 3, h, w), by boxes."""
-
-    def __init__(self, pixels: PixelMaker, stored: TileBytes, drawn: Draw | None) -> None:
-        self.shape: tuple[int, ...] = (len(stored.tiles), 3, stored.height, stored.width)
-        self.dtype = torch.float32
-        self.device = pixels.device
-        self._pixels, self._stored, self._drawn = pixels, stored, drawn
-
-    def box(self, rows: Extent, columns: Extent) -> torch.Tensor:
-        """Return float32 (m, 3, rows, columns) on the device.
-
-        Raises:
-            ValueError: they are not all inside the part that is stored.
-        """
-        orientations = orientation(self._drawn, len(self._stored.tiles))
-        return self._pixels.floats(_sent(self._stored, orientations, rows, columns, self.device), self._drawn)
-
-
-class MaskBoxes:
-    """Targets uint8 (m, h, w), by boxes, turned as the images are.
+class HostBoxes:
+    """Images float32 (m, 3, h, w), or masks uint8 (m, h, w), of tiles on the host, sent to the device by boxes.
 
     Args:
-        stored: as they were read, uint8 (h, w) each, on the host.
+        floats: makes images of the bytes on the device; None: they are masks.
     """
 
-    def __init__(self, stored: TileBytes, orientations: Orientation, device: torch.device) -> None:
-        self.shape: tuple[int, ...] = (len(stored.tiles), stored.height, stored.width)
-        self.dtype = torch.uint8
+    def __init__(
+        self,
+        stored: TileBytes,
+        orientations: Orientation,
+        device: torch.device,
+        floats: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.shape: tuple[int, ...] = (len(stored.tiles), *((3,) if floats else ()), stored.height, stored.width)
+        self.dtype = torch.float32 if floats else torch.uint8
         self.device = device
-        self._stored, self._orientations = stored, orientations
+        self._stored, self._orientations, self._floats = stored, orientations, floats
 
     def box(self, rows: Extent, columns: Extent) -> torch.Tensor:
-        """Return uint8 (m, rows, columns) on the device.
+        """Return (m, ..., rows, columns) on the device; nothing else crosses to it.
 
         Raises:
             ValueError: they are not all inside the part that is stored.
         """
-        return _sent(self._stored, self._orientations, rows, columns, self.device)
-
-
-def _sent(
-    stored: TileBytes, orientations: Orientation, rows: Extent, columns: Extent, device: torch.device
-) -> torch.Tensor:
-    """A box of bytes on the device; nothing else crosses to it."""
-    # torch keeps pinned memory from being reused before the copy is done.
-    cut = stored.turned(orientations, rows, columns, pinned=device.type == "cuda")
-    return cut.to(device, non_blocking=True)
+        # torch keeps pinned memory from being reused before the copy is done.
+        cut = self._stored.turned(self._orientations, rows, columns, pinned=self.device.type == "cuda")
+        sent = cut.to(self.device, non_blocking=True)
+        return sent if self._floats is None else self._floats(sent)
 
 
 Maker = PixelMaker | BoxMaker
 
-Part = tuple[torch.Tensor | TileBoxes | MadePart | None, torch.Tensor | MaskBoxes | MadePart | None]
+Part = tuple[torch.Tensor | HostBoxes | MadePart | None, torch.Tensor | HostBoxes | MadePart | None]
 """Images and targets of a microbatch; None for what is stored of none of its tiles."""
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.slides.geometry import TileBox, turns_that_fit
-from pipelines.stream.augment import AugmentSettings, Draw, StainSteps, draw
+from pipelines.stream.augment import NO_AUGMENTATION, AugmentSettings, Draw, StainSteps, draw
 from pipelines.tiles.stain import LEAST_DENSITY, LMS_FROM_RGB
 
 
@@ -72,8 +72,7 @@ class TileBytes:
         Raises:
             ValueError: they are not all inside ``part``.
         """
-        asked = TileBox(rows.start, rows.stop, columns.start, columns.stop)
-        refuse_outside(self.part, asked)
+        asked = _box_inside(self.part, rows, columns)
         first = self.tiles[0]
         shape = (len(self.tiles), asked.height, asked.width, *first.shape[2:])
         turned = torch.empty(shape, dtype=first.dtype, device=first.device, pin_memory=pinned)
@@ -117,22 +116,18 @@ class MadePart:
         Raises:
             ValueError: they are not all inside the part.
         """
-        asked = TileBox(rows.start, rows.stop, columns.start, columns.stop)
-        refuse_outside(self._part, asked)
-        inner = asked.within(self._part)
+        inner = _box_inside(self._part, rows, columns).within(self._part)
         return self.made[..., inner.row_start : inner.row_stop, inner.column_start : inner.column_stop].clone(
             memory_format=torch.preserve_format
         )
 
 
-def refuse_outside(part: TileBox, asked: TileBox) -> None:
-    """Refuse a box of tiles that this rank did not read.
-
-    Raises:
-        ValueError: ``asked`` is not inside ``part``.
-    """
+def _box_inside(part: TileBox, rows: Extent, columns: Extent) -> TileBox:
+    """Return the box of ``rows`` and ``columns``; ValueError where this rank did not read it."""
+    asked = TileBox(rows.start, rows.stop, columns.start, columns.stop)
     if not part.holds(asked):
         raise ValueError(f"this rank reads {part} of every tile, and was asked for {asked}: TileStream.part says which")
+    return asked
 
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -144,8 +139,6 @@ from ``LEAST_DENSITY`` on it is tissue, and changed as a whole."""
 
 CPU_BAND_PX, BAND_PX = 1 << 15, 1 << 24
 """Px whose colours are changed at a time: on a CPU as many as its cache holds."""
-
-_AS_THEY_ARE = AugmentSettings(augment="none")
 
 
 class PixelMaker:
@@ -231,7 +224,7 @@ class PixelMaker:
         if self._stains is None:
             return draw(self._augment, self._seed, samples) if varied else None
         assert rows is not None, "tiles are normalised by the slide they are of"
-        return self._stains.before(draw(self._augment if varied else _AS_THEY_ARE, self._seed, samples), rows)
+        return self._stains.before(draw(self._augment if varied else NO_AUGMENTATION, self._seed, samples), rows)
 
     def floats(self, images: torch.Tensor, drawn: Draw | None) -> torch.Tensor:
         """Return float32 (m, 3, h, w) in memory of their own: colours changed as ``drawn`` says, then scaled.
@@ -239,12 +232,13 @@ class PixelMaker:
         Args:
             images: uint8 (m, h, w, 3) on the device, turned already.
         """
-        pixels = self._planes(images)
+        layout = torch.channels_last if self._channels_last else torch.contiguous_format
+        pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout)
         if drawn is not None and drawn.lms is not None:
             self._transfer(pixels, *map(self._to_device, drawn.lms))
         if drawn is not None and drawn.matrix is not None and drawn.shift is not None:
             _jitter(pixels, self._to_device(drawn.matrix), self._to_device(drawn.shift))
-        return self._normalised(pixels)
+        return pixels.mul_(self._scale).add_(self._offset)
 
     def _transfer(self, pixels: torch.Tensor, matrix: torch.Tensor, shift: torch.Tensor) -> None:
         """Transfer colours in place, of float32 (m, 3, h, w), 0 to 255, by ``StainSteps`` for L, M, S."""
@@ -255,14 +249,6 @@ class PixelMaker:
             # What is light is not stained: it changes in proportion to the light it takes, and white not at all.
             part.sub_(GLASS_DENSITY).div_(LEAST_DENSITY - GLASS_DENSITY).clamp_(0, 1)
             band.copy_(_levels(changed.sub_(light).mul_(part).add_(light)))
-
-    def _planes(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 (m, h, w, 3) as float32 (m, 3, h, w), 0 to 255; new memory."""
-        layout = torch.channels_last if self._channels_last else torch.contiguous_format
-        return images.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout)
-
-    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
-        return pixels.mul_(self._scale).add_(self._offset)
 
     def _to_device(self, array: NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -284,8 +284,8 @@ class Readahead:
                 self._ended = True
                 return
             batch = Batch(
-                buffer.images[: np.count_nonzero(request.image)],
-                buffer.targets[: np.count_nonzero(request.target)],
+                buffer[0][: np.count_nonzero(request.image)],
+                buffer[1][: np.count_nonzero(request.target)],
                 request.rows.copy(),
                 request.samples,
                 request.first_sample,

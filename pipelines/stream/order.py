@@ -1,17 +1,16 @@
 """Order in which tiles are seen, cut into batches: index order, shuffled, balanced or by weight.
 
 Takes the slide (and class, or weight) of every tile and a seed; gives the rows of each epoch, and a rank's part of
-every batch. Epoch e is a function of (settings, seed, e): every rank and every resumed run finds the same one. Tiles
-are shuffled inside groups of a few slides: only those are open at a time.
+every batch. An order has endless epochs of ``length`` rows each. Epoch e is a function of (settings, seed, e): every
+rank and every resumed run finds the same one. Tiles are shuffled inside groups of a few slides, open at a time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +24,6 @@ SHUFFLE, INTERLEAVE, WEIGH, BAGS = 1, 2, 3, 4
 """Purposes that random numbers are drawn for; part of each seed, so that no two purposes share numbers."""
 
 
-class Order(Protocol):
-    """Endless epochs of ``length`` rows each."""
-
-    @property
-    def length(self) -> int: ...
-
-    def epoch(self, number: int) -> Rows:
-        """Return the rows of one epoch: int64 (length,)."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class IndexOrder:
     """The rows as they are given, int64 (n,), every epoch alike."""
@@ -47,29 +35,23 @@ class IndexOrder:
         return len(self.rows)
 
     def epoch(self, number: int) -> Rows:
+        """Return the rows of one epoch: int64 (length,)."""
         return self.rows
 
 
 @dataclass(frozen=True, eq=False)
-class SlideShuffle:
+class SlideShuffle(IndexOrder):
     """Every row once per epoch; tiles of up to ``open_slides`` slides are mixed at a time.
 
     Attributes:
-        rows: int64 (n,), rows to draw.
         slide: int (n,), slide of each of ``rows``.
         stratum: tells apart the shuffles of several strata in one run.
-        open_slides: slides per group.
     """
 
-    rows: Rows
     slide: NDArray[np.integer]
     seed: int
     stratum: int
     open_slides: int
-
-    @property
-    def length(self) -> int:
-        return len(self.rows)
 
     def epoch(self, number: int) -> Rows:
         rng = np.random.default_rng([self.seed, SHUFFLE, self.stratum, number])
@@ -77,11 +59,11 @@ class SlideShuffle:
 
     @cached_property
     def _tiles_of_slides(self) -> list[NDArray[np.int64]]:
-        return _by_slide(np.arange(self.length), self.slide)
+        return by_slide(np.arange(self.length), self.slide)
 
 
-def _by_slide(tiles: Rows, slide: NDArray[np.integer]) -> list[Rows]:
-    """``tiles`` of each slide, in their order; ``slide`` is of each of them."""
+def by_slide(tiles: Rows, slide: NDArray[np.integer]) -> list[Rows]:
+    """Return ``tiles`` of each slide, in their order; ``slide`` is of each of them."""
     order = np.argsort(slide, kind="stable")
     return np.split(tiles[order], np.flatnonzero(np.diff(slide[order])) + 1)
 
@@ -98,30 +80,22 @@ def _mixed(rng: np.random.Generator, slides: Sequence[Rows], open_slides: int) -
 
 
 @dataclass(frozen=True, eq=False)
-class Weighted:
-    """Order with a draw for each row, each row in proportion to its weight; slides mixed as in
-    ``SlideShuffle``.
+class Weighted(IndexOrder):
+    """Order with a draw for each row, in proportion to its weight; slides are mixed as in ``SlideShuffle``.
 
     Rows lie on a line, each as long as its weight, those of a slide next to each other; an epoch draws at points of
     equal distance (systematic sampling, Madow 1944): the count of a row, and of a slide, is off its weight by less than
     one. From epoch to epoch the points move by the golden ratio of their distance, so that no row is left out for long.
 
     Attributes:
-        rows: int64 (n,).
         slide: int (n,), slide of each of ``rows``.
         weight: float64 (n,), at least 0, sum above 0.
-        open_slides: slides per group.
     """
 
-    rows: Rows
     slide: NDArray[np.integer]
     weight: NDArray[np.float64]
     seed: int
     open_slides: int
-
-    @property
-    def length(self) -> int:
-        return len(self.rows)
 
     def epoch(self, number: int) -> Rows:
         line, ends, start = self._line
@@ -130,7 +104,7 @@ class Weighted:
         before = np.ceil(ends - first).astype(np.int64).clip(0)
         drawn = np.repeat(line, np.diff(before, prepend=0))
         rng = np.random.default_rng([self.seed, WEIGH, number + 1])
-        return self.rows[_mixed(rng, _by_slide(drawn, self.slide[drawn]), self.open_slides)]
+        return self.rows[_mixed(rng, by_slide(drawn, self.slide[drawn]), self.open_slides)]
 
     @cached_property
     def _line(self) -> tuple[Rows, NDArray[np.float64], float]:
@@ -185,7 +159,7 @@ class Bags:
 
     @cached_property
     def _tiles_of_slides(self) -> list[Rows]:
-        return _by_slide(np.arange(len(self.rows)), self.slide)
+        return by_slide(np.arange(len(self.rows)), self.slide)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +194,9 @@ class Balance:
         rng = np.random.default_rng([self.seed, INTERLEAVE, number])
         rng.permuted(drawn, axis=1, out=drawn)
         return drawn.reshape(-1)
+
+
+Order = IndexOrder | Bags | Balance
 
 
 def _stretch(order: Order, first: int, count: int) -> Rows:
@@ -270,32 +247,24 @@ class BatchSampler:
         """Yield what is read of batch number ``first`` and all that follow."""
         every, image_rows, target_rows = (np.asarray(rows, np.int64) for rows in self.batch_rows)
         end = None if self.epochs is None else self.epochs * self.order.length
-        known: dict[int, Rows] = {}
+        epoch = lru_cache(1)(self.order.epoch)  # samples ascend from batch to batch, and so do epochs
         for first_sample in itertools.count(first * self.global_batch, self.global_batch):
             if end is not None and first_sample >= end:
                 return
             rows = every if end is None else every[first_sample + every < end]
             samples = first_sample + rows
-            numbers = np.unique(samples // self.order.length).tolist()
-            known = {number: known[number] if number in known else self.order.epoch(number) for number in numbers}
-            yield BatchRequest(
-                samples,
-                self._drawn(samples, known),
-                first_sample,
-                np.isin(rows, image_rows),
-                np.isin(rows, target_rows),
-            )
+            drawn = self._drawn(samples, epoch)
+            yield BatchRequest(samples, drawn, first_sample, np.isin(rows, image_rows), np.isin(rows, target_rows))
 
     def rows_of(self, samples: Rows) -> Rows:
         """Return the rows of the table that ``samples`` are drawn from, on whatever rank."""
-        numbers = np.unique(samples // self.order.length).tolist()
-        return self._drawn(samples, {number: self.order.epoch(number) for number in numbers})
+        return self._drawn(samples, self.order.epoch)
 
-    def _drawn(self, samples: Rows, epochs: dict[int, Rows]) -> Rows:
+    def _drawn(self, samples: Rows, rows_of_epoch: Callable[[int], Rows]) -> Rows:
         epoch, position = np.divmod(samples, self.order.length)
         rows = np.empty(len(samples), np.int64)
-        for number, order in epochs.items():
-            rows[epoch == number] = order[position[epoch == number]]
+        for number in np.unique(epoch).tolist():
+            rows[epoch == number] = rows_of_epoch(number)[position[epoch == number]]
         return rows
 
 

@@ -23,7 +23,7 @@ from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.slide import Pixels, SlideError, TileReadError
 from pipelines.stream.augment import CROP, CpuAugment, sample_rng
 from pipelines.stream.batch import Target, TileParts, shaped
-from pipelines.stream.order import Rows
+from pipelines.stream.order import Rows, by_slide
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -44,19 +44,18 @@ OnFault = Callable[[str, Region | None, Exception], None]
 """Told (slide_id, region, error), once per tile; region is None for a slide that does not open."""
 
 
-class FaultLog:
-    """Hands each fault on once, from whatever thread. One per iterator: reading itself remembers nothing."""
+def report_once(on_fault: OnFault | None) -> OnFault:
+    """Return a function that calls ``on_fault`` once for each fault, from whatever thread."""
+    reported: set[tuple[str, Region | None]] = set()
+    lock = threading.Lock()
 
-    def __init__(self, on_fault: OnFault | None) -> None:
-        self._on_fault = on_fault
-        self._told: set[tuple[str, Region | None]] = set()
-        self._lock = threading.Lock()
+    def report(slide_id: str, region: Region | None, error: Exception) -> None:
+        with lock:
+            if on_fault is not None and (slide_id, region) not in reported:
+                reported.add((slide_id, region))
+                on_fault(slide_id, region, error)
 
-    def __call__(self, slide_id: str, region: Region | None, error: Exception) -> None:
-        with self._lock:
-            if self._on_fault is not None and (slide_id, region) not in self._told:
-                self._told.add((slide_id, region))
-                self._on_fault(slide_id, region, error)
+    return report
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +79,7 @@ class TileReader:
     parts: TileParts | None = None
 
     def fill(
-        self, sample: int, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: FaultLog
+        self, sample: int, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: OnFault
     ) -> int:
         """Write the pixels of ``row``, or of its replacement, into ``image`` and its target into ``out``.
 
@@ -159,28 +158,21 @@ class TileReader:
     def _slides_from(self, row: int) -> Iterator[Iterator[int]]:
         """Rows to try, slide by slide: first those of the slide of ``row``, from ``row`` on and around."""
         yield self._of_own_slide(row)
-        rows, first = self._by_slide
-        own = self._place_of_slide(row)
-        for k in range(1, len(first) - 1):
-            other = (own + k) % (len(first) - 1)
-            yield iter(rows[first[other] : first[other + 1]].tolist())
+        slides, own = self._rows_by_slide, self._place_of_slide(row)
+        for rows in (*slides[own + 1 :], *slides[:own]):
+            yield iter(rows.tolist())
 
     def _of_own_slide(self, row: int) -> Iterator[int]:
         yield row  # before anything is sorted: all other lines here run for faults only
-        rows, first = self._by_slide
-        own = self._place_of_slide(row)
-        here = rows[first[own] : first[own + 1]]
+        here = self._rows_by_slide[self._place_of_slide(row)]
         yield from np.roll(here, -int(np.searchsorted(here, row)))[1:].tolist()
 
     def _place_of_slide(self, row: int) -> int:
-        rows, first = self._by_slide
-        return int(np.searchsorted(self.tiles.slide[rows[first[:-1]]], self.tiles.slide[row]))
+        return [int(self.tiles.slide[rows[0]]) for rows in self._rows_by_slide].index(int(self.tiles.slide[row]))
 
     @cached_property
-    def _by_slide(self) -> tuple[Rows, Rows]:
-        """Rows of the table in order of their slide, and where each slide begins in them, the end included."""
-        rows = np.argsort(self.tiles.slide, kind="stable")
-        return rows, np.append(np.flatnonzero(np.diff(self.tiles.slide[rows], prepend=-1)), len(rows))
+    def _rows_by_slide(self) -> list[Rows]:
+        return by_slide(np.arange(len(self.tiles)), self.tiles.slide)
 
     def _given_up(self, row: int, faults: list[str]) -> SlideError:
         listed = "\n  ".join(faults)
@@ -201,7 +193,7 @@ class SampleReader:
     reading: TileReader
     target: Target
     augment: CpuAugment | None
-    faults: FaultLog
+    report: OnFault
     parts: TileParts | None = None
 
     def fill(self, sample: int, row: int, image: Pixels | None, out: NDArray[Any] | None) -> int:
@@ -215,11 +207,11 @@ class SampleReader:
                 return self.fill_target(sample, row, out)
             except (SlideError, OSError) as error:
                 if not self.reading.replaces:
-                    self.faults(self.reading.tiles.slide_id(row), self.reading.tiles.region(row), error)
+                    self.report(self.reading.tiles.slide_id(row), self.reading.tiles.region(row), error)
                 out[...] = 0
                 return UNREAD
         with self._naming(sample, row):
-            used = self.reading.fill(sample, row, self.target, image, out, self.faults)
+            used = self.reading.fill(sample, row, self.target, image, out, self.report)
             if self.augment is not None:
                 self.augment.apply(sample, image, out)
         return used

@@ -22,18 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.slides.geometry import TileBox
-from pipelines.stream.augment import AugmentSettings, CpuAugment
+from pipelines.stream.augment import NO_AUGMENTATION, AugmentSettings, CpuAugment
 from pipelines.stream.batch import Allocate, BufferPool, Labels, Masks, Target, TileParts
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import Bags, Balance, BatchSampler, IndexOrder, Order, Rows, SlideShuffle, Weighted
-from pipelines.stream.read import FaultLog, OnFault, PictureCrop, SampleReader, TileReader
+from pipelines.stream.read import OnFault, PictureCrop, SampleReader, TileReader, report_once
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
     from pipelines.labels.annotations import SlideAnnotations
     from pipelines.tiles.index import TileTable
-
-NO_AUGMENTATION = AugmentSettings(augment="none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,9 +257,9 @@ class TileStream:
             self.tiles.size if differ else None,
             parts,
         )
-        cut_after = parts if parts is not None and parts.varied_whole else None
+        cut_after = None if augment is None else parts  # varied by the reading threads, and cut after that
         reading = replace(self.reading, crop=self.cut, parts=parts if cut_after is None else None)
-        reader = SampleReader(reading, target, augment, FaultLog(reading.on_fault), cut_after)
+        reader = SampleReader(reading, target, augment, report_once(reading.on_fault), cut_after)
         return TileIterator(self.source, reader, buffers, self.threads, lambda: self.fingerprint)
 
     def _parts(self) -> TileParts | None:

@@ -18,7 +18,7 @@ from pipelines.backends.registry import open_slide
 from pipelines.cache import shards as shards_module
 from pipelines.cache import tile_cache
 from pipelines.cache.shards import ABANDONED_S, LEDGER, CacheSpec, ShardFolder
-from pipelines.cache.tile_cache import CacheCounts, CachedSlide, CachedSpec, TileCache
+from pipelines.cache.tile_cache import CacheCounts, CachedSlide, TileCache, open_cached
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
@@ -89,7 +89,7 @@ def test_tiles_are_those_of_the_reader_and_of_any_zarr_library(mpp, tmp_path):
         with pytest.raises(ValueError, match="out must be uint8"):
             cached.read(regions[0], np.empty((1, 1, 3), np.uint8))
     again_cache = TileCache(tmp_path, BOUND, kind)
-    with CachedSpec(SlideSpec("a", SVS), again_cache).open() as again:
+    with open_cached(SlideSpec("a", SVS), again_cache) as again:
         out = np.zeros((50, 60, 3), np.uint8)
         for region, tile in zip(regions, truth, strict=True):
             assert again.read(region, out) is out
@@ -108,7 +108,7 @@ def test_a_slide_that_is_another_now_is_read_and_one_that_was_moved_is_not(tmp_p
 
     def hits(path, mpp=None, backend="auto"):
         before = cache.counts.hits
-        with CachedSpec(SlideSpec("a", path, mpp, backend), cache).open() as slide:
+        with open_cached(SlideSpec("a", path, mpp, backend), cache) as slide:
             slide.read(Region(300, 400, 60, 50, 0.499))
         return cache.counts.hits - before
 
@@ -123,7 +123,7 @@ def test_a_slide_that_is_another_now_is_read_and_one_that_was_moved_is_not(tmp_p
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1000))
     assert hits(path) == 0
     with pytest.raises(SlideError, match="no such file"):
-        CachedSpec(SlideSpec("a", tmp_path / "none.svs"), cache).open()
+        open_cached(SlideSpec("a", tmp_path / "none.svs"), cache)
 
 
 WRITER = """

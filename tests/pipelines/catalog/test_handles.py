@@ -1,7 +1,6 @@
-"""The pool of open slides under many threads, forks and failures; slides that were replaced."""
+"""The pool of open slides under many threads and failures; slides that were replaced."""
 
 import os
-import pickle
 import random
 import shutil
 import threading
@@ -18,7 +17,6 @@ from pipelines.catalog.handles import SlidePool, SlideState, digest
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
 from tests.helpers.real import PYRAMID_TIFF, SVS
-from tests.helpers.work import result_in_child
 
 
 @dataclass
@@ -215,45 +213,6 @@ def test_many_threads_with_overlapping_leases_and_discards():
     assert counter.opened > 10
     pool.close()
     assert counter.open == 0
-
-
-@pytest.fixture
-def real_pool():
-    pool = SlidePool([SlideSpec("svs", SVS), SlideSpec("tiff", PYRAMID_TIFF, backend="openslide")], 2)
-    yield pool
-    pool.close()
-
-
-def read_sum(pool):
-    total = 0
-    for slide_id in ("svs", "tiff"):
-        with pool.lease(slide_id) as slide:
-            total += int(slide.read(Region(500, 700, 200, 200, 0.499)).sum())
-    return total
-
-
-def test_a_pickled_pool_is_empty_and_works(real_pool):
-    expected = read_sum(real_pool)
-    copy = pickle.loads(pickle.dumps(real_pool))
-    assert (len(real_pool.open_ids), copy.open_ids, copy.capacity) == (2, (), 2)
-    assert read_sum(copy) == expected
-    copy.close()
-    assert read_sum(real_pool) == expected
-
-
-def ids_and_sum(pool):
-    return pool.open_ids, read_sum(pool)
-
-
-@pytest.mark.process
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_starts_empty_and_leaves_the_parents_slides_alone(real_pool, method):
-    """Forked while another thread of the parent holds the pool's lock and a lease."""
-    expected = read_sum(real_pool)
-    with real_pool.lease("svs"), real_pool._lock if method == "fork" else threading.Lock():
-        assert result_in_child(ids_and_sum, real_pool, method=method) == ((), expected)
-    assert read_sum(real_pool) == expected
 
 
 def test_a_real_slide_that_fails_does_not_stay_failed(tmp_path):

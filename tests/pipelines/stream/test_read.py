@@ -20,11 +20,11 @@ from pipelines.stream.read import (
     MAX_FAULTS,
     MAX_FAULTS_PER_SLIDE,
     RATIO,
-    FaultLog,
     PictureCrop,
     TileReader,
     centre,
     random_box,
+    report_once,
 )
 from pipelines.stream.stream import TileStream
 from tests.helpers.tiles import TILE, memory_specs, tile_table
@@ -40,7 +40,7 @@ def specs_of(table, bad, lost):
 def fill(table, row, bad=(), lost=(), log=None, times=1):
     """Row used, slide and tile that the pixels tell, and the target; of tiles ``bad`` by slide and slides ``lost``."""
     read = TileReader(table, SlidePool(specs_of(table, dict(bad), lost), 2), None)
-    image, target, log = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64), log or FaultLog(None)
+    image, target, log = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64), log or report_once(None)
     for _ in range(times):
         used = read.fill(0, row, Labels(np.arange(len(read.tiles)) * 10), image, target, log)
     assert (image[..., :2] == image[0, 0, :2]).all()
@@ -59,7 +59,7 @@ def fill(table, row, bad=(), lost=(), log=None, times=1):
 )
 def test_what_cannot_be_read_is_replaced_and_each_fault_is_told_once(counts, row, bad, lost, expected):
     table, told = tile_table(counts), []
-    log = FaultLog(lambda slide_id, region, error: told.append((slide_id, region, str(error))))
+    log = report_once(lambda slide_id, region, error: told.append((slide_id, region, str(error))))
     assert fill(table, row, bad, lost.split(), log, times=3) == expected
     if lost:
         assert [fault[:2] for fault in told] == [("s1", None), ("s2", None)]
@@ -73,7 +73,7 @@ def test_a_failed_handle_is_opened_anew_and_rows_of_a_slide_need_not_be_together
     table = tile_table([3])
     specs = specs_of(table, {"s0": {1}}, ())
     image, target = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64)
-    TileReader(table, SlidePool(specs, 2), None).fill(0, 1, Labels(np.arange(3)), image, target, FaultLog(None))
+    TileReader(table, SlidePool(specs, 2), None).fill(0, 1, Labels(np.arange(3)), image, target, report_once(None))
     assert specs[0].opened == ["s0", "s0"]
     apart = tile_table([3, 3]).select(np.array([0, 3, 1, 4, 2, 5]))
     assert fill(apart, 3, {"s1": {1}})[:3] == (5, 1, 2)

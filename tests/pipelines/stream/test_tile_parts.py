@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ from PIL import Image
 from parallel.offload.live_bytes import LiveBytes
 from pipelines.backends.level_reader import MemoryReader, memory_slide
 from pipelines.cache.shards import CacheSpec
-from pipelines.cache.tile_cache import CachedSpec, TileCache
+from pipelines.cache.tile_cache import TileCache, open_cached
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
@@ -24,7 +25,7 @@ from pipelines.slides.slide import SlideError, TileReadError
 from pipelines.stream.augment import AugmentSettings, StainSteps, draw
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DevicePrefetcher
-from pipelines.stream.device_batch import BoxMaker, MaskBoxes, TileBoxes
+from pipelines.stream.device_batch import BoxMaker, HostBoxes
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.iterator import rows_to_follow
 from pipelines.stream.read import MAX_FAULTS
@@ -192,7 +193,8 @@ def test_tiles_of_a_cache_are_kept_whole_and_cut(tmp_path):
         table = table_of(slide.mpp)
     with TileCache(tmp_path, 1 << 30, CacheSpec(61, 61, table.settings.mpp)) as cache:
         plain = stream_of(SlidePool([spec], 1), table, "device", None)
-        cached = stream_of(SlidePool([CachedSpec(spec, cache)], 1), table, "device", None).prefetch(threads=1)
+        pool = SlidePool([spec], 1, functools.partial(open_cached, cache=cache))
+        cached = stream_of(pool, table, "device", None).prefetch(threads=1)
         parts = made_of(cached.part(UNEVEN[1]), "device")
         for (images, _, _), (boxes, _, _) in zip(made_of(plain, "device"), parts, strict=True):
             assert torch.equal(boxes.box(range(17, 61), range(5, 38)), images[..., 17:61, 5:38])
@@ -320,7 +322,7 @@ def test_boxes_are_crops_of_the_whole_bit_for_bit(augment, method, side, channel
     pixels = PixelMaker(CPU, settings, 5, channels_last=channels_last, stains=stains)
     whole, whole_masks = pixels.make(images, masks, samples, rows)
     boxes, mask_boxes = BoxMaker(pixels).make(images, masks, samples, rows)
-    assert isinstance(mask_boxes, MaskBoxes)
+    assert isinstance(mask_boxes, HostBoxes)
     assert boxes.shape == tuple(whole.shape)
     for _ in range(20):
         top, left = (int(numbers.integers(0, length)) for length in side)
@@ -341,7 +343,7 @@ def test_a_feed_of_boxes_makes_nothing_and_copies_nothing():
         (first, labels), (second, _) = feed.microbatches(next(feed), [2, 1])
         assert not [*feed.held()]
     assert live.peak_bytes == 3 * 8, "labels alone are on the device"
-    assert isinstance(first, TileBoxes)
+    assert isinstance(first, HostBoxes)
     assert labels.tolist() == [0, 1]
     expected, _ = pixels.make(torch.from_numpy(images), None, samples)
     images[2] = 0  # boxes are of the buffer, until the batch is released
