@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import stat
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final
 
 from pipelines.backends.level_reader import level0_mpp
 from pipelines.backends.tiff_levels import other_tiff_images
 from pipelines.backends.tiff_tags import check_tiff
-from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError, url_of
+from pipelines.slides.slide import UNEXPECTED, NotThisFormat, Slide, SlideError, printable, url_of
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +24,6 @@ BACKENDS: Final = ("tiled", "ndpi", "zarr", "openslide", "image")
 """In the order in which they are asked: each is ``open_<name>`` in a module of that name, ``ndpi`` in ``tiled``."""
 
 READS_FOLDERS: Final = ("zarr",)
-
-
-class Opener(Protocol):
-    def __call__(self, path: Path, *, mpp: float | None, scene: int | None = None) -> Slide: ...
 
 
 def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "auto", scene: int | None = None) -> Slide:
@@ -40,8 +37,8 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
 
     Raises:
         ValueError: unknown ``backend``, or ``mpp`` outside 0.05-100.
-        SlideError: no such file, empty, damaged, of no known format or of another than its suffix says, or without a
-            usable mpp.
+        SlideError: no such file, empty, damaged, of no known format or of another than its suffix says, without a
+            usable mpp, or with a name that cannot be printed; a folder that cannot be listed.
     """
     path = Path(path)
     if backend not in ("auto", *BACKENDS):
@@ -54,8 +51,10 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
     asked = BACKENDS if backend == "auto" else (backend,)
     said: list[str] = []
     for name in asked if is_file else set(asked).intersection(READS_FOLDERS):
+        # Imported when first asked for, so that a run over SVS files loads no Zarr.
+        module = importlib.import_module(f"pipelines.backends.{'tiled' if name == 'ndpi' else name}")
         try:
-            slide = _opener(name)(path, mpp=mpp, scene=scene)
+            slide: Slide = getattr(module, f"open_{name}")(path, mpp=mpp, scene=scene)
             if name == "image":
                 refuse_preview(path)
         except NotThisFormat as reason:
@@ -73,18 +72,25 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether a path is a file with content, not a folder; refuses anything else."""
+    """Return whether a path is a file, not a folder; refuse what would fail, or block, when it is read or printed."""
+    if (name := printable(str(path))) != str(path):
+        raise SlideError(f"{name}: a slide's path must be UTF-8 without control characters; rename the file or folder")
     try:
         status = path.stat()
-    except OSError as error:
-        what = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise SlideError(f"{path}: {what}") from error
-    is_file = stat.S_ISREG(status.st_mode)
-    if not is_file and not stat.S_ISDIR(status.st_mode):
-        raise SlideError(f"{path}: neither a file nor a folder but a pipe, socket or device; a slide is a file")
-    if is_file and status.st_size == 0:
+    except OSError as fault:
+        link = " (a link that leads nowhere)" if path.is_symlink() else ""
+        raise SlideError(f"{path}: there is no such file{link}: {fault.strerror}; copy it again") from fault
+    if stat.S_ISDIR(status.st_mode):
+        try:
+            os.scandir(path).close()
+        except OSError as fault:
+            raise SlideError(f"{path}: the folder cannot be listed: {fault.strerror}; check its permissions") from fault
+        return False
+    if not stat.S_ISREG(status.st_mode):
+        raise SlideError(f"{path}: neither a file nor a folder but a pipe, socket or device: take it away")
+    if status.st_size == 0:
         raise SlideError(f"{path}: the file is empty (0 bytes); copy it again")
-    return is_file
+    return True
 
 
 def other_images(path: Path, scene: int | None = None) -> list[str]:
@@ -98,12 +104,6 @@ def other_images(path: Path, scene: int | None = None) -> list[str]:
 
         return other_zarr_images(path, scene)
     return other_tiff_images(path, scene)
-
-
-def _opener(name: str) -> Opener:
-    """Imported when first asked for, so that a run over SVS files loads no Zarr."""
-    module = "tiled" if name == "ndpi" else name
-    return cast(Opener, getattr(importlib.import_module(f"pipelines.backends.{module}"), f"open_{name}"))
 
 
 def _nothing_opens(path: Path, backend: str, said: list[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,39 +77,12 @@ class SlideSpec:
             )
 
     def open(self) -> Slide:
-        """Open the slide, which the caller closes.
-
-        Raises:
-            SlideError: as ``open_slide``; also for a name that cannot be printed, a folder that cannot be listed, and
-                what is neither file nor folder.
-        """
-        _check_path(self.path)
+        """Open the slide, which the caller closes; raises SlideError as ``open_slide`` does."""
+        if self.path.suffix.lower() in UNREAD_PICTURES and url_of(self.path) is None:
+            raise SlideError(f"{self.path}: pictures of type {self.path.suffix} are not read; save it as PNG")
         from pipelines.backends.registry import open_slide  # here, so that listing a folder loads no slide library
 
         return open_slide(self.path, mpp=self.mpp, backend=self.backend, scene=self.scene)
-
-
-def _check_path(path: Path) -> None:
-    """Refuse a path that would fail, or block, when it is opened or printed."""
-    name = printable(str(path))
-    if name != str(path):
-        raise SlideError(f"{name}: a slide's path must be UTF-8 without control characters; rename the file or folder")
-    if url_of(path) is not None:
-        return
-    if path.suffix.lower() in UNREAD_PICTURES:
-        raise SlideError(f"{path}: pictures of type {path.suffix} are not read; save it as PNG")
-    try:
-        mode = path.stat().st_mode
-    except OSError as fault:
-        link = " (a link that leads nowhere)" if path.is_symlink() else ""
-        raise SlideError(f"{path}: there is no such file{link}: {fault.strerror}; copy it again") from fault
-    if stat.S_ISDIR(mode):
-        try:
-            os.scandir(path).close()
-        except OSError as fault:
-            raise SlideError(f"{path}: the folder cannot be listed: {fault.strerror}; check its permissions") from fault
-    elif not stat.S_ISREG(mode):
-        raise SlideError(f"{path}: a slide is a file or a folder; this is a pipe, socket or device: take it away")
 
 
 def slide_stem(name: str) -> str:
@@ -231,21 +204,26 @@ def check_folder(root: Path) -> None:
         raise ValueError(f"--slides must be a folder of slides; {root} is one slide. Give its folder, {root.parent}")
 
 
-def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
-    """(slide id, path) of every slide under ``root``, in a fixed order."""
-    seen: set[str] = set()  # links to folders are followed, a loop of them once
-    unlisted: list[str] = []
-    for folder_name, folders, files in os.walk(
-        root, followlinks=True, onerror=lambda fault: unlisted.append(str(fault.filename))
-    ):
-        folder = Path(folder_name)
+def walk_folders(
+    root: Path, onerror: Callable[[OSError], object] | None = None
+) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yield what ``os.walk`` does, links to folders followed; of a loop of them each folder once."""
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=onerror):
         real = os.path.realpath(folder)
         if real in seen:
             folders.clear()
-            continue
-        seen.add(real)
-        names = sorted(f for f in files if _is_slide_name(f))
-        yield from ((slide_stem(f), folder / f) for f in sorted(folders) if _is_zarr(f))
+        else:
+            seen.add(real)
+            yield Path(folder), folders, files
+
+
+def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
+    """(slide id, path) of every slide under ``root``, in a fixed order."""
+    unlisted: list[str] = []
+    for folder, folders, files in walk_folders(root, lambda fault: unlisted.append(str(fault.filename))):
+        names = sorted(f for f in files if _is_slide_name(f, FILE_SUFFIXES))
+        yield from ((slide_stem(f), folder / f) for f in sorted(folders) if _is_slide_name(f, (FOLDER_SUFFIX,)))
         mrxs_data = {slide_stem(f) for f in names if f.lower().endswith(".mrxs")}
         folders[:] = sorted(
             f
@@ -291,13 +269,8 @@ def _has_suffix(name: str, suffixes: Collection[str]) -> bool:
     return os.path.splitext(name)[1].lower() in suffixes and not name.startswith(".")
 
 
-def _is_slide_name(name: str) -> bool:
-    is_slide = os.path.splitext(name)[1].lower() in FILE_SUFFIXES
-    return is_slide and not name.startswith(".") and not is_mask_name(slide_stem(name))
-
-
-def _is_zarr(name: str) -> bool:
-    return name.lower().endswith(FOLDER_SUFFIX) and not name.startswith(".") and not is_mask_name(slide_stem(name))
+def _is_slide_name(name: str, suffixes: Collection[str]) -> bool:
+    return _has_suffix(name, suffixes) and not is_mask_name(slide_stem(name))
 
 
 def is_mask_name(stem: str) -> bool:
@@ -309,8 +282,7 @@ def _hamamatsu_parts(folder: Path, names: list[str]) -> set[str]:
     """The files of ``names`` that a VMS or VMU file of the same folder names as its pixels."""
     indexes = [f for f in names if os.path.splitext(f)[1].lower() in HAMAMATSU_INDEXES]
     text = b"\n".join(_head(folder / f) for f in indexes).decode("utf-8", "replace")
-    values = {line.partition("=")[2].strip() for line in text.splitlines()}
-    return values.intersection(names)
+    return {line.partition("=")[2].strip() for line in text.splitlines()}.intersection(names)
 
 
 def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:

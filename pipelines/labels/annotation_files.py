@@ -8,7 +8,6 @@ GeoJSON goes before a mask, and both before ``.xml`` and ``.json``, which also h
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from threading import Lock
 
 from pipelines.backends.dicom_head import is_segmentation, series_uid, source_series
 from pipelines.backends.mask import Mask, open_mask
-from pipelines.catalog.catalog import MASK_ENDINGS, PREDICTIONS_FILE, SlideNames, SlideSpec, slide_stem
+from pipelines.catalog.catalog import MASK_ENDINGS, PREDICTIONS_FILE, SlideNames, SlideSpec, slide_stem, walk_folders
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_xml import read_xml
 from pipelines.labels.class_names import IGNORE
@@ -179,16 +178,7 @@ def _is_annotation(file: Path) -> bool:
 
 def files_below(folder: Path) -> list[Path]:
     """Return the files of ``folder`` and its sub-folders that may be annotations, in no order."""
-    files: list[Path] = []
-    seen: set[str] = set()  # links to folders are followed, a loop of them once
-    for below, folders, _ in os.walk(folder, followlinks=True):
-        real = os.path.realpath(below)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        files += _files_in(Path(below))
-    return files
+    return [file for below, _, _ in walk_folders(folder) for file in _files_in(below)]
 
 
 FILES, TOTAL_BYTES = 512, 512 << 20

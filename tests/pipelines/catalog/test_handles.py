@@ -14,9 +14,8 @@ from app.checks.slides import write_samples
 from pipelines.catalog import handles
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool, SlideState, digest
-from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
-from tests.helpers.real import PYRAMID_TIFF, SVS
+from tests.helpers.real import SVS
 
 
 @dataclass
