@@ -23,7 +23,7 @@ from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.table import write_rows
 from pipelines.labels.conversion import outlines_of
 from pipelines.labels.geojson import closed_rings, signed_area
-from pipelines.tiles.tiling import caption_strip
+from pipelines.tiles.overlay import caption_strip
 from pipelines.tiles.tissue import Overview
 from pipelines.tiles.windows import SlideWindows
 

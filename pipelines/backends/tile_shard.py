@@ -62,7 +62,8 @@ def decode_tile(data: bytes, out: Pixels) -> None:
 
 def with_checksum(data: bytes) -> bytes:
     """Return ``data`` and, in 4 bytes more, its CRC32C."""
-    return data + _crc(data).to_bytes(CRC_BYTES, "little")
+    checksum: int = google_crc32c.value(data)
+    return data + checksum.to_bytes(CRC_BYTES, "little")
 
 
 def checked(data: bytes) -> bytes:
@@ -72,14 +73,9 @@ def checked(data: bytes) -> bytes:
         DamagedShard: it is of other bytes.
     """
     body, checksum = data[:-CRC_BYTES], data[-CRC_BYTES:]
-    if len(checksum) < CRC_BYTES or _crc(body) != int.from_bytes(checksum, "little"):
+    if len(checksum) < CRC_BYTES or google_crc32c.value(body) != int.from_bytes(checksum, "little"):
         raise DamagedShard(f"the checksum of {len(data)} bytes is wrong")
     return body
-
-
-def _crc(data: bytes) -> int:
-    value: int = google_crc32c.value(data)
-    return value
 
 
 def shard_bytes(tiles: list[bytes], slots: int) -> list[bytes]:
@@ -111,13 +107,8 @@ def read_index(descriptor: int, slots: int) -> NDArray[np.uint64]:
 def tiles_metadata(shards: int, slots: int, height: int, width: int) -> dict[str, Any]:
     """Return ``zarr.json`` of the array of tiles, uint8 (shards * slots, height, width, 3)."""
     inner = [{"name": "bytes"}, BLOSC, CRC]
-    sharding = {
-        "chunk_shape": [1, height, width, 3],
-        "codecs": inner,
-        "index_codecs": [BYTES, CRC],
-        "index_location": "end",
-    }
-    codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+    sharding = {"chunk_shape": [1, height, width, 3], "codecs": inner, "index_codecs": [BYTES, CRC]}
+    codecs = [{"name": "sharding_indexed", "configuration": sharding | {"index_location": "end"}}]
     shape = [shards * slots, height, width, 3]
     return _array("uint8", shape, [slots, height, width, 3], codecs, 255, ["tile", "y", "x", "channel"])
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,8 +131,7 @@ GONE = -1
 FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xFF51AFD7ED558CCD], np.uint64)
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
+class _Block(NamedTuple):
     """Tiles sorted by key: uint64 (n,), int64 (n, 4), and int32 (n, 2) with shard and slot."""
 
     keys: NDArray[np.uint64]
@@ -152,10 +151,7 @@ class PlaceIndex:
         at = np.stack([np.full(len(slots), shard), slots], axis=1).astype(np.int32)
         block = _sorted(_keys(places[slots]), places[slots], at)
         while self._blocks and len(self._blocks[-1].keys) <= len(block.keys):
-            other = self._blocks.pop()
-            block = _sorted(
-                *(np.concatenate([getattr(b, n) for b in (other, block)]) for n in ("keys", "places", "at"))
-            )
+            block = _sorted(*map(np.concatenate, zip(self._blocks.pop(), block, strict=True)))
         self._blocks.append(block)
 
     def find(self, place: Place) -> tuple[int, int] | None:
@@ -283,9 +279,10 @@ class ShardFolder:
     def _reserve(self, file: BinaryIO, tile_bytes: int, list_bytes: int, most_bytes: int) -> bool:
         """Make ``file`` as large as it will be, if the cache stays within ``most_bytes`` by the ledger."""
         with self._ledger() as ledger:
-            held = _read_held(ledger)
-            if held is None or held + tile_bytes + list_bytes > most_bytes:
-                held = self._held_bytes()  # some files may have been deleted
+            text = os.pread(ledger, 32, 0)
+            held = int(text) if text.isdigit() else most_bytes
+            if held + tile_bytes + list_bytes > most_bytes:
+                held = self._held_bytes()  # the ledger was damaged, or files may have been deleted
             fits = held + tile_bytes + list_bytes <= most_bytes
             if fits:
                 os.ftruncate(file.fileno(), tile_bytes)
@@ -323,12 +320,6 @@ class ShardFolder:
             with contextlib.suppress(FileNotFoundError):  # another process was first
                 if (unlisted or file.name.endswith(WRITING)) and file.stat().st_mtime < begun:
                     file.unlink()
-
-
-def _read_held(ledger: int) -> int | None:
-    """Bytes by the ledger; None if it was damaged."""
-    text = os.pread(ledger, 32, 0)
-    return int(text) if text.isdigit() else None
 
 
 def _write_held(ledger: int, held: int) -> None:

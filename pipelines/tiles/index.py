@@ -20,11 +20,11 @@ import numpy as np
 
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import WorkerCrashed, map_isolated
-from pipelines.catalog.table import FailedSlides, counted
+from pipelines.catalog.table import FailedSlides, counted, listed
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, file_bytes, index_slide, slide_limits
-from pipelines.tiles.tile_table import WHOLE_FILE, IndexedSlide, IndexPart, SlideFault, TileTable, merge, take_over
-from pipelines.tiles.tiling import IndexSettings, check_settings
+from pipelines.tiles.tile_table import WHOLE_FILE, IndexPart, SlideFault, TileTable, merge, take_over
+from pipelines.tiles.tiling import IndexSettings, check_settings, refuse_other_settings
 
 __all__ = [
     "SlideDone",
@@ -105,13 +105,13 @@ def build_index(
     _check_overrides(table, specs, path)
     # A slide that failed may be given the mpp or scene it lacked: that is another try, not another index.
     wanted = {spec.slide_id: (file_bytes(spec.path), spec.mpp, spec.scene) for spec in specs}
-    known = _tried(table, retry_failed)
+    known = table.tried(faults=not retry_failed)
     others = {slide_id: what for slide_id, what in wanted.items() if known.get(slide_id) != what}
     taken = take_over(table, others, path, faults=not retry_failed)
     if taken is not table:
         table = taken
         table.save(path)
-        known = _tried(table, retry_failed)
+        known = table.tried(faults=not retry_failed)
     for slide_id in _changed(table, specs, resumed):
         del known[slide_id]
     todo = [spec for spec in specs if known.get(spec.slide_id) != wanted[spec.slide_id]]
@@ -131,12 +131,6 @@ def build_index(
     return asked
 
 
-def _tried(table: TileTable, retry_failed: bool) -> dict[str, tuple[int, float | None, int | None]]:
-    """Slides that need no other try, as they were then."""
-    slides: list[IndexedSlide | SlideFault] = [*([] if retry_failed else table.faults), *table.sources]
-    return {slide.slide_id: (slide.file_bytes, slide.asked_mpp, slide.scene) for slide in slides}
-
-
 def _changed(table: TileTable, specs: Sequence[SlideSpec], resumed: bool) -> list[str]:
     """Slides of ``table`` whose files are others now."""
     states = {source.slide_id: source.state for source in table.sources}
@@ -146,10 +140,9 @@ def _changed(table: TileTable, specs: Sequence[SlideSpec], resumed: bool) -> lis
         if (state := states.get(spec.slide_id)) and not state.is_of(spec.path, thorough=resumed)
     ]
     if changed and resumed:
-        more = f" and {len(changed) - LISTED_FAULTS} more" if len(changed) > LISTED_FAULTS else ""
         raise ValueError(
             "a run is resumed with the slides it began with; these were replaced or changed since: "
-            f"{', '.join(changed[:LISTED_FAULTS])}{more}. Put the files back, or begin a new run in another --out"
+            f"{listed(changed, LISTED_FAULTS)}. Put the files back, or begin a new run in another --out"
         )
     return changed
 
@@ -264,9 +257,4 @@ def _check_overrides(table: TileTable, specs: Sequence[SlideSpec], where: Path) 
         for (name, value), asked in zip(before[spec.slide_id].items(), (spec.mpp, spec.scene), strict=True)
         if value != asked
     ]
-    if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise ValueError(
-            f"{where} was made with other settings: {'; '.join(differing[:3])}{more}. "
-            "Give another --out, or the same settings as before"
-        )
+    refuse_other_settings([*differing[:3], *([f"and {len(differing) - 3} more"] if differing[3:] else [])], where)

@@ -26,13 +26,12 @@ from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import Limits
 from pipelines.slides.geometry import Region, best_level, l0_from_t, l_from_l0
 from pipelines.slides.slide import Slide, SlideError, TileReadError
+from pipelines.tiles.overlay import draw_overlay, read_thumbnail
 from pipelines.tiles.tile_table import IndexedSlide, SlideFault
 from pipelines.tiles.tiling import (
     WHOLE_SLIDE_MULTIPLE,
     IndexSettings,
     TileGrid,
-    draw_overlay,
-    read_thumbnail,
     tile_grid,
     tissue_box,
     tissue_fractions,

@@ -146,6 +146,11 @@ class TileTable:
     def slide_id(self, i: int) -> str:
         return self.slides[int(self.slide[i])]
 
+    def tried(self, *, faults: bool) -> dict[str, tuple[int, float | None, int | None]]:
+        """Return size of the file, mpp and scene asked for of each slide that has tiles, or, with ``faults``, failed."""
+        slides: list[IndexedSlide | SlideFault] = [*(self.faults if faults else ()), *self.sources]
+        return {slide.slide_id: (slide.file_bytes, slide.asked_mpp, slide.scene) for slide in slides}
+
     def select(self, rows: NDArray[np.int64]) -> Self:
         """Return the tiles at ``rows``, in that order; ``slides`` stay as they are."""
         columns = {name: getattr(self, name)[rows] for name in ("slide", "l0_x", "l0_y", "tissue")}
@@ -325,8 +330,7 @@ def take_over(
 
     Args:
         table: the content of ``own``.
-        wanted: slide id -> size of its file in bytes, mpp and scene asked for; a slide that was another then is
-            left out.
+        wanted: slides as in ``TileTable.tried``; one that was another then is left out.
         own: the file that ``table`` belongs to.
         faults: take over slides that failed, too.
 
@@ -337,12 +341,5 @@ def take_over(
     for path in sorted({*own.parent.glob(WHOLE_FILE), *own.parent.glob("tiles.part-*.parquet")} - {own}):
         other = TileTable.load(path)
         check_settings(other.settings, table.settings, path)
-        tables.append(other.of_slides(_same(other, wanted, faults)))
+        tables.append(other.of_slides(s for s, what in other.tried(faults=faults).items() if wanted.get(s) == what))
     return merge(table.settings, [*tables, table]) if any(map(slides_of, tables)) else table
-
-
-def _same(table: TileTable, wanted: Mapping[str, tuple[int, float | None, int | None]], faults: bool) -> Iterable[str]:
-    slides: tuple[IndexedSlide | SlideFault, ...] = (*table.sources, *(table.faults if faults else ()))
-    for slide in slides:
-        if wanted.get(slide.slide_id) == (slide.file_bytes, slide.asked_mpp, slide.scene):
-            yield slide.slide_id

@@ -1,4 +1,4 @@
-"""Which tiles of a slide are cut: the settings, a grid with the tissue of each tile or one box, and their picture.
+"""Which tiles of a slide are cut: the settings, and a grid with the tissue of each tile or one box.
 
 The last row and column of a grid are shifted inwards so that whole tiles cover the border, as in nnU-Net's sliding
 window (Isensee et al., Nature Methods 18, 2021). Sides of the box are multiples of what models need.
@@ -7,9 +7,8 @@ window (Isensee et al., Nature Methods 18, 2021). Sides of the box are multiples
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -29,8 +28,7 @@ from pipelines.slides.geometry import (
     l0_from_t,
     l_from_l0,
 )
-from pipelines.slides.slide import Pixels, Slide
-from pipelines.tiles.tissue import Mask, Overview, TissueMask, is_fluorescence, read_overview
+from pipelines.tiles.tissue import Mask, TissueMask
 
 WHOLE_SLIDE_MULTIPLE = 32
 """px that the sides of a whole slide are multiples of: models halve them five times."""
@@ -118,6 +116,11 @@ def check_settings(made_with: IndexSettings, asked: IndexSettings, where: Path) 
         for f in fields(IndexSettings)
         if getattr(made_with, f.name) != getattr(asked, f.name)
     ]
+    refuse_other_settings(differing, where)
+
+
+def refuse_other_settings(differing: Sequence[str], where: Path) -> None:
+    """Raise ValueError for an index, a file, that was made with settings ``differing`` from those asked for."""
     if differing:
         raise ValueError(
             f"{where} was made with other settings: {'; '.join(differing)}. "
@@ -249,96 +252,3 @@ def _covering(l0_side: int, mpp: float, l0_mpp: float, multiple: int) -> int:
     while l0_from_t(count * multiple, mpp, l0_mpp) < l0_side:
         count += 1
     return count * multiple
-
-
-LONGER_SIDE_PX, CAPTION_PX = 1600, 44
-TISSUE_RGB, INK_RGB = (0, 170, 60), (30, 30, 30)
-ON_GLASS, ON_DARK = ((0, 110, 255), 0.3), ((255, 190, 0), 0.12)
-"""Colour of tiles, and opacity of one that is all tissue: the tissue must stay visible below."""
-
-
-def read_thumbnail(slide: Slide, overview: Overview, threads: int) -> Overview:
-    """Return a picture whose longer side is at most ``LONGER_SIDE_PX``, and at least half of it if the slide allows."""
-    longer = max(overview.pixels.shape[:2])
-    if longer < LONGER_SIDE_PX / 2 and overview.mpp > slide.mpp:
-        overview = read_overview(slide, overview.mpp * longer / LONGER_SIDE_PX, threads)
-        longer = max(overview.pixels.shape[:2])
-    factor = max(1.0, longer / LONGER_SIDE_PX)
-    height, width = (max(1, round(side / factor)) for side in overview.pixels.shape[:2])
-    return replace(
-        overview,
-        pixels=cv2.resize(overview.pixels, (width, height), interpolation=cv2.INTER_AREA).astype(np.uint8),
-        downsample=overview.downsample * factor,
-        mpp=overview.mpp * factor,
-        unreadable=np.zeros((height, width), np.bool_),
-    )
-
-
-def draw_overlay(
-    thumbnail: Overview,
-    tissue: TissueMask,
-    l0_x: NDArray[np.int64],
-    l0_y: NDArray[np.int64],
-    fractions: NDArray[np.float32],
-    l0_size: tuple[int, int],
-    caption: str,
-) -> bytes:
-    """Return a PNG of the slide with its tissue and tiles."""
-    picture, downsample = thumbnail.pixels.copy(), thumbnail.downsample
-    height, width = picture.shape[:2]
-    edges = l0_x, l0_y, l0_x + l0_size[0], l0_y + l0_size[1]
-    left, top, right, bottom = (
-        np.rint((edge - start) / downsample).astype(int)
-        for edge, start in zip(edges, 2 * (thumbnail.l0_x, thumbnail.l0_y), strict=True)
-    )
-    colour, opacity = ON_DARK if is_fluorescence(picture) else ON_GLASS
-    _tint(picture, left, top, right, bottom, opacity * fractions, colour)
-    outline = cv2.resize(tissue.mask.view(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)
-    contours, _ = cv2.findContours(outline, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
-    line = max(1, round(max(width, height) / 800))
-    cv2.drawContours(picture, contours, -1, TISSUE_RGB, line, cv2.LINE_AA)
-    if len(left) and (right - left).min() >= 6:  # smaller ones would be all outline
-        for x0, y0, x1, y1 in zip(left.tolist(), top.tolist(), right.tolist(), bottom.tolist(), strict=True):
-            cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), colour, line)
-    framed = np.concatenate([picture, caption_strip(width, caption, thumbnail.mpp)])
-    done, png = cv2.imencode(".png", cv2.cvtColor(framed, cv2.COLOR_RGB2BGR))
-    assert done
-    return png.tobytes()
-
-
-def _tint(
-    picture: Pixels,
-    left: NDArray[np.int_],
-    top: NDArray[np.int_],
-    right: NDArray[np.int_],
-    bottom: NDArray[np.int_],
-    opacities: NDArray[np.float32],
-    colour: tuple[int, int, int],
-) -> None:
-    """Mix ``colour`` into ``picture`` at each tile; where tiles overlap the strongest counts."""
-    opacity = np.zeros(picture.shape[:2], np.float32)
-    for x0, y0, x1, y1, strength in zip(left, top, right, bottom, opacities, strict=True):
-        area = opacity[y0:y1, x0:x1]
-        np.maximum(area, strength, out=area)
-    mixed = picture + opacity[..., None] * (np.array(colour, np.float32) - picture)
-    np.rint(mixed, out=mixed)
-    picture[...] = mixed
-
-
-def caption_strip(width: int, text: str, mpp: float) -> Pixels:
-    """A white strip of ``width`` px with a scale bar and, as far as there is room, the text."""
-    strip = np.full((CAPTION_PX, width, 3), 255, np.uint8)
-    bar_um = 10 ** math.floor(math.log10(max(width * mpp / 4, 1)))
-    bar_um *= next(step for step in (5, 2, 1) if step * bar_um <= max(width * mpp / 4, 1) or step == 1)
-    bar_px = max(1, min(width - 20, round(bar_um / mpp)))
-    cv2.line(strip, (10, 28), (10 + bar_px, 28), INK_RGB, 3)
-    label = f"{bar_um / 1000:g} mm" if bar_um >= 1000 else f"{bar_um:g} um"
-    font, size = cv2.FONT_HERSHEY_SIMPLEX, 0.5
-    cv2.putText(strip, label, (10, 20), font, size, INK_RGB, 1, cv2.LINE_AA)
-    start = 30 + max(bar_px, cv2.getTextSize(label, font, size, 1)[0][0])
-    room = width - start - 10
-    needed = cv2.getTextSize(text, font, size, 1)[0][0]
-    if needed > 0 and room > 0:
-        fitted = min(size, size * room / needed)
-        cv2.putText(strip, text, (start, 28), font, fitted, INK_RGB, 1, cv2.LINE_AA)
-    return strip

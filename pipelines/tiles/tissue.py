@@ -46,7 +46,7 @@ PALE_SEPARATION, PALE_STEP = 0.8, 8.0
 ramp), and least difference of their mean saturations (0-255)."""
 
 TEXTURE_RATIO, TEXTURE_STEP, TEXTURE_PX = 1.5, 0.3, 5
-"""Pale tissue varies so many times as much as glass, and so many grey levels more; side of the windows compared."""
+"""Pale tissue varies so many times as much as glass, and so many grey levels more; side of the squares compared."""
 
 DARK = 60
 """Brightest channel (0-255) below which a px of a stained slide shows no light: border, fold or black marker."""
@@ -163,19 +163,7 @@ def read_overview(slide: Slide, mpp: float, threads: int) -> Overview:
 
 def find_tissue(overview: Overview) -> TissueMask:
     """Return the tissue of a slide's overview."""
-    mask, found = _search(overview.pixels, overview.mpp)
-    mask &= ~overview.unreadable
-    return TissueMask(mask, overview.l0_x, overview.l0_y, overview.downsample, overview.mpp, found)
-
-
-def segment_tissue(pixels: Pixels, mpp: float) -> Mask:
-    """Tissue per px, bool (h, w), of a picture uint8 (h, w, 3) at ``mpp`` um/px."""
-    return _search(pixels, mpp)[0]
-
-
-def _search(pixels: Pixels, mpp: float) -> tuple[Mask, str]:
-    """Tissue per px, and a sentence about what was found."""
-    smooth = cv2.medianBlur(pixels, 3)
+    mpp, smooth = overview.mpp, cv2.medianBlur(overview.pixels, 3)
     if is_fluorescence(smooth):
         mask, threshold = _bright(smooth)
         rule = f"fluorescence brighter than {threshold:.0f} of 255 was looked for (darkest px {int(smooth.min())})"
@@ -192,36 +180,36 @@ def _search(pixels: Pixels, mpp: float) -> tuple[Mask, str]:
         rule = f"stain with a saturation above {threshold} of 255 was looked for; px have {shown}"
         least = DUST_UM2 if threshold >= SATURATION_FLOOR else SPECK_UM2
     closed = _morph(cv2.MORPH_CLOSE, mask, CLOSE_UM, mpp)
-    largest = largest_area(closed, mpp)
+    largest = _areas_um2(closed, mpp)[0][1:].max(initial=0)
     found = f"{rule}; it covers {mask.sum() * mpp**2:,.0f} um2"
     if largest:
         least = SPECK_UM2 if largest >= SPECK_UM2 else least
         found += f", the largest area {largest:,.0f} um2, of at least {least:,.0f}"
-    closed = without_small(closed, least, mpp)
-    return ~without_small(~closed, HOLE_UM2, mpp), found
+    closed = _without_small(closed, least, mpp)
+    mask = ~_without_small(~closed, HOLE_UM2, mpp) & ~overview.unreadable
+    return TissueMask(mask, overview.l0_x, overview.l0_y, overview.downsample, mpp, found)
 
 
 def is_fluorescence(pixels: Pixels) -> bool:
     """True when most of a picture is dark and what is lit is not pale, as glass and tissue on it are."""
-    lit = largest_channel(pixels) >= DARK
+    lit = _largest_channel(pixels) >= DARK
     if lit.mean() > 0.5:
         return False
-    return not lit.any() or float(np.percentile(smallest_channel(pixels)[lit], 90)) < 150
+    return not lit.any() or float(np.percentile(_smallest_channel(pixels)[lit], 90)) < 150
 
 
-def largest_channel(pixels: Pixels) -> NDArray[np.uint8]:
+def _largest_channel(pixels: Pixels) -> NDArray[np.uint8]:
     """Return the largest of the three values of each pixel, (h, w); 13 times as fast as ``pixels.max(axis=2)``."""
     return np.maximum(np.maximum(pixels[..., 0], pixels[..., 1]), pixels[..., 2])
 
 
-def smallest_channel(pixels: Pixels) -> NDArray[np.uint8]:
-    """Return the smallest of the three values of each pixel, (h, w)."""
+def _smallest_channel(pixels: Pixels) -> NDArray[np.uint8]:
     return np.minimum(np.minimum(pixels[..., 0], pixels[..., 1]), pixels[..., 2])
 
 
 def _bright(pixels: Pixels) -> tuple[Mask, float]:
     """Fluorescence: brighter than the dark between the tissue, on a log scale, since stain is ten times as bright."""
-    brightest = cv2.GaussianBlur(largest_channel(pixels), (0, 0), 2)
+    brightest = cv2.GaussianBlur(_largest_channel(pixels), (0, 0), 2)
     log_scale = 255 / np.log2(256)
     log = np.round(np.log2(brightest.astype(np.float32) + 1) * log_scale).astype(np.uint8)
     otsu, _ = cv2.threshold(log, 0, 255, cv2.THRESH_BINARY + cv2.THRESH_OTSU)
@@ -237,7 +225,7 @@ def _saturated(pixels: Pixels, where: Mask) -> tuple[Mask, int, str]:
         return where, SATURATION_FLOOR, "none"
     hsv = cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV)
     texture = _texture(pixels)
-    glass = (smallest_channel(pixels) >= 200) & (hsv[..., 1] < 26)
+    glass = (_smallest_channel(pixels) >= 200) & (hsv[..., 1] < 26)
     if glass.mean() > 0.05:  # less may be the palest tissue of a slide without glass
         # Pale tissue is as light as glass, but not as smooth.
         glass &= texture <= TEXTURE_RATIO * np.percentile(texture[glass], 20) + TEXTURE_STEP
@@ -266,9 +254,9 @@ def _otsu(values: NDArray[np.uint8]) -> int:
 
 def _texture(pixels: Pixels) -> NDArray[np.float32]:
     """Standard deviation of the grey levels around each pixel."""
-    grey, window = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (TEXTURE_PX, TEXTURE_PX)
-    mean = cv2.boxFilter(grey, cv2.CV_32F, window)
-    texture: NDArray[np.float32] = cv2.sqrBoxFilter(grey, cv2.CV_32F, window).astype(np.float32, copy=False)
+    grey, square = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (TEXTURE_PX, TEXTURE_PX)
+    mean = cv2.boxFilter(grey, cv2.CV_32F, square)
+    texture: NDArray[np.float32] = cv2.sqrBoxFilter(grey, cv2.CV_32F, square).astype(np.float32, copy=False)
     texture -= cv2.multiply(mean, mean, dst=mean)
     np.sqrt(np.maximum(texture, 0, out=texture), out=texture)
     return texture
@@ -296,20 +284,13 @@ def _marks(pixels: Pixels, mpp: float, is_pale: bool = False) -> Mask:
         np.ascontiguousarray(plane) for plane in np.moveaxis(cv2.cvtColor(pixels, cv2.COLOR_RGB2HSV), 2, 0)
     )
     black = (value < DARK) | ((value < 1.6 * DARK) & (saturation < 60))
-    ink = ink_of(hue, saturation, black, most=1e9 if is_pale else PEN_SHARE)
-    marks = without_small(black, MARK_UM2, mpp) | without_small(ink, MARK_UM2, mpp)
-    return _morph(cv2.MORPH_DILATE, marks, PEN_MARGIN_UM, mpp)
-
-
-def ink_of(hue: NDArray[np.uint8], saturation: NDArray[np.uint8], black: Mask, most: float = PEN_SHARE) -> Mask:
-    """Return where hue and saturation (0-180, 0-255) are those of green or blue ink; nowhere if more than the part
-    ``most`` of the coloured area is: a stain."""
     green = (hue > 35) & (hue <= 92) & (saturation > 60)
     blue = (hue > 92) & (hue < 124) & (saturation > 90)  # haematoxylin begins at about 125 (OpenCV counts to 180)
-    ink: Mask = green | blue
-    if ink.sum() > most * ((saturation > SATURATION_CEILING) & ~black).sum():
+    ink = green | blue
+    if not is_pale and ink.sum() > PEN_SHARE * ((saturation > SATURATION_CEILING) & ~black).sum():
         ink[:] = False
-    return ink
+    marks = _without_small(black, MARK_UM2, mpp) | _without_small(ink, MARK_UM2, mpp)
+    return _morph(cv2.MORPH_DILATE, marks, PEN_MARGIN_UM, mpp)
 
 
 def _morph(operation: int, mask: Mask, diameter_um: float, mpp: float) -> Mask:
@@ -320,16 +301,16 @@ def _morph(operation: int, mask: Mask, diameter_um: float, mpp: float) -> Mask:
     return done
 
 
-def largest_area(mask: Mask, mpp: float) -> float:
-    """Return the um2 of the largest 8-connected part of ``mask``; 0 if it is empty."""
-    _, _, stats, _ = cv2.connectedComponentsWithStats(mask.view(np.uint8), connectivity=8, ltype=cv2.CV_32S)
-    return float(stats[1:, cv2.CC_STAT_AREA].max(initial=0)) * mpp**2
-
-
-def without_small(mask: Mask, area_um2: float, mpp: float) -> Mask:
-    """Return ``mask`` without its 8-connected parts that are smaller than ``area_um2``."""
+def _areas_um2(mask: Mask, mpp: float) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Return the um2 of the 8-connected parts of ``mask``, after that of what is unset, and their number per px."""
     _, labels, stats, _ = cv2.connectedComponentsWithStats(mask.view(np.uint8), connectivity=8, ltype=cv2.CV_32S)
-    large = stats[:, cv2.CC_STAT_AREA] * mpp**2 >= area_um2
+    return stats[:, cv2.CC_STAT_AREA] * mpp**2, labels
+
+
+def _without_small(mask: Mask, area_um2: float, mpp: float) -> Mask:
+    """Return ``mask`` without its 8-connected parts that are smaller than ``area_um2``."""
+    areas, labels = _areas_um2(mask, mpp)
+    large = areas >= area_um2
     large[0] = False
     kept: Mask = large[labels]
     return kept

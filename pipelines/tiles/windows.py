@@ -20,10 +20,11 @@ from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import map_isolated
 from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
 from pipelines.slides.slide import Slide, SlideError
+from pipelines.tiles.overlay import read_thumbnail
 from pipelines.tiles.slide_index import default_threads, error_text, file_bytes, find_unreadable_tiles, slide_limits
 from pipelines.tiles.stain import Method, NoStainFit, StainFit, fit_slide
 from pipelines.tiles.tile_table import SlideFault
-from pipelines.tiles.tiling import MOST_TILES, TileGrid, read_thumbnail, tissue_fractions
+from pipelines.tiles.tiling import MOST_TILES, TileGrid, tissue_fractions
 from pipelines.tiles.tissue import Overview, find_tissue, read_overview
 
 

@@ -13,7 +13,7 @@ from pipelines.slides.geometry import Bounds
 from pipelines.slides.slide import SlideError, TileReadError
 from pipelines.tiles.index import build_index
 from pipelines.tiles.tiling import IndexSettings
-from pipelines.tiles.tissue import Overview, find_tissue, is_fluorescence, read_overview, segment_tissue
+from pipelines.tiles.tissue import Overview, find_tissue, is_fluorescence, read_overview
 from tests.helpers.real import SVS
 
 MPP = 8.0
@@ -99,6 +99,10 @@ def overlap(a, b):
     return (a & b).sum() / (a | b).sum()
 
 
+def found_in(picture, mpp=MPP):
+    return find_tissue(Overview(picture, 0, 0, mpp / 0.5, mpp, np.zeros(picture.shape[:2], bool)))
+
+
 STAINS = (190, 120, 180), (235, 190, 215), (110, 60, 140), (150, 100, 60), (90, 150, 190)
 GLOWING = (0, 0, 220), (40, 0, 0), (0, 180, 60)
 PEN_AND_PALE = itertools.product((BLUE, GREEN), (PALE_HE, IHC, STRONG_HE))
@@ -122,7 +126,7 @@ PICTURES = [
 
 @pytest.mark.parametrize(("name", "paint", "tissue", "least"), PICTURES, ids=[row[0] for row in PICTURES])
 def test_tissue_is_found_and_neither_pen_nor_border(name, paint, tissue, least):
-    found = segment_tissue(paint(), MPP)
+    found = found_in(paint()).mask
     edge = {"pen": 215, "black": 230}.get(name.split()[0])
     assert edge is None or not found[:, edge:].any()
     assert overlap(found[:, :edge], tissue[:, :edge]) > least
@@ -134,7 +138,7 @@ def test_tissue_is_found_and_neither_pen_nor_border(name, paint, tissue, least):
 def test_pale_tissue_is_found(stain, tint, radius):
     ground, nucleus = (np.array(rgb) * np.array(tint) / 245 for rgb in stain)
     picture = nuclei_on(disc(radius=radius), glass(tint), ground, nucleus)
-    assert overlap(segment_tissue(picture, MPP), disc(radius=radius)) > 0.9
+    assert overlap(found_in(picture).mask, disc(radius=radius)) > 0.9
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +151,9 @@ def real():
 def test_a_real_slide_is_found_however_pale_its_stain(real, strength):
     tint = np.array((245, 243, 243))
     paler = (tint * (real.pixels / tint) ** strength).round().astype(np.uint8)
-    expected = segment_tissue(real.pixels, real.mpp)
+    expected = found_in(real.pixels, real.mpp).mask
     assert expected.mean() == pytest.approx(0.373, abs=0.002)  # as before thresholds were chosen for each slide
-    assert overlap(segment_tissue(paler, real.mpp), expected) > 0.85
+    assert overlap(found_in(paler, real.mpp).mask, expected) > 0.85
 
 
 def bubbles(picture):
@@ -192,12 +196,12 @@ TINTS = ((243, 243, 243), TINTED, (225, 232, 240), (255, 255, 255))
     ],
 )
 def test_glass_and_black_have_no_tissue_whatever_lies_on_them(picture):
-    assert not segment_tissue(picture(), MPP).any()
+    assert not found_in(picture()).mask.any()
 
 
 def test_specks_go_and_small_holes_are_filled():
     speck, hole, lumen = disc(250, 60, 5), disc(110, 120, 8), disc(110, 170, 24)
-    found = segment_tissue(stained((disc() & ~hole & ~lumen) | speck, glass()), MPP)
+    found = found_in(stained((disc() & ~hole & ~lumen) | speck, glass())).mask
     assert not (found & speck).any()
     assert found[hole].all()
     assert not found[disc(110, 170, 18)].any()
@@ -205,11 +209,7 @@ def test_specks_go_and_small_holes_are_filled():
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 40), (50, 2)])
 def test_tiny_pictures_have_a_mask(shape):
-    assert segment_tissue(np.full((*shape, 3), 255, np.uint8), 29.0).shape == shape
-
-
-def found_in(picture):
-    return find_tissue(Overview(picture, 0, 0, MPP / 0.5, MPP, np.zeros(picture.shape[:2], bool)))
+    assert found_in(np.full((*shape, 3), 255, np.uint8), 29.0).mask.shape == shape
 
 
 @pytest.mark.parametrize(("radius", "is_kept"), [(3, False), (6, True), (20, True)])
