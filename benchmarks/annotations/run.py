@@ -20,13 +20,13 @@ import shapely
 from numpy.typing import NDArray
 
 from benchmarks.results import markdown_table, parser_of, publish, results
-from pipelines.backends.level_reader import memory_slide
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotation_files import AnnotationFiles, read_annotation
 from pipelines.labels.annotations import read_annotations
 from pipelines.labels.conversion import write_areas
 from pipelines.labels.drawing import Origin, PolygonSet, make_polygon_set
 from pipelines.slides.geometry import Region
+from tests.helpers.memory_slide import memory_slide
 
 SIDE = 100_000
 """Of the slide in px, at 0.5 um/px."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -20,9 +20,7 @@ UNDEFINED: Final = 0xFFFFFFFF
 """Length of a value that ends with a delimiter."""
 
 PREAMBLE_BYTES: Final = 132
-SOP_CLASS: Final = 0x00020002
 SYNTAX: Final = 0x00020010
-SERIES: Final = 0x0020000E
 PIXELS: Final = 0x7FE00010
 IMPLICIT: Final = "1.2.840.10008.1.2"
 """Transfer syntax whose elements do not say of what kind their value is."""
@@ -78,23 +76,6 @@ def is_dicom(path: Path) -> bool:
         return file.read(PREAMBLE_BYTES)[128:] == b"DICM"
 
 
-def first_values(file: BinaryIO, last: int) -> Item:
-    """Return class, syntax and series of a DICOM file up to the tag ``last``, as far as it can be read."""
-    item, wanted = Item(), Wanted({SOP_CLASS, SYNTAX, SERIES}, ())
-    if file.read(PREAMBLE_BYTES)[128:] != b"DICM":
-        return item
-    try:
-        read_meta(file, wanted, item)
-        is_implicit = item.text(SYNTAX) == IMPLICIT
-        for tag, length in elements(file, 0, is_implicit):
-            if tag > last:
-                break
-            keep(item, tag, length, replace(wanted, is_implicit=is_implicit), file, 0)
-    except (EOFError, ValueError):
-        pass
-    return item
-
-
 @lru_cache(maxsize=4096)
 def is_nested_too_deep(path: Path, size: int, changed_ns: int) -> bool:
     """Return whether sequences of a DICOM file lie more than ``DEEPEST_READ`` deep in one another, before its pixels.
@@ -147,6 +128,20 @@ def read_meta(file: BinaryIO, wanted: Wanted, item: Item) -> None:
             return
         tag, length = next(elements(file, 0))
         keep(item, tag, length, wanted, file, 0)
+
+
+def read_until(
+    stops: Collection[int], file: BinaryIO, wanted: Wanted, item: Item, last: int = UNDEFINED
+) -> tuple[int, int] | None:
+    """Put what is ``wanted`` into ``item`` up to one of the tags ``stops``, whose tag and length are returned, the file
+    at its value; None where the file has none, or has come behind the tag ``last``."""
+    for tag, length in elements(file, 0, wanted.is_implicit):
+        if tag in stops:
+            return tag, length
+        if tag > last:
+            return None
+        keep(item, tag, length, wanted, file, 0)
+    return None
 
 
 def elements(file: BinaryIO, depth: int, is_implicit: bool = False) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,7 @@ DICOM PS3.3 section A.32.8 (whole slides), tags of PS3.6.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -19,12 +20,10 @@ from pipelines.backends.dicom_elements import (
     PREAMBLE_BYTES,
     Item,
     Wanted,
-    elements,
-    first_values,
     is_dicom,
     is_nested_too_deep,
-    keep,
     read_meta,
+    read_until,
 )
 from pipelines.slides.slide import SlideError
 
@@ -78,6 +77,8 @@ _SEQUENCES: Final = frozenset(
     map(int, (Tag.SOURCE_SERIES, Tag.MEASURES, Tag.ORIGIN, Tag.POSITION, Tag.SEGMENTS, Tag.IDENTIFICATION, Tag.SHARED))
 )
 WANTED: Final = Wanted(frozenset(map(int, Tag)) - _SEQUENCES, _SEQUENCES)
+_OF_SLIDE: Final = Wanted(WANTED.values, ())
+_FRAMES: Final = (Tag.FRAME_POSITIONS, Tag.PIXELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,14 @@ def series_uid(path: Path) -> str:
 
 
 def _first(path: Path, last: int) -> Item:
-    try:
-        with path.open("rb") as file:
-            return first_values(file, last)
-    except OSError:
-        return Item()
+    """Single values of a DICOM file up to the tag ``last``, as far as it can be read."""
+    item = Item()
+    with contextlib.suppress(OSError, EOFError, ValueError), path.open("rb") as file:
+        if file.read(PREAMBLE_BYTES)[128:] == b"DICM":
+            read_meta(file, _OF_SLIDE, item)
+            is_implicit = item.text(Tag.SYNTAX) == IMPLICIT
+            read_until((), file, replace(_OF_SLIDE, is_implicit=is_implicit), item, last)
+    return item
 
 
 def source_series(path: Path) -> frozenset[str]:
@@ -138,10 +142,7 @@ def _head(path: Path) -> Item:
     with path.open("rb") as file:
         file.seek(PREAMBLE_BYTES)
         head, wanted = begin(file)
-        for tag, length in elements(file, 0, wanted.is_implicit):
-            if tag in (Tag.FRAME_POSITIONS, Tag.PIXELS):
-                break
-            keep(head, tag, length, wanted, file, 0)
+        read_until(_FRAMES, file, wanted, head)
     return head
 
 
@@ -183,7 +184,6 @@ _SYNTAXES: Final = {
     "1.2.840.10008.1.2.4.91": "JPEG 2000",
 }
 _WHOLE_SLIDE: Final = "1.2.840.10008.5.1.4.1.1.77.1.6"
-_OF_SLIDE: Final = Wanted(frozenset(map(int, Tag)) - _SEQUENCES, ())
 
 
 def refuse_series(path: Path) -> None:
@@ -247,13 +247,11 @@ def _of_slide(path: Path) -> tuple[Item, bool]:
             read_meta(file, _OF_SLIDE, head)
             if head.text(Tag.SYNTAX) in OTHERWISE_WRITTEN:
                 return head, False
-            for tag, length in elements(file, 0):
-                if tag in (Tag.FRAME_POSITIONS, Tag.PIXELS):
-                    head.values[tag] = b""
-                    return head, False
-                keep(head, tag, length, _OF_SLIDE, file, 0)
+            if (found := read_until(_FRAMES, file, _OF_SLIDE, head)) is None:
+                return head, True
+            head.values[found[0]] = b""
         except EOFError:
             return head, True
         except ValueError:
-            return head, False  # no DICOM data; OpenSlide says so
-    return head, True
+            pass  # no DICOM data; OpenSlide says so
+    return head, False

@@ -1,17 +1,13 @@
-"""Parts that all readers share: padding outside a level, um/px of level 0, the choice of a scene, slides in memory."""
+"""Parts that all readers share: padding outside a level, um/px of level 0, the choice of a scene, levels in memory."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, Bounds, check_mpp, levels_from_sizes
-from pipelines.slides.pyramid import PyramidSlide
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import PADDING, Pixels, SlideError
 
 
@@ -158,22 +154,3 @@ class MemoryReader:
 
     def close(self) -> None:
         self._levels = ()
-
-
-def memory_slide(
-    levels: Sequence[Pixels], mpp: float, *, path: Path = Path("memory"), bounds: Bounds | None = None
-) -> PyramidSlide:
-    """Return a slide over ``levels``.
-
-    Raises:
-        ValueError: no level, a level of another type or shape, levels not sorted, or an implausible mpp.
-    """
-    if not levels:
-        raise ValueError("a slide has at least one level; got none")
-    for i, array in enumerate(levels):
-        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-            raise ValueError(f"level {i} must be uint8 (height, width, 3), not empty; got {array.dtype} {array.shape}")
-    sizes = [(array.shape[1], array.shape[0]) for array in levels]
-    if any(w > finer_w or h > finer_h for (finer_w, finer_h), (w, h) in pairwise(sizes)):
-        raise ValueError(f"levels must be given finest first; got sizes (width, height) {sizes}")
-    return PyramidSlide(path, MemoryReader(levels), levels_from_sizes(sizes, level0_mpp(path, None, None, mpp)), bounds)

@@ -32,7 +32,7 @@ _silent_until: dict[str, tuple[float, str]] = {}
 
 
 class RemoteFolder(FsspecStore):  # type: ignore[misc]  # Zarr publishes no types
-    """The files below a URL: a ``ZarrStore``, and the store that Zarr reads from."""
+    """The files below a URL, as ``ZarrFolder`` has those of a folder, and the store that Zarr reads from."""
 
     url = ""
     most_bytes = JSON_BYTES

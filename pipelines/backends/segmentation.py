@@ -22,12 +22,10 @@ from pipelines.backends.dicom_elements import (
     UNDEFINED,
     Item,
     Wanted,
-    elements,
-    first_values,
     items,
-    keep,
+    read_until,
 )
-from pipelines.backends.dicom_head import SEGMENTATIONS, Placement, Tag, begin, decimals, head_placement
+from pipelines.backends.dicom_head import Placement, Tag, begin, decimals, head_placement, is_segmentation
 from pipelines.slides.slide import SlideError
 
 FRAMES = 4 << 20
@@ -93,7 +91,7 @@ def read_segmentation(path: Path) -> Segmentation:
     """
     try:
         with path.open("rb") as file:
-            if first_values(file, 0).text(Tag.SOP_CLASS) not in SEGMENTATIONS:
+            if not is_segmentation(path):
                 raise SlideError(f"mask {path} must be a DICOM Segmentation; it is another file. Give the SEG file")
             file.seek(PREAMBLE_BYTES)
             return _Reader(path, file, os.fstat(file.fileno()).st_size).read()
@@ -144,19 +142,17 @@ class _Reader:
         file = self._file
         self._head, wanted = begin(file)
         of_frames = replace(_OF_FRAMES, is_implicit=wanted.is_implicit)
-        for tag, length in elements(file, 0, wanted.is_implicit):
+        while found := read_until((Tag.FRAME_POSITIONS, Tag.PIXELS), file, wanted, self._head):
+            tag, length = found
             if tag == Tag.PIXELS:
                 start = file.tell()
                 if length != UNDEFINED and start + length > self._size_bytes:
                     raise EOFError
                 return start, length
-            if tag == Tag.FRAME_POSITIONS:
-                for frame in items(file, length, of_frames, 1):
-                    place, segment = frame.first(Tag.POSITION), frame.first(Tag.IDENTIFICATION)
-                    self._places.extend((_signed(place, Tag.FRAME_COLUMN), _signed(place, Tag.FRAME_ROW)))
-                    self._places.append(segment.number(Tag.FRAME_SEGMENT, 0))
-            else:
-                keep(self._head, tag, length, wanted, file, 0)
+            for frame in items(file, length, of_frames, 1):
+                place, segment = frame.first(Tag.POSITION), frame.first(Tag.IDENTIFICATION)
+                self._places.extend((_signed(place, Tag.FRAME_COLUMN), _signed(place, Tag.FRAME_ROW)))
+                self._places.append(segment.number(Tag.FRAME_SEGMENT, 0))
         raise EOFError
 
     def _check(self, kind: str, bits: int, sizes: tuple[int, ...]) -> None:

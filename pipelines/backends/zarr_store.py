@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import imagecodecs
 import zarr
@@ -23,6 +23,9 @@ import zarr.storage
 from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 
 from pipelines.slides.slide import NotThisFormat, SlideError, url_of
+
+if TYPE_CHECKING:
+    from pipelines.backends.remote_zarr import RemoteFolder
 
 NO_FILE: Final = -1
 """In place of a size: something else than a file lies there."""
@@ -33,33 +36,13 @@ JSON_BYTES: Final = 16 << 20
 _MEMBERS_NAMED: Final = 8
 
 
-class ZarrStore(Protocol):
-    """The files of one slide. Its text is what an error calls it by."""
-
-    most_bytes: int
-    """What is received of one file at most: metadata, then a chunk of the slide as well."""
-
-    @property
-    def files(self) -> Any:
-        """The store as the Zarr library takes it."""
-
-    def sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Bytes of each file; None where there is none, ``NO_FILE`` where something else is."""
-        ...
-
-    def read(self, key: str) -> bytes:
-        """All bytes of a file that is there."""
-        ...
-
-    def members(self) -> str:
-        """Names of what lies in the root, for a message."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class ZarrFolder:
-    """A folder on a disk."""
+    """The files of one slide in a folder on a disk. Its text is what an error calls it by.
+
+    Attributes:
+        files: as the Zarr library takes them.
+        most_bytes: received of one file at most, by ``RemoteFolder``: metadata, then a chunk of the slide as well.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root, self.most_bytes = root, JSON_BYTES
@@ -69,6 +52,7 @@ class ZarrFolder:
         return str(self._root)
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Return the bytes of each file; None where there is none, ``NO_FILE`` where something else is."""
         return [self._size(key) for key in keys]
 
     def _size(self, key: str) -> int | None:
@@ -82,10 +66,14 @@ class ZarrFolder:
         return (self._root / key).read_bytes()
 
     def members(self) -> str:
+        """Return names of what lies in the root, for a message."""
         return ", ".join(sorted(child.name for child in self._root.iterdir() if child.is_dir())[:_MEMBERS_NAMED])
 
     def close(self) -> None:
         """Do nothing: no file is held open."""
+
+
+ZarrStore: TypeAlias = "ZarrFolder | RemoteFolder"
 
 
 def open_store(path: Path) -> ZarrStore:
@@ -106,11 +94,7 @@ def open_store(path: Path) -> ZarrStore:
 
 
 def key_of(path: str, name: str) -> str:
-    """Return the key of a file in the group or array at ``path``.
-
-    >>> key_of("", ".zattrs"), key_of("0/", "zarr.json")
-    ('.zattrs', '0/zarr.json')
-    """
+    """Return the key of a file in the group or array at ``path``."""
     return str(PurePosixPath(path, name))
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.level_reader import memory_slide
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import ClassMap
 from pipelines.labels.slide_labels import find_labels
 from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import Slide
+from tests.helpers.memory_slide import memory_slide
 
 Ring = Sequence[tuple[float, float]]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.level_reader import memory_slide
 from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
 from pipelines.tiles.index import TileTable
 from pipelines.tiles.tiling import IndexSettings
+from tests.helpers.memory_slide import memory_slide
 
 TILE = 8
 MPP = 0.5

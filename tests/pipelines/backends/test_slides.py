@@ -13,10 +13,10 @@ import tifffile
 from openslide import OpenSlide
 from PIL import Image
 
-from pipelines.backends.level_reader import memory_slide
 from pipelines.backends.registry import open_slide
 from tests.contracts.slide_contract import SlideContract
 from tests.helpers.format_files import write_ome_zarr
+from tests.helpers.memory_slide import memory_slide
 from tests.helpers.real import DICOM, NDPI, OME_TIFF, PYRAMID_TIFF, SVS
 
 

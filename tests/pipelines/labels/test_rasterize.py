@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapely.geometry import shape
 
-from pipelines.backends.level_reader import memory_slide
 from pipelines.labels import drawing as drawing_module
 from pipelines.labels import drawing as visible_areas
 from pipelines.labels import rasterize
@@ -22,6 +21,7 @@ from pipelines.labels.rasterize import PixelGrid, paint
 from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import SlideError
 from tests.helpers.drawings import annotations_in, area, blank_slide, box, edge_distance, inside, write_geojson
+from tests.helpers.memory_slide import memory_slide
 
 SAMPLES = Path(__file__).parents[2] / "data" / "annotations"
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.backends.level_reader import memory_slide
 from pipelines.catalog.table import FailedSlides
 from pipelines.slides import pyramid
 from pipelines.slides.geometry import (
@@ -25,6 +24,7 @@ from pipelines.slides.geometry import (
 )
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import PADDING, SlideError, printable, printable_values
+from tests.helpers.memory_slide import memory_slide
 
 pyramids = st.builds(
     lambda width, height, steps, mpp: levels_from_sizes(
@@ -228,17 +228,3 @@ def test_memory_of_a_read_is_bounded(side, level_mpp, read_side, mpp, most_bytes
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < most_bytes
-
-
-@pytest.mark.parametrize(
-    ("levels", "words"),
-    [
-        ([], "at least one level"),
-        ([NOISE.astype(np.float32)], "must be uint8"),
-        ([NOISE[..., :2]], "must be uint8"),
-        ([NOISE[:100], NOISE], "finest first"),
-    ],
-)
-def test_levels_and_pixels_of_a_memory_slide_are_checked(levels, words):
-    with pytest.raises(ValueError, match=words):
-        memory_slide(levels, 0.5)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from parallel.offload.live_bytes import LiveBytes
-from pipelines.backends.level_reader import MemoryReader, memory_slide
+from pipelines.backends.level_reader import MemoryReader
 from pipelines.cache.shards import CacheSpec
 from pipelines.cache.tile_cache import TileCache, open_cached
 from pipelines.catalog.catalog import SlideSpec
@@ -34,6 +34,7 @@ from pipelines.tiles.index import TileTable
 from pipelines.tiles.stain import PUBLISHED, StainFit
 from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.drawings import area, mask_of, write_geojson
+from tests.helpers.memory_slide import memory_slide
 from tests.helpers.real import PYRAMID_TIFF, SVS
 
 SEED = 5

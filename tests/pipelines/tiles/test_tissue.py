@@ -6,7 +6,6 @@ import cv2
 import numpy as np
 import pytest
 
-from pipelines.backends.level_reader import memory_slide
 from pipelines.backends.registry import open_slide
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Bounds
@@ -14,6 +13,7 @@ from pipelines.slides.slide import SlideError, TileReadError
 from pipelines.tiles.index import build_index
 from pipelines.tiles.tiling import IndexSettings
 from pipelines.tiles.tissue import Overview, find_tissue, is_fluorescence, read_overview
+from tests.helpers.memory_slide import memory_slide
 from tests.helpers.real import SVS
 
 MPP = 8.0
