@@ -17,7 +17,15 @@ from threading import Lock
 
 from pipelines.backends.dicom_head import is_segmentation, series_uid, source_series
 from pipelines.backends.mask import Mask, open_mask
-from pipelines.catalog.catalog import MASK_ENDINGS, PREDICTIONS_FILE, SlideNames, SlideSpec, slide_stem, walk_folders
+from pipelines.catalog.catalog import (
+    MASK_ENDINGS,
+    PREDICTIONS_FILE,
+    SlideNames,
+    SlideSpec,
+    is_mask_name,
+    slide_stem,
+    walk_folders,
+)
 from pipelines.catalog.table import listed
 from pipelines.labels.annotation_xml import read_xml
 from pipelines.labels.class_names import IGNORE
@@ -61,12 +69,13 @@ def annotations_in(folder: Path, specs: Sequence[SlideSpec]) -> AnnotationFiles:
         raise ValueError(f"--annotations must be a folder of annotation files; {folder} is none. Check the path")
     files = _assign(files_below(folder), specs, str(folder))
     if not files.path:
+        others = any(not is_segmentation(file) for file in folder.rglob("*.dcm"))
         raise ValueError(
             f"--annotations {folder} holds nothing for the slides: looked, sub-folders included, for <slide>.geojson, "
             f"<slide>.xml, <slide>.json, <slide>.tif, <slide>.png and DICOM SEG <slide>.dcm, "
             f"for example {specs[0].slide_id}.geojson. "
             + (f"Found annotations for {listed([f.stem for f in files.unknown])}. " if files.unknown else "")
-            + ("Other .dcm files are no segmentations (SEG): not read. " if _other_dicom(folder) else "")
+            + ("Other .dcm files are no segmentations (SEG): not read. " if others else "")
             + "Name the files after the slides"
         )
     return files
@@ -78,15 +87,13 @@ def annotations_beside(root: Path, specs: Sequence[SlideSpec]) -> AnnotationFile
     None where there are none. Raises ValueError where two of one kind belong to the same slide.
     """
     slides = {spec.path for spec in specs}
-    folders = sorted({spec.path.parent for spec in specs} | {root})
     files: list[Path] = []
-    for folder in folders:
-        # A picture beside a slide is a slide itself unless its name says mask.
-        files += [
-            f
-            for f in _files_in(folder)
-            if f not in slides and (f.suffix.lower() in (*DRAWING_SUFFIXES, SEG_SUFFIX) or _is_mask(f))
-        ]
+    for folder in sorted({spec.path.parent for spec in specs} | {root}):
+        for file in _files_in(folder):
+            # A picture beside a slide is a slide itself unless its name says mask.
+            is_picture = file.suffix.lower() in MASK_SUFFIXES and not is_mask_name(slide_stem(file.name))
+            if file not in slides and not is_picture:
+                files.append(file)
         for name in BESIDE_FOLDERS if not (folder / PREDICTIONS_FILE).is_file() else ():  # masks there are predicted
             files += files_below(folder / name)
     assigned = _assign(files, specs, f"annotations beside the slides of {root}")
@@ -100,7 +107,7 @@ def slides_of(files: Iterable[Path], specs: Sequence[SlideSpec]) -> dict[Path, S
     slides: dict[Path, SlideSpec] = {}
     by_series: dict[str, SlideSpec] | None = None
     for file in files:
-        slide = _slide_of(file, names)
+        slide = next((s for name in _names(file) if (s := names.match(name)) is not None), None)
         if slide is not None:
             slides[file] = by_id[slide]
         elif file.suffix.lower() == SEG_SUFFIX:
@@ -110,12 +117,6 @@ def slides_of(files: Iterable[Path], specs: Sequence[SlideSpec]) -> dict[Path, S
             if len(sources) == 1:
                 slides[file] = sources[0]
     return slides
-
-
-def classes_files(files: AnnotationFiles) -> list[Path]:
-    """Return the ``classes.txt`` in the folders of the masks among ``files``."""
-    folders = {p.parent for p in files.path.values() if p.suffix.lower() in MASK_SUFFIXES}
-    return sorted(folder / CLASSES_FILE for folder in folders if (folder / CLASSES_FILE).is_file())
 
 
 def _assign(files: Iterable[Path], specs: Sequence[SlideSpec], source: str) -> AnnotationFiles:
@@ -141,10 +142,6 @@ def _assign(files: Iterable[Path], specs: Sequence[SlideSpec], source: str) -> A
     return AnnotationFiles(path, tuple(unknown), source)
 
 
-def _slide_of(file: Path, slides: SlideNames) -> str | None:
-    return next((s for name in _names(file) if (s := slides.match(name)) is not None), None)
-
-
 def _names(file: Path) -> Iterator[str]:
     """Names that the file may give its slide, the closest first: ``x.svs_mask.tif`` gives x.svs_mask, then x.svs."""
     stem = slide_stem(file.name) if file.suffix.lower() in RASTER_SUFFIXES else file.stem
@@ -154,19 +151,8 @@ def _names(file: Path) -> Iterator[str]:
             yield stem[: -len(ending)]
 
 
-def _is_mask(file: Path) -> bool:
-    return slide_stem(file.name).lower().endswith(MASK_ENDINGS)
-
-
 def _files_in(folder: Path) -> list[Path]:
-    try:
-        return [f for f in folder.iterdir() if _is_annotation(f)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _other_dicom(folder: Path) -> bool:
-    return any(not is_segmentation(file) for file in folder.rglob("*.dcm"))
+    return [file for file in folder.iterdir() if _is_annotation(file)] if folder.is_dir() else []
 
 
 def _is_annotation(file: Path) -> bool:
@@ -206,11 +192,8 @@ def read_annotation(path: Path) -> PolygonSet | Mask:
 
 
 class AnnotationCache:
-    """Safe in many threads; two threads that need the same file read it once.
-
-    Args:
-        files, total_bytes: how many files, and how much memory, are kept; the latest is kept whatever its size.
-    """
+    """The contents of so many files, of so many bytes together; the latest is kept whatever its size. Safe in many
+    threads; two threads that need the same file read it once."""
 
     def __init__(self, files: int = FILES, total_bytes: int = TOTAL_BYTES) -> None:
         self._files, self._total_bytes = files, total_bytes
@@ -231,14 +214,11 @@ class AnnotationCache:
                 annotation = read_annotation(path)
             with self._lock:
                 self._kept[path] = annotation
-                self._let_go()
+                kept_bytes = sum(kept.nbytes for kept in self._kept.values())
+                while len(self._kept) > 1 and (len(self._kept) > self._files or kept_bytes > self._total_bytes):
+                    # a mask's file is closed when the last thread that reads from it drops it
+                    kept_bytes -= self._kept.popitem(last=False)[1].nbytes
             return annotation
-
-    def _let_go(self) -> None:
-        kept_bytes = sum(annotation.nbytes for annotation in self._kept.values())
-        while len(self._kept) > 1 and (len(self._kept) > self._files or kept_bytes > self._total_bytes):
-            # a mask's file is closed when the last thread that reads from it drops it
-            kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def __reduce__(self) -> tuple[type[AnnotationCache], tuple[int, int]]:
         return AnnotationCache, (self._files, self._total_bytes)
@@ -252,7 +232,8 @@ def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict
     """
     if not values:
         return {}
-    named = named_ids(classes_files(files))
+    folders = {path.parent for path in files.path.values() if path.suffix.lower() in MASK_SUFFIXES}
+    named = named_ids(sorted(path for folder in folders if (path := folder / CLASSES_FILE).is_file()))
     present = set().union(*values.values()) - {0}
     if not named and present in ({1}, {IGNORE}):
         return {present.pop(): UNNAMED_CLASS}

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.catalog.catalog import SlideNames
-from pipelines.catalog.table import listed, original, read_cells, read_table, read_text, shown
-from pipelines.labels.splits import NAMES, SPELLINGS, Splits, leakage_errors, strata_of
+from pipelines.catalog.table import listed, original, read_cells, read_table, read_text
+from pipelines.labels.splits import NAMES, SPELLINGS, Splits, refuse_faults, shuffled, strata_of
 from pipelines.slides.slide import printable
 
 logger = logging.getLogger(__name__)
@@ -93,16 +92,12 @@ def _dealt_splits(
     seed: int,
 ) -> Splits:
     """Splits by parts of these shares of the patients, each called by one of ``names``; parts of share 0 stay empty."""
-    if not patient:
-        raise ValueError("a split needs at least one slide; got none")
+    by_class, classes = strata_of(patient, label)
     if not (min(shares) >= 0 and shares[0] > 0):
         raise ValueError(f"fractions are at least 0 and together below 1; got {', '.join(f'{s:g}' for s in shares)}")
-    classes: defaultdict[str, set[int]] = defaultdict(set)
-    for slide, who in patient.items():
-        classes[who].add(label[slide] if label else 0)
-    strata = sorted(strata_of(classes).items())
+    strata = sorted(by_class.items())
     group_of = {who: who for who in classes} if site is None else _joined_sites(patient, site)
-    row_of = {group: k for k, group in enumerate(_shuffled(set(group_of.values()), seed))}
+    row_of = {group: k for k, group in enumerate(shuffled(set(group_of.values()), seed))}
     sizes = np.zeros((len(row_of), len(strata)), np.int64)
     for column, (_, members) in enumerate(strata):
         for who in members:
@@ -151,11 +146,6 @@ def assign_groups(sizes: NDArray[np.int64], shares: NDArray[np.float64]) -> NDAr
         taken[best] += 1
         dealt[group] = best
     return dealt
-
-
-def _shuffled(names: set[str], seed: int) -> list[str]:
-    """``names`` in an order drawn from the seed and each name alone."""
-    return sorted(names, key=lambda name: blake2b(f"{seed}:{name}".encode()).digest())
 
 
 def _joined_sites(patient: Mapping[str, str], site: Mapping[str, str]) -> dict[str, str]:
@@ -224,11 +214,7 @@ def read_split_file(
         faults.append(f"names of slides that are not there: {listed([*unknown])}; take them out, or add the slides")
     if missing:
         faults.append(f"slides that it does not name: {listed(missing)}; put each into a split")
-    faults += leakage_errors(split, patient)
-    if not faults and "train" not in split.values():
-        faults.append("no slide is in train")
-    if faults:
-        raise ValueError(f"--splits {path}: {shown(faults)}")
+    refuse_faults(f"--splits {path}", faults, split, patient)
     return Splits(split, dict(patient))
 
 

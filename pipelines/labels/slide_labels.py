@@ -18,7 +18,7 @@ from pipelines.catalog.table import LABELS_FILE, MISSING, Table, counted, listed
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings, known_patients
-from pipelines.labels.splits import split_folders
+from pipelines.labels.splits import folders_of, split_folders
 from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.slide import printable
 
@@ -76,46 +76,35 @@ def find_labels(
     Raises:
         ValueError: none of them, all faults of the one that was found, or a class that is written in several ways.
     """
-    truth = _find_labels(root, specs, labels, annotations, class_map, patient_pattern)
-    check_spellings(truth.classes, truth.source)
-    return truth
-
-
-def _find_labels(
-    root: Path,
-    specs: Sequence[SlideSpec],
-    labels: Path | None,
-    annotations: Path | None,
-    class_map: ClassMap,
-    patient_pattern: str | None,
-) -> SlideLabels | SlideAnnotations:
+    truth: SlideLabels | SlideAnnotations | None
     table_path = labels if labels is not None else root / LABELS_FILE
     table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
-    if annotations is not None:
-        return read_annotations(
-            annotations_in(annotations, specs), specs, *_patients_and_sites(table, specs, patient_pattern), class_map
+    from_table = annotations is None and table is not None and (labels is not None or "label" in table.roles)
+    files = annotations_in(annotations, specs) if annotations is not None else None
+    if from_table:
+        truth = _labels_from_table(read_table(table_path, ("slide", "label")), specs, class_map, patient_pattern)
+    elif files := files or annotations_beside(root, specs):
+        truth = read_annotations(files, specs, *_patients_and_sites(table, specs, patient_pattern), class_map)
+    else:
+        truth = _labels_from_folders(root, specs, class_map, patient_pattern)
+    if truth is None:
+        raise ValueError(
+            f"the slides of {root} have no labels. Give them in one of four ways:\n"
+            "  1. --labels FILE.csv with a line per slide and columns slide,label (patient and mpp are read too)\n"
+            "  2. --annotations DIR with <slide>.geojson from QuPath, <slide>.xml from ASAP or ImageScope, masks "
+            "<slide>.tif or <slide>.png, or DICOM SEG <slide>.dcm\n"
+            f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson or .xml, <slide>_mask.tif or "
+            ".png, or folders annotations/ or masks/\n"
+            f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one"
+            + (
+                f"\nIts folders {', '.join(sorted(set(splits.values())))} are taken for splits, not for classes: make "
+                f"class folders in each of them, as {root / 'train' / 'CLASS' / 'slide.svs'}"
+                if (splits := split_folders(root, specs))
+                else ""
+            )
         )
-    if table is not None and (labels is not None or "label" in table.roles):
-        return _labels_from_table(read_table(table_path, ("slide", "label")), specs, class_map, patient_pattern)
-    if beside := annotations_beside(root, specs):
-        return read_annotations(beside, specs, *_patients_and_sites(table, specs, patient_pattern), class_map)
-    if by_folder := _labels_from_folders(root, specs, class_map, patient_pattern):
-        return by_folder
-    raise ValueError(
-        f"the slides of {root} have no labels. Give them in one of four ways:\n"
-        "  1. --labels FILE.csv with a line per slide and columns slide,label (patient and mpp are read too)\n"
-        "  2. --annotations DIR with <slide>.geojson from QuPath, <slide>.xml from ASAP or ImageScope, masks "
-        "<slide>.tif or <slide>.png, or DICOM SEG <slide>.dcm\n"
-        f"  3. the same beside the slides: {root / LABELS_FILE}, <slide>.geojson or .xml, <slide>_mask.tif or .png, "
-        "or folders annotations/ or masks/\n"
-        f"  4. a sub-folder per class: {root / 'CLASS' / 'slide.svs'}, at least two classes, every slide in one"
-        + (
-            f"\nIts folders {', '.join(sorted(set(splits.values())))} are taken for splits, not for classes: make "
-            f"class folders in each of them, as {root / 'train' / 'CLASS' / 'slide.svs'}"
-            if (splits := split_folders(root, specs))
-            else ""
-        )
-    )
+    check_spellings(truth.classes, truth.source)
+    return truth
 
 
 def read_mpp(slides: Path, table: Path | None, labels: Path | None = None) -> dict[str, float]:
@@ -220,10 +209,10 @@ def _labels_from_folders(
     name_of: dict[str, str] = {}
     below_root = 1 if split_folders(root, specs) else 0
     for spec in specs:
-        parts = spec.path.relative_to(root).parts[below_root:] if spec.path.is_relative_to(root) else ()
-        if len(parts) < 2 or parts[0] == spec.slide_id:
+        folders = folders_of(root, spec)[below_root:]
+        if not folders or folders[0] == spec.slide_id:
             return None
-        name_of[spec.slide_id] = printable(parts[0])
+        name_of[spec.slide_id] = printable(folders[0])
     classes = len(set(name_of.values()))
     if classes < 2 or (classes == len(name_of) and classes > 2):
         return None

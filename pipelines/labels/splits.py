@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -122,11 +122,7 @@ class Splits:
             faults.append(
                 f"slides without a line: {listed(missing)}; add a line for each, or delete the file to split anew"
             )
-        faults += leakage_errors(split, patients)
-        if not faults and "train" not in split.values():
-            faults.append("no slide is in train")
-        if faults:
-            raise ValueError(f"split file {path}: {shown(faults)}")
+        refuse_faults(f"split file {path}", faults, split, patients)
         if foreign:
             logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
         return cls(split, patients, labels, sites, frozenset(unknown))
@@ -139,7 +135,7 @@ def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
     Raises:
         ValueError: some do, in folders of two splits or more, and some do not.
     """
-    folder = {spec.slide_id: _first_folder(root, spec) for spec in specs}
+    folder = {spec.slide_id: next(iter(folders_of(root, spec)), "") for spec in specs}
     split = {slide: SPELLINGS[name.casefold()] for slide, name in folder.items() if name.casefold() in SPELLINGS}
     if len(split) == len(specs):
         return split
@@ -154,9 +150,9 @@ def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
     return {}
 
 
-def _first_folder(root: Path, spec: SlideSpec) -> str:
-    parts = spec.path.relative_to(root).parts if spec.path.is_relative_to(root) else ()
-    return parts[0] if len(parts) > 1 else ""
+def folders_of(root: Path, spec: SlideSpec) -> tuple[str, ...]:
+    """Return the folders from ``root`` down to a slide; none of one that is elsewhere."""
+    return spec.path.relative_to(root).parts[:-1] if spec.path.is_relative_to(root) else ()
 
 
 def fixed_splits(
@@ -210,17 +206,12 @@ def make_splits(
     Raises:
         ValueError: no slides, or fractions out of range.
     """
-    if not patient:
-        raise ValueError("a split needs at least one slide; got none")
+    strata, classes = strata_of(patient, label)
     if not (validation >= 0 and test >= 0 and validation + test < 1):
         raise ValueError(f"fractions are at least 0 and together below 1; got validation {validation:g}, test {test:g}")
-    classes: defaultdict[str, set[int]] = defaultdict(set)
-    for slide, who in patient.items():
-        classes[who].add(label[slide] if label else 0)
-    strata = strata_of(classes)
     name_of: dict[str, str] = {}
     for stratum, members in sorted(strata.items()):
-        ordered = sorted(members, key=lambda who: blake2b(f"{seed}:{who}".encode()).digest())
+        ordered = shuffled(members, seed)
         val, tests = _counts(len(ordered), validation, test)
         names = ["val"] * val + ["test"] * tests + ["train"] * (len(ordered) - val - tests)
         name_of.update(zip(ordered, names, strict=True))
@@ -234,13 +225,25 @@ def make_splits(
     return Splits({s: name_of[p] for s, p in patient.items()}, dict(patient), dict(label or {}))
 
 
-def strata_of(classes: Mapping[str, set[int]]) -> dict[int, list[str]]:
-    """Return the patients by the class they count for: the rarest of theirs."""
+def shuffled(names: Iterable[str], seed: int) -> list[str]:
+    """Return ``names`` in an order drawn from the seed and each name alone."""
+    return sorted(names, key=lambda name: blake2b(f"{seed}:{name}".encode()).digest())
+
+
+def strata_of(
+    patient: Mapping[str, str], label: Mapping[str, int] | None
+) -> tuple[dict[int, list[str]], dict[str, set[int]]]:
+    """Return the patients by the class they count for, the rarest of theirs; and the classes of each."""
+    if not patient:
+        raise ValueError("a split needs at least one slide; got none")
+    classes: defaultdict[str, set[int]] = defaultdict(set)
+    for slide, who in patient.items():
+        classes[who].add(label[slide] if label else 0)
     frequency = Counter(c for of_patient in classes.values() for c in of_patient)
     strata: defaultdict[int, list[str]] = defaultdict(list)
     for who, of_patient in classes.items():
         strata[min(of_patient, key=lambda c: (frequency[c], c))].append(who)
-    return strata
+    return strata, classes
 
 
 def _counts(patients: int, validation: float, test: float) -> tuple[int, int]:
@@ -274,14 +277,17 @@ def split_twice(split: Mapping[str, str], patient: Mapping[str, str]) -> list[st
     return sorted(who for who, names in sides.items() if len(names) > 1)
 
 
-def leakage_errors(split: Mapping[str, str], patient: Mapping[str, str]) -> list[str]:
-    """Return a line for each patient with slides in two splits."""
-    faults, both = [], split_twice(split, patient)
+def refuse_faults(where: str, faults: list[str], split: Mapping[str, str], patient: Mapping[str, str]) -> None:
+    """Raise ValueError for ``faults`` of a split, patients with slides in two splits, or where no slide is in train."""
+    both = split_twice(split, patient)
     slides_of: dict[str, list[str]] = {who: [] for who in both}
     for slide in sorted(split):
         if patient[slide] in slides_of:
             slides_of[patient[slide]].append(slide)
     for who in both:
-        where = ", ".join(f"{slide} in {split[slide]}" for slide in slides_of[who])
-        faults.append(f"patient {who!r} is on two sides ({where}); put all slides of a patient in one split")
-    return faults
+        sides = ", ".join(f"{slide} in {split[slide]}" for slide in slides_of[who])
+        faults.append(f"patient {who!r} is on two sides ({sides}); put all slides of a patient in one split")
+    if not faults and "train" not in split.values():
+        faults.append("no slide is in train")
+    if faults:
+        raise ValueError(f"{where}: {shown(faults)}")

@@ -147,7 +147,7 @@ class TileTable:
         return self.slides[int(self.slide[i])]
 
     def tried(self, *, faults: bool) -> dict[str, tuple[int, float | None, int | None]]:
-        """Return size of the file, mpp and scene asked for of each slide that has tiles, or, with ``faults``, failed."""
+        """Return file size, mpp and scene asked for of each slide that has tiles or, with ``faults``, has failed."""
         slides: list[IndexedSlide | SlideFault] = [*(self.faults if faults else ()), *self.sources]
         return {slide.slide_id: (slide.file_bytes, slide.asked_mpp, slide.scene) for slide in slides}
 
