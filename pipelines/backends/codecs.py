@@ -7,6 +7,7 @@ Note 2 (JPEG), libtiff's number for Zstandard and Aperio's for JPEG 2000.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,8 +54,7 @@ class JpegTiles:
         Raises:
             ValueError: the data is damaged, or its size is another than ``out``'s.
         """
-        if data[:2] != SOI:
-            raise ValueError(f"not JPEG data: it begins with {data[:4].hex(' ') or 'nothing'}")
+        _check_start(data)
         start = 2
         while data[start : start + 2] in _COLOUR_MARKERS:
             start += 2 + int.from_bytes(data[start + 2 : start + 4], "big")
@@ -76,8 +76,7 @@ def colour_fault(
     Raises:
         ValueError: the tile is not JPEG.
     """
-    if data[:2] != SOI:
-        raise ValueError(f"not JPEG data: it begins with {data[:4].hex(' ') or 'nothing'}")
+    _check_start(data)
     parts = segments(data)
     frame = next((segment for marker, segment in parts if marker == _SOF0 or marker in _OTHER_FRAMES), None)
     if frame is None or len(frame) < 10 or len(frame) < 10 + 3 * frame[9]:
@@ -102,7 +101,7 @@ class StreamHeader:
     """Header before the scan data of a baseline JPEG stream.
 
     Attributes:
-        stream: the bytes up to the scan data.
+        stream: the bytes up to the scan data, which begin at its length.
         frame: where the frame header (SOF0) starts in them.
         mcu_width, mcu_height: px of a minimum coded unit.
         interval: MCUs per restart segment; 0 when the stream has none.
@@ -122,8 +121,7 @@ class StreamHeader:
             OtherJpeg: not baseline.
             ValueError: not a JPEG stream of 3 components, or its header is longer than ``stream``.
         """
-        if stream[:2] != SOI:
-            raise ValueError(f"not JPEG data: it begins with {stream[:4].hex(' ') or 'nothing'}")
+        _check_start(stream)
         frame, interval, factors, at = -1, 0, b"", 2
         parts = segments(stream)
         for marker, segment in parts:
@@ -141,17 +139,17 @@ class StreamHeader:
         mcu_width, mcu_height = 8 * max(f >> 4 for f in factors), 8 * max(f & 15 for f in factors)
         return cls(stream[:at], frame, mcu_width, mcu_height, interval)
 
-    @property
-    def scan_start(self) -> int:
-        """First byte of the scan data, counted from the start of the stream."""
-        return len(self.stream)
-
     def resized(self, width: int, height: int) -> bytes:
         """Return the header of an image of another size: JPEG keeps it in 16 bits per side."""
         if max(width, height) > 0xFFFF:
             raise ValueError(f"a JPEG image has at most 65535 px per side; got {width} x {height}")
         at = self.frame + 5
         return self.stream[:at] + height.to_bytes(2, "big") + width.to_bytes(2, "big") + self.stream[at + 4 :]
+
+
+def _check_start(data: bytes) -> None:
+    if data[:2] != SOI:
+        raise ValueError(f"not JPEG data: it begins with {data[:4].hex(' ') or 'nothing'}")
 
 
 def decode(stream: bytes, out: Pixels) -> None:
@@ -216,59 +214,51 @@ def decoder(page: Page) -> TileDecoder | str:
     if photometric == _YCBCR:
         return f"YCbCr colours in compression {compression} are not read"
     if compression in _JPEG2000:
-        return _Jpeg2000(samples)
+        return functools.partial(_decode_jpeg2000, samples)
     if compression in _UNPACK and page.number(Tag.PREDICTOR, 1) in (1, _DIFFERENCED):
-        return _Unpacked(_UNPACK[compression], samples, page.number(Tag.PREDICTOR, 1) == _DIFFERENCED)
+        is_differenced = page.number(Tag.PREDICTOR, 1) == _DIFFERENCED
+        return functools.partial(_unpack, _UNPACK[compression], samples, is_differenced)
     return f"compression {compression} with predictor {page.number(Tag.PREDICTOR, 1)} is not read"
 
 
-class _Unpacked:
-    """Tiles that are plain samples once unpacked."""
-
-    def __init__(self, unpack: Callable[[bytes, int], bytes | bytearray], samples: int, differenced: bool) -> None:
-        self._unpack, self._samples, self._differenced = unpack, samples, differenced
-
-    def __call__(self, data: bytes, out: Pixels) -> None:
-        shape = (*out.shape[:2], self._samples)
-        size = out.shape[0] * out.shape[1] * self._samples
-        try:
-            raw = self._unpack(data, size)
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
-        if len(raw) != size:
-            raise ValueError(f"{len(raw)} bytes of pixels instead of {size}")
-        pixels = np.frombuffer(raw, np.uint8).reshape(shape)
-        if self._differenced:
-            np.cumsum(pixels, axis=1, dtype=np.uint8, out=out if self._samples == 3 else None)
-            pixels = out if self._samples == 3 else np.cumsum(pixels, axis=1, dtype=np.uint8)
-        if pixels is not out:
-            out[...] = pixels
-
-
-class _Jpeg2000:
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-
-    def __call__(self, data: bytes, out: Pixels) -> None:
-        self._check_size(data, out)
-        try:
-            pixels = imagecodecs.jpeg2k_decode(data)
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
-        pixels = pixels.reshape(*pixels.shape[:2], -1)
-        if pixels.shape != (*out.shape[:2], self._samples) or pixels.dtype != np.uint8:
-            raise ValueError(f"{pixels.dtype} {pixels.shape} instead of uint8 {(*out.shape[:2], self._samples)}")
+def _unpack(
+    unpacker: Callable[[bytes, int], bytes | bytearray], samples: int, is_differenced: bool, data: bytes, out: Pixels
+) -> None:
+    """Decode a tile that is plain samples once unpacked."""
+    size = out.shape[0] * out.shape[1] * samples
+    try:
+        raw = unpacker(data, size)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if len(raw) != size:
+        raise ValueError(f"{len(raw)} bytes of pixels instead of {size}")
+    pixels = np.frombuffer(raw, np.uint8).reshape(*out.shape[:2], samples)
+    if not is_differenced:
         out[...] = pixels
+    elif samples == 3:
+        np.cumsum(pixels, axis=1, dtype=np.uint8, out=out)
+    else:
+        out[...] = np.cumsum(pixels, axis=1, dtype=np.uint8)
 
-    def _check_size(self, data: bytes, out: Pixels) -> None:
-        """The decoder allocates what the SIZ marker asks for (ITU-T T.800, A.5.1), so that is read first."""
-        at = data.find(_CODESTREAM)
-        if at < 0 or len(data) < at + 42:
-            raise ValueError("no JPEG 2000 codestream")
-        right, bottom, left, top, part_width, part_height, _, _, samples = struct.unpack_from(">8IH", data, at + 8)
-        size, parts = (bottom - top, right - left), right * bottom / max(1, part_width * part_height)
-        if (*size, samples) != (*out.shape[:2], self._samples) or parts > _MAX_PARTS:
-            raise ValueError(
-                f"a JPEG 2000 stream of {size[1]} x {size[0]} px, {samples} samples and {parts:.0f} parts instead of "
-                f"{out.shape[1]} x {out.shape[0]} px and {self._samples} samples"
-            )
+
+def _decode_jpeg2000(samples: int, data: bytes, out: Pixels) -> None:
+    # The decoder allocates what the SIZ marker asks for (ITU-T T.800, A.5.1), so that is read first.
+    at = data.find(_CODESTREAM)
+    if at < 0 or len(data) < at + 42:
+        raise ValueError("no JPEG 2000 codestream")
+    right, bottom, left, top, part_width, part_height, _, _, stored = struct.unpack_from(">8IH", data, at + 8)
+    size, parts = (bottom - top, right - left), right * bottom / max(1, part_width * part_height)
+    shape = (*out.shape[:2], samples)
+    if (*size, stored) != shape or parts > _MAX_PARTS:
+        raise ValueError(
+            f"a JPEG 2000 stream of {size[1]} x {size[0]} px, {stored} samples and {parts:.0f} parts instead of "
+            f"{out.shape[1]} x {out.shape[0]} px and {samples} samples"
+        )
+    try:
+        pixels = imagecodecs.jpeg2k_decode(data)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    pixels = pixels.reshape(*pixels.shape[:2], -1)
+    if pixels.shape != shape or pixels.dtype != np.uint8:
+        raise ValueError(f"{pixels.dtype} {pixels.shape} instead of uint8 {shape}")
+    out[...] = pixels

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.slides.slide import PADDING, Pixels, SlideError
@@ -37,6 +41,17 @@ def pad(out: Pixels, l_x: int, l_y: int, l_width: int, l_height: int) -> Inside 
     if left == right or top == bottom:
         return None
     return Inside(l_x + left, l_y + top, out[top:bottom, left:right])
+
+
+_thread = threading.local()
+
+
+def scratch(size: int) -> NDArray[np.uint8]:
+    """Return ``size`` bytes of this thread's memory, reused by later reads: fresh pages cost as much as decoding."""
+    buffer: NDArray[np.uint8] | None = getattr(_thread, "buffer", None)
+    if buffer is None or buffer.size < size:
+        buffer = _thread.buffer = np.empty(size, np.uint8)
+    return buffer[:size]
 
 
 AXES_TOLERANCE = 0.05

@@ -20,7 +20,7 @@ from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError
 
 from pipelines.backends.dicom_elements import is_dicom
 from pipelines.backends.dicom_head import refuse_series
-from pipelines.backends.level_reader import Recorded, level0_mpp, pad
+from pipelines.backends.level_reader import Recorded, level0_mpp, pad, scratch
 from pipelines.backends.tiff_levels import choose_image, recorded_mpp
 from pipelines.backends.tiff_page import MAX_SIDE
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
@@ -58,7 +58,6 @@ class OpenSlideReader:
         self._tile_rows = [
             int(slide.properties.get(f"openslide.level[{i}].tile-height", 0)) for i in range(slide.level_count)
         ]
-        self._scratch = threading.local()
 
     def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
         inside = pad(out, l_x, l_y, *self._sizes[level])
@@ -99,7 +98,7 @@ class OpenSlideReader:
         start = 0
         while start < rows:
             stop = min(rows, (l_y + start) // band_rows * band_rows + band_rows - l_y)
-            argb = self._buffer((stop - start) * columns).reshape(stop - start, columns)
+            argb = scratch((stop - start) * columns * 4).view(np.uint32).reshape(stop - start, columns)
             # Private, hence the bound on openslide-python's version: the public reader makes a PIL image of twice the
             # size, un-premultiplied, and takes 1.6 times as long.
             lowlevel._read_region(
@@ -113,13 +112,6 @@ class OpenSlideReader:
             )
             _rgb_on_white(argb, out[start:stop])
             start = stop
-
-    def _buffer(self, pixels: int) -> NDArray[np.uint32]:
-        """This thread's scratch memory; reused, because fresh pages would cost as much as the drawing."""
-        scratch: NDArray[np.uint32] | None = getattr(self._scratch, "argb", None)
-        if scratch is None or scratch.size < pixels:
-            self._scratch.argb = scratch = np.empty(pixels, np.uint32)
-        return scratch[:pixels]
 
     def close(self) -> None:
         with self._lock:

@@ -8,9 +8,10 @@ B.2.1); private tags list where each starts. A segment behind the stream's heade
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from pipelines.backends.codecs import (
     decode,
     decoder,
 )
-from pipelines.backends.level_reader import Inside, level0_mpp, pad
+from pipelines.backends.level_reader import Inside, level0_mpp, pad, scratch
 from pipelines.backends.tiff_levels import YCBCR, find_levels, recorded_mpp, resolution_mpp
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag, table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
@@ -111,15 +112,15 @@ class TiledReader:
         """Decode the tiles into ``inside.out``, each cut to the part that lies in it."""
         grid, out = self._grids[level], inside.out
         shape = (grid.tile_height, grid.tile_width, 3)
-        buffer = _scratch(shape)
+        buffer = scratch(math.prod(shape)).reshape(shape)
         for column, row in tiles:
             x, y = column * grid.tile_width - inside.l_x, row * grid.tile_height - inside.l_y
             left, top = max(0, -x), max(0, -y)
-            window = out[y + top : y + shape[0], x + left : x + shape[1]]
-            direct = window.shape == shape and window.flags.c_contiguous
-            self._decode(level, column, row, window if direct else buffer)
+            target = out[y + top : y + shape[0], x + left : x + shape[1]]
+            direct = target.shape == shape and target.flags.c_contiguous
+            self._decode(level, column, row, target if direct else buffer)
             if not direct:
-                window[...] = buffer[top : top + window.shape[0], left : left + window.shape[1]]
+                target[...] = buffer[top : top + target.shape[0], left : left + target.shape[1]]
 
     def _decode(self, level: int, column: int, row: int, pixels: Pixels) -> None:
         grid = self._grids[level]
@@ -144,18 +145,6 @@ class TiledReader:
                 f"{self._path}: level {level}, tile column {column}, row {row} ({count} bytes at offset {offset}) "
                 f"cannot be read: {error}"
             ) from error
-
-
-_thread = threading.local()
-
-
-def _scratch(shape: tuple[int, int, int]) -> Pixels:
-    """This thread's buffer for one tile, reused by later reads and slides; grows to the largest tile met."""
-    size = shape[0] * shape[1] * shape[2]
-    buffer: NDArray[np.uint8] | None = getattr(_thread, "buffer", None)
-    if buffer is None or buffer.size < size:
-        buffer = _thread.buffer = np.empty(size, np.uint8)
-    return buffer[:size].reshape(shape)
 
 
 def open_tiled(path: Path, *, mpp: float | None, scene: int | None = None, decode_threads: int = 1) -> PyramidSlide:
@@ -226,30 +215,17 @@ def _check_colours(tiff: Tiff, page: Page, grid: StoredTiles) -> None:
             return
 
 
-_RESTARTS: Final = tuple(bytes((0xFF, 0xD0 + i)) for i in range(8))
+_SEGMENT_ENDS: Final = (*(bytes((0xFF, 0xD0 + i)) for i in range(8)), EOI)
 _WHOLE_PIXELS: Final = 1 << 24
 """A level without restart segments up to this size is decoded whole on each read; a larger one is left to OpenSlide."""
 
 
-class RestartSegments:
-    """Decoder of the restart segments of one level.
-
-    Args:
-        header: the level's stream up to its scan data, its size set to that of one segment.
-    """
-
-    def __init__(self, header: bytes) -> None:
-        self._header = header
-
-    def __call__(self, data: bytes, out: Pixels) -> None:
-        """Decode one segment, the marker that ends it included, into ``out``: uint8 (MCU height, interval width, 3).
-
-        Raises:
-            ValueError: damaged, or not a restart segment.
-        """
-        if data[-2:] not in (*_RESTARTS, EOI):
-            raise ValueError(f"no restart marker ends this segment but {data[-2:].hex(' ')}")
-        decode(self._header + data[:-2] + EOI, out)
+def _decode_segment(header: bytes, data: bytes, out: Pixels) -> None:
+    """Decode one restart segment, with the marker that ends it, into ``out``: uint8 (MCU height, interval width, 3);
+    ``header`` is the level's stream up to its scan data, its size set to that of one segment."""
+    if data[-2:] not in _SEGMENT_ENDS:
+        raise ValueError(f"no restart marker ends this segment but {data[-2:].hex(' ')}")
+    decode(header + data[:-2] + EOI, out)
 
 
 def open_ndpi(path: Path, *, mpp: float | None, scene: int | None = None) -> PyramidSlide:
@@ -266,17 +242,14 @@ def open_ndpi(path: Path, *, mpp: float | None, scene: int | None = None) -> Pyr
     tiff = read_tiff(path)
     if not tiff.is_ndpi:
         raise NotThisFormat(f"{path}: a TIFF file, but not Hamamatsu NDPI")
-    pages = sorted((p for p in tiff.pages if _is_level(p)), key=lambda p: p.width, reverse=True)
+    pages = [p for p in tiff.pages if p.number(Tag.NDPI_LENS, -1) > 0 and p.number(Tag.NDPI_FOCUS, 0) == 0]
+    pages.sort(key=lambda p: p.width, reverse=True)
     if not pages:
         raise NotThisFormat(f"{path}: no page of this NDPI file is a level of the slide")
     with path.open("rb") as file:
         grids = [_segment_grid(tiff, page, file.fileno()) for page in pages]
     levels = levels_from_sizes([(g.width, g.height) for g in grids], level0_mpp(path, *resolution_mpp(pages[0]), mpp))
     return PyramidSlide(path, TiledReader(path, grids, name="ndpi"), levels)
-
-
-def _is_level(page: Page) -> bool:
-    return page.number(Tag.NDPI_LENS, -1) > 0 and page.number(Tag.NDPI_FOCUS, 0) == 0
 
 
 def _segment_grid(tiff: Tiff, page: Page, fd: int) -> StoredTiles:
@@ -300,7 +273,9 @@ def _segment_grid(tiff: Tiff, page: Page, fd: int) -> StoredTiles:
         whole = np.array([[start], [stream_bytes]], np.int64)
         return StoredTiles(page.width, page.height, page.width, page.height, whole[0], whole[1], decode)
 
-    starts = _starts(page)
+    starts, high = page.array(Tag.NDPI_STARTS_LOW), page.array(Tag.NDPI_STARTS_HIGH)  # from the start of the stream
+    if len(high) == len(starts):
+        starts = starts + (high << 32)
     per_row = -(-page.width // header.mcu_width)
     columns, rows = per_row // header.interval, -(-page.height // header.mcu_height)
     if per_row % header.interval or len(starts) != columns * rows:
@@ -308,17 +283,11 @@ def _segment_grid(tiff: Tiff, page: Page, fd: int) -> StoredTiles:
             f"{name}: restart segments of {header.interval} MCUs, {per_row} MCUs per row, {len(starts)} listed starts"
         )
     ends = np.append(starts[1:], stream_bytes)
-    if starts[0] != header.scan_start or (ends <= starts).any():
+    if starts[0] != len(header.stream) or (ends <= starts).any():
         raise SlideError(f"{name}: damaged NDPI: its list of restart segments does not fit its JPEG stream")
     width = header.interval * header.mcu_width
     try:
-        segment = RestartSegments(header.resized(width, header.mcu_height))
+        segment = functools.partial(_decode_segment, header.resized(width, header.mcu_height))
     except ValueError as error:
         raise NotThisFormat(f"{name}: {error}") from error
     return StoredTiles(page.width, page.height, width, header.mcu_height, start + starts, ends - starts, segment)
-
-
-def _starts(page: Page) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """First byte of each segment, counted from the start of the level's stream."""
-    low, high = page.array(Tag.NDPI_STARTS_LOW), page.array(Tag.NDPI_STARTS_HIGH)
-    return low + (high << 32) if len(high) == len(low) else low
