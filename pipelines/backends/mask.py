@@ -116,15 +116,11 @@ def open_mask(path: Path) -> Mask:
     if mask.mapped is not None:
         dtype, offset = mask.mapped
         return ArrayMask(path, np.memmap(path, dtype, "r", offset, (mask.height, mask.width)))
-    if not mask.is_tiled and mask.width * mask.height <= WHOLE_PIXELS:
-        return ArrayMask(path, _whole(mask))
-    return mask
-
-
-def _whole(mask: TiffMask) -> NDArray[np.uint8]:
+    if mask.is_tiled or mask.width * mask.height > WHOLE_PIXELS:
+        return mask
     pixels = np.empty((mask.height, mask.width), np.uint8)
     mask.sample(np.arange(mask.width), np.arange(mask.height), pixels)
-    return pixels
+    return ArrayMask(path, pixels)
 
 
 def _png_values(path: Path) -> NDArray[np.integer]:
@@ -227,7 +223,6 @@ class TiffMask:
         weakref.finalize(self, os.close, self._fd)
 
     def sample(self, columns: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Values at the crossings of ``columns`` and ``rows``, both ascending; 0 where they lie outside the mask."""
         out[...] = 0
         for down in _pieces(rows, self._piece_height, self.height):
             for across in _pieces(columns, self._piece_width, self.width):

@@ -66,10 +66,11 @@ class SegMask:
         return sum(table.nbytes for table in tables if table is not None)
 
     def sample(self, columns: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Values at the crossings of ``columns`` and ``rows``, both ascending; 0 where no segment lies."""
         out[...] = 0
         header = self.header
-        for frame in self._frames_in(columns[0], rows[0], columns[-1], rows[-1]):
+        touches = (header.x <= columns[-1]) & (header.x + header.columns > columns[0])
+        touches &= (header.y <= rows[-1]) & (header.y + header.rows > rows[0])
+        for frame in self._painted[touches[self._painted]].tolist():
             x, y = int(header.x[frame]), int(header.y[frame])
             a, b = np.searchsorted(columns, [x, min(x + header.columns, self.width)])
             c, d = np.searchsorted(rows, [y, min(y + header.rows, self.height)])
@@ -117,12 +118,6 @@ class SegMask:
         if overlapping:
             log.warning("%s: segments overlap at %d px: the higher number counts", self.path, overlapping)
         return values
-
-    def _frames_in(self, left: int, top: int, right: int, bottom: int) -> Iterator[int]:
-        """Frames that touch a box of px, in the order in which they are painted."""
-        header, x, y = self.header, self.header.x, self.header.y
-        touches = (x <= right) & (x + header.columns > left) & (y <= bottom) & (y + header.rows > top)
-        yield from self._painted[touches[self._painted]].tolist()
 
     def _rows(self, frame: int, first: int, last: int) -> NDArray[np.integer]:
         """Numbers of segments in rows ``first`` to ``last`` (excluded) of a frame."""

@@ -75,7 +75,7 @@ def choose_image(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[
     return chosen, [image for image in images if image is not chosen]
 
 
-def coarser_pages(tiff: Tiff, image: TiffImage, others: Sequence[TiffImage]) -> list[Page]:
+def _coarser_pages(tiff: Tiff, image: TiffImage, others: Sequence[TiffImage]) -> list[Page]:
     """Return the pages of ``image`` that are marked as reduced: SubIFDs, or pages up to the next scene."""
     if image.page.sub_pages:
         return list(image.page.sub_pages)
@@ -86,10 +86,6 @@ def coarser_pages(tiff: Tiff, image: TiffImage, others: Sequence[TiffImage]) -> 
 
 def is_reduced(page: Page) -> bool:
     return page.number(Tag.SUBFILE, 0) & (REDUCED | MASK) == REDUCED
-
-
-def is_ome(page: Page) -> bool:
-    return bool(re.search(r"<(?:\w+:)?OME\b", page.text(Tag.DESCRIPTION)[:4096]))
 
 
 def refuse_planes(tiff: Tiff, page: Page) -> None:
@@ -119,10 +115,11 @@ def _plain_images(tiff: Tiff) -> list[TiffImage]:
 
 def _ome_images(tiff: Tiff) -> list[TiffImage]:
     """Images that the OME-XML lists, and unmarked pages of other sizes; none if it is no OME-TIFF."""
-    if not is_ome(tiff.pages[0]):
+    description = tiff.pages[0].text(Tag.DESCRIPTION)
+    if not re.search(r"<(?:\w+:)?OME\b", description[:4096]):
         return []
     listed: dict[int, tuple[str, str]] = {}
-    for text in re.split(r"<(?:\w+:)?Image\b", tiff.pages[0].text(Tag.DESCRIPTION))[1:]:
+    for text in re.split(r"<(?:\w+:)?Image\b", description)[1:]:
         name = re.search(r'\bName="([^"]*)"', text.partition(">")[0])
         pixels = re.search(r"<(?:\w+:)?Pixels\b[^<>]*>", text)
         first = re.search(r'<(?:\w+:)?TiffData\b[^<>]*\bIFD="(\d{1,9})"', text)
@@ -186,7 +183,7 @@ def find_levels(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[P
         image = TiffImage((candidates or tiff.pages)[0], "")
     else:
         image, others = choose_image(tiff, scene)
-        candidates = [image.page, *coarser_pages(tiff, image, others)]
+        candidates = [image.page, *_coarser_pages(tiff, image, others)]
     if not image.page.is_tiled:
         raise NotThisFormat(f"{tiff.path}: not a tiled TIFF: its image lies in strips")
     finest, *coarser = sorted((p for p in candidates if p.is_tiled), key=lambda p: (p.width, p.height), reverse=True)
@@ -211,16 +208,14 @@ def other_tiff_images(path: Path, scene: int | None) -> list[str]:
     except NotThisFormat:
         return []
     if is_aperio(tiff):
-        return [describe(TiffImage(page, _aperio_name(page))) for page in tiff.pages if not page.is_tiled]
+        # The first word of the description's second line is label or macro; the thumbnail has none.
+        strips = [page for page in tiff.pages if not page.is_tiled]
+        words = [next(iter(page.text(Tag.DESCRIPTION).partition("\n")[2].split()), "") for page in strips]
+        names = [word if word.isalpha() else "thumbnail" for word in words]
+        return [describe(TiffImage(page, name)) for page, name in zip(strips, names, strict=True)]
     chosen, others = choose_image(tiff, scene)
     planes = [f"{chosen.planes - 1} more focal planes or times"] if chosen.planes > 1 else []
     return [*planes, *map(describe, others)]
-
-
-def _aperio_name(page: Page) -> str:
-    """Return the first word of the description's second line, label or macro; the thumbnail has none."""
-    words = page.text(Tag.DESCRIPTION).partition("\n")[2].split()
-    return words[0] if words and words[0].isalpha() else "thumbnail"
 
 
 def is_aperio(tiff: Tiff) -> bool:

@@ -21,14 +21,8 @@ from pipelines.backends.tiff_page import UNREADABLE, Page, Tag, data_faults
 from pipelines.slides.slide import NotThisFormat, SlideError
 
 _KNOWN: Final = frozenset(Tag)
-_TYPES: Final = {1: "B", 2: "B", 3: "H", 4: "I", 5: "I", 6: "b", 7: "B", 8: "h", 9: "i"} | {
-    11: "f",
-    12: "d",
-    13: "I",
-    16: "Q",
-    17: "q",
-    18: "Q",
-}
+_TYPES: Final = dict(zip((*range(1, 10), 11, 12, 13, 16, 17, 18), "BBHIIbBhifdIQqQ", strict=True))
+"""NumPy's letter by TIFF's number of a type; a rational is two of 5."""
 _RATIONAL: Final = 5
 _BYTES: Final = frozenset({1, 2, 6, 7})
 _WHOLE: Final = frozenset({1, 3, 4, 8, 9, 13, 16, 17, 18})
@@ -119,7 +113,8 @@ class _Reader:
             page, offset = self._page(offset, len(pages))
             if page is None:
                 break
-            pages.append(replace(page, sub_pages=self._sub_pages(page)))
+            subs = [self._page(int(at), page.index)[0] for at in page.array(Tag.SUB_IFDS)[:MAX_SUB_PAGES]]
+            pages.append(replace(page, sub_pages=tuple(sub for sub in subs if sub is not None)))
         if not pages:
             raise SlideError(f"{self._path}: damaged TIFF: {'; '.join(self._faults) or 'no image in it'}")
         return Tiff(self._path, self._size, self._ndpi, tuple(pages), tuple(self._faults))
@@ -175,10 +170,6 @@ class _Reader:
         following = struct.unpack_from(self._order + ("Q" if next_bytes == 8 else "I"), body, body_bytes)[0]
         numbers = [struct.unpack_from(self._order + "H", body, i * entry_bytes)[0] for i in range(count)]
         return Page(index, tags, is_sorted=numbers == sorted(numbers)), int(following)
-
-    def _sub_pages(self, page: Page) -> tuple[Page, ...]:
-        pages = (self._page(int(offset), page.index)[0] for offset in page.array(Tag.SUB_IFDS)[:MAX_SUB_PAGES])
-        return tuple(sub for sub in pages if sub is not None)
 
     def _entry(self, entry: bytes, high: bytes, index: int, tags: dict[int, NDArray[np.generic]]) -> None:
         """Decode one directory entry into ``tags`` when it is one of the known tags."""

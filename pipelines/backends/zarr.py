@@ -68,7 +68,8 @@ class ZarrReader:
                         "slide was copied in part, or has to be written with its empty chunks"
                     )
             try:
-                band = np.asarray(array[self._index(box)])
+                index = tuple(s if axis in "xyc" else 0 for axis, s in zip(self._axes, box, strict=True))
+                band = np.asarray(array[index])
             except SlideError:  # a server that does not answer: the slide's fault, not the chunk's
                 raise
             except Exception as error:  # codecs raise whatever they like on damaged chunks
@@ -90,9 +91,6 @@ class ZarrReader:
         channels = self._image.arrays[0].shape[self._axes.index("c")] if "c" in self._axes else 1
         sides = {"x": x, "y": y, "c": slice(0, channels)}
         return tuple(sides.get(axis, slice(0, 1)) for axis in self._axes)
-
-    def _index(self, box: tuple[slice, ...]) -> tuple[slice | int, ...]:
-        return tuple(side if axis in "xyc" else 0 for axis, side in zip(self._axes, box, strict=True))
 
     def _absent(self, level: int, box: tuple[slice, ...]) -> list[tuple[int, ...]]:
         """Chunks of ``box`` that have no file and are not known to be empty."""

@@ -86,11 +86,7 @@ class SlideSpec:
 
 
 def slide_stem(name: str) -> str:
-    """Return the slide id that a file name stands for: the name without its slide suffix and without ``.ome``.
-
-    >>> slide_stem("case.7.ome.tif"), slide_stem("case.7.ome.zarr"), slide_stem("case.7")
-    ('case.7', 'case.7', 'case.7')
-    """
+    """Return the slide id that a file name stands for: the name without its slide suffix and without ``.ome``."""
     stem, suffix = os.path.splitext(name)
     if suffix.lower() not in FILE_SUFFIXES and suffix.lower() != FOLDER_SUFFIX:
         return name

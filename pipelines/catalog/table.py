@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TextIO
 
 from pipelines.slides.slide import printable
 
@@ -182,13 +182,7 @@ MARKED = re.compile(r"'+[=+\-@\t\r\n]")
 """Text that would be taken for a marked one."""
 
 
-class TextFile(Protocol):
-    """File that rows are written to."""
-
-    def write(self, text: str, /) -> object: ...
-
-
-def write_rows(file: TextFile, rows: Iterable[Sequence[object]]) -> None:
+def write_rows(file: TextIO, rows: Iterable[Sequence[object]]) -> None:
     """Write ``rows`` as CSV; None is an empty cell. A file is opened with ``newline=""``."""
     csv.writer(file, lineterminator="\n").writerows([as_text(cell) for cell in row] for row in rows)
 
@@ -211,11 +205,7 @@ def original(cell: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``number`` and ``noun``, in the plural unless it is one.
-
-    >>> counted(1, "slide"), counted(2, "slide"), counted(0, "class"), counted(1200, "patch")
-    ('1 slide', '2 slides', '0 classes', '1200 patches')
-    """
+    """Return ``number`` and ``noun``, in the plural unless it is one."""
     plural = noun + ("es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
     return f"{number} {noun if number == 1 else plural}"
 

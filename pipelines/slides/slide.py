@@ -22,11 +22,7 @@ the direction of text, and bytes of a file name that are not UTF-8."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return ``text`` with each character escaped that a terminal would obey; those in ``keep`` stay.
-
-    >>> printable("a\tb" + chr(0xDCFF) + chr(0x202E) + chr(27) + "[31m")
-    'a\\x09b\\xff\\u202e\\x1b[31m'
-    """
+    """Return ``text`` with each character escaped that a terminal would obey; those in ``keep`` stay."""
     return UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escaped(ord(found[0])), text)
 
 
@@ -140,11 +136,7 @@ URL = re.compile(r"(https?|s3):/+(.+)")
 
 
 def url_of(path: Path) -> str | None:
-    """Return the URL that ``path`` stands for, None of a file or folder. A path has one slash where a URL has two.
-
-    >>> url_of(Path("https://host/a.zarr")), url_of(Path("slides/a.zarr"))
-    ('https://host/a.zarr', None)
-    """
+    """Return the URL that ``path`` stands for, None of a file or folder. A path has one slash where a URL has two."""
     match = URL.fullmatch(str(path))
     return f"{match[1]}://{match[2]}" if match else None
 
