@@ -66,7 +66,6 @@ class FactorizedReduction(nn.Module):
         self.norm = make_norm(norm, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (n, channels, h/2, w/2), rounded up."""
         x = self.relu(x)
         out: Tensor = self.norm(torch.cat((self.even(x), self.odd(self.shift(x))), dim=1))
         return out
@@ -110,7 +109,6 @@ class NormalCell(Cell):
         self.point_sum = pointwise(width, width, norm)
 
     def forward(self, last: Tensor, before: Tensor) -> Tensor:
-        """Return (n, 4 width, h, w)."""
         last, before = self.squeeze_last(last), self.squeeze_before(before)
         pooled = self.point_before(before) + self.max_pool(before)
         first = before + self.cross_first(last)
@@ -136,7 +134,6 @@ class ReductionCell(Cell):
         self.point = pointwise(width, width, norm)
 
     def forward(self, last: Tensor, before: Tensor) -> Tensor:
-        """Return (n, 3 width, h/2, w/2), rounded up."""
         last, before = self.squeeze_last(last), self.squeeze_before(before)
         pooled = self.small_pool(last) + self.large_pool(last)
         joined = pooled + self.strided(before)
@@ -186,7 +183,6 @@ class AmoebaNet(nn.Module):
         init_convolutions(self, "fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (n, classes)."""
         last = before = self.stem(x)
         for cell in self.cells:
             last, before = cell(last, before), last

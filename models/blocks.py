@@ -131,9 +131,4 @@ class SideCheck(nn.Module):
         self.multiple = multiple
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` (n, c, h, w) as it is."""
         return check_sides(x, self.multiple)
-
-    def extra_repr(self) -> str:
-        """Return the setting, for ``repr``."""
-        return f"multiple={self.multiple}"

@@ -313,17 +313,3 @@ def close_matches(name: str, known: Iterable[str]) -> str:
         return f"did you mean {', '.join(matches)}?"
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return f"known are {', '.join(names[:SHOWN_NAMES])}{more}"
-
-
-def check_foreign(name: str, *, norm: Norm, in_channels: int, any_channels: bool) -> None:
-    """Refuse what only our own models offer.
-
-    Raises:
-        ValueError: ``norm`` or ``in_channels`` is that.
-    """
-    if norm == "instance":
-        raise ValueError(
-            f"--norm instance is for MegaTile's own models; model {name} takes batch, group, frozen or layer"
-        )
-    if in_channels != 3 and not any_channels:
-        raise ValueError(f"model {name} takes 3 channels; got in_channels {in_channels}")

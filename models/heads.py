@@ -52,7 +52,6 @@ class AttentionPool(nn.Module):
         self.score = nn.Conv2d(HIDDEN, 1, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (n, c, 1, 1)."""
         scores = self.score(torch.tanh(self.value(x)) * torch.sigmoid(self.gate(x)))
         bound = self.score.weight.abs().sum().to(torch.float64)
         bound = bound / bound.le(LARGEST_BOUND)  # by 0 beyond it: all weights are 0 then, and 0 / 0 is no number
@@ -70,7 +69,6 @@ class GeneralisedMean(nn.Module):
         self.power = nn.Parameter(torch.full((1,), GEM_POWER))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (n, c, 1, 1)."""
         return x.clamp(min=GEM_LEAST).pow(self.power).mean((2, 3), keepdim=True).pow(1.0 / self.power)
 
 
@@ -88,7 +86,6 @@ class PoolHead(nn.Module):
         self.channels_last, self.flatten = channels_last, flatten
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (n, c), or the pooled map with sides of 1."""
         pooled: Tensor = self.pool(x.permute(0, 3, 1, 2) if self.channels_last else x)
         if self.flatten:
             return torch.flatten(pooled, 1)
@@ -124,16 +121,12 @@ def pool_path(model: nn.Module) -> str | None:
         path
         for path, part in model.named_modules()
         if isinstance(part, PoolHead)
-        or _averages(part)
+        # timm's global pool, set to the average, without loading timm
+        or (type(part).__name__ == "SelectAdaptivePool2d" and part.pool_type in ("avg", "fast", "fastavg"))
         or (path in top and isinstance(part, nn.AdaptiveAvgPool2d) and part.output_size in (1, (1, 1)))
     ]
     outer = [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
     return outer[0] if len(outer) == 1 else None
-
-
-def _averages(part: Any) -> bool:
-    """Return whether it is timm's global pool, set to the average, without loading timm."""
-    return type(part).__name__ == "SelectAdaptivePool2d" and part.pool_type in ("avg", "fast", "fastavg")
 
 
 def _form(pool: Any) -> tuple[bool, bool]:
@@ -162,11 +155,8 @@ def _channels(model: nn.Module, name: str, head: Head, path: str, in_channels: i
         ) from fault
 
 
-"""Length of the vectors that a score is made of (Ilse et al. 2018, section 4.2)."""
-
-
 class GatedClassifier(nn.Module):
-    """Logits and attention score of each tile: features (n, F) -> (n, C + 1)."""
+    """Logits and, last, the attention score of each tile: features (n, F) -> (n, C + 1)."""
 
     def __init__(self, classifier: nn.Linear) -> None:
         super().__init__()
@@ -176,7 +166,6 @@ class GatedClassifier(nn.Module):
         self.score = nn.Linear(HIDDEN, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (n, C) and, as the last column, scores."""
         scores = self.score(torch.tanh(self.value(x)) * torch.sigmoid(self.gate(x)))
         return torch.cat((self.classifier(x), scores), 1)
 

@@ -28,7 +28,6 @@ from models.external import (
     build_smp,
     build_timm,
     build_torchvision,
-    check_foreign,
     create_timm,
     freeze_norms,
     is_on_hub,
@@ -85,18 +84,14 @@ def build_model(
     """
     if classes < 1:
         raise ValueError(f"a model needs at least one class; got classes {classes}")
-    model = _ours(name, classes=classes, norm=norm, in_channels=in_channels)
-    if model is None:
+    ours = ((build, match) for pattern, (build, _) in OURS.items() if (match := re.fullmatch(pattern, name)))
+    if found := next(ours, None):
+        build, match = found
+        model = build(*map(int, match.groups()), classes=classes, norm=norm, in_channels=in_channels)
+    else:
         model = _foreign(name, classes, norm, in_channels, side)
     replace_pool(model, name, head, in_channels)
     return model
-
-
-def _ours(name: str, **settings: Any) -> nn.Module | None:
-    for pattern, (build, _) in OURS.items():
-        if match := re.fullmatch(pattern, name):
-            return build(*(int(number) for number in match.groups()), **settings)
-    return None
 
 
 def _foreign(name: str, classes: int, norm: Norm, in_channels: int, side: int | None) -> nn.Module:
@@ -105,7 +100,12 @@ def _foreign(name: str, classes: int, norm: Norm, in_channels: int, side: int | 
         hint = f"did you mean {' or '.join(matches)}? " if matches else ""
         raise ValueError(f"unknown model {name!r}; {hint}known are {', '.join((*model_names(), *ELSEWHERE))}")
     source, _, rest = name.partition(":")
-    check_foreign(name, norm=norm, in_channels=in_channels, any_channels=source in ("timm", "unet", "smp"))
+    if norm == "instance":
+        raise ValueError(
+            f"--norm instance is for MegaTile's own models; model {name} takes batch, group, frozen or layer"
+        )
+    if in_channels != 3 and source not in ("timm", "unet", "smp"):
+        raise ValueError(f"model {name} takes 3 channels; got in_channels {in_channels}")
     if source == "torchvision":
         model = build_torchvision(rest, classes=classes, side=side)
     elif source == "timm":

@@ -43,7 +43,6 @@ class BasicBlock(nn.Module):
         self.downsample = shortcut(in_channels, width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (n, width, h/stride, w/stride)."""
         residual = x if self.downsample is None else self.downsample(x)
         y = self.relu(self.bn1(self.conv1(x)))
         out: Tensor = self.relu(self.bn2(self.conv2(y)) + residual)
@@ -67,7 +66,6 @@ class Bottleneck(nn.Module):
         self.downsample = shortcut(in_channels, 4 * width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (n, 4 width, h/stride, w/stride)."""
         residual = x if self.downsample is None else self.downsample(x)
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
@@ -108,7 +106,6 @@ class ResNet(nn.Module):
         init_convolutions(self, "fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (n, classes)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
@@ -131,7 +128,6 @@ class PreActivation(nn.Module):
         self.conv = nn.Conv2d(in_channels, channels, kernel, stride, kernel // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (n, channels, h/stride, w/stride)."""
         out: Tensor = self.conv(self.relu(self.norm(x)))
         return out
 
@@ -160,7 +156,6 @@ class PreActivationBottleneck(nn.Module):
         self.shortcut = nn.Conv2d(in_channels, channels, 1, stride) if project else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (n, channels, h/stride, w/stride)."""
         residual = x if self.shortcut is None else self.shortcut(x)
         out: Tensor = residual + self.expand(self.mix(self.reduce(x)))
         return out
@@ -205,7 +200,6 @@ class ResNetV2(nn.Module):
         init_convolutions(self, "fan_in")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (n, classes)."""
         x = self.relu(self.norm(self.layers(self.stem(x))))
         logits: Tensor = self.fc(torch.flatten(self.pool(x), 1))
         return logits

@@ -37,7 +37,6 @@ class Up(nn.Module):
         self.convs = double_convolution(2 * channels, channels, norm)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Return the joined map (n, c, 2h, 2w)."""
         out: Tensor = self.convs(torch.cat((skip, self.up(x)), dim=1))
         return out
 
@@ -71,7 +70,6 @@ class UNet(nn.Module):
         init_convolutions(self, "fan_in")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (n, classes, h, w)."""
         x = self.check(x)
         skips: list[Tensor] = []
         for level, convs in enumerate(self.encoder):
@@ -98,7 +96,6 @@ class Step(nn.Module):
         self.convs = double_convolution(channels, out, norm)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Return the joined map (n, out, H, W)."""
         up = F.interpolate(x, size=skip.shape[-2:], mode="nearest")
         joined: Tensor = self.convs(torch.cat((up, skip), dim=1))
         return joined
@@ -141,7 +138,6 @@ class EncoderUNet(nn.Module):
                 init_convolutions(module, "fan_in")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (n, classes, h, w)."""
         size = x.shape[-2:]  # here: a stage that needed it later would be sent the images
         features: list[Tensor] = self.encoder(x)
         if self.channels_last:
@@ -245,7 +241,6 @@ class UNetGPipe(nn.Module):
         init_convolutions(self, "fan_in")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (n, classes, h, w)."""
         x = self.check(x)
         skips: list[Tensor] = []
         for convs in self.encoder:

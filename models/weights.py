@@ -83,25 +83,31 @@ def load_weights(model: nn.Module, weights: Weights) -> LoadedWeights:
         fresh |= {key: "--head, not in the file" for key in missing if key.startswith(of_pool)}
         unused |= {key: "another --head, not in the model" for key in extra if key.startswith(of_pool)}
     shapes = {key: f"file {tuple(tensors[key].shape)}, model {tuple(wanted[key].shape)}" for key in other_shape}
-    kept = shapes if only_classes_differ([(tensors[key], wanted[key]) for key in other_shape]) else {}
+    # Another number of classes can be a head's alone: output channels of other layers are input channels of the next.
+    counts = {(tensors[key].shape[:1], wanted[key].shape[:1]) for key in other_shape}
+    is_head = len(counts) == 1 and all(tensors[key].shape[1:] == wanted[key].shape[1:] for key in other_shape)
+    kept = shapes if is_head else {}
 
     faults = [f"{key}: {text}" for key, text in shapes.items() if key not in kept]
     faults += [f"{key}: not in the file" for key in missing if key not in fresh]
     faults += [f"{key}: not in the model" for key in extra if key not in unused]
     if faults:
+        more = [f"and {len(faults) - SHOWN_FAULTS} more"] if faults[SHOWN_FAULTS:] else []
         of_norms = all(fault.partition(":")[0].endswith(STATISTICS) for fault in faults)
         raise ValueError(
             f"the weights in {source} are of another model ({len(faults)} of {len(wanted)} tensors differ); "
             f"choose the {'--norm' if of_norms else '--model'} they were trained with:\n  "
-            + "\n  ".join(_first(faults))
+            + "\n  ".join([*faults[:SHOWN_FAULTS], *more])
         )
     _refuse_another_model(source, tensors, wanted, fitting)
     model.load_state_dict({key: tensors[key] for key in fitting}, strict=False)
     reasons = [f"{key} ({reason})" for key, reason in (fresh | unused).items()]
     reasons += [f"{key} (other number of classes: {text})" for key, text in kept.items()]
-    counted = {"loaded": fitting, "fresh": fresh, "other shape": kept, "unused": [*unused, *outside]}
-    blocks = {kind: [block_of(key, part) for key in keys] for kind, keys in counted.items()}
-    return report(source, prefix, part, [block_of(key, part) for key in wanted], blocks, reasons)
+    of_kind = {"loaded": fitting, "fresh": fresh, "other shape": kept, "unused": [*unused, *outside]}
+    tensors_of = {kind: Counter(block_of(key, part) for key in of_kind[kind]) for kind in KINDS}
+    names = dict.fromkeys((*(block_of(key, part) for key in wanted), *(n for kind in KINDS for n in tensors_of[kind])))
+    blocks = {name: {kind: tensors_of[kind][name] for kind in KINDS} for name in names}
+    return LoadedWeights(source, prefix, part, len(wanted), blocks, tuple(reasons))
 
 
 def best_fit(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[str, str]:
@@ -121,15 +127,6 @@ def block_of(key: str, part: str) -> str:
     """Return the block of a tensor: the first of its modules, or the first after ``part`` of the model."""
     inside = part if key.startswith(part) else ""
     return inside + key.removeprefix(inside).partition(".")[0]
-
-
-def only_classes_differ(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether (file, model) tensors differ in output channels alone, all by the same two counts.
-
-    Only a head can: the output channels of any other layer are input channels of the next.
-    """
-    counts = {(file.shape[:1], wanted.shape[:1]) for file, wanted in pairs}
-    return len(counts) == 1 and all(file.shape[1:] == wanted.shape[1:] for file, wanted in pairs)
 
 
 def read_weights(path: Path) -> Weights:
@@ -199,10 +196,6 @@ def _refuse_another_model(
     )
 
 
-def _first(lines: list[str]) -> list[str]:
-    return lines[:SHOWN_FAULTS] + ([f"and {len(lines) - SHOWN_FAULTS} more"] if lines[SHOWN_FAULTS:] else [])
-
-
 KINDS = ("loaded", "fresh", "other shape", "unused")
 """Loaded; left as drawn, as the file has none; left as drawn, of other classes; in the file alone."""
 
@@ -253,18 +246,3 @@ class LoadedWeights:
             "blocks": {name: dict(counts) for name, counts in self.blocks.items()},
             "left": list(self.left),
         }
-
-
-def report(
-    source: str, prefix: str, part: str, own: Sequence[str], kinds: Mapping[str, Sequence[str]], left: Sequence[str]
-) -> LoadedWeights:
-    """Return the report of a file.
-
-    Args:
-        own: the block of each tensor of the model.
-        kinds: of ``KINDS``, the block of each tensor that it is so for.
-    """
-    counts = {kind: Counter(kinds[kind]) for kind in KINDS}
-    names = dict.fromkeys((*own, *(name for kind in KINDS for name in kinds[kind])))
-    blocks = {name: {kind: counts[kind][name] for kind in KINDS} for name in names}
-    return LoadedWeights(source, prefix, part, len(own), blocks, tuple(left))

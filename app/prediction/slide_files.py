@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from app.pages.pictures import as_png, colour_of, tinted
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
+from pipelines.backends.mask import ArrayMask
 from pipelines.catalog.table import write_rows
-from pipelines.labels.conversion import outlines_of
+from pipelines.labels.conversion import outlines
 from pipelines.labels.geojson import closed_rings, signed_area
 from pipelines.tiles.overlay import caption_strip
 from pipelines.tiles.tissue import Overview
@@ -134,7 +135,7 @@ def polygons_of(mask: NDArray[np.bool_]) -> list[Polygon]:
     Args:
         mask: as ``without_saddles`` gives it: rings that touch themselves are not valid.
     """
-    return [Polygon(outer, tuple(holes)) for outer, *holes in outlines_of(mask.view(np.uint8)).get(1, ())]
+    return [Polygon(outer, tuple(holes)) for outer, *holes in outlines(ArrayMask(Path(), mask.view(np.uint8))).get(1, ())]
 
 
 def peaks(

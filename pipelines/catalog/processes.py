@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
@@ -132,7 +133,7 @@ def map_isolated(
     waiting = iter(items)
     busy: dict[Connection[Any, Any], _Worker[Item, Result]] = {}
     try:
-        for item in _take(waiting, workers):
+        for item in islice(waiting, workers):
             worker = _Worker(task, limits)
             busy[worker.connection] = worker
             worker.start(item)
@@ -145,7 +146,7 @@ def map_isolated(
                 assert isinstance(connection, Connection)
                 worker = busy.pop(connection)
                 item, result = worker.item, worker.finish() if connection in ready else worker.give_up()
-                following = _take(waiting, 1)
+                following = list(islice(waiting, 1))
                 if isinstance(result, WorkerCrashed) or not following:
                     worker.stop()
                 if following:
@@ -156,10 +157,6 @@ def map_isolated(
     finally:
         for worker in busy.values():
             worker.stop()
-
-
-def _take(items: Iterator[Item], n: int) -> list[Item]:
-    return [item for _, item in zip(range(n), items, strict=False)]
 
 
 def _end_with_parent(parent: int) -> None:

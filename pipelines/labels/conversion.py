@@ -33,9 +33,6 @@ from pipelines.slides.slide import Slide
 from pipelines.slides.whole_files import replacing
 
 Rings = list[NDArray[np.float64]]
-Corners = tuple[NDArray[np.int64], NDArray[np.uint8]]
-"""Places, int64 (n, 2), (x, y) on the pixel lattice; and values of the four pixels around each, uint8 (n, 4), upper
-left, upper right, lower left, lower right."""
 
 
 def outlines(mask: Mask) -> dict[int, list[Rings]]:
@@ -44,22 +41,14 @@ def outlines(mask: Mask) -> dict[int, list[Rings]]:
     Raises:
         SlideError: the file is damaged, or a value does not fit into a byte.
     """
-    return _by_value(*_corners(mask))
-
-
-def outlines_of(pixels: NDArray[np.uint8]) -> dict[int, list[Rings]]:
-    """Return the same of a mask in memory, uint8 (h, w)."""
-    y, x, around = _differing(np.pad(pixels, 1))
-    return _by_value(np.column_stack([x, y]), around)
-
-
-def _by_value(places: NDArray[np.int64], around: NDArray[np.uint8]) -> dict[int, list[Rings]]:
+    places, around = _corners(mask)
     values = sorted(set(np.unique(around).tolist()) - {0})
     return {value: _polygons(places, around == value) for value in values}
 
 
-def _corners(mask: Mask) -> Corners:
-    """All places of the lattice where pixels around differ, and not just across a straight line."""
+def _corners(mask: Mask) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Return all places of the pixel lattice where pixels around differ, and not just across a straight line, int64
+    (n, 2), (x, y); and the pixels around each, uint8 (n, 4), upper left, upper right, lower left, lower right."""
     columns = np.arange(-1, mask.width + 1)
     places: list[NDArray[np.int64]] = []
     around: list[NDArray[np.uint8]] = []
@@ -67,17 +56,11 @@ def _corners(mask: Mask) -> Corners:
         rows = np.arange(row, min(row + BAND_ROWS, mask.height) + 1)  # one more than lattice rows; 0 outside
         pixels = np.empty((len(rows), len(columns)), np.uint8)
         mask.sample(columns, rows, pixels)
-        y, x, values = _differing(pixels)
+        a, b, c, d = pixels[:-1, :-1], pixels[:-1, 1:], pixels[1:, :-1], pixels[1:, 1:]
+        y, x = np.nonzero(~(((a == b) & (c == d)) | ((a == c) & (b == d))))
         places.append(np.column_stack([x, y + row + 1]))
-        around.append(values)
+        around.append(np.column_stack([a[y, x], b[y, x], c[y, x], d[y, x]]))
     return np.concatenate(places), np.concatenate(around)
-
-
-def _differing(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-    """Return y, x and the values around of such places between ``pixels``."""
-    a, b, c, d = pixels[:-1, :-1], pixels[:-1, 1:], pixels[1:, :-1], pixels[1:, 1:]
-    y, x = np.nonzero(~(((a == b) & (c == d)) | ((a == c) & (b == d))))
-    return y, x, np.column_stack([a[y, x], b[y, x], c[y, x], d[y, x]])
 
 
 def _polygons(places: NDArray[np.int64], inside: NDArray[np.bool_]) -> list[Rings]:
