@@ -75,16 +75,12 @@ class Cell(nn.Module):
     """The first layers of both kinds of cell, which bring the two inputs to ``width`` channels and one size.
 
     Args:
-        last_channels: of what the cell before this one gives.
-        before_channels: of what the cell before that gives.
         width: channels inside the cell, at least 4 and even.
-        halve_before: what the cell before that gives has twice the size of what the cell before this one gives.
-
-    Attributes:
-        widths_out: channels of the output, in multiples of ``width``.
+        halve_before: what the cell before the last gives has twice the size of what the last one gives.
     """
 
     widths_out: int
+    """Channels of the output, in multiples of ``width``."""
 
     def __init__(self, last_channels: int, before_channels: int, width: int, halve_before: bool, norm: Norm) -> None:
         super().__init__()

@@ -58,10 +58,7 @@ class TorchvisionSegmenter(nn.Module):
 
 
 def build_torchvision(name: str, *, classes: int, side: int | None = None) -> nn.Module:
-    """Return a classification or segmentation model of torchvision by its name there.
-
-    Args:
-        side: of the tiles, px, for models that are made for one size.
+    """Return a classification or segmentation model of torchvision by its name there, as ``build_model`` says.
 
     Raises:
         ValueError: torchvision has no such model, or it is of another kind (detection, video, quantized).
@@ -130,10 +127,7 @@ def check_timm(model: str, name: str) -> None:
 
 
 def build_timm(name: str, *, classes: int, in_channels: int, side: int | None = None) -> nn.Module:
-    """Return a model of timm by its name there.
-
-    Args:
-        side: of the tiles, px, for models that are made for one size.
+    """Return a model of timm by its name there, as ``build_model`` says.
 
     Raises:
         ValueError: timm has no such model, or the hub does not give its configuration.

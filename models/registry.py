@@ -70,13 +70,11 @@ def build_model(
     """Return the model called ``name`` with random weights, on the current default device.
 
     Args:
-        name: one of ``model_names()``, or as in ``ELSEWHERE``: ``unet:TIMM_NAME``, ``smp:DECODER(ENCODER)``,
-            ``torchvision:NAME``, ``timm:NAME``, ``package.module:factory``.
+        name: one of ``model_names()``, or as in ``ELSEWHERE``.
         classes: of the logits; 1 gives a single logit.
         norm: in our own models any; in others ``batch`` keeps what they have, ``group`` and ``layer`` replace their
             BatchNorm, and ``frozen`` keeps its running statistics as they are.
         head: what pools the last map of a classifier.
-        in_channels: of the input; 3 for RGB.
         side: of the tiles, px, for models of timm and torchvision that are made for one size; None: their own.
 
     Raises:

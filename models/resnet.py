@@ -76,11 +76,8 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A ResNet: tiles (n, in_channels, h, w) -> logits (n, classes); global average pooling, so any h and w.
 
-    Args:
-        depth: 18, 34, 50, 101 or 152.
-
     Raises:
-        ValueError: another depth.
+        ValueError: ``depth`` is none of ``BLOCKS_BY_DEPTH``.
     """
 
     def __init__(self, depth: int, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> None:
@@ -133,9 +130,8 @@ class PreActivation(nn.Module):
 
 
 class PreActivationBottleneck(nn.Module):
-    """A block of 1 x 1, 3 x 3 and 1 x 1 convolutions with nothing after the sum.
-
-    Takes (n, in_channels, h, w), gives (n, channels, h/stride, w/stride).
+    """A block of 1 x 1, 3 x 3 and 1 x 1 convolutions with nothing after the sum: (n, in_channels, h, w) ->
+    (n, channels, h/stride, w/stride).
 
     Args:
         after_stem: the input is already normalised and rectified, so the first convolution takes it as it is.
@@ -164,11 +160,8 @@ class PreActivationBottleneck(nn.Module):
 class ResNetV2(nn.Module):
     """A ResNet-v2: tiles (n, in_channels, h, w) -> logits (n, classes); global average pooling, so any h and w.
 
-    Args:
-        depth: 9n+2, with n bottlenecks at each of the three resolutions.
-
     Raises:
-        ValueError: another depth.
+        ValueError: ``depth`` is not 9n+2, with n bottlenecks at each of the three resolutions.
     """
 
     def __init__(self, depth: int, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> None:

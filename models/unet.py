@@ -26,10 +26,7 @@ def double_convolution(in_channels: int, channels: int, norm: Norm) -> nn.Sequen
 
 
 class Up(nn.Module):
-    """A step up, which doubles the size, joins the skip and convolves twice.
-
-    Takes (n, 2c, h, w) and the skip (n, c, 2h, 2w), gives (n, c, 2h, 2w).
-    """
+    """A step up, which joins the skip and convolves twice: (n, 2c, h, w) and (n, c, 2h, 2w) -> (n, c, 2h, 2w)."""
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
@@ -86,10 +83,7 @@ WIDTHS = (256, 128, 64, 32, 16)
 
 
 class Step(nn.Module):
-    """A step up to the size of the skip, which it joins and convolves twice.
-
-    Takes (n, c, h, w) and the skip (n, s, H, W), gives (n, out, H, W).
-    """
+    """A step up, which joins the skip and convolves twice: (n, c, h, w) and (n, s, H, W) -> (n, out, H, W)."""
 
     def __init__(self, channels: int, out: int, norm: Norm) -> None:
         super().__init__()
@@ -156,10 +150,6 @@ def build_encoder_unet(
 ) -> EncoderUNet:
     """Return the U-Net over timm's ``name``, with random weights.
 
-    Args:
-        norm: of the decoder.
-        side: of the tiles, px, for encoders that are made for one size.
-
     Raises:
         ValueError: timm has no such model, or it does not give features at several sizes, or only through hooks.
     """
@@ -195,11 +185,8 @@ NEGATIVE_SLOPE = 0.01
 
 
 def cell(in_channels: int, width: int, channels: int, convs: int, norm: Norm) -> nn.Sequential:
-    """Return ``convs`` times convolution, channel dropout, norm, leaky ReLU.
-
-    Takes (n, in_channels, h, w), gives (n, channels, h, w). The last convolution gives ``channels``, those before it
-    ``width``.
-    """
+    """Return ``convs`` times convolution, channel dropout, norm, leaky ReLU: (n, in_channels, h, w) -> (n, channels,
+    h, w). The last convolution gives ``channels``, those before it ``width``."""
     sizes = [in_channels, *[width] * (convs - 1), channels]
     layers = nn.Sequential()
     for before, after in pairwise(sizes):

@@ -69,8 +69,7 @@ def colour_fault(
     Args:
         tables: the level's JPEGTables.
         data: one tile.
-        samples: components per px by the tags.
-        ycbcr: the tags say YCbCr, not RGB or grey.
+        samples, ycbcr: by the tags, components per px, and whether they are YCbCr, not RGB or grey.
         factors: by how much the tags say that chroma is coarser, across and down.
 
     Raises:

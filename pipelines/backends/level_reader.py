@@ -24,13 +24,8 @@ class Inside(NamedTuple):
 
 
 def pad(out: Pixels, l_x: int, l_y: int, l_width: int, l_height: int) -> Inside | None:
-    """Paint what of ``out`` lies outside the level; return the part inside, None when there is none.
-
-    Args:
-        out: uint8 (h, w, 3), whose top left is px (l_x, l_y) of the level.
-        l_x, l_y: may be negative or past the end.
-        l_width, l_height: size of the level in px.
-    """
+    """Paint what lies outside the level, of ``l_width`` x ``l_height`` px, of ``out``, whose top left is px (l_x, l_y)
+    of it; return the part inside, None when there is none."""
     rows, columns = out.shape[:2]
     left, top = min(max(0, -l_x), columns), min(max(0, -l_y), rows)
     right, bottom = max(left, min(columns, l_width - l_x)), max(top, min(rows, l_height - l_y))
@@ -64,12 +59,7 @@ Recorded = float | str | None
 
 
 def level0_mpp(path: Path, mpp_x: Recorded, mpp_y: Recorded, override: float | None) -> float:
-    """um/px of level 0.
-
-    Args:
-        path: the slide, for the error.
-        mpp_x, mpp_y: what the file records.
-        override: um/px of the user, used in place of the file's; None: not given.
+    """Return um/px of level 0: ``override``, the user's, or else what the file at ``path`` records.
 
     Raises:
         ValueError: ``override`` is implausible.

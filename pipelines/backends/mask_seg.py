@@ -40,9 +40,6 @@ BAND_PIXELS = 16 << 20
 class SegMask:
     """A ``Mask`` over the frames of a DICOM Segmentation. Safe in many threads: every read is positional.
 
-    Attributes:
-        names: label of each segment by its number, as the file has it.
-
     Raises:
         SlideError: as ``read_segmentation``; a compression that is not read, or frames above ``PIECE_BYTES``.
     """

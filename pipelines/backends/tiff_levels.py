@@ -54,7 +54,6 @@ def choose_image(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[
     """Return the image that is the slide, and the others.
 
     Args:
-        tiff: not of a vendor whose pages mean something else.
         scene: which image to take if several have a similar size, counted from 0; None: there is one such image.
 
     Raises:
@@ -168,9 +167,6 @@ _PRINT_UM: Final = 20.0
 
 def find_levels(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[Page]]:
     """Return the image that is the slide, and the pages that are its levels, finest first.
-
-    Args:
-        scene: which image to take if several have a similar size; None: there is one such image.
 
     Raises:
         NotThisFormat: not tiled, or a format whose tiles are not one plain grid per level.

@@ -51,7 +51,6 @@ class TiffWriter:
     """Open file under a temporary name next to ``path``; ``with`` publishes it on success and removes it on an error.
 
     Args:
-        path: the file to make; replaced if it exists.
         levels: size of each level, finest first.
         encoding: what the tiles are.
         mpp: um/px of level 0, stored as resolution; OpenSlide reports it as ``openslide.mpp-x``.
@@ -133,9 +132,7 @@ class PyramidWriter:
     Each level halves the one before (mean of 2 x 2 px): memory is that of a few rows of tiles, whatever the height.
 
     Args:
-        path: the file to make; replaced if it exists.
         size, mpp: of the finest level.
-        description: text of the first page's ImageDescription.
         encoding: ``JPEG`` for RGB, ``DEFLATE_MASK`` for one byte per px.
         longest: px of the longer side of the coarsest level at most.
         threads: compress the tiles; None: the caller's.

@@ -73,7 +73,6 @@ class TiledReader:
     """A ``LevelReader`` over compressed tiles in one file.
 
     Args:
-        path: the file, opened here and closed by ``close``.
         grids: the levels, finest first.
         name: the backend's name.
         decode_threads: how many threads decode the tiles of one read; they share the work of a large region.
@@ -148,12 +147,9 @@ class TiledReader:
 
 
 def open_tiled(path: Path, *, mpp: float | None, scene: int | None = None, decode_threads: int = 1) -> PyramidSlide:
-    """Open a tiled TIFF file as a slide.
+    """Open a tiled TIFF file as a slide, as ``open_slide`` says.
 
     Args:
-        path: the file.
-        mpp: um/px of level 0, in place of what the file records; None: the file's.
-        scene: which of several images of similar size is the slide.
         decode_threads: threads that share the decoding of one read; 1 where tiles are read in parallel anyway.
 
     Raises:
@@ -231,9 +227,7 @@ def _decode_segment(header: bytes, data: bytes, out: Pixels) -> None:
 def open_ndpi(path: Path, *, mpp: float | None, scene: int | None = None) -> PyramidSlide:
     """Open an NDPI file as a slide. Focal planes other than the central one, macro image and map are not levels.
 
-    Args:
-        mpp: as of ``open_tiled``.
-        scene: not used: an NDPI file holds one slide.
+    It holds one slide, whatever ``scene`` says.
 
     Raises:
         NotThisFormat: not NDPI, or without a list of restart segments; says why.

@@ -63,9 +63,7 @@ class TileCache:
     """Tiles of one kind. Safe in many threads, and with other processes that share the folder.
 
     Args:
-        folder: of the cache; made if it is not there.
         most_bytes: that the folder may grow to, counting what other processes put there.
-        kind: of the tiles.
 
     Attributes:
         counts: since it was opened.
@@ -241,14 +239,7 @@ def open_cached(spec: SlideSpec, cache: TileCache) -> CachedSlide:
 
 
 class CachedSlide:
-    """A ``Slide`` over a slide and a cache; closes the slide, not the cache.
-
-    Args:
-        scene: of several images of the file, the one that was opened.
-
-    Raises:
-        OSError: the slide's file cannot be read.
-    """
+    """A ``Slide`` over a slide and a cache; closes the slide, not the cache. OSError: the file cannot be read."""
 
     def __init__(self, slide: Slide, cache: TileCache, scene: int | None = None) -> None:
         self._slide, self._cache = slide, cache

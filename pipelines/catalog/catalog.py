@@ -136,7 +136,6 @@ def find_slides(
     of its own. A folder that cannot be listed is a slide of its name and a slash, which fails when it is opened.
 
     Args:
-        root: folder.
         mpp: um/px of level 0 for every slide, in place of what the files say.
         mpp_by_slide: the same for single slides, by name as ``SlideNames`` takes it; goes before ``mpp``.
         whole_pictures: a slide's id is its path below ``root``, without suffix, and um/px are not needed.

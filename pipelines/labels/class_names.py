@@ -49,7 +49,6 @@ def positive_class(classes: Sequence[str], named: str | None = None) -> int | No
     """Return the index of the positive class of two; None where it is not known, and of any other number of classes.
 
     Args:
-        classes: names, in order.
         named: ``--positive-class`` of the user. None: the one class that is not called as in ``NEGATIVES``.
 
     Raises:
@@ -201,7 +200,6 @@ def known_patients(slides: Collection[str], named: Mapping[str, str], pattern: s
     """Return the patient of every slide whose patient is known, by slide id.
 
     Args:
-        slides: ids of all slides.
         named: patients that a table names, which go first.
         pattern: regular expression for the other slides, searched in the id: its first group is the patient, or the
             whole match without a group. None: TCGA barcodes are recognised.

@@ -161,8 +161,6 @@ def make_polygon_set(
         polygons: rings of each, the outer one first; a ring is at least three positions, closed or not, of which the
             first two numbers are x and y in level-0 px.
         names: class of each polygon.
-        left_out: as in ``PolygonSet``.
-        origin: what the coordinates count from.
 
     Raises:
         ValueError, TypeError, IndexError: a position is no pair of finite numbers within ``FARTHEST_PX``.

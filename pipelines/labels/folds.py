@@ -47,13 +47,10 @@ def fold_splits(
     the folds every patient that is not in test validates exactly once, and test is the same in all.
 
     Args:
-        patient: patient of every slide, by slide id.
-        label: class of every slide, by slide id; None: slides have no class (segmentation).
+        patient, label: as for ``make_splits``.
         site: site of every slide, none of which is shared out; None: patients are dealt out one by one.
-        folds: at least 2.
         fold: that validates, from 0.
         test: fraction of the patients in no fold, at least 0, below 1.
-        seed: of the order in which groups of the same size are dealt out.
 
     Raises:
         ValueError: numbers out of range, slides without a site, or fewer groups than parts.

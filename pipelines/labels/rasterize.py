@@ -95,7 +95,6 @@ def paint(
     """Paint the polygons that meet the grid into ``out``, later ones over earlier ones; other pixels stay.
 
     Args:
-        drawing: polygons.
         ids: uint8 (len(drawing.classes),), what to write for each class.
         grid: pixels of ``out``.
         l0_shift: (x, y) to add to the drawing's coordinates: the corner of the slide's bounds.

@@ -110,11 +110,6 @@ def find_labels(
 def read_mpp(slides: Path, table: Path | None, labels: Path | None = None) -> dict[str, float]:
     """Return um/px of level 0 by slide name: of ``--mpp-table``, else of the column ``mpp`` of the labels, if any.
 
-    Args:
-        slides: folder, whose ``labels.csv`` holds the labels unless ``labels`` does.
-        table: CSV file with columns slide and mpp.
-        labels: CSV file of labels.
-
     Raises:
         ValueError: as ``read_mpp_column``, or ``table`` has no column mpp.
     """

@@ -23,7 +23,6 @@ class PyramidSlide:
     """A ``Slide`` over a ``LevelReader``.
 
     Args:
-        path: the file.
         reader: gives the pixels of a level; closed with the slide.
         levels: finest first.
         bounds: where level 0 holds pixels; all of it by default.

@@ -40,15 +40,12 @@ _BAND_PIXELS = 1 << 18
 def jitter(
     alpha: NDArray[np.float64], beta: NDArray[np.float64], gain: NDArray[np.float64]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Matrix and shift that do the jitter: density' = density @ matrix + shift.
+    """Return matrix float32 (n, 3, 3) and shift (n, 3) that do the jitter: density' = density @ matrix + shift.
 
     Args:
-        alpha: (n, 3) factors of the amounts of haematoxylin, eosin, DAB; 1 changes nothing.
-        beta: (n, 3) added to the amounts, in units of optical density; 0 changes nothing.
-        gain: (n,) factor of the light, > 0; 1 changes nothing.
-
-    Returns:
-        float32 (n, 3, 3) and (n, 3).
+        alpha: (n, 3) factors of the amounts of haematoxylin, eosin, DAB.
+        beta: (n, 3) added to the amounts, in units of optical density.
+        gain: (n,) factor of the light, > 0.
     """
     matrix = np.einsum("ij,nj,jk->nik", HED_FROM_RGB, alpha, RGB_FROM_HED)
     shift = beta @ RGB_FROM_HED - np.log(gain)[:, None]

@@ -168,9 +168,7 @@ class BufferPool:
     Attributes:
         image_shape, target_shape, target_dtype: of one buffer.
         max_bytes: of all buffers together; one buffer is always allowed.
-        allocate: makes the arrays.
-        size_of: of the tiles, where they differ in size.
-        parts: what is read of each tile; None: all.
+        size_of, parts: as in ``Batch``.
         made: buffers so far.
     """
 

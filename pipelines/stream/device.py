@@ -33,14 +33,12 @@ class DevicePrefetcher:
     While the microbatches of a batch are asked for, the next batch is sent to the device as soon as it is read.
 
     Args:
-        source: gives batches.
-        ready: says whether it gives the next one without waiting.
+        ready: says whether ``source`` gives the next one without waiting.
         pixels: makes microbatches, on its device; a ``BoxMaker`` leaves tiles on the host, for boxes of them.
         prefetch: microbatches made ahead of the one that was given last, those of the next batch among them once that
             has been sent. Each takes its float32 images on the device from then on, and as much again while its stains
             are jittered; its numbers are the same as without.
-        thread_context: entered by the thread that makes microbatches ahead, around each; for memory that is counted
-            by thread.
+        thread_context: entered by the thread that makes microbatches ahead, around each, to count its memory.
     """
 
     def __init__(

@@ -63,8 +63,6 @@ class TileReader:
     """Reads rows of a table through a pool of open slides.
 
     Attributes:
-        tiles: the table.
-        pool: opens and keeps the slides; knows every slide of the table.
         on_fault: called for every tile that could not be read, by a reading thread, one call at a time.
         replaces: read another tile in place of one that cannot be read; otherwise it is blank, and its row ``UNREAD``.
         crop: cuts each slide, which is a picture, to the tile; None: tiles are read as they are.
@@ -257,9 +255,7 @@ class PictureCrop:
 
     Attributes:
         side: of a tile in px.
-        seed: of the run.
-        varied: cut at random, otherwise the middle.
-        flip: whether what is varied is flipped, too.
+        varied: cut at random and, with ``flip``, flipped half of the time; otherwise the middle.
     """
 
     side: int

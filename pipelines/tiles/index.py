@@ -75,9 +75,6 @@ def build_index(
     is not in the result.
 
     Args:
-        specs: the slides, at least one.
-        settings: which tiles to cut.
-        out: folder; made if it is not there.
         workers: processes; 0: one per core.
         progress: called with each finished slide, which the log has, too, and with remarks.
         retry_failed: try slides again that failed before; otherwise only when their file has changed.

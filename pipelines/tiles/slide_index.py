@@ -60,7 +60,6 @@ def find_unreadable_tiles(
     """Return which tiles cannot be read, bool (n,), and the first fault; empty where all can.
 
     Args:
-        slide: open.
         l0_x, l0_y: (n,), top left of each tile in level-0 px.
         size, mpp: width and height of a tile in px at ``mpp`` um/px.
         l0_size: the same in level-0 px.
@@ -147,13 +146,10 @@ class SlideTiles:
     """The kept tiles of one slide.
 
     Attributes:
-        source: the slide.
         l0_x, l0_y: int64 (n,), top left in level-0 px, row by row.
         tissue: float32 (n,), the part of each that is tissue.
         size: width and height of each in px.
-        tissue_share: the part of the slide that is tissue.
-        seconds: that it took.
-        unreadable_share: the part of the slide that is damaged; tiles there are left out.
+        tissue_share, unreadable_share: parts of the slide that are tissue, and damaged; tiles there are left out.
         damaged: tiles of tissue left out because the level they are read from is damaged there, and the first fault.
     """
 

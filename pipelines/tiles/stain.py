@@ -152,14 +152,7 @@ def _mask_of(tissue: TissueMask, l0_x: int, l0_y: int, l0_px: float) -> NDArray[
 
 
 def fit_pixels(pixels: Pixels, method: Method) -> StainFit:
-    """Return the stain of tissue.
-
-    Args:
-        pixels: uint8 (n, 3).
-
-    Raises:
-        NoStainFit: too few of them are stained, or by one stain only.
-    """
+    """Return the stain of tissue px, uint8 (n, 3). NoStainFit: too few are stained, or by one stain only."""
     density = -np.log((pixels.astype(np.float64) + 1) / 256)
     density = density[(density >= LEAST_DENSITY).all(1)]
     if len(density) < LEAST_PX:
@@ -235,7 +228,6 @@ class StainFits:
     """Stains of slides.
 
     Attributes:
-        method: of the fits.
         tissue_mpp: resolution at which tissue was looked for.
         fits: by slide id; None where there is none, and ``faults`` says why.
         digests: of the slides' bytes, by slide id.

@@ -82,7 +82,6 @@ class TileTable:
         slide: int32 (n,).
         l0_x, l0_y: int64 (n,), top left of each tile in level-0 px.
         tissue: float32 (n,), the part of the tile that is tissue, 0 to 1.
-        settings: what the tiles were cut with.
         sources: one per slide, in the order of ``slides``; empty for a table that was not made from files.
         faults: slides that were tried and have no tiles.
         sides: int32 (n, 2), width and height in px of each tile; None where all have the side of the settings.
@@ -329,7 +328,6 @@ def take_over(
     """``table`` with what other index files of its folder know of ``wanted``.
 
     Args:
-        table: the content of ``own``.
         wanted: slides as in ``TileTable.tried``; one that was another then is left out.
         own: the file that ``table`` belongs to.
         faults: take over slides that failed, too.
