@@ -108,7 +108,10 @@ def replace_pool(model: nn.Module, name: str, head: Head, in_channels: int = 3) 
             "a timm: model whose global_pool is a layer"
         )
     old: Any = model.get_submodule(path)
-    channels_last, flatten = _form(old)
+    channels_last = flatten = False
+    if not isinstance(old, nn.AdaptiveAvgPool2d):  # timm's
+        channels_last = getattr(old.pool, "dim", (2, 3)) == (1, 2)
+        flatten = isinstance(old.flatten, nn.Flatten) or bool(getattr(old.pool, "flatten", False))
     channels = _channels(model, name, head, path, in_channels, channels_last)
     pool = AttentionPool(channels) if head == "attention" else GeneralisedMean()
     model.set_submodule(path, PoolHead(pool, channels_last=channels_last, flatten=flatten))
@@ -127,14 +130,6 @@ def pool_path(model: nn.Module) -> str | None:
     ]
     outer = [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
     return outer[0] if len(outer) == 1 else None
-
-
-def _form(pool: Any) -> tuple[bool, bool]:
-    """Return whether a pool takes channels last, and whether it flattens."""
-    if isinstance(pool, nn.AdaptiveAvgPool2d):
-        return False, False
-    flatten = isinstance(pool.flatten, nn.Flatten) or bool(getattr(pool.pool, "flatten", False))
-    return getattr(pool.pool, "dim", (2, 3)) == (1, 2), flatten
 
 
 def _channels(model: nn.Module, name: str, head: Head, path: str, in_channels: int, channels_last: bool) -> int:

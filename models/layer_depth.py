@@ -63,24 +63,17 @@ def _units(module: nn.Module, path: str) -> Iterator[tuple[bool, str, nn.Module]
     yield True, path, module
     for name, child in module.named_children():
         inner = f"{path}{name}."
-        if isinstance(child, LISTS) or any(_strings_blocks(part) for part in child.modules()):
+        # a list of two or more blocks; a convolution with its norm and activation is none
+        lists = [part for part in child.modules() if isinstance(part, LISTS)]
+        if isinstance(child, LISTS) or any(sum(map(_is_block, part.children())) >= 2 for part in lists):
             yield from _units(child, inner)
         else:
             yield False, inner, child
 
 
-def _strings_blocks(module: nn.Module) -> bool:
-    """Return whether ``module`` is a list of two or more blocks; a convolution with its norm and activation is none."""
-    return isinstance(module, LISTS) and sum(map(_is_block, module.children())) >= 2
-
-
 def _is_block(module: nn.Module) -> bool:
     inside = [child for child in module.children() if next(child.parameters(), None) is not None]
-    return bool(inside) and not (isinstance(module, LISTS) and not any(map(_has_children, inside)))
-
-
-def _has_children(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
+    return bool(inside) and not (isinstance(module, LISTS) and not any(list(part.children()) for part in inside))
 
 
 TRUNK = "trunk"

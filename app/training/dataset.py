@@ -128,7 +128,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
     tiles = tiles.of_slides(usable)
     if task == "classify" and isinstance(truth, SlideAnnotations):
         rule = TileLabel.parse(data.tile_label)
-        points = max(tiles.largest) if rule.counts_any else LABEL_GRID
+        points = max(tiles.largest) if rule.least == 0 else LABEL_GRID
         tiles, areas = _drawn_areas(tiles, truth, specs, failed, points)
         tiles, tile_labels = _labelled(tiles, rule.classes(areas), progress)
         usable = list(tiles.slides)

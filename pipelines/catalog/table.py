@@ -10,6 +10,7 @@ import contextlib
 import csv
 import fcntl
 import io
+import logging
 import os
 import re
 import threading
@@ -173,6 +174,12 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """Names for a message: the first ones, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def warn_of(logger: logging.Logger, what: str, names: Sequence[str], noun: str) -> None:
+    """Log ``what`` is wrong with ``names``, each a ``noun``; nothing where there are none."""
+    if names:
+        logger.warning("%s: %s: %s", what, counted(len(names), noun), listed(names))
 
 
 RUNS = re.compile(r"[=@\t\r\n]|[+-].*[(|!]", re.DOTALL)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 from xml.parsers import expat
 
 import shapely
@@ -190,11 +189,7 @@ def _without(drawn: Sequence[list[Point]], cut_out: Sequence[list[Point]]) -> li
     for ring in drawn:
         area = shapely.Polygon(ring)
         near = [negatives[k] for k in tree.query(area)]
-        if not near:
-            polygons.append([ring])
-            continue
-        rest = shapely.difference(valid_area(area), shapely.union_all(near))
-        polygons += polygons_of(rest)
+        polygons += polygons_of(shapely.difference(valid_area(area), shapely.union_all(near))) if near else [[ring]]
     return polygons
 
 
@@ -202,15 +197,10 @@ CHUNK_BYTES, TOKEN_BYTES = 1 << 18, 1 << 20
 """Bytes of a file given to the parser at a time, and of its longest tag or comment."""
 
 
-class ElementReader(Protocol):
-    """Told of the elements of a document in their order."""
-
-    def start(self, element: str, attributes: Mapping[str, str]) -> None: ...
-    def end(self, element: str) -> None: ...
-    def drawing(self) -> PolygonSet: ...
-
-
-READERS: Mapping[str, Callable[[], ElementReader]] = {"ASAP_Annotations": AsapReader, "Annotations": ImageScopeReader}
+READERS: Mapping[str, type[AsapReader | ImageScopeReader]] = {
+    "ASAP_Annotations": AsapReader,
+    "Annotations": ImageScopeReader,
+}
 """By root element."""
 
 
@@ -221,7 +211,7 @@ def read_xml(path: Path) -> PolygonSet:
         SlideError: the file cannot be read, is no such XML, declares a document type, or an object is malformed (says
             in which line).
     """
-    reader: ElementReader | None = None
+    reader: AsapReader | ImageScopeReader | None = None
     parser = expat.ParserCreate()
 
     def start(element: str, attributes: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipelines.backends.mask import Mask
 from pipelines.catalog.catalog import SlideSpec
-from pipelines.catalog.table import counted, listed
+from pipelines.catalog.table import listed, warn_of
 from pipelines.labels.annotation_files import AnnotationCache, AnnotationFiles, damaged_is_slide_error, mask_classes
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, Origin, PolygonSet, areas_within, painted_over, printable_name
@@ -295,12 +295,8 @@ def _log_hidden(source: str, hidden: Mapping[str, Counter[str]], unseen: Sequenc
 def _log(files: AnnotationFiles, failed: Mapping[str, str], unlabelled: Sequence[str], without_area: int) -> None:
     for fault in failed.values():
         logger.warning("left out: %s", fault)
-    if unlabelled:
-        number = counted(len(unlabelled), "slide")
-        logger.warning("%s: left out, without an annotation: %s: %s", files.source, number, listed(unlabelled))
-    if files.unknown:
-        names = [path.name for path in files.unknown]
-        number = counted(len(names), "file")
-        logger.warning("%s: for slides that are not there: %s: %s", files.source, number, listed(names))
+    warn_of(logger, f"{files.source}: left out, without an annotation", unlabelled, "slide")
+    names = [path.name for path in files.unknown]
+    warn_of(logger, f"{files.source}: for slides that are not there", names, "file")
     if without_area:
         logger.warning("%s: %d points, lines and empty features have no area: not used", files.source, without_area)

@@ -162,11 +162,6 @@ class TileLabel:
             raise ValueError(f"--tile-label is majority, any, or a fraction above 0 and up to 1; got {text!r}")
         return cls(float(text))
 
-    @property
-    def counts_any(self) -> bool:
-        """Return whether the smallest area counts."""
-        return self.least == 0
-
     def classes(self, areas: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the class of each tile, int64 (n,), or ``NOTHING_COUNTS``.
 

@@ -162,11 +162,7 @@ def read_areas(path: Path, slide: Slide | None) -> PolygonSet:
     if isinstance(annotation, PolygonSet):
         return annotation
     assert slide is not None, "the command asks for one"
-    return _mask_areas(annotation, slide)
-
-
-def _mask_areas(mask: Mask, slide: Slide) -> PolygonSet:
-    box = mask_box(mask, slide)
+    mask, box = annotation, mask_box(annotation, slide)
     with damaged_is_slide_error(mask.path):
         polygons_by_value = outlines(mask)
     files = AnnotationFiles({mask.path.stem: mask.path}, (), str(mask.path))

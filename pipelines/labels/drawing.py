@@ -167,7 +167,8 @@ def make_polygon_set(
     """
     rings = [ring for polygon in polygons for ring in polygon]
     lengths = np.fromiter(map(len, rings), np.int64, len(rings))
-    numbers = _numbers(rings, int(lengths.sum()))
+    # a position may have a third value, a height: not used
+    numbers = np.fromiter((n for ring in rings for p in ring for n in (p[0], p[1])), np.float64, 2 * int(lengths.sum()))
     if not (np.abs(numbers) <= FARTHEST_PX).all():
         raise ValueError(f"a coordinate is not a finite number of px within {FARTHEST_PX:g}")
     start = numbers.reshape(-1, 2)
@@ -189,11 +190,6 @@ def make_polygon_set(
         dict(left_out),
         origin,
     )
-
-
-def _numbers(rings: Sequence[Sequence[Any]], positions: int) -> NDArray[np.float64]:
-    # a position may have a third value, a height: not used
-    return np.fromiter((n for ring in rings for p in ring for n in (p[0], p[1])), np.float64, 2 * positions)
 
 
 def printable_name(text: str) -> str:

@@ -22,10 +22,6 @@ from pipelines.slides.slide import SlideError
 AREAS = frozenset({"Polygon", "MultiPolygon"})
 NO_AREAS = frozenset({"Point", "MultiPoint", "LineString", "MultiLineString"})
 
-EMPTY = "empty feature"
-MISSING_CORE = "missing TMA core"
-TOO_FEW_POINTS = "polygon of fewer than 3 points"
-
 
 def read_geojson(path: Path) -> PolygonSet:
     """Return the areas of a GeoJSON file.
@@ -48,13 +44,14 @@ def read_geojson(path: Path) -> PolygonSet:
     try:
         for number, feature in enumerate(_features(document), start=1):
             geometry, properties = feature["geometry"], feature.get("properties") or {}
-            areas = [] if geometry is None or properties.get("isMissing") is True else list(_polygons(geometry))
+            is_missing = properties.get("isMissing") is True
+            areas = [] if geometry is None or is_missing else list(_polygons(geometry))
             if not areas:
-                kind = EMPTY if geometry is None else geometry["type"]
-                left_out[MISSING_CORE if properties.get("isMissing") is True else kind] += 1
+                kind = "empty feature" if geometry is None else geometry["type"]
+                left_out["missing TMA core" if is_missing else kind] += 1
             for rings in areas:
                 if not rings or len(rings[0]) < 3:
-                    left_out[TOO_FEW_POINTS] += 1  # as a stray click leaves
+                    left_out["polygon of fewer than 3 points"] += 1  # as a stray click leaves
                     continue
                 polygons.append([ring for ring in rings if len(ring) >= 3])
                 names.append(class_name(properties))

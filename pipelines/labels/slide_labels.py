@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.catalog.catalog import SlideNames, SlideSpec
-from pipelines.catalog.table import LABELS_FILE, MISSING, Table, counted, listed, read_table, shown
+from pipelines.catalog.table import LABELS_FILE, MISSING, Table, listed, read_table, shown, warn_of
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, check_spellings, known_patients
@@ -230,15 +230,9 @@ def _labels(
     classes = tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
     index = {name: number for number, name in enumerate(classes)}
     unlabelled = tuple(sorted(spec.slide_id for spec in specs if spec.slide_id not in name_of))
-    if unlabelled:
-        number = counted(len(unlabelled), "slide")
-        logger.warning(
-            "%s: left out, without a label (none, empty, or a missing value such as nan): %s: %s",
-            *(source, number, listed(unlabelled)),
-        )
-    if unknown:
-        number = counted(len(unknown), "label")
-        logger.warning("%s: for slides that are not there: %s: %s", source, number, listed(unknown))
+    without = "left out, without a label (none, empty, or a missing value such as nan)"
+    warn_of(logger, f"{source}: {without}", unlabelled, "slide")
+    warn_of(logger, f"{source}: for slides that are not there", unknown, "label")
     return SlideLabels(
         classes,
         {slide: index[name] for slide, name in sorted(name_of.items())},

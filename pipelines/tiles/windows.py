@@ -1,9 +1,9 @@
 """The windows of one slide that a trained model looks at: a grid with overlap, as far as there is tissue.
 
-Takes a ``SlideSpec`` and ``WindowSettings``; gives ``SlideWindows``, or a ``SlideFault`` that says at which step the
-slide failed and why. Runs in a process of its own (``processes``), since a damaged slide may end the process that reads
-it. Windows lie on a canvas of cells: px at the asked mpp for a model that scores pixels, larger squares for one that
-scores tiles. The last row and column of windows is shifted inwards (Isensee et al., Nature Methods 18, 2021).
+Takes a ``SlideSpec`` and ``WindowSettings``; gives ``SlideWindows``. Runs in a process of its own (``processes``), as
+a damaged slide may end the process that reads it. Windows lie on a canvas of cells: px at the asked mpp for a model
+that scores pixels, larger squares for one that scores tiles. The last row and column of windows is shifted inwards
+(Isensee et al., Nature Methods 18, 2021).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from pipelines.catalog.processes import map_isolated
 from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import read_thumbnail
-from pipelines.tiles.slide_index import default_threads, error_text, file_bytes, find_unreadable_tiles, slide_limits
+from pipelines.tiles.slide_index import default_threads, error_text, find_unreadable_tiles, slide_limits
 from pipelines.tiles.stain import Method, NoStainFit, StainFit, fit_slide
-from pipelines.tiles.tile_table import SlideFault
 from pipelines.tiles.tiling import MOST_TILES, TileGrid, tissue_fractions
 from pipelines.tiles.tissue import Overview, find_tissue, read_overview
 
@@ -114,14 +113,14 @@ def windows_of(spec: SlideSpec, settings: WindowSettings) -> SlideWindows:
     ((_, found),) = map_isolated(task, [spec], 1, slide_limits(threads))
     if isinstance(found, SlideWindows):
         return found
-    raise SlideError(f"{found.step}: {found.error}" if isinstance(found, SlideFault) else f"{spec.path}: {found}")
+    raise SlideError(f"windows: {found}" if isinstance(found, str) else f"{spec.path}: {found}")
 
 
-def _windows_or_fault(spec: SlideSpec, settings: WindowSettings, threads: int) -> SlideWindows | SlideFault:
+def _windows_or_fault(spec: SlideSpec, settings: WindowSettings, threads: int) -> SlideWindows | str:
     try:
         return find_windows(spec, settings, threads)
     except Exception as fault:  # slide libraries raise anything; the other slides continue
-        return SlideFault(spec.slide_id, file_bytes(spec.path), spec.mpp, "windows", error_text(fault))
+        return error_text(fault)
 
 
 def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> SlideWindows:
