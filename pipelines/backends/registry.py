@@ -163,9 +163,12 @@ def check_content(path: Path) -> None:
         SlideError: the content is of another kind, or an MRXS file has no data folder.
         OSError: the file cannot be read.
     """
-    suffix = path.suffix.lower()
-    if suffix == ".mrxs":
-        _check_mrxs(path)
+    suffix, folder = path.suffix.lower(), path.with_suffix("")
+    if suffix == ".mrxs" and not (folder / "Slidedat.ini").is_file():
+        missing = f"without its file {folder.name}/Slidedat.ini" if folder.is_dir() else f"without its folder {folder}"
+        raise SlideError(
+            f"{path}: an MRXS slide {missing}: the .mrxs file alone is a preview; copy the folder beside it, complete"
+        )
     expected = _EXPECTED.get(suffix)
     kind = _kind(path) if expected else None
     if kind and kind != expected:
@@ -186,16 +189,6 @@ def refuse_preview(path: Path) -> None:
         raise SlideError(
             f"{path}: named {suffix}, but it holds a plain picture and no slide, perhaps a preview; copy the slide "
             "again, or give the file the suffix of a picture (.tif, .png, .jpg)"
-        )
-
-
-def _check_mrxs(path: Path) -> None:
-    """An MRXS file is a preview picture; the slide is in the folder of the same name."""
-    folder = path.with_suffix("")
-    if not (folder / "Slidedat.ini").is_file():
-        missing = f"without its file {folder.name}/Slidedat.ini" if folder.is_dir() else f"without its folder {folder}"
-        raise SlideError(
-            f"{path}: an MRXS slide {missing}: the .mrxs file alone is a preview; copy the folder beside it, complete"
         )
 
 

@@ -8,6 +8,7 @@ bears that out, and unreadable everywhere else.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -176,12 +177,9 @@ def remote_metadata(path: Path) -> bytes:
     Raises:
         SlideError: it says nothing that can be used.
     """
-    store = open_store(path)
-    try:
+    with contextlib.closing(open_store(path)) as store:
         images = _images(path, store)
         return repr(images if len(images) > 1 else images[0]).encode()
-    finally:
-        store.close()
 
 
 def other_zarr_images(path: Path, scene: int | None) -> list[str]:
@@ -190,13 +188,10 @@ def other_zarr_images(path: Path, scene: int | None) -> list[str]:
     Raises:
         SlideError: as ``open_zarr``.
     """
-    store = open_store(path)
-    try:
+    with contextlib.closing(open_store(path)) as store:
         images = _images(path, store)
         chosen = _chosen(store, images, scene)
         return [describe(image) for image in images if image is not chosen]
-    finally:
-        store.close()
 
 
 def _chosen(store: ZarrStore, images: list[ZarrImage], scene: int | None) -> ZarrImage:

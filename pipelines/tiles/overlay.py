@@ -53,7 +53,12 @@ def draw_overlay(
         for edge, start in zip(edges, 2 * (thumbnail.l0_x, thumbnail.l0_y), strict=True)
     )
     colour, opacity = ON_DARK if is_fluorescence(picture) else ON_GLASS
-    _tint(picture, left, top, right, bottom, opacity * fractions, colour)
+    mixing = np.zeros((height, width), np.float32)
+    for x0, y0, x1, y1, strength in zip(left, top, right, bottom, opacity * fractions, strict=True):
+        area = mixing[y0:y1, x0:x1]
+        np.maximum(area, strength, out=area)  # where tiles overlap the strongest counts
+    mixed = picture + mixing[..., None] * (np.array(colour, np.float32) - picture)
+    picture[...] = np.rint(mixed, out=mixed)
     outline = cv2.resize(tissue.mask.view(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)
     contours, _ = cv2.findContours(outline, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
     line = max(1, round(max(width, height) / 800))
@@ -65,25 +70,6 @@ def draw_overlay(
     done, png = cv2.imencode(".png", cv2.cvtColor(framed, cv2.COLOR_RGB2BGR))
     assert done
     return png.tobytes()
-
-
-def _tint(
-    picture: Pixels,
-    left: NDArray[np.int_],
-    top: NDArray[np.int_],
-    right: NDArray[np.int_],
-    bottom: NDArray[np.int_],
-    opacities: NDArray[np.float32],
-    colour: tuple[int, int, int],
-) -> None:
-    """Mix ``colour`` into ``picture`` at each tile; where tiles overlap the strongest counts."""
-    opacity = np.zeros(picture.shape[:2], np.float32)
-    for x0, y0, x1, y1, strength in zip(left, top, right, bottom, opacities, strict=True):
-        area = opacity[y0:y1, x0:x1]
-        np.maximum(area, strength, out=area)
-    mixed = picture + opacity[..., None] * (np.array(colour, np.float32) - picture)
-    np.rint(mixed, out=mixed)
-    picture[...] = mixed
 
 
 def caption_strip(width: int, text: str, mpp: float) -> Pixels:

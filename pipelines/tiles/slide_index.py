@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.backends.tiff_levels import find_levels
-from pipelines.backends.tiff_page import Page, Tag
+from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import PICTURE_SUFFIXES, SlideSpec
 from pipelines.catalog.handles import SlideState
@@ -106,7 +106,11 @@ def _in_table(
     """Tiles that meet a compressed tile which the file cannot hold, bool (n,)."""
     tiff = read_tiff(path)
     page = find_levels(tiff, scene)[1][level]
-    bad = _impossible(page, tiff.size_bytes)
+    columns, rows = page.grid
+    offsets, sizes = (page.array(tag)[: rows * columns] for tag in (Tag.TILE_OFFSETS, Tag.TILE_BYTES))
+    outside = (sizes < 1) | (offsets < 8) | (sizes > tiff.size_bytes - offsets)
+    outside &= (offsets != 0) | (sizes != 0)  # both 0 (never written) are no damage
+    bad = np.ascontiguousarray(outside.reshape(rows, columns))
     if not bad.any():
         return np.zeros(len(l0_x), np.bool_)
     counts = cv2.integral(bad.view(np.uint8))
@@ -124,14 +128,6 @@ def _in_table(
     top, bottom = cells(l0_y, l0_size[1], Tag.TILE_HEIGHT, bad.shape[0])
     met: NDArray[np.bool_] = counts[bottom, right] - counts[top, right] - counts[bottom, left] + counts[top, left] > 0
     return met
-
-
-def _impossible(page: Page, size_bytes: int) -> NDArray[np.bool_]:
-    """Compressed tiles, bool (rows, columns), without data; offset and count both 0 (never written) are no damage."""
-    columns, rows = page.grid
-    offsets, counts = (page.array(tag)[: rows * columns] for tag in (Tag.TILE_OFFSETS, Tag.TILE_BYTES))
-    outside = (counts < 1) | (offsets < 8) | (counts > size_bytes - offsets)
-    return np.ascontiguousarray((outside & ((offsets != 0) | (counts != 0))).reshape(rows, columns))
 
 
 SLIDE_SECONDS = 900.0
@@ -229,7 +225,10 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
         progress.step = "tiles"
         if settings.whole_pictures:
             return _whole_picture(spec, slide, state, settings.side, started_s)
-        grid = None if settings.tile == "slide" else _grid(slide, settings.tile, settings)
+        grid: TileGrid | None = None
+        if settings.tile != "slide":
+            stride = settings.stride or settings.tile
+            grid = tile_grid(slide.levels, slide.bounds, settings.tile, settings.mpp, stride)
         progress.step = "tissue"
         overview = read_overview(slide, settings.tissue_mpp, threads)
         tissue = find_tissue(overview)
@@ -285,11 +284,6 @@ def _whole_picture(spec: SlideSpec, slide: Slide, state: SlideState, side: int, 
     origin, all_of_it = np.zeros(1, np.int64), np.ones(1, np.float32)
     seconds = time.perf_counter() - started_s
     return SlideTiles(_source(spec, slide, state), origin, origin, all_of_it, (side, side), 1.0, seconds, 0.0)
-
-
-def _grid(slide: Slide, tile: int, settings: IndexSettings) -> TileGrid:
-    """Tiles of ``tile`` px everywhere."""
-    return tile_grid(slide.levels, slide.bounds, tile, settings.mpp, settings.stride or tile)
 
 
 def _whole(slide: Slide, tissue: TissueMask, settings: IndexSettings) -> TileGrid:
