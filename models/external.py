@@ -168,7 +168,11 @@ def build_smp(name: str, *, classes: int, in_channels: int, pretrained: bool = F
         raise ValueError(
             f"model smp:{name} names no encoder: write one in parentheses, such as smp:{decoder}(resnet34)"
         )
-    _check_smp_encoder(name, encoder, smp.encoders.get_encoder_names())
+    if encoder.startswith(FROM_TIMM):
+        check_timm(f"smp:{name}: encoder {encoder}", encoder.removeprefix(FROM_TIMM))
+    elif encoder not in (known := smp.encoders.get_encoder_names()):
+        hint = f"{close_matches(encoder, known)} Encoders of timm are written {FROM_TIMM}NAME"
+        raise ValueError(f"model smp:{name}: segmentation-models-pytorch has no encoder {encoder!r}; {hint}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of names that the package keeps beside newer ones
@@ -185,15 +189,6 @@ def build_smp(name: str, *, classes: int, in_channels: int, pretrained: bool = F
             f"smp:{decoder}({'tu-vit_tiny_patch16_224' if decoder == 'DPT' else 'resnet34'})"
         ) from fault
     return built
-
-
-def _check_smp_encoder(name: str, encoder: str, known: Iterable[str]) -> None:
-    """Refuse an encoder that neither segmentation-models-pytorch nor timm has."""
-    if encoder.startswith(FROM_TIMM):
-        check_timm(f"smp:{name}: encoder {encoder}", encoder.removeprefix(FROM_TIMM))
-    elif encoder not in known:
-        hint = f"{close_matches(encoder, known)} Encoders of timm are written {FROM_TIMM}NAME"
-        raise ValueError(f"model smp:{name}: segmentation-models-pytorch has no encoder {encoder!r}; {hint}")
 
 
 def smp_weights(encoder: str) -> str | bool:

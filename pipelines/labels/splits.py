@@ -77,13 +77,9 @@ class Splits:
             write_rows(file, [["slide", *(name for name, _ in columns)], *rows])
 
     @classmethod
-    def load(cls, path: Path, patient: Mapping[str, str] | None = None) -> Splits:
-        """Read a split file: the one a run wrote, or a user's own with columns slide and split.
-
-        Args:
-            path: CSV; its ``patient`` column counts when ``patient`` is not given; without both a slide is a patient.
-            patient: patient of every slide of the run. With it the result has exactly these slides; slides that only
-                the file knows are left out and logged.
+    def load(cls, path: Path, patient: Mapping[str, str]) -> Splits:
+        """Read the split file that a run wrote, or a user put in its place, with columns slide and split. The result
+        has exactly the slides of ``patient``, those of the run; slides that only the file knows are logged.
 
         Raises:
             ValueError: all faults of the file: an unknown split, a slide in two, a slide of the run that the
@@ -93,15 +89,15 @@ class Splits:
         table = read_table(path, ("slide", "split"))
         faults: list[str] = []
         split: dict[str, str] = {}
-        patients: dict[str, str] = {}
+        patients: dict[str, str] = {}  # in the order of the file
         labels: dict[str, int] = {}
         sites: dict[str, str] = {}
         foreign: list[str] = []
         unknown: set[str] = set()
-        names = SlideNames(patient or ())
+        names = SlideNames(patient)
         for row in table.rows:
             named = original(row["slide"])
-            slide = named if patient is None else names.match(named)
+            slide = names.match(named)
             if slide is None:
                 foreign.append(named)
                 continue
@@ -110,14 +106,14 @@ class Splits:
                 faults.append(f"line {row.line}: a split is train, val or test; got {row['split']!r}")
             elif split.setdefault(slide, name) != name:
                 faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
-            patients[slide] = (original(row["patient"]) or slide) if patient is None else patient[slide]
+            patients[slide] = patient[slide]
             if not row["patient"]:
                 unknown.add(slide)
             if row["label"].lstrip("-").isdecimal():
                 labels[slide] = int(row["label"])
             if row["site"]:
                 sites[slide] = original(row["site"])
-        missing = sorted(set(patient or ()) - set(patients))
+        missing = sorted(set(patient) - set(patients))
         if missing:
             faults.append(
                 f"slides without a line: {listed(missing)}; add a line for each, or delete the file to split anew"

@@ -237,7 +237,9 @@ class PixelMaker:
         if drawn is not None and drawn.lms is not None:
             self._transfer(pixels, *map(self._to_device, drawn.lms))
         if drawn is not None and drawn.matrix is not None and drawn.shift is not None:
-            _jitter(pixels, self._to_device(drawn.matrix), self._to_device(drawn.shift))
+            matrix, shift = self._to_device(drawn.matrix), self._to_device(drawn.shift)
+            for band, light in _bands(pixels):  # change optical densities
+                band.copy_(_levels(_mixed(light.log_().neg_(), matrix, shift).neg_().exp_()))
         return pixels.mul_(self._scale).add_(self._offset)
 
     def _transfer(self, pixels: torch.Tensor, matrix: torch.Tensor, shift: torch.Tensor) -> None:
@@ -262,12 +264,6 @@ def _bands(pixels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         band = pixels[:, :, top : top + rows]
         light = torch.empty(band.shape, device=pixels.device)
         yield band, torch.add(band, 1, out=light).div_(256)
-
-
-def _jitter(pixels: torch.Tensor, matrix: torch.Tensor, shift: torch.Tensor) -> None:
-    """Change optical densities in place: float32 (m, 3, h, w), 0 to 255, with (m, 3, 3) and (m, 3) of ``Draw``."""
-    for band, light in _bands(pixels):
-        band.copy_(_levels(_mixed(light.log_().neg_(), matrix, shift).neg_().exp_()))
 
 
 def _levels(light: torch.Tensor) -> torch.Tensor:

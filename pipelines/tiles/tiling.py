@@ -28,7 +28,7 @@ from pipelines.slides.geometry import (
     l0_from_t,
     l_from_l0,
 )
-from pipelines.tiles.tissue import Mask, TissueMask
+from pipelines.tiles.tissue import TissueMask
 
 WHOLE_SLIDE_MULTIPLE = 32
 """px that the sides of a whole slide are multiples of: models halve them five times."""
@@ -225,9 +225,9 @@ def tissue_box(levels: Sequence[Level], tissue: TissueMask, mpp: float, multiple
     """
     best_level(levels, mpp)
     mask = tissue.mask if tissue.mask.any() else ~tissue.mask
-    (left, right), (top, bottom) = (_extent(mask, axis) for axis in (0, 1))
-    l0_x, l0_right = (tissue.l0_x + l0_from_l(px, tissue.downsample) for px in (left, right))
-    l0_y, l0_bottom = (tissue.l0_y + l0_from_l(px, tissue.downsample) for px in (top, bottom))
+    columns, rows = (np.flatnonzero(mask.any(axis)) for axis in (0, 1))
+    l0_x, l0_right = (tissue.l0_x + l0_from_l(int(px), tissue.downsample) for px in (columns[0], columns[-1] + 1))
+    l0_y, l0_bottom = (tissue.l0_y + l0_from_l(int(px), tissue.downsample) for px in (rows[0], rows[-1] + 1))
     width, height = (
         _covering(l0_side, mpp, levels[0].mpp, multiple) for l0_side in (l0_right - l0_x, l0_bottom - l0_y)
     )
@@ -237,12 +237,6 @@ def tissue_box(levels: Sequence[Level], tissue: TissueMask, mpp: float, multiple
             f"{mpp:g} um/px; is its size true? ask for a coarser --mpp"
         )
     return Region(l0_x, l0_y, width, height, mpp)
-
-
-def _extent(mask: Mask, axis: int) -> tuple[int, int]:
-    """First px along the other axis that is set anywhere along ``axis``, and one past the last."""
-    hits = np.flatnonzero(mask.any(axis))
-    return int(hits[0]), int(hits[-1]) + 1
 
 
 def _covering(l0_side: int, mpp: float, l0_mpp: float, multiple: int) -> int:

@@ -37,7 +37,7 @@ def test_folds_and_sites_are_told_and_saved(tmp_path):
     runs = [chosen(tmp_path / str(k), said, folds=4, fold=k, split_by="site") for k in range(4)]
     assert sorted(slide for run in runs for slide in run.slides("val")) == sorted(SLIDES)
     assert said[0].endswith("patients in more than one split: 0; sites in more than one split: 0")
-    assert Splits.load(tmp_path / "0" / "splits.csv") == runs[0]
+    assert Splits.load(tmp_path / "0" / "splits.csv", runs[0].patient) == runs[0]
     chosen(tmp_path / "by patient", said, folds=4, fold=1)
     assert "sites in more than one split: 2" in said[-1]
 
@@ -47,7 +47,8 @@ def test_unknown_patients_are_said_and_saved(tmp_path):
     none_known = chosen(tmp_path / "none", said, patient={})
     assert "patients unknown: slides are split one by one" in said[-1]
     assert "in more than one split: 0; sites" not in said[-1]
-    assert Splits.load(tmp_path / "none" / "splits.csv").unknown == none_known.unknown == frozenset(SLIDES)
+    saved = Splits.load(tmp_path / "none" / "splits.csv", none_known.patient)
+    assert saved.unknown == none_known.unknown == frozenset(SLIDES)
     chosen(tmp_path / "some", said, patient=dict.fromkeys(SLIDES[:2], "p"))
     assert "patients in more than one split: 0; patients of 10 of 12 slides unknown: these are split one by" in said[-1]
 

@@ -124,8 +124,6 @@ def test_every_file_of_a_run(tmp_path):
     failed.remove(["another"])
     assert failed.rows() == [(name, "open", "@SUM(1)")]
     Splits({name: "train", "b": "val"}, {name: "+patient", "b": "b"}, {name: 0, "b": 1}).save(folder.splits)
-    splits = Splits.load(folder.splits)
-    assert (splits.split[name], splits.patient[name]) == ("train", "+patient")
     assert Splits.load(folder.splits, {name: "p", "b": "b"}).split[name] == "train"
     with MetricsLog(folder, 0, (name, "-b"), writes=True) as log:
         log.validation(1, Scores({"loss": -0.5}, [{"slide": name, "label": "-b", "tiles": 1, "score_-b": -0.5}]))

@@ -71,7 +71,7 @@ def test_damaged_files_and_files_of_other_kinds_are_named(tmp_path, name, text, 
 def test_the_file_of_a_run_with_sites_is_one(tmp_path):
     splits = Splits(SPLIT, PATIENT, site=dict.fromkeys(SPLIT, "x"))
     splits.save(tmp_path / "splits.csv")
-    assert Splits.load(tmp_path / "splits.csv") == splits
+    assert Splits.load(tmp_path / "splits.csv", PATIENT) == splits
     assert read_split_file(tmp_path / "splits.csv", PATIENT).split == SPLIT
 
 
