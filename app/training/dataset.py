@@ -144,7 +144,9 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         how = config.colour.method, config.index.tissue_mpp, folder.path
         fits = fit_slides(specs, *how, workers=data.index_workers, progress=progress)
         target = fits.target(config.colour.stain_target)
-        dataset = replace(dataset, stains=tuple(fits.fits[slide_id] for slide_id in tiles.slides), stain_target=target)
+        of_slides = [fits.fits[slide_id] for slide_id in tiles.slides]
+        stains = tuple(fit if isinstance(fit, StainFit) else None for fit in of_slides)
+        dataset = replace(dataset, stains=stains, stain_target=target)
     _check_training_part(dataset)
     return dataset
 

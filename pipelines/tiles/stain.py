@@ -229,14 +229,13 @@ class StainFits:
 
     Attributes:
         tissue_mpp: resolution at which tissue was looked for.
-        fits: by slide id; None where there is none, and ``faults`` says why.
+        fits: by slide id; where there is none, why.
         digests: of the slides' bytes, by slide id.
     """
 
     method: Method
     tissue_mpp: float
-    fits: Mapping[str, StainFit | None] = field(default_factory=dict)
-    faults: Mapping[str, str] = field(default_factory=dict)
+    fits: Mapping[str, StainFit | str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def target(self, slide_id: str) -> StainFit:
@@ -247,18 +246,17 @@ class StainFits:
         """
         if not slide_id:
             return PUBLISHED[self.method]
-        fit = self.fits.get(slide_id)
-        if fit is None:
-            why = self.faults.get(slide_id, "no slide of --slides that takes part has this name")
-            raise ValueError(f"--stain-target {slide_id} cannot be the target: {why}; name another slide")
+        fit = self.fits.get(slide_id, "no slide of --slides that takes part has this name")
+        if isinstance(fit, str):
+            raise ValueError(f"--stain-target {slide_id} cannot be the target: {fit}; name another slide")
         return fit
 
     def save(self, path: Path) -> None:
         """Write JSON, atomically."""
-        slides = {
-            name: {"numbers": fit and list(fit.numbers), "fault": self.faults.get(name), "digest": self.digests[name]}
-            for name, fit in self.fits.items()
-        }
+        slides = {}
+        for name, fit in self.fits.items():
+            numbers, fault = (None, fit) if isinstance(fit, str) else (list(fit.numbers), None)
+            slides[name] = {"numbers": numbers, "fault": fault, "digest": self.digests[name]}
         about = {"method": self.method, "tissue_mpp": self.tissue_mpp, "slides": slides}
         write_text(path, json.dumps(about, indent=1) + "\n")
 
@@ -272,11 +270,9 @@ class StainFits:
         try:
             stored = json.loads(path.read_text())
             method, slides = stored["method"], stored["slides"]
-            numbers = {slide_id: slide["numbers"] for slide_id, slide in slides.items()}
-            fits = {s: None if row is None else StainFit(method, tuple(row)) for s, row in numbers.items()}
-            faults = {slide_id: slide["fault"] for slide_id, slide in slides.items() if slide["fault"]}
+            fits = {s: slide["fault"] or StainFit(method, tuple(slide["numbers"])) for s, slide in slides.items()}
             digests = {slide_id: slide["digest"] for slide_id, slide in slides.items()}
-            return cls(method, stored["tissue_mpp"], fits, faults, digests)
+            return cls(method, stored["tissue_mpp"], fits, digests)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as fault:
             raise ValueError(f"{path} does not hold stains of slides ({fault}); delete it to fit anew") from fault
 
@@ -306,17 +302,15 @@ def fit_slides(
     progress(f"stains of {counted(len(todo), 'slide')} are looked at ({method})")
     threads = default_threads(workers := min(workers or default_threads(1), len(todo)))
     task = functools.partial(stain_of, method=method, tissue_mpp=tissue_mpp, threads=threads)
-    fits, faults = dict(known.fits), dict(known.faults)
+    fits = dict(known.fits)
     failed = FailedSlides(out / "failed_slides.csv")
     for spec, result in map_isolated(task, todo, workers, slide_limits(threads)):
-        faults.pop(spec.slide_id, None)
-        fits[spec.slide_id] = result if isinstance(result, StainFit) else None
+        fits[spec.slide_id] = result if isinstance(result, StainFit) else str(result)
         if not isinstance(result, StainFit):
-            faults[spec.slide_id] = str(result)
             failed.add(spec.slide_id, "stain", f"its colours are left as they are: {result}")
-    done = StainFits(method, tissue_mpp, dict(sorted(fits.items())), faults, {**known.digests, **now})
+    done = StainFits(method, tissue_mpp, dict(sorted(fits.items())), {**known.digests, **now})
     done.save(path)
-    if without := sum(spec.slide_id in faults for spec in todo):
+    if without := sum(isinstance(fits[spec.slide_id], str) for spec in todo):
         progress(f"{without} of {counted(len(todo), 'slide')} keep their colours, as {failed.path} says")
     return done
 
