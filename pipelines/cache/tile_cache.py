@@ -23,7 +23,7 @@ from pipelines.backends.tile_shard import NO_CHUNK, DamagedShard, decode_tile, e
 from pipelines.cache.shards import CacheSpec, Place, PlaceIndex, ShardFolder, slide_number
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Region, TileBox
-from pipelines.slides.slide import Pixels, Slide, SlideError
+from pipelines.slides.slide import Closing, Pixels, Slide, SlideError
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class CacheCounts:
         return cls(**counts)
 
 
-class TileCache:
+class TileCache(Closing):
     """Tiles of one kind. Safe in many threads, and with other processes that share the folder.
 
     Args:
@@ -135,12 +135,6 @@ class TileCache:
             self._closed = True
         if ready and not self.full:
             self._write(ready)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _get(self, place: Place, out: Pixels) -> bool:
         with self._lock:
@@ -238,7 +232,7 @@ def open_cached(spec: SlideSpec, cache: TileCache) -> CachedSlide:
         raise SlideError(f"{slide.path}: the file cannot be read: {fault.strerror or fault}") from fault
 
 
-class CachedSlide:
+class CachedSlide(Closing):
     """A ``Slide`` over a slide and a cache; closes the slide, not the cache. OSError: the file cannot be read."""
 
     def __init__(self, slide: Slide, cache: TileCache, scene: int | None = None) -> None:
@@ -271,9 +265,3 @@ class CachedSlide:
 
     def close(self) -> None:
         self._slide.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

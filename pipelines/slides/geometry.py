@@ -15,8 +15,9 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 MPP_MIN, MPP_MAX = 0.05, 100.0
-MAGNIFICATIONS = frozenset({10.0, 20.0, 40.0, 60.0, 63.0, 80.0, 100.0})
 """Plausible um/px of a level 0. Anything outside is a scanner's placeholder, not a resolution."""
+
+MAGNIFICATIONS = frozenset({10.0, 20.0, 40.0, 60.0, 63.0, 80.0, 100.0})
 
 NATIVE_TOLERANCE = 0.01
 """A level this close to the asked mpp is read as it is: resampling 0.499 to 0.5 would only blur."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
 
 import cv2
 import numpy as np
 
 from pipelines.slides.geometry import Bounds, Level, ReadPlan, Region, Size, TileBox, plan_read
-from pipelines.slides.slide import UNEXPECTED, LevelReader, Pixels, SlideError, TileReadError
+from pipelines.slides.slide import UNEXPECTED, Closing, LevelReader, Pixels, SlideError, TileReadError
 
 BAND_BYTES = 64 << 20
 """Level pixels held in memory while an area is reduced: this, or as much as the result if that is more. So an overview
@@ -19,7 +18,7 @@ of a 100,000 px slide stays small, and a large tile costs its own size again, no
 of. Smaller bands would decode more compressed tiles twice, at the two edges of each."""
 
 
-class PyramidSlide:
+class PyramidSlide(Closing):
     """A ``Slide`` over a ``LevelReader``.
 
     Args:
@@ -141,12 +140,6 @@ class PyramidSlide:
     def close(self) -> None:
         self._closed = True
         self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _plan_of_box(plan: ReadPlan, box: TileBox) -> ReadPlan | None:

@@ -115,6 +115,19 @@ class Slide(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
+class Closing:
+    """Base of what a ``with`` block closes at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
 class LevelReader(Protocol):
     """Decoded pixels of one level. The one thing a new backend has to write."""
 

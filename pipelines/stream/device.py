@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipelines.slides.slide import Closing
 from pipelines.stream.batch import Batch
 from pipelines.stream.device_batch import CopyStreams, DeviceBatch, Maker, Part
 
@@ -27,7 +28,7 @@ def allocate_pinned(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[
     return array
 
 
-class DevicePrefetcher:
+class DevicePrefetcher(Closing):
     """Batches of a source, and their microbatches on a device. One consumer; a context manager.
 
     While the microbatches of a batch are asked for, the next batch is sent to the device as soon as it is read.
@@ -131,12 +132,6 @@ class DevicePrefetcher:
             self._forget_given()
             unasked.release()
         self._lane.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _forget_given(self) -> None:
         if self._given is not None:

@@ -18,13 +18,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.slides.slide import Pixels, SlideError
+from pipelines.slides.slide import Closing, Pixels, SlideError
 from pipelines.stream.batch import Batch, Buffer, BufferPool
 from pipelines.stream.order import BatchRequest, BatchSampler, Rows
 from pipelines.stream.read import MAX_FAULTS, SampleReader
 
 
-class TileIterator:
+class TileIterator(Closing):
     """Batches of a stream. One consumer; a context manager; ``close`` it, or let it go, and its threads end."""
 
     def __init__(
@@ -146,12 +146,6 @@ class TileIterator:
         """End the reading threads. Batches already given stay valid until released."""
         self._halt()
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _running(self) -> Readahead:
         if self._readahead is None:
