@@ -28,9 +28,9 @@ from pipelines.catalog.table import FailedSlides, counted
 from pipelines.labels.annotation_files import annotations_beside, annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.slides.slide import SlideError
-from pipelines.tiles.index import TileTable, build_index
+from pipelines.tiles.index import build_index
 from pipelines.tiles.slide_index import default_threads
-from pipelines.tiles.tile_table import WHOLE_FILE, IndexPart, sides_text
+from pipelines.tiles.tile_table import WHOLE_FILE, IndexPart, TileTable, sides_text
 from pipelines.tiles.tiling import IndexSettings
 
 

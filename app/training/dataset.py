@@ -29,9 +29,9 @@ from pipelines.labels.splits import Splits, split_folders
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
 from pipelines.stream.augment import StainSteps
-from pipelines.tiles.index import SlideDone, TileTable, build_index, with_index_state
+from pipelines.tiles.index import SlideDone, build_index, with_index_state
 from pipelines.tiles.stain import StainFit, fit_slides
-from pipelines.tiles.tile_table import sides_text
+from pipelines.tiles.tile_table import TileTable, sides_text
 
 log = logging.getLogger(__name__)
 

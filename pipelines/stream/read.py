@@ -28,7 +28,7 @@ from pipelines.stream.order import Rows, by_slide
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
     from pipelines.slides.slide import Slide
-    from pipelines.tiles.index import TileTable
+    from pipelines.tiles.tile_table import TileTable
 
 MAX_FAULTS = 100
 """Tiles tried for one sample before it is given up: more than that is a broken disk, not a broken tile."""

@@ -31,7 +31,7 @@ from pipelines.stream.read import OnFault, PictureCrop, SampleReader, TileReader
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
     from pipelines.labels.annotations import SlideAnnotations
-    from pipelines.tiles.index import TileTable
+    from pipelines.tiles.tile_table import TileTable
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,13 +26,6 @@ from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads
 from pipelines.tiles.tile_table import WHOLE_FILE, IndexPart, SlideFault, TileTable, merge, take_over
 from pipelines.tiles.tiling import IndexSettings, check_settings, refuse_other_settings
 
-__all__ = [
-    "SlideDone",
-    "TileTable",
-    "build_index",
-    "with_index_state",
-]  # the names that go together outside this folder
-
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_S, SAVE_SHARE = 60.0, 0.05

@@ -10,7 +10,7 @@ import pytest
 import tifffile
 
 from pipelines.catalog.table import FailedSlides
-from pipelines.tiles.index import TileTable
+from pipelines.tiles.tile_table import TileTable
 from tests.helpers.in_process import call
 from tests.helpers.real import SVS
 from tests.helpers.two_scenes import write_two_scenes

@@ -13,7 +13,7 @@ from pipelines.catalog.handles import SlidePool
 from pipelines.slides.geometry import Region, TileBox
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Pixels, Slide, SlideError, TileReadError
-from pipelines.tiles.index import TileTable
+from pipelines.tiles.tile_table import TileTable
 from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.memory_slide import memory_slide
 

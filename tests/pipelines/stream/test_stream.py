@@ -16,7 +16,7 @@ from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.order import slide_weights
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
-from pipelines.tiles.index import TileTable
+from pipelines.tiles.tile_table import TileTable
 from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.real import PYRAMID_TIFF, SVS
 from tests.helpers.tiles import TILE, memory_specs, pool_of, tile_table

@@ -30,8 +30,8 @@ from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.iterator import rows_to_follow
 from pipelines.stream.read import MAX_FAULTS
 from pipelines.stream.stream import TileStream
-from pipelines.tiles.index import TileTable
 from pipelines.tiles.stain import PUBLISHED, StainFit
+from pipelines.tiles.tile_table import TileTable
 from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.drawings import area, mask_of, write_geojson
 from tests.helpers.memory_slide import memory_slide

@@ -17,8 +17,8 @@ from pipelines.catalog.processes import Limits, WorkerCrashed
 from pipelines.catalog.table import FailedSlides
 from pipelines.slides.slide import SlideError
 from pipelines.tiles import index
-from pipelines.tiles.index import TileTable, build_index, with_index_state
-from pipelines.tiles.tile_table import IndexPart
+from pipelines.tiles.index import build_index, with_index_state
+from pipelines.tiles.tile_table import IndexPart, TileTable
 from pipelines.tiles.tiling import IndexSettings
 from tests.helpers.real import DICOM, NDPI, PYRAMID_TIFF, SVS
 

@@ -10,9 +10,9 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import FailedSlides
 from pipelines.slides.geometry import Bounds, l0_from_t, levels_from_sizes
 from pipelines.tiles import tiling as module
-from pipelines.tiles.index import TileTable, build_index
+from pipelines.tiles.index import build_index
 from pipelines.tiles.overlay import CAPTION_PX, LONGER_SIDE_PX, draw_overlay, read_thumbnail
-from pipelines.tiles.tile_table import three_sizes
+from pipelines.tiles.tile_table import TileTable, three_sizes
 from pipelines.tiles.tiling import IndexSettings, tile_grid, tissue_box, tissue_fractions
 from pipelines.tiles.tissue import Overview, TissueMask
 
