@@ -9,11 +9,11 @@ B.2.1); private tags list where each starts. A segment behind the stream's heade
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -31,7 +31,7 @@ from pipelines.backends.codecs import (
     decode,
     decoder,
 )
-from pipelines.backends.level_reader import Inside, level0_mpp, pad, scratch
+from pipelines.backends.level_reader import level0_mpp, pad, scratch
 from pipelines.backends.tiff_levels import YCBCR, find_levels, recorded_mpp, resolution_mpp
 from pipelines.backends.tiff_page import UNREADABLE, Page, Tag, table_fault
 from pipelines.backends.tiff_tags import Tiff, read_tiff
@@ -75,15 +75,12 @@ class TiledReader:
     Args:
         grids: the levels, finest first.
         name: the backend's name.
-        decode_threads: how many threads decode the tiles of one read; they share the work of a large region.
     """
 
-    def __init__(self, path: Path, grids: Sequence[StoredTiles], *, name: str, decode_threads: int = 1) -> None:
+    def __init__(self, path: Path, grids: Sequence[StoredTiles], *, name: str) -> None:
         self.name = name
         self._path, self._grids = path, tuple(grids)
         self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        self._threads = decode_threads
-        self._pool = ThreadPoolExecutor(decode_threads, "decode") if decode_threads > 1 else None
 
     def read_level(self, level: int, l_x: int, l_y: int, out: Pixels) -> None:
         grid = self._grids[level]
@@ -92,27 +89,9 @@ class TiledReader:
             return
         columns = range(inside.l_x // grid.tile_width, -(-(inside.l_x + inside.out.shape[1]) // grid.tile_width))
         rows = range(inside.l_y // grid.tile_height, -(-(inside.l_y + inside.out.shape[0]) // grid.tile_height))
-        tiles = [(column, row) for row in rows for column in columns]
-        if self._pool is None or len(tiles) < 2 * self._threads:
-            self._read_tiles(level, tiles, inside)
-        else:
-            shares = [tiles[i :: self._threads] for i in range(self._threads)]
-            for done in [self._pool.submit(self._read_tiles, level, share, inside) for share in shares]:
-                done.result()
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _read_tiles(self, level: int, tiles: Iterable[tuple[int, int]], inside: Inside) -> None:
-        """Decode the tiles into ``inside.out``, each cut to the part that lies in it."""
-        grid, out = self._grids[level], inside.out
-        shape = (grid.tile_height, grid.tile_width, 3)
+        out, shape = inside.out, (grid.tile_height, grid.tile_width, 3)
         buffer = scratch(math.prod(shape)).reshape(shape)
-        for column, row in tiles:
+        for row, column in itertools.product(rows, columns):
             x, y = column * grid.tile_width - inside.l_x, row * grid.tile_height - inside.l_y
             left, top = max(0, -x), max(0, -y)
             target = out[y + top : y + shape[0], x + left : x + shape[1]]
@@ -120,6 +99,11 @@ class TiledReader:
             self._decode(level, column, row, target if direct else buffer)
             if not direct:
                 target[...] = buffer[top : top + target.shape[0], left : left + target.shape[1]]
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _decode(self, level: int, column: int, row: int, pixels: Pixels) -> None:
         grid = self._grids[level]
@@ -146,11 +130,8 @@ class TiledReader:
             ) from error
 
 
-def open_tiled(path: Path, *, mpp: float | None, scene: int | None = None, decode_threads: int = 1) -> PyramidSlide:
+def open_tiled(path: Path, *, mpp: float | None, scene: int | None = None) -> PyramidSlide:
     """Open a tiled TIFF file as a slide, as ``open_slide`` says.
-
-    Args:
-        decode_threads: threads that share the decoding of one read; 1 where tiles are read in parallel anyway.
 
     Raises:
         NotThisFormat: not a tiled TIFF, or one that another backend has to read; says why.
@@ -164,7 +145,7 @@ def open_tiled(path: Path, *, mpp: float | None, scene: int | None = None, decod
     if tiff.faults:
         log.warning("%s: %d level(s) are whole, other parts of the file are not: %s", path, len(grids), tiff.faults[0])
     levels = levels_from_sizes([(g.width, g.height) for g in grids], level0_mpp(path, *recorded_mpp(image), mpp))
-    return PyramidSlide(path, TiledReader(path, grids, name="tiled", decode_threads=decode_threads), levels)
+    return PyramidSlide(path, TiledReader(path, grids, name="tiled"), levels)
 
 
 def _grid(tiff: Tiff, page: Page) -> StoredTiles:

@@ -198,12 +198,6 @@ def test_grey_slides_are_read_as_rgb(tmp_path, options):
     np.testing.assert_array_equal(ours, np.repeat(tifffile.imread(path)[..., None], 3, axis=2))
 
 
-def test_decode_threads_change_nothing():
-    region = Region(-50, 33, 2048, 2048, 0.499)
-    with open_tiled(SVS, mpp=None) as one, open_tiled(SVS, mpp=None, decode_threads=3) as three:
-        np.testing.assert_array_equal(one.read(region), three.read(region))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
