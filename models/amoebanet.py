@@ -1,6 +1,6 @@
 """AmoebaNet-D(L, D) for tiles of any size: L normal cells, and a width that grows with D.
 
-Takes float (n, in_channels, h, w), gives logits (n, classes). Real et al. 2019, "Regularized evolution for image
+Takes float (n, 3, h, w), gives logits (n, classes). Real et al. 2019, "Regularized evolution for image
 classifier architecture search", in the sizes of Huang et al. 2019 (GPipe, table 1) and Kim et al. 2020 (torchgpipe,
 section 4). With 1000 classes the parameter counts are those of torchgpipe's table: (18, 208) 81.5M, (18, 416) 319.0M,
 (18, 544) 542.7M, (36, 544) 1.06B, (72, 512) 1.84B. There is no auxiliary classifier, as there. Max pools of 3 x 3 px
@@ -140,7 +140,7 @@ class ReductionCell(Cell):
 
 
 class AmoebaNet(nn.Module):
-    """An AmoebaNet-D: tiles (n, in_channels, h, w) -> logits (n, classes); global average pooling, so any h and w.
+    """An AmoebaNet-D: tiles (n, 3, h, w) -> logits (n, classes); global average pooling, so any h and w.
 
     The size is halved five times, by the stem and four reduction cells. Two of these follow the stem, one stands after
     each of the first two thirds of the normal cells.
@@ -154,9 +154,7 @@ class AmoebaNet(nn.Module):
         ValueError: L that is no multiple of 3 or below 3, D below 8.
     """
 
-    def __init__(
-        self, normal_cells: int, filters: int, *, classes: int, norm: Norm = "batch", in_channels: int = 3
-    ) -> None:
+    def __init__(self, normal_cells: int, filters: int, *, classes: int, norm: Norm = "batch") -> None:
         super().__init__()
         if normal_cells < 3 or normal_cells % 3 or filters < 8:
             raise ValueError(
@@ -164,7 +162,7 @@ class AmoebaNet(nn.Module):
                 f"got L {normal_cells}, D {filters}: use L {max(3, normal_cells // 3 * 3)}, D {max(8, filters)}"
             )
         width = filters // 4
-        self.stem = nn.Sequential(nn.Conv2d(in_channels, width, 3, 2, 1, bias=False), make_norm(norm, width))
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1, bias=False), make_norm(norm, width))
         third = [NormalCell] * (normal_cells // 3)
         self.cells = nn.ModuleList()
         last = before = width

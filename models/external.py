@@ -126,7 +126,7 @@ def check_timm(model: str, name: str) -> None:
         raise ValueError(f"model {model}: timm has no weights {tag!r} of {base}; known are {', '.join(tags) or 'none'}")
 
 
-def build_timm(name: str, *, classes: int, in_channels: int, side: int | None = None) -> nn.Module:
+def build_timm(name: str, *, classes: int, side: int | None = None) -> nn.Module:
     """Return a model of timm by its name there, as ``build_model`` says.
 
     Raises:
@@ -134,7 +134,7 @@ def build_timm(name: str, *, classes: int, in_channels: int, side: int | None = 
     """
     check_timm(f"timm:{name}", name)
     try:
-        return create_timm(name, side, num_classes=classes, in_chans=in_channels)
+        return create_timm(name, side, num_classes=classes)
     except Exception as fault:
         if not is_on_hub(name):
             raise
@@ -145,7 +145,7 @@ def build_timm(name: str, *, classes: int, in_channels: int, side: int | None = 
         ) from fault
 
 
-def build_smp(name: str, *, classes: int, in_channels: int, pretrained: bool = False) -> nn.Module:
+def build_smp(name: str, *, classes: int, pretrained: bool = False) -> nn.Module:
     """Return a segmentation network of segmentation-models-pytorch: ``DECODER(ENCODER)``, by their names there.
 
     Raises:
@@ -177,9 +177,7 @@ def build_smp(name: str, *, classes: int, in_channels: int, pretrained: bool = F
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of names that the package keeps beside newer ones
             weights = smp_weights(encoder) if pretrained else None
-            built: nn.Module = decoders[decoder](
-                encoder, encoder_weights=weights, in_channels=in_channels, classes=classes
-            )
+            built: nn.Module = decoders[decoder](encoder, encoder_weights=weights, classes=classes)
     except Exception as fault:  # each decoder says in its own way which encoders it cannot take
         if torch.get_default_device().type == "meta" and isinstance(fault, RuntimeError):
             raise  # an encoder that looks at numbers while it is built

@@ -92,7 +92,7 @@ class PoolHead(nn.Module):
         return pooled.permute(0, 2, 3, 1) if self.channels_last else pooled
 
 
-def replace_pool(model: nn.Module, name: str, head: Head, in_channels: int = 3) -> None:
+def replace_pool(model: nn.Module, name: str, head: Head) -> None:
     """Put ``head`` in the place of the global average pooling of ``model``, in place.
 
     Raises:
@@ -112,7 +112,7 @@ def replace_pool(model: nn.Module, name: str, head: Head, in_channels: int = 3) 
     if not isinstance(old, nn.AdaptiveAvgPool2d):  # timm's
         channels_last = getattr(old.pool, "dim", (2, 3)) == (1, 2)
         flatten = isinstance(old.flatten, nn.Flatten) or bool(getattr(old.pool, "flatten", False))
-    channels = _channels(model, name, head, path, in_channels, channels_last)
+    channels = _channels(model, name, head, path, channels_last)
     pool = AttentionPool(channels) if head == "attention" else GeneralisedMean()
     model.set_submodule(path, PoolHead(pool, channels_last=channels_last, flatten=flatten))
 
@@ -132,15 +132,15 @@ def pool_path(model: nn.Module) -> str | None:
     return outer[0] if len(outer) == 1 else None
 
 
-def _channels(model: nn.Module, name: str, head: Head, path: str, in_channels: int, channels_last: bool) -> int:
+def _channels(model: nn.Module, name: str, head: Head, path: str, channels_last: bool) -> int:
     """Return the channels of the pooled map, from a copy without data."""
     shapes: list[torch.Size] = []
     without_data = copy.deepcopy(model).to("meta").eval()
     without_data.get_submodule(path).register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
-    side = getattr(model, "pretrained_cfg", {}).get("input_size", (in_channels, PROBE_PX, PROBE_PX))[-1]
+    side = getattr(model, "pretrained_cfg", {}).get("input_size", (3, PROBE_PX, PROBE_PX))[-1]
     try:
         with torch.no_grad():
-            without_data(torch.empty(1, in_channels, side, side, device="meta"))
+            without_data(torch.empty(1, 3, side, side, device="meta"))
         (shape,) = shapes
         return shape[3 if channels_last else 1]
     except Exception as fault:  # any code of a model that is not ours

@@ -1,9 +1,9 @@
 """Models by name, and the pretrained weights that their libraries have for them.
 
 Takes what ``--model`` takes: a name of ours, ``torchvision:NAME``, ``timm:NAME``, ``unet:TIMM_NAME`` (a U-Net over that
-encoder), ``smp:DECODER(ENCODER)`` or ``package.module:factory``; gives a plain ``nn.Module`` from float (n,
-in_channels, h, w) to logits: (n, classes), or (n, classes, h, w) for U-Nets, segmentation-models-pytorch and
-torchvision's segmentation networks. To add a model, write its file and give it a line in ``OURS``. Libraries keep
+encoder), ``smp:DECODER(ENCODER)`` or ``package.module:factory``; gives a plain ``nn.Module`` from float (n, 3, h, w)
+to logits: (n, classes), or (n, classes, h, w) for U-Nets, segmentation-models-pytorch and torchvision's segmentation
+networks. To add a model, write its file and give it a line in ``OURS``. Libraries keep
 weights in caches of their own (``$HF_HOME``, ``$TORCH_HOME``), which also serve machines without network.
 """
 
@@ -47,7 +47,7 @@ OURS: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
     r"unet\((\d+), *(\d+)\)": (UNetGPipe, ("unet(5,64)",)),
     r"amoebanet\((\d+), *(\d+)\)": (AmoebaNet, ("amoebanet(6,190)", "amoebanet(18,256)")),
 }
-"""Pattern of the name -> (constructor, which takes its numbers, classes, norm and in_channels, names to show)."""
+"""Pattern of the name -> (constructor, which takes its numbers, classes and norm, names to show)."""
 
 ELSEWHERE = ("unet:TIMM_NAME", "smp:DECODER(ENCODER)", "torchvision:NAME", "timm:NAME", "package.module:factory")
 
@@ -64,7 +64,6 @@ def build_model(
     classes: int,
     norm: Norm = "batch",
     head: Head = "average",
-    in_channels: int = 3,
     side: int | None = None,
 ) -> nn.Module:
     """Return the model called ``name`` with random weights, on the current default device.
@@ -85,14 +84,14 @@ def build_model(
     ours = ((build, match) for pattern, (build, _) in OURS.items() if (match := re.fullmatch(pattern, name)))
     if found := next(ours, None):
         build, match = found
-        model = build(*map(int, match.groups()), classes=classes, norm=norm, in_channels=in_channels)
+        model = build(*map(int, match.groups()), classes=classes, norm=norm)
     else:
-        model = _foreign(name, classes, norm, in_channels, side)
-    replace_pool(model, name, head, in_channels)
+        model = _foreign(name, classes, norm, side)
+    replace_pool(model, name, head)
     return model
 
 
-def _foreign(name: str, classes: int, norm: Norm, in_channels: int, side: int | None) -> nn.Module:
+def _foreign(name: str, classes: int, norm: Norm, side: int | None) -> nn.Module:
     if ":" not in name:
         matches = difflib.get_close_matches(name, model_names(), n=3)
         hint = f"did you mean {' or '.join(matches)}? " if matches else ""
@@ -102,16 +101,14 @@ def _foreign(name: str, classes: int, norm: Norm, in_channels: int, side: int | 
         raise ValueError(
             f"--norm instance is for MegaTile's own models; model {name} takes batch, group, frozen or layer"
         )
-    if in_channels != 3 and source not in ("timm", "unet", "smp"):
-        raise ValueError(f"model {name} takes 3 channels; got in_channels {in_channels}")
     if source == "torchvision":
         model = build_torchvision(rest, classes=classes, side=side)
     elif source == "timm":
-        model = build_timm(rest, classes=classes, in_channels=in_channels, side=side)
+        model = build_timm(rest, classes=classes, side=side)
     elif source == "smp":
-        model = build_smp(rest, classes=classes, in_channels=in_channels)
+        model = build_smp(rest, classes=classes)
     elif source == "unet":
-        model = build_encoder_unet(rest, classes=classes, in_channels=in_channels, side=side)
+        model = build_encoder_unet(rest, classes=classes, side=side)
     else:
         model = build_from_factory(name, classes=classes)
     if norm in ("group", "layer"):
@@ -193,7 +190,7 @@ def _from_torchvision(name: str, side: int | None, _: bool) -> Weights:
 def _from_smp(name: str, side: int | None, _: bool) -> Weights:
     from segmentation_models_pytorch.encoders import get_preprocessing_params
 
-    network = build_smp(name, classes=1, in_channels=3, pretrained=True)
+    network = build_smp(name, classes=1, pretrained=True)
     encoder = name.partition("(")[2].removesuffix(")")
     tensors = {key: value for key, value in network.state_dict().items() if key.startswith("encoder.")}
     weights = smp_weights(encoder)

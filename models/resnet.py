@@ -1,6 +1,6 @@
 """ResNet 18, 34, 50, 101 and 152, and pre-activation ResNet of depth 9n+2, for tiles of any size.
 
-They take float (n, in_channels, h, w) and return logits (n, classes). ``ResNet``: He et al. 2015, "Deep residual
+They take float (n, 3, h, w) and return logits (n, classes). ``ResNet``: He et al. 2015, "Deep residual
 learning for image recognition", table 1, with the stride on the 3 x 3 convolution of a bottleneck ("v1.5"). Parameters
 have torchvision's names and shapes, so that its weight files load. ``ResNetV2``, the networks of the GEMS papers: He et
 al. 2016, "Identity mappings in deep residual networks", with the widths and biases of the Keras CIFAR-10 example that
@@ -74,19 +74,19 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A ResNet: tiles (n, in_channels, h, w) -> logits (n, classes); global average pooling, so any h and w.
+    """A ResNet: tiles (n, 3, h, w) -> logits (n, classes); global average pooling, so any h and w.
 
     Raises:
         ValueError: ``depth`` is none of ``BLOCKS_BY_DEPTH``.
     """
 
-    def __init__(self, depth: int, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> None:
+    def __init__(self, depth: int, *, classes: int, norm: Norm = "batch") -> None:
         super().__init__()
         if depth not in BLOCKS_BY_DEPTH:
             raise ValueError(f"a ResNet has depth {', '.join(map(str, BLOCKS_BY_DEPTH))}; got {depth}")
         block: type[BasicBlock] | type[Bottleneck] = BasicBlock if depth < 50 else Bottleneck
         layers: list[nn.Sequential] = []
-        self.conv1 = nn.Conv2d(in_channels, 64, 7, 2, 3, bias=False)
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = make_norm(norm, 64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
@@ -158,13 +158,13 @@ class PreActivationBottleneck(nn.Module):
 
 
 class ResNetV2(nn.Module):
-    """A ResNet-v2: tiles (n, in_channels, h, w) -> logits (n, classes); global average pooling, so any h and w.
+    """A ResNet-v2: tiles (n, 3, h, w) -> logits (n, classes); global average pooling, so any h and w.
 
     Raises:
         ValueError: ``depth`` is not 9n+2, with n bottlenecks at each of the three resolutions.
     """
 
-    def __init__(self, depth: int, *, classes: int, norm: Norm = "batch", in_channels: int = 3) -> None:
+    def __init__(self, depth: int, *, classes: int, norm: Norm = "batch") -> None:
         super().__init__()
         blocks, rest = divmod(depth - 2, 9)
         if rest or blocks < 1:
@@ -173,7 +173,7 @@ class ResNetV2(nn.Module):
                 f"a ResNet-v2 has depth 9n+2, n at least 1 (20, 56, 110, 164, 1001); got {depth}: "
                 f"the nearest are {below} and {below + 9}"
             )
-        self.stem = conv_norm_relu(in_channels, STEM_CHANNELS, norm, bias=True)
+        self.stem = conv_norm_relu(3, STEM_CHANNELS, norm, bias=True)
         self.layers = nn.Sequential()
         channels_in = STEM_CHANNELS
         for resolution, (width, channels) in enumerate(V2_WIDTHS):

@@ -1,6 +1,6 @@
 """U-Nets: the classic one with padded convolutions, one over any encoder of timm, and that of GPipe.
 
-Takes float (n, in_channels, h, w) with h and w multiples of 2^depth px, gives logits (n, classes, h, w). Classic:
+Takes float (n, 3, h, w) with h and w multiples of 2^depth px, gives logits (n, classes, h, w). Classic:
 Ronneberger et al. 2015, figure 1, with padding and a norm after each 3 x 3 convolution. U-Net(B, C) has B convolutions
 per cell, C channels at full resolution and skips that cross every cut: Kim et al. 2020, "torchgpipe: on-the-fly
 pipeline parallelism for training giant models", section 4. With instance norm and one class the parameter counts are
@@ -39,7 +39,7 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """A U-Net: tiles (n, in_channels, h, w) -> logits (n, classes, h, w).
+    """A U-Net: tiles (n, 3, h, w) -> logits (n, classes, h, w).
 
     Args:
         base: channels at full resolution; doubled at each level below.
@@ -49,9 +49,7 @@ class UNet(nn.Module):
         ValueError: ``base`` or ``depth`` below 1; in forward: a side that is no multiple of 2^depth px.
     """
 
-    def __init__(
-        self, *, classes: int, norm: Norm = "batch", in_channels: int = 3, base: int = 64, depth: int = 4
-    ) -> None:
+    def __init__(self, *, classes: int, norm: Norm = "batch", base: int = 64, depth: int = 4) -> None:
         super().__init__()
         if base < 1 or depth < 1:
             raise ValueError(f"a U-Net has base width and depth of at least 1; got base {base}, depth {depth}")
@@ -59,7 +57,7 @@ class UNet(nn.Module):
         self.check = SideCheck(2**depth)
         self.encoder = nn.ModuleList(
             double_convolution(before, after, norm)
-            for before, after in zip([in_channels, *channels[:-1]], channels, strict=True)
+            for before, after in zip([3, *channels[:-1]], channels, strict=True)
         )
         self.down = nn.MaxPool2d(2)
         self.decoder = nn.ModuleList(Up(c, norm) for c in reversed(channels[:-1]))
@@ -96,7 +94,7 @@ class Step(nn.Module):
 
 
 class EncoderUNet(nn.Module):
-    """A U-Net over an encoder: tiles (n, in_channels, h, w) -> logits (n, classes, h, w).
+    """A U-Net over an encoder: tiles (n, 3, h, w) -> logits (n, classes, h, w).
 
     Args:
         encoder: images -> features, largest first, as timm's ``features_only`` gives them.
@@ -145,9 +143,7 @@ class EncoderUNet(nn.Module):
         return logits
 
 
-def build_encoder_unet(
-    name: str, *, classes: int, norm: Norm = "batch", in_channels: int = 3, side: int | None = None
-) -> EncoderUNet:
+def build_encoder_unet(name: str, *, classes: int, side: int | None = None) -> EncoderUNet:
     """Return the U-Net over timm's ``name``, with random weights.
 
     Raises:
@@ -157,7 +153,7 @@ def build_encoder_unet(
     from timm.models import FeatureHookNet
 
     check_timm(f"unet:{name}", name)
-    encoder: Any = create_timm(name, side, features_only=True, in_chans=in_channels)
+    encoder: Any = create_timm(name, side, features_only=True)
     reductions = encoder.feature_info.reduction()
     fault = ""
     if isinstance(encoder, FeatureHookNet):
@@ -174,7 +170,6 @@ def build_encoder_unet(
         encoder.feature_info.channels(),
         reductions[0],
         classes=classes,
-        norm=norm,
         channels_last=Format(getattr(encoder, "output_fmt", "NCHW")) is Format.NHWC,
     )
 
@@ -198,7 +193,7 @@ def cell(in_channels: int, width: int, channels: int, convs: int, norm: Norm) ->
 
 
 class UNetGPipe(nn.Module):
-    """A U-Net(B, C): tiles (n, in_channels, h, w) -> logits (n, classes, h, w).
+    """A U-Net(B, C): tiles (n, 3, h, w) -> logits (n, classes, h, w).
 
     Args:
         convs: B, the convolutions of each of the eleven cells.
@@ -209,7 +204,7 @@ class UNetGPipe(nn.Module):
         ValueError: ``convs`` below 1, ``base`` odd or below 2; in forward: a side that is no multiple of 32 px.
     """
 
-    def __init__(self, convs: int, base: int, *, classes: int, norm: Norm = "instance", in_channels: int = 3) -> None:
+    def __init__(self, convs: int, base: int, *, classes: int, norm: Norm = "instance") -> None:
         super().__init__()
         if convs < 1 or base < 2 or base % 2:
             raise ValueError(f"U-Net(B, C) has B of at least 1 and C even, at least 2; got B {convs}, C {base}")
@@ -218,7 +213,7 @@ class UNetGPipe(nn.Module):
         self.check = SideCheck(2**DEPTH)
         self.encoder = nn.ModuleList(
             cell(before, after, after, convs, norm)
-            for before, after in zip([in_channels, *channels[:-1]], channels, strict=True)
+            for before, after in zip([3, *channels[:-1]], channels, strict=True)
         )
         self.down = nn.MaxPool2d(2)
         self.bottleneck = cell(deepest, 2 * deepest, deepest, convs, norm)
