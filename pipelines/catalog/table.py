@@ -143,9 +143,8 @@ def read_text(path: Path) -> str:
     Raises:
         ValueError: it cannot be read, or is no text in UTF-8.
     """
-    if (
-        path.exists() and not path.is_file() and not path.is_dir()
-    ):  # a pipe would be waited for, and could be read only once
+    # A pipe would be waited for, and could be read only once.
+    if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path} must be a file: it is read more than once. Write the table into one")
     try:
         data = path.read_bytes()

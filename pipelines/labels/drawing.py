@@ -84,20 +84,33 @@ class PolygonSet:
     @property
     def nbytes(self) -> int:
         arrays = (self.start, self.end, self.box, self.ring_start)
-        return sum(array.nbytes for array in arrays) + RUN_BYTES * len(self._runs.tree)
+        return sum(array.nbytes for array in arrays) + RUN_BYTES * len(self._runs[2])
 
     @cached_property
-    def _runs(self) -> _Runs:
-        return _Runs.of(self)
+    def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], shapely.STRtree]:
+        """Runs of up to ``RUN_EDGES`` edges of a polygon: first edge of each and the end, polygon, and a tree of boxes.
+        A box has the rows of its run and the columns of the whole polygon: a scan line needs all edges in its row."""
+        counts = -(-np.diff(self.first_edge) // RUN_EDGES)
+        polygon = np.repeat(np.arange(len(counts)), counts)
+        first = self.first_edge[polygon] + RUN_EDGES * ranges(np.zeros_like(counts), counts)
+        corners = np.empty((len(first), 2, 2))
+        corners[:, :, 0] = self.box[polygon][:, ::2]
+        if len(first):
+            corners[:, 0, 1] = np.minimum.reduceat(np.minimum(self.start[:, 1], self.end[:, 1]), first)
+            corners[:, 1, 1] = np.maximum.reduceat(np.maximum(self.start[:, 1], self.end[:, 1]), first)
+        # the diagonal of a box has its envelope, and takes less memory
+        tree = shapely.STRtree(np.asarray(shapely.linestrings(corners)))
+        return np.append(first, len(self.start)), polygon, tree
 
     def edges_near(
         self, left: float, top: float, right: float, bottom: float
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return edges, each once, and their polygons: all between these rows of polygons between these columns."""
-        runs = self._runs.tree.query(shapely.box(left, top, right, bottom))
-        first = self._runs.start[runs]
-        count = self._runs.start[runs + 1] - first
-        return ranges(first, count), np.repeat(self._runs.polygon[runs], count)
+        start, polygon, tree = self._runs
+        runs = tree.query(shapely.box(left, top, right, bottom))
+        first = start[runs]
+        count = start[runs + 1] - first
+        return ranges(first, count), np.repeat(polygon[runs], count)
 
     @property
     def without_area(self) -> int:
@@ -115,33 +128,6 @@ class PolygonSet:
         shift = np.array([l0_x, l0_y])
         start, end, box = self.start + shift, self.end + shift, self.box + np.tile(shift, 2)
         return dataclasses.replace(self, start=start, end=end, box=box, origin=origin)
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """Runs of up to ``RUN_EDGES`` edges of a polygon: first edge of each and the end, polygon, and a tree of boxes.
-
-    A box has the rows of its run and the columns of the whole polygon: a scan line needs all edges in its row.
-    """
-
-    start: NDArray[np.int64]
-    polygon: NDArray[np.int64]
-    tree: shapely.STRtree
-
-    @classmethod
-    def of(cls, drawing: PolygonSet) -> _Runs:
-        counts = -(-np.diff(drawing.first_edge) // RUN_EDGES)
-        polygon = np.repeat(np.arange(len(counts)), counts)
-        first = drawing.first_edge[polygon] + RUN_EDGES * ranges(np.zeros_like(counts), counts)
-        corners = np.empty((len(first), 2, 2))
-        corners[:, :, 0] = drawing.box[polygon][:, ::2]
-        if len(first):
-            corners[:, 0, 1] = np.minimum.reduceat(np.minimum(drawing.start[:, 1], drawing.end[:, 1]), first)
-            corners[:, 1, 1] = np.maximum.reduceat(np.maximum(drawing.start[:, 1], drawing.end[:, 1]), first)
-        # the diagonal of a box has its envelope, and takes less memory
-        return cls(
-            np.append(first, len(drawing.start)), polygon, shapely.STRtree(np.asarray(shapely.linestrings(corners)))
-        )
 
 
 def ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
