@@ -9,6 +9,7 @@ add up to half of what two fields and two empty rooms do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.tile_size.row_slides import write_slides
 from pipelines.slides.geometry import Size
-from pipelines.synthetic.tissue import VARIANTS, Arrangement, Gland, Scene, SceneSpec, cell_rng
+from pipelines.synthetic.tissue import VARIANTS, Arrangement, Gland, Scene, cell_rng
 
 SIZE = Size(8192, 4096)
 APART = 6000
@@ -91,6 +92,6 @@ def make_slides(out: Path, count: int, seed: int = 0) -> Path:
     for number in range(count):
         fields = fields_of(seed, number)
         slide_seed = int(cell_rng(seed, 0x51D3, number).integers(1 << 31))
-        spec = SceneSpec(seed, slide_seed, SIZE, TwoRooms(1.0, (36.0, 44.0), fields=fields))
-        slides.append((fields.label, lambda spec=spec: Scene(spec)))
+        arrangement = TwoRooms(1.0, (36.0, 44.0), fields=fields)
+        slides.append((fields.label, functools.partial(Scene, seed, slide_seed, SIZE, arrangement)))
     return write_slides(out, slides)

@@ -7,6 +7,7 @@ sees nothing or one row, equally often and of the same make in both classes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipelines.slides.geometry import Size
 from pipelines.synthetic.collection import paint
-from pipelines.synthetic.tissue import VARIANTS, Arrangement, Gland, Scene, SceneSpec, cell_rng
+from pipelines.synthetic.tissue import VARIANTS, Arrangement, Gland, Scene, cell_rng
 
 SMALL_WINDOW = 256
 """Px of a tile that must not know the class."""
@@ -74,8 +75,8 @@ def make_slides(out: Path, count: int, side: int, seed: int = 0) -> Path:
     slides: list[tuple[str, Callable[[], Scene]]] = []
     for number in range(count):
         label, rows = (("even", EVEN), ("grouped", GROUPED))[number % 2]
-        spec = SceneSpec(seed, int(cell_rng(seed, 0x51D3, number).integers(1 << 31)), Size(side, side), rows)
-        slides.append((label, lambda spec=spec: Scene(spec)))
+        slide_seed = int(cell_rng(seed, 0x51D3, number).integers(1 << 31))
+        slides.append((label, functools.partial(Scene, seed, slide_seed, Size(side, side), rows)))
     return write_slides(out, slides)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from pipelines.backends.tiff_writer import JPEG, PyramidWriter
 from pipelines.slides.geometry import Size
 from pipelines.slides.whole_files import write_text
-from pipelines.synthetic.tissue import BLOCK, GLAND, Arrangement, Scene, SceneSpec, cell_rng
+from pipelines.synthetic.tissue import BLOCK, GLAND, Arrangement, Scene, cell_rng
 
 DRAWING = 4
 """Raised whenever the same seed would give other pixels."""
@@ -97,7 +97,7 @@ def make_collection(collection: Collection, out: Path, *, workers: int, report: 
             facts = {"made by": "megatile app.synth", "drawing": DRAWING, "task": collection.task}
             path = out / f"{slide.slide_id}.tif"
             paint(
-                Scene(SceneSpec(collection.seed, slide_seed, size, arrangement)),
+                Scene(collection.seed, slide_seed, size, arrangement),
                 path,
                 out / "annotations" / path.name if collection.task == "segment" else None,
                 mpp=collection.mpp,
@@ -168,11 +168,11 @@ def paint(
     Raises:
         OSError: the disk is full or the folder not writable; neither file is left behind.
     """
-    width, height = scene.spec.size.width, scene.spec.size.height
+    width, height = scene.size.width, scene.size.height
     with ExitStack() as opened:
         threads = opened.enter_context(ThreadPoolExecutor(workers))
         slide = opened.enter_context(
-            PyramidWriter(path, scene.spec.size, mpp, description, JPEG, longest=OVERVIEW, threads=threads)
+            PyramidWriter(path, scene.size, mpp, description, JPEG, longest=OVERVIEW, threads=threads)
         )
         mask = None
         if mask_path is not None:

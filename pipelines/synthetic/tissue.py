@@ -78,16 +78,6 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class SceneSpec:
-    """One slide: seed of textures and stamps, which slides share; seed of everything else; size; place of glands."""
-
-    tissue_seed: int
-    slide_seed: int
-    size: Size
-    arrangement: Arrangement
-
-
-@dataclass(frozen=True)
 class DrawnBlock:
     """RGB uint8 (BLOCK, BLOCK, 3) and class ids uint8 (BLOCK, BLOCK)."""
 
@@ -96,22 +86,27 @@ class DrawnBlock:
 
 
 class Scene:
-    """Draws one slide; holds its stroma and stamps in the slide's colours, about 25 MB. Safe in many threads."""
+    """Draws one slide; holds its stroma and stamps in the slide's colours, about 25 MB. Safe in many threads.
 
-    def __init__(self, spec: SceneSpec) -> None:
-        self.spec = spec
-        self.columns, self.rows = -(-spec.size.width // BLOCK), -(-spec.size.height // BLOCK)
-        rng = cell_rng(spec.slide_seed, 0x57A1)
+    Args:
+        tissue_seed, slide_seed: of textures and stamps, which slides share; of everything else.
+        arrangement: place of glands.
+    """
+
+    def __init__(self, tissue_seed: int, slide_seed: int, size: Size, arrangement: Arrangement) -> None:
+        self.size, self.arrangement, self._seed = size, arrangement, slide_seed
+        self.columns, self.rows = -(-size.width // BLOCK), -(-size.height // BLOCK)
+        rng = cell_rng(slide_seed, 0x57A1)
         strength, hue = rng.uniform(0.94, 1.06, (2, 1)), rng.uniform(0.98, 1.02, (2, 3))
         self._dyes = (np.array(DYES) * strength * hue).astype(np.float32)
         self.glass = rng.integers(242, 247, 3).astype(np.uint8)
         self._shift = rng.integers(0, PERIOD, 2)
-        self._depth = _outline(spec.slide_seed, spec.size)
-        lit = np.rint(self._light(*_stroma(spec.tissue_seed)) * (self.glass / 255.0)).astype(np.uint8)
+        self._depth = _outline(slide_seed, size)
+        lit = np.rint(self._light(*_stroma(tissue_seed)) * (self.glass / 255.0)).astype(np.uint8)
         self._stroma = np.pad(lit, ((0, BLOCK), (0, BLOCK), (0, 0)), mode="wrap")
         self._stamps = [
             (np.rint(self._light(h, e) * (self.glass / 255.0)).astype(np.uint8), opacity, mask)
-            for h, e, opacity, mask in _stamps(spec.tissue_seed, spec.arrangement.radii)
+            for h, e, opacity, mask in _stamps(tissue_seed, arrangement.radii)
         ]
 
     def _light(self, haematoxylin: Field, eosin: Field) -> Field:
@@ -138,9 +133,9 @@ class Scene:
 
     def glands(self, l0_x: int, l0_y: int, size: int) -> list[Gland]:
         """Return glands that a square of ``size`` px may show: those whose centre lies in it or near enough."""
-        reach = int(self.spec.arrangement.radii[1]) + HALO + 1
+        reach = int(self.arrangement.radii[1]) + HALO + 1
         box = (l0_x - reach, l0_y - reach, l0_x + size + reach, l0_y + size + reach)
-        glands = self.spec.arrangement.glands(self.spec.slide_seed, *box)
+        glands = self.arrangement.glands(self._seed, *box)
         return [gland for gland in glands if self._depth_at(gland.l0_x, gland.l0_y) > reach + _INLAND]
 
     def _depth_at(self, l0_x: int, l0_y: int) -> float:

@@ -20,7 +20,7 @@ from pipelines.backends.registry import open_slide
 from pipelines.backends.tiff_writer import TiffWriter, level_sizes
 from pipelines.slides.geometry import Region, Size
 from pipelines.synthetic.collection import MASK_SCALE, OVERVIEW, Collection, make_collection, paint, planned
-from pipelines.synthetic.tissue import BLOCK, HALO, Arrangement, Scene, SceneSpec
+from pipelines.synthetic.tissue import BLOCK, HALO, Arrangement, Scene
 
 SMALL = Collection("classify", 4, 600, 7, 0.5)
 
@@ -89,7 +89,7 @@ def test_a_full_disk_leaves_whole_slides_only(tmp_path, monkeypatch):
 
 
 def paint_scene(path, size, mask=None, workers=1):
-    scene = Scene(SceneSpec(0, 5, size, Arrangement(0.8)))
+    scene = Scene(0, 5, size, Arrangement(0.8))
     paint(scene, path, mask, mpp=0.5, description="", workers=workers)
     return scene
 
@@ -143,8 +143,8 @@ import sys
 from pathlib import Path
 from pipelines.slides.geometry import Size
 from pipelines.synthetic.collection import paint
-from pipelines.synthetic.tissue import Arrangement, Scene, SceneSpec
-scene = Scene(SceneSpec(0, 1, Size(2048, int(sys.argv[1])), Arrangement(0.8)))
+from pipelines.synthetic.tissue import Arrangement, Scene
+scene = Scene(0, 1, Size(2048, int(sys.argv[1])), Arrangement(0.8))
 paint(scene, Path(sys.argv[2]), None, mpp=0.5, description="", workers=2)
 # Not ru_maxrss: it starts from what the process that started this one held.
 print(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024)
@@ -165,7 +165,7 @@ SIDE = 12_288
 
 
 def scene_of(arrangement, seed=1, side=4096):
-    return Scene(SceneSpec(0, seed, Size(side, side), arrangement))
+    return Scene(0, seed, Size(side, side), arrangement)
 
 
 def test_a_block_is_the_same_whenever_it_is_drawn():
@@ -196,7 +196,7 @@ def test_the_mask_agrees_with_the_glands_drawn():
     assert gland_px.mean() < other.mean() - 10  # epithelium is darker than stroma
     ys, xs = np.nonzero(block.mask)
     nearest = np.min([np.hypot(xs - x, ys - y) for x, y in centres], axis=0)
-    assert nearest.max() <= scene.spec.arrangement.radii[1] + 1
+    assert nearest.max() <= scene.arrangement.radii[1] + 1
 
 
 def test_glass_lies_around_the_tissue_and_is_even():
