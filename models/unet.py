@@ -56,8 +56,7 @@ class UNet(nn.Module):
         channels = [base * 2**level for level in range(depth + 1)]
         self.check = SideCheck(2**depth)
         self.encoder = nn.ModuleList(
-            double_convolution(before, after, norm)
-            for before, after in zip([3, *channels[:-1]], channels, strict=True)
+            double_convolution(before, after, norm) for before, after in zip([3, *channels[:-1]], channels, strict=True)
         )
         self.down = nn.MaxPool2d(2)
         self.decoder = nn.ModuleList(Up(c, norm) for c in reversed(channels[:-1]))
@@ -212,8 +211,7 @@ class UNetGPipe(nn.Module):
         deepest = channels[-1]
         self.check = SideCheck(2**DEPTH)
         self.encoder = nn.ModuleList(
-            cell(before, after, after, convs, norm)
-            for before, after in zip([3, *channels[:-1]], channels, strict=True)
+            cell(before, after, after, convs, norm) for before, after in zip([3, *channels[:-1]], channels, strict=True)
         )
         self.down = nn.MaxPool2d(2)
         self.bottleneck = cell(deepest, 2 * deepest, deepest, convs, norm)

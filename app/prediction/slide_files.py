@@ -135,7 +135,9 @@ def polygons_of(mask: NDArray[np.bool_]) -> list[Polygon]:
     Args:
         mask: as ``without_saddles`` gives it: rings that touch themselves are not valid.
     """
-    return [Polygon(outer, tuple(holes)) for outer, *holes in outlines(ArrayMask(Path(), mask.view(np.uint8))).get(1, ())]
+    return [
+        Polygon(outer, tuple(holes)) for outer, *holes in outlines(ArrayMask(Path(), mask.view(np.uint8))).get(1, ())
+    ]
 
 
 def peaks(

@@ -196,9 +196,7 @@ class BufferPool:
                 return self._free.pop()
             if self.made and (self.made + 1) * self.buffer_bytes > self.max_bytes:
                 return None
-            buffer = (
-                self.allocate(self.image_shape, np.uint8), self.allocate(self.target_shape, self.target_dtype)
-            )
+            buffer = (self.allocate(self.image_shape, np.uint8), self.allocate(self.target_shape, self.target_dtype))
             self.made += 1
             return buffer
 
