@@ -28,9 +28,9 @@ from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import Pixels
 from pipelines.slides.whole_files import write_text
+from pipelines.tiles.overlay import CAPTION_PX
 from pipelines.tiles.slide_index import slide_limits
 from pipelines.tiles.tile_table import TileTable
-from pipelines.tiles.tiling import CAPTION_PX
 
 OVERLAYS = 12
 OVERLAY_PX = 320

@@ -151,7 +151,8 @@ class PlaceIndex:
         at = np.stack([np.full(len(slots), shard), slots], axis=1).astype(np.int32)
         block = _sorted(_keys(places[slots]), places[slots], at)
         while self._blocks and len(self._blocks[-1].keys) <= len(block.keys):
-            block = _sorted(*map(np.concatenate, zip(self._blocks.pop(), block, strict=True)))
+            pairs: Any = zip(self._blocks.pop(), block, strict=True)
+            block = _sorted(*map(np.concatenate, pairs))
         self._blocks.append(block)
 
     def find(self, place: Place) -> tuple[int, int] | None:
