@@ -120,11 +120,7 @@ torch.fx.wrap("check_sides")
 
 
 class SideCheck(nn.Module):
-    """A layer that passes (n, c, h, w) on after ``check_sides``; no parameters.
-
-    Args:
-        multiple: of both sides, px; a power of two.
-    """
+    """A layer that passes (n, c, h, w) on after ``check_sides``; ``multiple`` is a power of two."""
 
     def __init__(self, multiple: int) -> None:
         super().__init__()

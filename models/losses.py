@@ -106,11 +106,7 @@ class PixelClassLoss(ClassLoss):
 
     def sums(self, logits: Tensor, classes: Tensor) -> Tensor:
         """Return what a box of the tile adds to the loss: float64 (n, 1) of its pixels' losses, with Dice (n, 1 + 2C),
-        overlap and size of each class after that.
-
-        Args:
-            logits: (n, C, h, w) of the box.
-            classes: uint8 (n, h, w) of the box.
+        overlap and size of each class after that; ``logits`` and ``classes`` are as for ``forward``.
 
         Raises:
             ValueError: logits of another form or size.

@@ -33,12 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Limits:
-    """Most that one item may take.
-
-    Attributes:
-        seconds: from its start to its result.
-        memory_bytes: of private memory of the process; more is refused to it, whatever it was asked for.
-    """
+    """Most that one item may take: seconds from its start to its result, and private memory of its process."""
 
     seconds: float
     memory_bytes: int

@@ -76,9 +76,7 @@ class SlideAnnotations:
         mask covers all of level 0, or the bounds where only these have its proportions. Safe in many threads.
 
         Args:
-            slide_id: one of ``paths``.
-            slide: that slide, open.
-            region: as for ``slide.read``.
+            slide_id: one of ``paths``; ``slide`` is that slide, open.
             out: uint8 (region.height, region.width), or of the size of ``box``.
             box: the part of the region whose class ids are asked for, as they are in all of it; None for all.
 

@@ -198,7 +198,6 @@ class Readahead:
     """The threads and the batches in flight. One consumer; ``Batch.release`` may come from any thread.
 
     Args:
-        threads: how many fill.
         pool: where buffers come from; its budget bounds how far ahead is read.
         requests: the batches to come, in order. Asked by one thread at a time.
         fill: fills one sample; called by the reading threads.
