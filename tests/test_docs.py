@@ -3,11 +3,11 @@
 import ast
 import itertools
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import boxes_picture, memory_picture
 from tests.helpers.documents import commands
 
 ROOT = Path(__file__).parents[1]
@@ -87,10 +87,11 @@ def test_plans_shown_are_those_printed_today(capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drawing", [boxes_picture, memory_picture], ids=lambda module: module.FILE.stem)
-def test_pictures_are_those_drawn_today(drawing):
-    """``python -m tests.helpers.memory_picture``, and ``boxes_picture``, draw them anew."""
-    assert drawing.FILE.read_text() == drawing.picture()
+@pytest.mark.parametrize("name", ["boxes", "memory"])
+def test_pictures_are_those_drawn_today(name):
+    """``PYTHONPATH=. python docs/pictures/boxes.py`` draws boxes.svg anew."""
+    script = ROOT / "docs" / "pictures" / f"{name}.py"
+    assert script.with_suffix(".svg").read_text() == runpy.run_path(str(script))["picture"]()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

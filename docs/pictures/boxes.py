@@ -1,4 +1,4 @@
-"""The picture of boxes in the documents: ``python -m tests.helpers.boxes_picture`` draws it anew.
+"""Draw boxes.svg: ``PYTHONPATH=. python docs/pictures/boxes.py``.
 
 Above, how the parts of ResNet-50 with frozen norms are cut into boxes, and what a box of each fetches; below, the first
 phases of ResNet-18 with batch norm in training. Both as ``--stream 512`` plans them.
@@ -17,7 +17,7 @@ from parallel.team.boxed_nodes import PlannedRegion
 from parallel.team.region_run import Phase, RegionRun
 from parallel.units import bytes_text
 
-FILE = Path(__file__).parents[2] / "docs" / "pictures" / "boxes.svg"
+FILE = Path(__file__).with_suffix(".svg")
 TILE, BOX = 4096, 512
 MARGIN, SIDE, GAP = 24.0, 216.0, 34.0
 WIDTH, TOP, PHASES_TOP = 2 * MARGIN + 4 * SIDE + 3 * GAP, 164.0, 546.0

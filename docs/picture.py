@@ -1,6 +1,6 @@
-"""Draws the picture of the README: how much of a slide tiles of some sizes see, and which sizes fit a device.
+"""Draw the picture of the README: how much of a slide tiles of some sizes see, and which sizes fit a device.
 
-    python -m tests.helpers.readme_picture
+    PYTHONPATH=. python docs/picture.py
 
 The bars are measured rows of benchmarks/out_of_core and benchmarks/streaming.
 """
@@ -16,8 +16,8 @@ from matplotlib.patches import Rectangle
 from pipelines.backends.registry import open_slide
 from pipelines.slides.geometry import Region
 
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "docs" / "picture.png"
+ROOT = Path(__file__).parents[1]
+FILE = Path(__file__).with_suffix(".png")
 SIDES = (256, 512, 1024, 2048)
 BARS = (
     ("plain training, or ddp", 960),

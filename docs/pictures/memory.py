@@ -1,4 +1,4 @@
-"""Draw the picture of bytes over a step in the documents: ``python -m tests.helpers.memory_picture``.
+"""Draw memory.svg: ``PYTHONPATH=. python docs/pictures/memory.py``.
 
 It shows the bytes of one microbatch on the device, without parameters, their gradients and the optimizer state, as
 ``parallel.memory`` predicts them under four policies.
@@ -22,7 +22,7 @@ from parallel.memory.stage_bytes import StageMemory
 from parallel.trace.trace import trace
 from parallel.units import bytes_text
 
-FILE = Path(__file__).parents[2] / "docs" / "pictures" / "memory.svg"
+FILE = Path(__file__).with_suffix(".svg")
 SIDE = 2048
 RULES = {
     "all kept": ActivationPolicy(),
