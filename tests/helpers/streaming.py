@@ -17,6 +17,8 @@ from parallel.team.team_comm import ForwardContext, TeamComm
 from parallel.team.team_plan import BoxedParts, plan_alone
 from tests.helpers.plain_step import relative_errors
 
+CPU = torch.device("cpu")
+
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -41,11 +43,11 @@ class InBoxes:
         return region.run
 
 
-def in_boxes(module: nn.Module, box: int) -> InBoxes:
+def in_boxes(module: nn.Module, box: int, device: torch.device = CPU) -> InBoxes:
     """Return ``module``, in the mode it is in, traced by torch alone."""
     graph = _Tracer().trace(module)
     (name,) = (node.name for node in graph.nodes if node.op == "placeholder")
-    comm, device = TeamComm(LocalCommunicator()), torch.device("cpu")
+    comm = TeamComm(LocalCommunicator())
     nodes = BoxedNodes(list(graph.nodes), (name,), ("output",), (), BoxedParts(box), Grid(), comm, device)
     return InBoxes(nodes)
 

@@ -1,13 +1,16 @@
 """Steps do not wait for their device once per norm, box, layer or microbatch: the host would queue nothing meanwhile;
 an action's seconds are those between its events, and a rank's leave out its wait for others.
 
-Operations on tensors of a device are counted one by one, on the CPU.
+Simulated GPUs count kernels and waits.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,21 +25,15 @@ from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine import step
 from parallel.engine.recorded import DeviceClock
 from parallel.engine.step import Microbatch, StepResult
+from parallel.memory.policy import ActivationPolicy
+from parallel.space.team import Grid
 from parallel.strategy import Strategy
-from tests.helpers.device_counts import STRATEGIES, Counts, count
-from tests.helpers.engine_runs import SGD, build, train
+from tests.helpers.engine_runs import SGD, build, steps_of, train
 from tests.helpers.fake_events import CUDA, FakeEvents
+from tests.helpers.sim_gpu import simulated
+from tests.helpers.sim_gpu.ranks import run_ranks
 from tests.helpers.small_nets import Made, batch_of
 from tests.helpers.streaming import in_boxes
-
-BLOCKS = 2
-
-
-def net() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(BLOCKS):
-        layers += [nn.Conv2d(4 if layers else 3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(), nn.Linear(4, 2))
 
 
 def test_losses_are_read_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,53 +49,61 @@ def test_losses_are_read_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hooks_of_gradients_start_nothing_on_the_device() -> None:
     """Which parameters a rank has gradients for is counted once a step, with one operation on all of a bucket."""
-    operations = []
+    launches = []
     for reduced in (False, True):
-        layer, images = nn.Linear(3, 3), torch.ones(2, 3)
-        counts = Counts([*layer.parameters(), images])
-        if reduced:
-            reducer = GradReducer(layer.parameters(), LocalCommunicator(), overlap=False)
-            reducer.begin_step()
-        for parameter in layer.parameters():
-            parameter.grad = parameter.grad if reduced else torch.zeros_like(parameter)
-        with counts.counting():
+        with simulated() as gpus:
+            layer, images = nn.Linear(3, 3).to(CUDA), torch.ones(2, 3, device=CUDA)
+            if reduced:
+                reducer = GradReducer(layer.parameters(), LocalCommunicator(), overlap=False)
+                reducer.begin_step()
+            for parameter in layer.parameters():
+                parameter.grad = parameter.grad if reduced else torch.zeros_like(parameter)
+            before = gpus.process.launches
             layer(images).sum().backward()
-        operations.append(counts.operations)
-    assert operations[0] == operations[1]
+            launches.append(gpus.process.launches - before)
+    assert launches[0] == launches[1] > 3
 
 
-STEP = {"step.py", "grad_reducer.py"}
-"""Files that wait once a step and rank: for its losses, and for which parameters had no gradient."""
-MAPS = {"maps.py"}
-"""Maps of boxes go to the host and back."""
+def by_file(waits: Counter[str]) -> Counter[str]:
+    """Return how often the host waited in each file."""
+    files: Counter[str] = Counter()
+    for place, number in waits.items():
+        files[re.findall(r"(\w+\.py):", place)[-1]] += number
+    return files
 
 
-def waiting(counts: Counts) -> dict[str, int]:
-    """Waits by file, besides those for maps of boxes."""
-    files: dict[str, int] = {}
-    for place, number in counts.syncs.items():
-        file = place.partition(" ")[0].rpartition("/")[2]
-        files[file] = files.get(file, 0) + number
-    return {file: number for file, number in files.items() if file not in MAPS}
-
-
-WAITING: dict[str, Mapping[str, Any]] = {
-    **{name: STRATEGIES[name] for name in ("ddp, 2 ranks", "master, 2 stages", "spatial 2x1", "streaming, 1 rank")},
-    "deferred statistics": {"name": "1f1b", "ranks": 4, "depth": 2, "statistics": "deferred"},
-    "zero-bubble": {"name": "zero-bubble", "ranks": 2, "depth": 2},
+WAITING = {
+    "ddp": Strategy("ddp", 2, 1, 2),
+    "master": Strategy("master", 2, 2, 2),
+    "spatial": Strategy("spatial", 2, 1, 2, grid=Grid(2, 1)),
+    "streaming": Strategy("single", 1, 1, 2, policy=ActivationPolicy(stream=8)),
+    "deferred statistics": Strategy("1f1b", 4, 2, 2, statistics="deferred"),
+    "zero-bubble": Strategy("zero-bubble", 2, 2, 2),
 }
 
 
 @pytest.mark.parametrize("name", WAITING)
 def test_waits_of_a_step_do_not_grow_with_its_microbatches(name: str) -> None:
+    """Each rank waits for the losses of a step, and for which parameters had no gradient."""
     waits = []
     for m in (2, 4):
-        counts = count(WAITING[name], net, 64, m)
-        waits.append(waiting(counts))
-        assert counts.operations["native_batch_norm_backward"] >= BLOCKS * m
+        strategy = dataclasses.replace(WAITING[name], m=m)
+        steps = steps_of(m, torch.float32)
+        with simulated(strategy.ranks) as gpus:
+
+            def second_step(communicator: Communicator) -> Counter[str]:
+                device = torch.device("cuda", communicator.rank)
+                engine = build(communicator, "skips", strategy, steps, device)  # noqa: B023
+                train(engine, steps[:1], device=device)  # noqa: B023
+                before = Counter(gpus.process.hazards.syncs)  # noqa: B023
+                train(engine, steps[1:], 1, device)  # noqa: B023
+                return by_file(gpus.process.hazards.syncs - before)  # noqa: B023
+
+            waits.append(sum(run_ranks(gpus, strategy.ranks, second_step), Counter()))
+        del waits[-1]["engine_runs.py"]  # tiles that the test copies
     assert waits[0] == waits[1]
-    assert waits[0].keys() <= STEP
-    assert sum(waits[0].values()) <= 2 * WAITING[name]["ranks"]
+    assert waits[0].keys() <= {"step.py", "grad_reducer.py"}
+    assert 0 < sum(waits[0].values()) <= 2 * strategy.ranks
 
 
 OPERATIONS = {
@@ -114,14 +119,15 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_boxes_of_an_operation_wait_for_nothing(name: str) -> None:
-    module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), OPERATIONS[name], nn.Conv2d(4, 3, 2))
-    images = torch.randn(1, 2, 23, 19)
-    counts = Counts([*module.parameters(), *module.buffers(), images])
-    run = in_boxes(module, 8)
-    with counts.counting():
-        run(module, images.requires_grad_())[0].sum().backward()
-    assert sum(counts.operations.values()) > 20
-    assert not waiting(counts)
+    with simulated() as gpus:
+        module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), OPERATIONS[name], nn.Conv2d(4, 3, 2)).to(CUDA)
+        images = torch.randn(1, 2, 23, 19).to(CUDA).requires_grad_()
+        run = in_boxes(module, 8, CUDA)
+        run(module, images)  # constants go to a device once
+        before = Counter(gpus.process.hazards.syncs), gpus.process.launches
+        run(module, images)[0].sum().backward()
+        assert gpus.process.launches - before[1] > 20
+        assert gpus.process.hazards.syncs - before[0] == Counter()
 
 
 def test_spans_come_from_events_that_only_who_asks_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.stage.batchnorm import DeferredStatistics, RunningStatistics, running_statistics
-from tests.helpers.device_counts import Counts
+from tests.helpers.sim_gpu import simulated
+from tests.helpers.sim_gpu.ranks import run_ranks
 
 SIZES = (3, 1, 4, 2)
 M = len(SIZES)
@@ -127,34 +128,36 @@ def test_an_error_in_a_pass_leaves_the_layer_as_it_was(mode: Any) -> None:
         running_statistics(others, LocalCommunicator(), "deferred")
 
 
-def counted_step(layers: int, momentum: float | None, mode: Any, forward: bool) -> Counts:
-    """The operations of a step of two ranks, of rank 0; its second step, as constants go to a device once."""
-    counts = Counts()
+def counted_step(layers: int, momentum: float | None, mode: Any, forward: bool) -> tuple[Counter[str], int]:
+    """Return waits and kernels of rank 0 in the second step of two ranks: constants go to a device once."""
 
-    def rank(communicator: Communicator, _: None) -> None:
-        own = nn.Sequential(*(nn.BatchNorm2d(2, momentum=momentum) for _ in range(layers))).double()
-        counts.add([] if communicator.rank else [*own.buffers(), *own.parameters()])
-        statistics = running_statistics(own, communicator, mode)
-        for step in range(2):
-            with contextlib.nullcontext() if communicator.rank or not step else counts.counting():
-                statistics.begin_step(M)
-                for i in range(communicator.rank, M, 2):
-                    with statistics.microbatch(i):
-                        if forward:
-                            own(torch.ones(2, 2, 3, 3, dtype=torch.float64) + i)
-                statistics.end_step()
+    def rank(communicator: Communicator) -> tuple[Counter[str], int]:
+        device = torch.device("cuda", communicator.rank)
+        own = nn.Sequential(*(nn.BatchNorm2d(2, momentum=momentum) for _ in range(layers))).double().to(device)
+        statistics, image = running_statistics(own, communicator, mode), torch.ones(2, 2, 3, 3, dtype=torch.float64)
+        tiles = [(image + i).to(device) for i in range(M)]
+        for _ in range(2):
+            before = Counter(gpus.process.hazards.syncs), gpus.process.launches
+            statistics.begin_step(M)
+            for i in range(communicator.rank, M, 2):
+                with statistics.microbatch(i):
+                    if forward:
+                        own(tiles[i])
+            statistics.end_step()
+        return gpus.process.hazards.syncs - before[0], gpus.process.launches - before[1]
 
-    run_on_threads(2, rank)
-    return counts
+    with simulated(2) as gpus:
+        waits, launches = run_ranks(gpus, 2, rank)[0]
+    return waits, launches
 
 
 @pytest.mark.parametrize("mode", ["per-microbatch", "deferred"])
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_statistics_do_not_wait_for_a_device(mode: Any, momentum: float | None) -> None:
-    counts = counted_step(3, momentum, mode, forward=True)
+    waits, _ = counted_step(3, momentum, mode, forward=True)
     # torch's own layer reads its number of updates where momentum is None, but for deferred statistics, which set it.
-    assert set(counts.syncs) <= {"stage/test_batchnorm.py rank: _local_scalar_dense"}
-    assert not counts.syncs or momentum is None
-    if mode == "per-microbatch":  # operations do not grow with the number of layers
-        few, many = (sum(counted_step(n, 0.1, mode, forward=False).operations.values()) for n in (2, 20))
+    assert all("_local_scalar_dense" in place and "test_batchnorm.py" in place for place in waits)
+    assert not waits or momentum is None
+    if mode == "per-microbatch":  # kernels do not grow with the number of layers
+        few, many = (counted_step(n, 0.1, mode, forward=False)[1] for n in (2, 20))
         assert few == many <= 30 * M
