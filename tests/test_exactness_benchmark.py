@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Any
 
 import pytest
 from torch import nn
@@ -13,20 +12,12 @@ from torch import nn
 from app.training import exactness
 from app.training.plain_training import PlainTraining, StepOutcome
 from benchmarks.exactness import measure
-from benchmarks.exactness.cells import TABLES, ZOO_WAYS, Cell, entry_cells
-from benchmarks.exactness.run import summary
+from benchmarks.exactness.cells import ZOO_WAYS, Cell, entry_cells
 from benchmarks.exactness.zoo import Entry
 
 pytestmark = pytest.mark.bench
 
 SMALL = Entry("benchmarks.exactness.models:Dropouts", "ours", 12)
-
-
-class OneLayer(nn.Sequential):
-    """There is nothing to cut."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(nn.Conv2d(3, classes, 1))
 
 
 class Ends(nn.Conv2d):
@@ -89,18 +80,6 @@ def test_a_gradient_that_does_not_come_is_inexact(monkeypatch: pytest.MonkeyPatc
     assert [row["note"].split(",")[0] for row in rows_of(SMALL)] == ["head.bias 1.0e+00"] * 3
 
 
-def test_cells_of_a_table_have_names_of_their_own() -> None:
-    for name, cells in TABLES.items():
-        names = [str(cell) for cell in cells()]
-        assert len(set(names)) == len(names), name
-
-
-def test_a_model_that_cannot_be_cut_so_often_is_refused_with_the_reason() -> None:
-    rows = rows_of(Entry(f"{__name__}:OneLayer", "ours", 8, 1))
-    assert [row["status"] for row in rows] == ["refused", "refused", "passed"]
-    assert "can be cut into 1 to" in rows[1]["note"]
-
-
 def test_a_process_that_ends_or_takes_too_long_is_a_row() -> None:
     first, second, *_ = cells_of(Entry("tests.test_exactness_benchmark:Ends", "ours", 8, 1))
     ended = list(measure.measured([first, second], 60))
@@ -108,14 +87,3 @@ def test_a_process_that_ends_or_takes_too_long_is_a_row() -> None:
     assert all("exit code" in row["note"] for row in ended)
     (late,) = measure.measured(cells_of(Entry("tests.test_exactness_benchmark:Sleeps", "ours"))[:1], 0.05)
     assert (late["status"], late["note"]) == ("failed", "RuntimeError: still running after 0 s")
-
-
-def test_the_summary_counts_cells_and_lists_those_that_did_not_pass() -> None:
-    row: dict[str, Any] = {"cell": "zoo / a / 2 stages", "model": "a", "way": "2 stages", "dtype": "float64"}
-    row |= {"status": "passed", "seconds": 1.0, "note": "", **dict.fromkeys(measure.ERRORS, 2e-12)}
-    wrong = {**row, "cell": "zoo / a / 4 stages", "way": "4 stages", "status": "inexact", "note": "of x|y"}
-    text = summary([row, wrong], 3)
-    assert "2.0e-12 (1 of 1)" in text
-    assert "2.0e-12 (0 of 1)" in text
-    assert "2 of 3 cells: 1 passed, 0 refused, 1 inexact, 0 failed" in text
-    assert "of x/y" in text

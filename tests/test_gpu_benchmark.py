@@ -12,19 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from benchmarks.gpu import largest, offload_time, precision, report, run, smoke, smoke_engines, study
 from benchmarks.gpu.setting import Setting, attempt
-from benchmarks.gpu.work import Problem
-from benchmarks.offload_study.measure import copy_figures, measure_model
-from benchmarks.offload_study.pictures import made_pictures, pictures_of_folder
-from benchmarks.offload_study.published import published_ratio
-from parallel.memory.policy import ActivationPolicy
-from parallel.offload.copies import CopyTime
+from benchmarks.offload_study.measure import measure_model
+from benchmarks.offload_study.pictures import made_pictures
 from tests.helpers.benchmark_run import run_on_forked_ranks
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
@@ -153,24 +147,12 @@ def test_offload_keeps_less_and_moves_what_it_does_not_keep() -> None:
     assert all(len(offload_time.line(row)) == len(offload_time.HEADER) for row in rows)
 
 
-def test_half_of_the_host_moves_half() -> None:
-    found = offload_time.ways(1000, tiny=True, thorough=False)["offload half"]
-    assert found == ActivationPolicy(offload="overlap", host_bytes=500, smallest=1)
-
-
 def test_largest_tile_that_trained_is_the_predicted_one() -> None:
     rows = list(largest.rows(tiny()))
     assert [row["trained_px"] for row in rows] == [row["predicted_px"] for row in rows]
     trained = {row["way"]: row["trained_px"] for row in rows}
     assert trained["plain"] < trained["offload"]
     assert all(len(largest.line(row)) == len(largest.HEADER) for row in rows)
-
-
-def test_a_tile_too_large_says_why() -> None:
-    problem = Problem(tiny(), "resnet18", 64)
-    row = largest._search(tiny(), problem, 1 << 20, "resnet18", ActivationPolicy())
-    assert row["trained_px"] == 0
-    assert "bytes lived at a time" in row["why"]
 
 
 def test_precision_has_a_row_for_each_type() -> None:
@@ -186,12 +168,6 @@ def test_precision_has_a_row_for_each_type() -> None:
     assert all(len(precision.line(row)) == len(precision.HEADER) for row in rows)
 
 
-def test_study_has_a_row_for_each_mode() -> None:
-    rows = list(study.rows(tiny()))
-    assert [row["mode"] for row in rows] == ["none", "naive", "overlap"]
-    assert all(len(study.line(row)) == len(study.HEADER) for row in rows)
-
-
 def test_every_mode_of_the_study_trains_alike() -> None:
     modes = ("none", "naive", "pinned", "nonblocking", "pinned-nonblocking", "overlap")
     trained = measure_model("squeezenet1_1", modes, made_pictures(32, 10), epochs=2, batch=4, device=CPU)
@@ -201,42 +177,6 @@ def test_every_mode_of_the_study_trains_alike() -> None:
     assert all(len(one.epochs_s) == 2 for one in trained)
     assert not trained[0].copies
     assert trained[1].copies["out"]["bytes"] == trained[1].copies["back"]["bytes"] > 0
-
-
-def test_figures_of_copies() -> None:
-    found = copy_figures([CopyTime("out", 100, 1.0), CopyTime("out", 100, 2.0), CopyTime("out", 300, 2.0)])
-    assert set(found) == {"out"}
-    assert found["out"]["bytes"] == 500
-    assert (found["out"]["min_s"], found["out"]["median_s"], found["out"]["max_s"]) == (1.0, 2.0, 2.0)
-    assert found["out"]["max_bytes_per_s"] == 150.0
-
-
-def test_published_ratios() -> None:
-    assert published_ratio("vgg19", "naive") == pytest.approx(5.0)
-    assert published_ratio("vgg19", "overlap") is None
-    assert published_ratio("squeezenet1_1", "naive") is None
-
-
-@pytest.mark.parametrize("split", [True, False])
-def test_pictures_of_a_folder(tmp_path: Path, split: bool) -> None:
-    for part in ("train", "val") if split else (".",):
-        for k, name in enumerate(("ants", "bees")):
-            folder = tmp_path / part / name
-            folder.mkdir(parents=True)
-            for number in range(5):
-                pixels = np.full((40 + number, 60, 3), 100 * k + 20, np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    found = pictures_of_folder(tmp_path, 32)
-    assert found.classes == ("ants", "bees")
-    assert (len(found.train), len(found.val)) == ((10, 10) if split else (6, 4))
-    assert found.train.shape[1:] == (3, 32, 32)
-    for images, labels in ((found.train, found.train_labels), (found.val, found.val_labels)):
-        assert (images.float().mean((1, 2, 3)) - 20 == 100 * labels).all()
-
-
-def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a sub-folder per class"):
-        pictures_of_folder(tmp_path, 32)
 
 
 def test_a_fault_is_a_row() -> None:

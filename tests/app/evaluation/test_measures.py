@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
 from app.evaluation import classification
-from app.evaluation.areas import SlideHits, _major_axes, froc, match_detections
+from app.evaluation.areas import SlideHits, froc, match_detections
 from app.evaluation.classification import (
     Predictions,
     auc,
@@ -18,7 +18,6 @@ from app.evaluation.classification import (
     confusion,
     with_interval,
 )
-from tests.helpers.counted import visited
 
 
 def cases_of(positive, label, patient=None):
@@ -62,15 +61,6 @@ def test_patients_of_more_classes_have_the_mean():
     patients, mixed = by_patient(Predictions(score, np.array([0, 0, 2, 1]), np.array([0, 0, 1, 1])))
     np.testing.assert_allclose(patients.score, [[0.6, 0.2, 0.2]])
     assert (patients.label.tolist(), mixed.tolist()) == ([0], [1])  # slides of patient 1 differ in class
-
-
-def test_patients_are_looked_at_once():
-    def per_case(count):
-        score = np.random.default_rng(0).random((count, 2))
-        label, patient = np.arange(count) % 2, np.arange(count) // 2
-        return visited(lambda *arrays: by_patient(Predictions(*arrays, 1)), score, label, patient) / count
-
-    assert per_case(800) < 1.3 * per_case(200)
 
 
 def test_the_interval_is_over_patients(monkeypatch):
@@ -150,25 +140,6 @@ def test_no_lesion_has_no_score_and_objects_that_merge_have_no_curve():
     assert (curve.score, curve.lesions, curve.detections) == (None, 1, 2)
     assert "225 annotated objects merge into 1" in curve.reason
     assert "no lesion" in froc([match_detections(lesions((9, 9, 12, 12)), MPP, [])]).reason
-
-
-@pytest.mark.parametrize("objects", [4, 64])
-def test_each_px_is_visited_as_often_whatever_the_number_of_objects(objects):
-    side = round(objects**0.5)
-    labels = np.zeros((128, 128), np.int32)
-    for k in range(objects):
-        y, x = (128 // side * place for place in divmod(k, side))
-        labels[y : y + 64 // side, x : x + 64 // side] = k + 1
-    visits = visited(lambda counted: _major_axes(counted), labels)
-    assert visits <= 60 * labels.size
-
-
-def test_the_curve_looks_at_each_detection_as_often_whatever_their_number():
-    def of(count):
-        false = visited(lambda counted: froc([SlideHits(1, (0.5,), counted)]), np.linspace(0, 1, count))
-        return false / count
-
-    assert of(2000) < 1.2 * of(500)
 
 
 def test_the_curve_is_that_of_another_implementation():

@@ -26,13 +26,12 @@ from app.training.metrics import (
     mean_defined,
     slide_scores,
 )
-from app.training.validation import Outputs, _of_pixels, _Tiles, evaluate, subsample_per_slide
+from app.training.validation import Outputs, evaluate
 from models.losses import IGNORE, PixelClassLoss, TileClassLoss
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.step import Microbatch
 from parallel.space.grid import Span
 from tests.app.conftest import QUICK, summary_of
-from tests.helpers.counted import visited
 from tests.helpers.sim_gpu import simulated
 
 PROBABILITY = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7], [0.5, 0.5]])
@@ -76,33 +75,6 @@ def test_scores_weigh_classes_alike_and_are_none_where_nothing_defines_them():
 def test_dice_is_undefined_only_where_a_class_is_neither_true_nor_predicted():
     dice = dice_by_slide(np.array([[5.0, 0.0, 0.0]]), np.array([[20.0, 4.0, 0.0]]))
     np.testing.assert_array_equal(dice, [[0.5, 0.0, np.nan]])
-
-
-WORK = {
-    "slide scores": lambda data, slide, values, readable: slide_scores(values, slide, "top-k", 5),
-    "spread": lambda data, slide, values, readable: subsample_per_slide(data, np.arange(len(slide)), 5),
-    "rows of slides": lambda data, slide, values, readable: list(_Tiles(data, slide, slide, readable).slide_rows()),
-    "segmentation": lambda data, slide, values, readable: _of_pixels(
-        _Tiles(data, np.arange(len(slide)), slide, readable), values, None
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WORK)
-def test_each_tile_is_visited_as_often_whatever_the_number_of_slides(what):
-    def per_tile(slides):
-        ids, slide = [str(k) for k in range(slides)], np.repeat(np.arange(slides), 10)
-        tiles, splits = SimpleNamespace(slides=ids, slide=None), SimpleNamespace(split=dict.fromkeys(ids, "val"))
-        data = SimpleNamespace(classes=("a", "b"), tiles=tiles, splits=splits)
-
-        def work(slide, values, readable):
-            tiles.slide = slide
-            WORK[what](data, slide, values, readable)
-
-        values = np.random.default_rng(0).random((len(slide), 4))
-        return visited(work, slide, values, np.ones(len(slide), bool)) / len(slide)
-
-    assert per_tile(400) < 1.3 * per_tile(100)
 
 
 SEGMENT = (*QUICK, "--model", "tests.helpers.tiny_models:segmenter", "--steps", "2")

@@ -95,9 +95,9 @@ def test_waits_of_a_step_do_not_grow_with_its_microbatches(name: str) -> None:
                 device = torch.device("cuda", communicator.rank)
                 engine = build(communicator, "skips", strategy, steps, device)  # noqa: B023
                 train(engine, steps[:1], device=device)  # noqa: B023
-                before = Counter(gpus.process.hazards.syncs)  # noqa: B023
+                before = Counter(gpus.process.hazards.syncs)
                 train(engine, steps[1:], 1, device)  # noqa: B023
-                return by_file(gpus.process.hazards.syncs - before)  # noqa: B023
+                return by_file(gpus.process.hazards.syncs - before)
 
             waits.append(sum(run_ranks(gpus, strategy.ranks, second_step), Counter()))
         del waits[-1]["engine_runs.py"]  # tiles that the test copies
