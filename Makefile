@@ -43,7 +43,7 @@ test: setup
 	$(PYTEST) -m "not (process or slurm or browser or bench or readme or long)"; tested=$$?; \
 	wait $$checking; checked=$$?; cat $$checks; rm -f $$checks; exit $$((tested | checked))
 
-# Before a change lands: all tests, whole grids, with Slurm and Chromium where they may be installed.
+# Before a change lands: all tests, with Slurm and Chromium where they may be installed.
 test-all: setup-all lint
 	$(PYTEST) --full
 

@@ -30,16 +30,14 @@ WATCH = pytest.StashKey[Watch]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full", action="store_true", help="grids whole, not every pair of their values; 50 examples, not 25"
-    )
+    parser.addoption("--full", action="store_true", help="50 examples of each property, not 25")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # what is loaded while tests are collected stays: no search for garbage would find any
     for name, why in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {why}; not in `make test`")
-    config.addinivalue_line("markers", "pairs: without --full, a part of its grid in which every pair of values occurs")
+    config.addinivalue_line("markers", "pairs: a part of its grid is run, in which every pair of values occurs")
     full = config.getoption("--full")
     if not config.getoption("--hypothesis-profile", None):
         settings.load_profile("same" if full else "quick")
@@ -49,8 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        _thin(config, items)
+    _thin(config, items)
     if hasattr(config, "workerinput"):
         _deal(items)
 
