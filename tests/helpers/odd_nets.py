@@ -117,7 +117,6 @@ def inside(kind: type[Base]) -> Any:
 
 functional_call_inside = inside(FunctionalCall)
 noisy_inside = inside(Noisy)
-noisy_like_inside = inside(NoisyLike)
 constant_inside = inside(Constant)
 keeps_by_hook_inside = inside(KeepsByHook)
 keeps_in_list_inside = inside(KeepsInList)

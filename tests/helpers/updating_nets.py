@@ -49,14 +49,6 @@ class Codebook(Averaging):
         return scaled
 
 
-class WithoutGradient(Averaging):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.ema.mul_(0.9).add_(x.mean((0, 2, 3)), alpha=0.1)
-        return self.scaled(x)
-
-
 class Assigning(Averaging):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -81,13 +73,6 @@ class Caching(Averaging):
             row = torch.linspace(0, 1, x.shape[3], dtype=x.dtype, device=x.device)
             self.ema = row.repeat(1, 1, x.shape[2], 1)
         return self.conv(x) * self.ema
-
-
-class Subtracting(Averaging):
-    """Subtracts the running mean from maps, as some models normalise their input."""
-
-    def scaled(self, x: Tensor) -> Tensor:
-        return self.conv(x - self.ema.view(1, -1, 1, 1)) * 2
 
 
 class Counting(Averaging):
@@ -158,40 +143,6 @@ class PlainCounter(nn.Module):
         return self.conv(x) * (1 + 0.5**self.steps)
 
 
-class FromData(Averaging):
-    """Takes its scale from the first microbatch, as activation norms and codebooks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("is_set", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and not self.is_set:
-            self.ema.copy_(x.detach().mean((0, 2, 3)))
-            self.is_set.fill_(1)
-        return self.scaled(x)
-
-
-class VectorQuantizer(nn.Module):
-    """A codebook that follows the mean of what chooses each of its rows (van den Oord et al. 2017, appendix A.1)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.linspace(-1, 1, 12).view(3, 4))
-        self.register_buffer("sizes", torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.permute(0, 2, 3, 1).reshape(-1, 4)
-        chosen = torch.cdist(rows.detach(), self.codes).argmin(1)
-        if self.training:
-            with torch.no_grad():
-                hot = nn.functional.one_hot(chosen, 3).to(x.dtype)
-                self.sizes.mul_(0.9).add_(hot.sum(0), alpha=0.1)
-                self.codes.mul_(0.9).add_((hot.t() @ rows) / self.sizes[:, None], alpha=0.1)
-        nearest = self.codes[chosen].view(x.shape[0], *x.shape[2:], 4).permute(0, 3, 1, 2)
-        return x + (nearest - x).detach()
-
-
 class Remembering(nn.Module):
     """Keeps what it gave for whoever asks after the pass; the next pass does not look at it."""
 
@@ -258,15 +209,8 @@ def around(middle: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
     return make
 
 
-def _conv() -> nn.Module:
-    return nn.Conv2d(4, 4, 3, padding=1)
-
-
-averaging, keeping, codebook, without_gradient = map(around, (Averaging, Keeping, Codebook, WithoutGradient))
-assigning, looking, caching, subtracting = map(around, (Assigning, Looking, Caching, Subtracting))
-counting, setting_data, from_data, quantizer = map(around, (Counting, SettingData, FromData, VectorQuantizer))
+averaging, keeping, codebook, assigning = map(around, (Averaging, Keeping, Codebook, Assigning))
+looking, caching, counting, setting_data = map(around, (Looking, Caching, Counting, SettingData))
 plain_tensor, plain_counter, remembering = map(around, (PlainTensor, PlainCounter, Remembering))
-spectral = around(lambda: nn.utils.parametrizations.spectral_norm(_conv()))
-old_spectral = around(lambda: nn.utils.spectral_norm(_conv()))
 scaling_weights, setting_weights = (around(functools.partial(SettingWeights, each)) for each in (True, False))
 checkpointed, checkpointed_reentrant = (around(functools.partial(Checkpointed, each)) for each in (False, True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +16,15 @@ import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.exactness.odd import flow, sharing, state, values
 from models.registry import build_model
 from parallel.graph.partition import Partition, partition_at, partition_equal
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule
 from parallel.trace.trace import Traced, trace
-from tests.helpers.awkward_nets import SMALL, Named, RandomModel
 from tests.helpers.lanes import long_where
 from tests.helpers.small_nets import Made
 
@@ -119,18 +121,66 @@ def test_stages_of_models(name: str) -> None:
         assert_same(traced, partition_equal(traced.graph, stages), model, example)
 
 
-@pytest.mark.parametrize("kind", SMALL)
-def test_every_single_cut_of_small_models(kind: type[nn.Module]) -> None:
+ODD = (
+    *(flow.AsksAtRoot, flow.EarlyReturn, flow.AssertsShape, flow.PadsToMultiple, flow.branch_inside, flow.DropsBlocks),
+    *(flow.FunctionAtRoot, flow.DeepSupervision, flow.Routed, state.TrunkWithoutGradients, state.constants),
+    *(sharing.TiedWeights, sharing.ReusedModule, sharing.SharedNorm, sharing.Siamese, values.Dicts),
+    *(values.Dataclasses, values.InPlaceSkips, values.WritesByIndex),
+)
+ODD_SHAPE = (2, 3, 32, 32)
+
+
+@pytest.mark.parametrize("make", ODD)
+def test_every_single_cut_of_odd_models(make: Callable[[int], nn.Module]) -> None:
     torch.manual_seed(0)
-    model = kind().double()
-    traced = trace(model, (4, 6), torch.float64)
-    example = torch.rand(4, 6, dtype=torch.float64)
+    model = make(3).double()
+    traced = trace(model, ODD_SHAPE, torch.float64)
+    example = torch.rand(ODD_SHAPE, dtype=torch.float64)
     places = [k for k in range(2, len(traced.graph.layers) - 1) if traced.graph.can_cut(k)]
     assert places
     for place in places:
         assert_same(traced, partition_at(traced.graph, [traced.graph.layers[place].name]), model, example)
     assert_same(traced, partition_equal(traced.graph, len(places) + 1), model, example)
     assert_same(traced, partition_equal(traced.graph, 1), model, example)
+
+
+class RandomModel(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.linear = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norm = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+        kinds = ["linear", "linear", "norm", "add", "cat", "relu_", "iadd", "dropout", "size", "split"]
+        self.steps = [(draw.choice(kinds), draw.random(), draw.random()) for _ in range(draw.randint(4, 12))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [torch.tanh(self.linear[0](x))]
+        for kind, first, second in self.steps:
+            a, b = values[int(first * len(values))], values[int(second * len(values))]
+            match kind:
+                case "linear":
+                    value = torch.tanh(self.linear[int(second * 4)](a))
+                case "norm":
+                    value = self.norm[int(second * 2)](a)
+                case "add":
+                    value = a + b
+                case "cat":
+                    value = torch.cat([a, b], 1)[:, 1:5]
+                case "relu_":
+                    value = F.relu(a * 1.5, inplace=True)
+                case "iadd":
+                    value = a * 2.0
+                    value += b
+                case "dropout":
+                    value = F.dropout(a, 0.3, self.training)
+                case "size":
+                    value = a * x.size(0)
+                case _:
+                    left, right = b.chunk(2, 1)
+                    value = torch.cat([right, left], 1)
+            values.append(value)
+        return sum(values[-3:], start=self.linear[0](values[-1]))
 
 
 @given(seed=st.integers(0, 10_000), data=st.data())
@@ -162,10 +212,10 @@ def test_a_stage_has_the_users_modules_and_the_rest_of_the_model_can_go() -> Non
 
 
 def test_buffers_replaced_after_the_trace() -> None:
-    model = Named()
-    traced = trace(model, (4, 6))
+    model = state.constants(3)
+    traced = trace(model, ODD_SHAPE)
     model.double()
-    assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(4, 6, dtype=torch.float64))
+    assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(ODD_SHAPE, dtype=torch.float64))
 
 
 def test_frozen_normalisation_stays_frozen() -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
+from benchmarks.exactness.odd import flow, values
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.graph.partition import partition_equal
 from parallel.trace.trace import Traced, trace, trace_exclusively
 from parallel.trace.traced_check import first_difference
-from tests.helpers.awkward_nets import SMALL, Linears
-from tests.helpers.deciding_nets import DECIDING, ByBatch, ByWidth, Gated, OfWaves, Unpacks
-from tests.parallel.trace.test_cut import assert_same, in_a_row, stages_of
+from tests.parallel.trace.test_cut import ODD, ODD_SHAPE, assert_same, in_a_row, stages_of
 
 
 class AsksHowItIsRun(nn.Module):
@@ -52,12 +54,24 @@ def test_a_module_that_is_traced_wrongly_stays_whole(how: str) -> None:
         trace_exclusively(AsksHowItIsRun(how), (2, 6), LocalCommunicator())
 
 
-@pytest.mark.parametrize("kind", [*SMALL, *DECIDING])
-def test_small_models_agree_with_their_graphs(kind: type[nn.Module]) -> None:
+class ComputedAgain(nn.Module):
+    """As its author asks for: a checkpoint in the model's own forward."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, classes, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.b, torch.tanh(self.a(x)), use_reentrant=False)
+        return self.c(torch.tanh(y))
+
+
+@pytest.mark.parametrize("make", [*ODD, ComputedAgain])
+def test_odd_models_agree_with_their_graphs(make: Callable[[int], nn.Module]) -> None:
     torch.manual_seed(0)
-    model = kind()
+    model = make(3)
     state, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    assert first_difference(trace(model, (4, 6)), (4, 6), torch.float32) is None
+    assert first_difference(trace(model, ODD_SHAPE), ODD_SHAPE, torch.float32) is None
     assert model.training
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
@@ -107,10 +121,12 @@ def test_one_tile_where_batch_norm_needs_two_is_refused_by_name() -> None:
         trace_exclusively(model, (1, 3, 8, 8), LocalCommunicator())
 
 
-class TwoNames(Linears):
+class TwoNames(nn.Module):
     """What it adds in place shows under another name; the same sum as a new tensor would not."""
 
-    layers = "ab"
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         before = y = self.a(x)
@@ -129,40 +145,63 @@ class UnderTwoNames(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("kind", "stages"), [(TwoNames, 2), (UnderTwoNames, 2), (OfWaves, 1)])
-def test_what_shows_under_two_names_and_complex_values_are_traced_as_such(kind: type[nn.Module], stages: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "shape"), [(TwoNames, (3, 6)), (UnderTwoNames, (3, 6)), (lambda: values.Fourier(3), ODD_SHAPE)]
+)
+def test_what_shows_under_two_names_and_complex_values_are_traced_as_such(make: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model = kind().double()
+    model = make().double()
     state = copy.deepcopy(model.state_dict())
-    plain = trace(model, (3, 6), torch.float64)
-    assert (first_difference(plain, (3, 6), torch.float64) is None) == (kind is not TwoNames)
-    traced = trace_exclusively(model, (3, 6), LocalCommunicator())
+    plain = trace(model, shape, torch.float64)
+    assert (first_difference(plain, shape, torch.float64) is None) == (make is not TwoNames)
+    traced = trace_exclusively(model, shape, LocalCommunicator())
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
-    assert_same(traced, partition_equal(traced.graph, stages), model, torch.rand(3, 6, dtype=torch.float64))
+    assert_same(traced, partition_equal(traced.graph, 2), model, torch.rand(shape, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kind", DECIDING)
-def test_deciding_models_in_stages(kind: type[nn.Module]) -> None:
-    """Also for another number of tiles than was traced."""
+@pytest.mark.parametrize("make", [*ODD, ComputedAgain])
+def test_odd_models_in_stages_for_another_number_of_tiles(make: Callable[[int], nn.Module]) -> None:
     torch.manual_seed(0)
-    model = kind().double()
-    for tiles in (1, 3) if kind is not Unpacks else (3,):
-        traced = trace(model, (tiles, 6), torch.float64)
-        partition = partition_equal(traced.graph, 4)
-        for run in (1, 3) if kind.__name__ != "FrozenTrunk" else (3,):  # batch norm needs two
-            assert_same(traced, partition, model, torch.rand(run, 6, dtype=torch.float64) - 0.5)
+    model = make(3).double()
+    for tiles in (1, 3):
+        traced = trace(model, (tiles, *ODD_SHAPE[1:]), torch.float64)
+        partition = partition_equal(traced.graph, 3)
+        assert_same(traced, partition, model, torch.rand(4 - tiles, *ODD_SHAPE[1:], dtype=torch.float64) - 0.5)
+
+
+class ByBatch(nn.Linear):
+    """Decides by the number of tiles."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[0] > 1 else torch.relu(super().forward(x))
+
+
+class ByWidth(nn.Module):
+    """Decides by the width of its tiles, and would run on any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(3, 3, 1), nn.Conv1d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if x.shape[-1] > 10:
+            x = x[..., ::2]
+        return self.b(x)
 
 
 def test_what_is_decided_by_the_number_of_tiles_stays_whole() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), ByBatch(), nn.Linear(6, 6)).double()
+    model = nn.Sequential(nn.Linear(6, 6), ByBatch(6, 6), nn.Linear(6, 6)).double()
     traced = trace(model, (2, 6), torch.float64)
     assert [layer.kind for layer in traced.graph.layers] == ["input", "Linear", "ByBatch", "Linear", "output"]
     for tiles in (1, 2, 3):
         example = torch.rand(tiles, 6, dtype=torch.float64) - 0.5
         assert_same(traced, partition_equal(traced.graph, 2), model, example)
-    with pytest.raises(ValueError, match=r"ByBatch itself .* number of tiles in a microbatch.*deciding_nets.py:\d+"):
-        trace(ByBatch(), (2, 6))
+    with pytest.raises(
+        ValueError, match=r"ByBatch itself .* number of tiles in a microbatch.*test_traced_check.py:\d+"
+    ):
+        trace(ByBatch(6, 6), (2, 6))
 
 
 def test_tiles_for_which_another_path_would_be_taken_are_refused() -> None:
@@ -173,22 +212,25 @@ def test_tiles_for_which_another_path_would_be_taken_are_refused() -> None:
         for shape in ((2, 3, 8), (1, 3, 8), (2, 3, 9)):
             example = torch.rand(shape)
             assert torch.equal(in_a_row(stages, example), model(example))
-        with pytest.raises(ValueError, match=r"decides by the shape .*deciding_nets.py:\d+, .*is False; got True"):
+        with pytest.raises(ValueError, match=r"decides by the shape .*test_traced_check.py:\d+, .*is False; got True"):
             in_a_row(stages, torch.rand(2, 3, 16))
 
 
 def test_a_decision_by_data_is_refused_and_wrapping_it_as_advised_works() -> None:
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match=r"Gated itself .*values of tensors. Where: forward, .*py:\d+.*submodule"):
-        trace(Gated(wrapped=False), (2, 6))
-    model = Gated(wrapped=True).double()
-    traced = trace(model, (2, 6), torch.float64)
+    bare = flow.BranchesOnData(3)
+    with pytest.raises(
+        ValueError, match=r"BranchesOnData itself .*values of tensors. Where: forward, .*py:\d+.*submodule"
+    ):
+        trace(bare, ODD_SHAPE)
+    model = flow.branch_inside(3).double()
+    traced = trace(model, ODD_SHAPE, torch.float64)
     for stages in (2, 4):
         for offset in (0, 1):
-            example = torch.rand(2, 6, dtype=torch.float64) - offset
+            example = torch.rand(ODD_SHAPE, dtype=torch.float64) - offset
             assert_same(traced, partition_equal(traced.graph, stages), model, example)
-    traced = trace(nn.Sequential(Gated(wrapped=False)), (2, 6))
+    traced = trace(nn.Sequential(bare), ODD_SHAPE)
     with pytest.raises(
-        ValueError, match=r"1 to 1 stages; got 2.* 0 \(Gated\): .*values of tensors, at forward, .*py:\d+"
+        ValueError, match=r"1 to 1 stages; got 2.* 0 \(BranchesOnData\): .*values of tensors, at forward, .*py:\d+"
     ):
         partition_equal(traced.graph, 2)
