@@ -93,14 +93,6 @@ def test_teams_run_on_the_ranks_that_they_divide():
     assert "--grid" not in found[1].arguments
 
 
-def test_rows_of_teams_name_the_grid():
-    found = rows(ddp=[trial(1.0)], spatial=[trial(2.0)])
-    keys = ("grid", "chosen", "stages")
-    assert [[row[key] for key in keys] for row in found.values()] == [[None, None, None], ["2x1", "2x1", None]]
-    row = row_of(case("1f1b@2x1", 4), "m", [trial(1.0)], None)
-    assert (row["strategy"], row["grid"], row["chosen"], row["stages"]) == ("1f1b of 2x1", "2x1", None, 2)
-
-
 def test_one_rank_runs_single_and_several_run_the_rest():
     found = cases("single ddp gpipe+recompute", [256, 512], [1, 2], batch=4, microbatches=2, scaling="weak")
     names = ("1x_single", "2x_ddp", "2x_gpipe+recompute")
@@ -178,17 +170,6 @@ def test_nothing_is_claimed_for_other_work(precision, loss, matches):
     assert ("nothing is claimed" in row["claim"]) != matches
 
 
-def test_losses_on_other_numbers_of_ranks_may_differ_by_more():
-    made = [row_of(Case("single", (), 1, 256, 4, 4), "m", [trial(1.0, loss=0.5)], None)]
-    for name, loss in (("ddp", 0.5 + 1e-4), ("gpipe", 0.5 + 1e-4 + 1e-7), ("master", 0.5)):
-        made.append(row_of(case(name), "m", [trial(1.0, loss=loss)], None))
-    compare(made)
-    assert [row["loss_matches"] for row in made] == [None, True, True, False]
-    made[1]["losses"][0] = 0.51
-    compare(made)
-    assert made[1]["loss_matches"] is False
-
-
 def test_tiles_are_needed_and_a_launcher_is_not(monkeypatch):
     (fault,) = BenchCommand(DataSettings(Path("slides")), tiles=()).validate()
     assert "--tiles takes one or more" in fault
@@ -236,21 +217,6 @@ def test_a_rank_ended_by_signal_9_is_not_out_of_device_memory_and_a_hang_is_ende
     assert "count of such kills rose by 1" in found.reason
     hung = run_single(tmp_path, classify_slides, "late", timeout_s=0.1)
     assert (hung.status, hung.reason[:15]) == ("failed", "not done after ")
-
-
-@pytest.mark.parametrize(
-    ("counts", "told"),
-    [
-        ((3, 4), "the host's memory ran out, and the kernel killed for it (its count of such kills rose by 1)"),
-        ((3, 3), "not for lack of memory: the kernel's count of such kills stands at 3"),
-        ((None, None), "probably by the kernel as the host's memory ran out; it keeps no count here"),
-    ],
-    ids=["counted", "not counted", "not told"],
-)
-def test_who_ended_a_rank_is_told_as_far_as_the_kernel_counts(counts, told):
-    reason = trials._who_killed(*counts)
-    assert reason.startswith("a rank was ended by signal 9")
-    assert told in reason
 
 
 def test_another_benchmark_is_not_gone_on_with(tmp_path, capsys):

@@ -8,10 +8,10 @@ import torch
 
 from app.launch.host import usable_cores
 from app.planning.machine import _calibrated, named_machine, this_machine
-from app.planning.table import print_largest, print_rows, what_tiles_need
+from app.planning.table import print_rows, what_tiles_need
 from parallel.cost.calibrated import CostModel, Curve
-from parallel.plan.candidates import BOXES, PLAIN
-from parallel.plan.largest_tile import LIMIT, LargestTile
+from parallel.plan.candidates import PLAIN
+from parallel.plan.largest_tile import LargestTile
 from parallel.plan.plan import Plan, PlanRow
 from parallel.profile.link_speed import CopySpeed, LinkSpeed
 from parallel.strategy import Strategy
@@ -172,36 +172,6 @@ def test_each_precision_has_a_calibration_of_its_own(precision, dtype, tf32, mon
 def test_nodes_of_a_data_sheet_share_256_gib(ranks, per_node, host_gib):
     assert named_machine("v100-16gb", ranks, per_node=per_node).cluster.host_bytes == host_gib * GIB
     assert named_machine("v100-16gb", ranks, host_memory=5 * GIB).cluster.host_bytes == 5 * GIB
-
-
-def test_rows_of_largest_tiles(capsys):
-    def found(name, tile, step_s, host_gib, next_row=None):
-        strategy = Strategy(name, 1, 1, 8)
-        row = PlanRow(strategy, 8 / step_s, step_s, 0.0, (2 * GIB,), host_bytes=host_gib * GIB)
-        return LargestTile(name, BOXES, tile, row, next_row)
-
-    on_device = PlanRow(Strategy("ddp", 1, 1, 8), peak_bytes=(20 * GIB,), over_bytes=5 * GIB)
-    on_host = PlanRow(Strategy("ddp", 1, 1, 8), peak_bytes=(2 * GIB,), over_bytes=3 * GIB, host_bytes=67 * GIB)
-    tiles = [
-        found("fsdp", 1024, 2.0, 0, on_device),
-        found("single", LIMIT, 7200.0, 60),
-        found("ddp", 4096, 3599.0, 63, on_host),
-        LargestTile("gpipe", PLAIN, 0, None, on_device),
-    ]
-    print_largest(tiles, ["a limit"] * 4, named_machine("v100-16gb", 4).cluster)
-    printed = capsys.readouterr().out
-    rows = {line.split()[0]: line for line in printed.splitlines()[3:] if line}
-    assert list(rows)[:4] == ["ddp", "fsdp", "gpipe", "single"]  # the one that takes hours is last
-    assert "7200 !" in rows["single"]
-    assert "an hour" in printed
-    assert str(LIMIT) in rows["single"].partition("search")[2]
-    assert "!" not in rows["ddp"]
-    assert "63 GiB" in rows["ddp"]
-    assert "3 GiB over on the host" in rows["ddp"]
-    assert "on the host" not in rows["fsdp"]
-    assert printed.splitlines()[-1] == f"tiles train up to {LIMIT} px by data parallelism (single)"
-    print_largest(tiles[:1], [""], named_machine("v100-16gb", 4).cluster)
-    assert "hour" not in capsys.readouterr().out
 
 
 def test_what_tiles_need_is_one_sentence():

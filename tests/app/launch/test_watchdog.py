@@ -13,8 +13,7 @@ import torch
 
 from app.launch.watchdog import DeviceProgress, Interrupt, Watchdog
 from app.launch.watchdog_process import NO_ACTION, ProgressRecord, WatchdogProcess, report_first
-from parallel.schedule.action import Action
-from parallel.schedule.text import describe_action, describe_fault, format_grid, from_csv
+from parallel.schedule.text import describe_fault, format_grid, from_csv
 from tests.app.conftest import ROOT
 from tests.helpers.in_process import put_back
 
@@ -161,16 +160,6 @@ def test_a_signal_asks_a_run_to_end_and_a_second_ctrl_c_ends_it():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_position_costs_less_than_two_microseconds():
-    watchdog, best_s = Watchdog(0, stuck_s=60), float("inf")
-    for _ in range(20):
-        began_s = time.perf_counter()
-        for position in range(1000):
-            watchdog.at(position, False, "inputs (2, 256, 64, 64) float32")
-        best_s = min(best_s, (time.perf_counter() - began_s) / 1000)
-    assert best_s < 2e-6
-
-
 @pytest.mark.process
 def test_a_machine_without_shared_memory_of_its_own():
     mount = "mount -t tmpfs -o ro none /dev/shm && exec "
@@ -296,36 +285,6 @@ def test_message_names_everything_and_marks_the_cell():
 )
 def test_outside_of_a_known_action_a_message_is_one_line(schedule, rank, position, step, expected):
     assert describe_fault(schedule, rank, position, step, "", "died") == expected
-
-
-@pytest.mark.parametrize(
-    ("position", "words"),
-    [
-        (0, "in 0F0: forward pass of microbatch 0 through stage 0 of replica 0\n"),
-        (2, "in 1:1B0: backward pass of microbatch 0 through stage 1 of replica 1\n"),
-    ],
-)
-def test_replicas_are_named_where_there_are_two(position, words):
-    replicas = from_csv("0F0,1:1F0,1:1B0,0B0\n1F0,1B0,1:0F0,1:0B0")
-    assert words in describe_fault(replicas, 0, position, 0, "", "died")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("2F3", "forward pass of microbatch 3 through stage 2"),
-        ("2I3", "backward pass of microbatch 3 through stage 2, gradients of its inputs"),
-        ("2W3", "backward pass of microbatch 3 through stage 2, gradients of its parameters"),
-        ("2R3", "second forward pass of microbatch 3 through stage 2, to recompute what it saves"),
-        ("2SEND_F3>4", "sending what stage 2 made of microbatch 3 to stage 4"),
-        ("4RECV_F3<2", "receiving what stage 2 made of microbatch 3 for stage 4"),
-        ("4SEND_B3>2", "sending gradients of microbatch 3 from stage 4 back to stage 2"),
-        ("2RECV_B3<4", "receiving gradients of microbatch 3 from stage 4 for stage 2"),
-        ("1:2REDUCE", "summing the gradients of stage 2 of replica 1 over the ranks that hold a copy of it"),
-    ],
-)
-def test_action_in_words(text, words):
-    assert describe_action(Action.parse(text)) == words
 
 
 def test_one_of_many_speaks_also_without_a_folder(tmp_path):

@@ -57,11 +57,6 @@ def test_every_row_is_in_the_table_as_it_is(tmp_path):
     assert cannot[5] == REFUSED
 
 
-def test_a_planners_choice_is_in_the_name_of_its_row(tmp_path):
-    (line,) = lines(write_rows(tmp_path, [row("auto", chosen="1f1b")]))
-    assert line[4] == "auto (1f1b)"
-
-
 def test_charts_show_the_speeds_of_rows_that_did_the_same_work():
     rows = [
         *(row("ddp", tile_px=tile, images_per_second=512 / tile) for tile in (512, 1024)),

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jinja2 import UndefinedError
 
-from app.pages.html import Chart, Series, format_value, line_chart, rendered
+from app.pages.html import Chart, Series, format_value, line_chart
 from tests.helpers.slides_page import write_many
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -42,27 +41,6 @@ def test_whatever_the_values_there_is_a_picture_and_no_warning(y, from_zero):
     assert any(word.startswith("loss & <x>") for word in words(shown))
 
 
-@pytest.mark.parametrize("log", [True, False])
-@pytest.mark.parametrize("values", [(1.0, 1.0), (0.003, 4000.0), (5e-4, 6e-4)])
-def test_sizes_are_the_numbers_of_the_x_axis(values, log):
-    line = Series("a", np.array([512.0, 2048.0]), np.array(values), 0, "dots")
-    chart = line_chart([line], "t", "u", x_label="tile", sizes=(512, 2048), from_zero=not log, log=log)
-    assert {"512", "2048", "tile"} <= set(words(chart))
-    assert chart.alt.startswith("t. a: ")
-
-
-@pytest.mark.parametrize(("values", "powers"), [([1e-3, 1e-2, 1e-1, 1], True), ([1.0, 2.0], False)])
-def test_a_wide_span_of_positive_values_is_drawn_on_a_logarithmic_axis(values, powers):
-    shown = words(line_chart([series(values)], "t", "u"))
-    assert any("10−" in "".join(word.split()) for word in shown) == powers
-
-
-def test_the_extreme_value_is_marked_and_the_last_one_is_in_the_legend():
-    shown = words(line_chart([series([3.0, 1.25, 2.0])], "t", "u", mark="min"))
-    assert "min 1.25" in shown
-    assert "loss & <x> 2" in shown
-
-
 def test_gaps_stay_gaps_and_nothing_finite_has_no_picture():
     chart = line_chart([series([3.0, np.nan, 2.5], "dots")], "t", "u", sizes=(1, 3))
     assert chart.alt == "t. loss & <x>: 3 at 1, 2.5 at 3"
@@ -86,11 +64,6 @@ def test_gaps_stay_gaps_and_nothing_finite_has_no_picture():
 def test_numbers_are_written_short(value, text):
     assert format_value(value) == text
     assert (format_value(0.46612, 3), format_value(1234.5, 3)) == ("0.466", "1234")
-
-
-def test_a_template_does_not_go_without_what_it_asks_for():
-    with pytest.raises(UndefinedError, match="settings"):
-        rendered("comparison.html.j2", runs=2)
 
 
 def test_the_page_of_all_slides_has_flags_orders_and_names(tmp_path):

@@ -2,20 +2,17 @@
 
 import base64
 import json
-import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tracemalloc
 from xml.etree import ElementTree
 
 import pytest
 import yaml
 
-from app.pages import run_files
-from app.pages.run_page import names_of, write_comparison, write_report
+from app.pages.run_page import write_comparison, write_report
 from app.report import main
 from tests.helpers.run_folder import add_examples, write_csv, write_run, write_summary
 
@@ -183,23 +180,6 @@ def test_report_needs_no_torch_and_no_home(run):
     assert (told.stdout.strip(), told.stderr) == (str(run / "report.html"), "")
 
 
-def test_metrics_of_a_long_run_are_read_as_numbers(run):
-    """8 bytes a number, and not a dictionary of texts for each step; a torn row is left out, a cut one has gaps."""
-    names = [f"column{k}" for k in range(7)]
-    rows, table = 20_000, run / "metrics.csv"
-    table.write_text(",".join(["step", *names]) + "\n" + "".join(f"{k}{',1.5' * 7}\n" for k in range(rows)) + "7,2\nx")
-    tracemalloc.start()
-    try:
-        metrics = run_files.read_run(run).metrics
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(metrics["step"]) == rows + 1
-    assert metrics["column0"][-1] == 2.0
-    assert math.isnan(metrics["column6"][-1])
-    assert peak < 300 * rows
-
-
 def test_tiles_of_the_last_validation(run):
     add_examples(run)
     page = Page(run)
@@ -317,11 +297,6 @@ def test_runs_are_compared_by_what_differs_and_by_their_figures(runs, tmp_path):
     root = root_of(write_comparison(runs, tmp_path / "c.html").read_text())
     assert ["Strategy", "ddp", "–"] in cells(root, "Figures")
     assert f"tensorboard --logdir {tmp_path}" in [pre.text for pre in root.iter("pre")]
-
-
-def test_names_are_the_shortest_that_differ(tmp_path):
-    assert names_of([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
-    assert names_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
 
 
 def test_command_compares_several_or_says_why_not(runs, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from app.planning.command import PlanCommand
-from app.planning.explained import hours_text, print_reasons, print_stages, reason, train_line
+from app.planning.explained import print_reasons, print_stages, reason, train_line
 from app.planning.report import machine_of, planner_for, workload_of
 from app.planning.table import best_of_each
 from app.settings.cli import parse
@@ -168,8 +168,3 @@ def test_the_command_that_is_printed_trains_as_planned(strategy):
         *(policy.recompute, policy.offload),
         policy.stream,
     )
-
-
-def test_hours():
-    assert hours_text(72_000, 8, 0.5) == "1.25 h for 72,000 tiles, 9,000 steps of 500 ms"
-    assert hours_text(9, 8, 3.0).startswith("0.1 min for 9 tiles, 2 steps")

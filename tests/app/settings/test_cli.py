@@ -4,7 +4,6 @@ import ast
 import errno
 import inspect
 import itertools
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import yaml
 
 from app.plan import main as plan
 from app.report import main as report
-from app.settings.cli import RunError, parse, print_table, run_command
+from app.settings.cli import RunError, parse, run_command
 from app.settings.fields import arguments_for, flags_of, flat, read_data
 from app.settings.run import DataSettings, RunConfig
 from app.training.run_folder import RunFolder
@@ -252,46 +251,3 @@ def test_what_holds_no_names_and_values_is_named(name, content, says, tmp_path, 
             path = tmp_path / kept
         assert report([str(tmp_path)]) == (0 if name == "empty.json" else 1)  # an empty one is as none
         assert path.name in capsys.readouterr().err or name == "empty.json"
-
-
-@pytest.mark.parametrize(
-    "content", ["{}", '{"begun": "1", "agents": [], "job": null, "ranks": []}', '{"begun": 1, "agents": 3, "job": 0}']
-)
-def test_a_record_of_attempts_of_other_types_is_named(content, tmp_path):
-    (tmp_path / "attempts.json").write_text(content)
-    with pytest.raises(ValueError, match=r"attempts\.json"):
-        RunFolder(tmp_path).attempts()
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        ("[1, 2]", "`tile` does not take"),
-        ("{a: 1}", "`tile` does not take"),
-        ("[" * 200 + "]" * 200, "`tile` does not take"),
-        ("x", "--tile"),
-        ("2026-01-01", "--tile"),
-        ("null", "--tile"),
-    ],
-)
-def test_values_of_the_wrong_type_are_named(value, says, tmp_path, capsys):
-    path = tmp_path / "settings.yaml"
-    path.write_text(f"tile: {value}\n")
-    assert plan(["--config", str(path)]) == 2
-    assert says in capsys.readouterr().err
-
-
-HEADERS = ("strategy", "fits", "peak bytes")
-ROW = ("mast +recompute block +offload", "2.67 GiB over", "12.3 GiB 2.49 GiB 7.42 GiB 12.1 GiB")
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_wide_columns_are_broken_on_a_terminal_alone(terminal, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    monkeypatch.setenv("COLUMNS", "60")
-    print_table("a title", HEADERS, [ROW])
-    blank, title, *lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
-    assert (blank, title.strip()) == ("", "a title")
-    assert (max(map(len, lines)) <= 60) == terminal
-    assert sum("2.67 GiB over" in line for line in lines) == 1
-    assert (len(lines) == 2) != terminal

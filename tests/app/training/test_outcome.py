@@ -11,7 +11,7 @@ from rich.console import Console
 from app.training import progress as module
 from app.training import resharing
 from app.training.outcome import UNKNOWN, WARM_UP, IdleTime, Throughput
-from app.training.progress import IndexProgress, shortened
+from app.training.progress import IndexProgress
 from app.training.resharing import Resharing, changes_in
 from app.training.run_folder import RunFolder
 from parallel.comm.thread_comm import run_on_threads
@@ -152,19 +152,6 @@ def done(k, *, failed=False):
     return SlideDone(k, 6, NAMES[k - 1], "13 tiles", failed)
 
 
-@pytest.mark.parametrize(
-    ("name", "cells", "expected"),
-    [
-        ("slide_1", 7, "slide_1"),
-        ("slide_12", 7, "sli…_12"),
-        ("slide_12", 6, "sli…12"),
-        ("漢字漢字漢字", 9, "漢字…漢字"),
-    ],
-)
-def test_a_name_loses_its_middle(name, cells, expected):
-    assert shortened(name, cells) == expected
-
-
 def test_elsewhere_a_line_comes_now_and_then_and_at_the_end(monkeypatch, capsys):
     now = iter([0.0, 4.0, 10.0, 12.0, 19.0, 20.0, 24.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -182,13 +169,6 @@ def test_elsewhere_a_line_comes_now_and_then_and_at_the_end(monkeypatch, capsys)
     assert all(len(line) <= 80 and "000…000" in line for line in (printed[0], printed[2]))
     assert printed[1] == f"4/6  {NAMES[3]}: 13 tiles"
     assert said == ["3 slides are there already", "indexed 6 slides in 0:00:24, 1 failed"]
-
-
-def test_only_the_first_slides_that_fail_fill_lines(capsys):
-    with IndexProgress(lambda line: None) as progress:
-        for k in range(1, 100):
-            progress(SlideDone(k, 100, f"slide_{k}", "failed at open: empty", True))
-    assert len(capsys.readouterr().out.splitlines()) == module.FAILED_SHOWN
 
 
 @pytest.mark.parametrize("width", [40, 80])

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +17,7 @@ from app.settings.run import DataSettings, RunConfig
 from app.training import metrics_log
 from app.training.metrics_log import MlflowLog
 from app.training.run_folder import CsvLog, RunFolder
-from app.training.run_info import describe_environment, describe_gpus, describe_launcher, find_program
+from app.training.run_info import describe_environment
 from app.training.summary import write_step
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.schedule.text import from_csv
@@ -151,38 +150,6 @@ def test_environment_is_json_and_tells_versions_and_nothing_of_the_user():
     assert '"/' not in text  # no value is a path
 
 
-def test_gpus_are_described_as_they_are_chosen(monkeypatch):
-    for name, fake in {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,  # it asks no other process
-        "device_count": lambda: 2,
-        "get_device_properties": lambda k: SimpleNamespace(name="GPU", total_memory=1, major=(8, 7)[k], minor=0),
-        "get_device_capability": lambda index: ((8, 0), (7, 0))[index],
-        "get_device_name": lambda index: "GPU",
-        "get_arch_list": lambda: ["sm_75", "sm_80"],
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    first, second = describe_gpus()["gpus"]
-    assert (first["bf16"], first["missing_kernels"]) == (True, "")
-    assert (second["bf16"], "cu126" in second["missing_kernels"]) == (False, True)
-
-
-def test_launcher_is_told_by_its_variables(monkeypatch):
-    assert describe_launcher()["started_by"] is None
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert describe_launcher()["started_by"] == "slurm"
-    monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun inside a Slurm job
-    told = describe_launcher()
-    assert told["started_by"] == "torchrun"
-    assert told["variables"] == {"WORLD_SIZE": "2", "SLURM_NTASKS": "4"}
-
-
-def test_programs_beside_python_are_found(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert find_program(Path(sys.executable).name) is not None
-    assert find_program("no-such-program") is None
-
-
 FAKE = Path(__file__).parents[2] / "helpers" / "fake_mlflow"
 
 
@@ -257,30 +224,6 @@ def test_without_mlflow_it_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (fault,) = RunConfig(DataSettings(Path("slides")), mlflow="study").validate()
     assert fault.startswith("--mlflow=study needs the package mlflow or mlflow-skinny, which is not installed")
-
-
-def test_every_scalar_is_sent_or_counted(tmp_path, monkeypatch):
-    """Scalars that come while a message is under way push others out of a full queue."""
-    monkeypatch.setattr(metrics_log, "MOST_WAITING", 10)
-    monkeypatch.setattr(metrics_log, "MOST_METRICS", 4)
-    monkeypatch.setattr(MlflowLog, "_start", lambda self: None)
-    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *scalar: scalar, Param=None))
-    told = MlflowLog(tmp_path, "study", {})
-    sent = []
-
-    class Client:
-        def log_batch(self, run, metrics):
-            told.scalars(len(sent) + 100, {"more": 1.0, "again": 2.0})
-            sent.extend(metrics)
-
-    given = 14
-    for step in range(given):
-        told.scalars(step, {"loss": 0.5})
-    for _ in range(3):
-        told._send(Client(), "run")
-        given += 2
-    assert len(sent) == len(set(sent)) == 12
-    assert len(sent) + len(told._waiting) + told._dropped == given
 
 
 @pytest.mark.parametrize("strategy", ["1f1b", "single"])

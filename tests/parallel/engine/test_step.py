@@ -39,9 +39,8 @@ from tests.helpers.watched_comm import WatchedCommunicator
 
 
 class Source:
-    def __init__(self, images: bool = True, targets: bool = True) -> None:
+    def __init__(self) -> None:
         self.drawn = 0
-        self._has_images, self._has_targets = images, targets
 
     def __iter__(self) -> Iterator[Microbatch]:
         while True:
@@ -50,8 +49,7 @@ class Source:
 
     def _microbatch(self) -> Microbatch:
         shape = (self.drawn, 3, 4, 4)
-        images = torch.full(shape, float(self.drawn)) if self._has_images else None
-        return Microbatch(images, torch.tensor([self.drawn]) if self._has_targets else None, shape)
+        return Microbatch(torch.full(shape, float(self.drawn)), torch.tensor([self.drawn]), shape)
 
 
 def test_microbatches_are_drawn_as_far_as_is_asked_for_and_handed_out_in_any_order() -> None:
@@ -82,39 +80,6 @@ def test_images_of_another_shape_than_announced_are_refused() -> None:
         ValueError, match=r"microbatch 0 was announced as \(2, 3, 8, 4\) and holds images \(2, 3, 4, 8\)"
     ):
         feed.images(0)
-
-
-@pytest.mark.parametrize("missing", ["images", "targets"])
-def test_asking_for_what_this_rank_did_not_want_is_our_fault(missing: str) -> None:
-    feed = StepBatches(Source(images=missing != "images", targets=missing != "targets"), range(1))
-    feed.shape(0)
-    with pytest.raises(AssertionError, match=f"this rank wants the {missing}"):
-        getattr(feed, missing)(0)
-
-
-def sums(mesh: Mesh) -> list[dict[int, float]]:
-    """Of each rank: the sum of 2 ** rank over those it shares a stage with, by stage."""
-
-    def rank(communicator: Communicator, _: Any) -> dict[int, float]:
-        found: dict[int, float] = {}
-        for stage, ranks in sorted(StageGroups(communicator, mesh).of_stage.items()):
-            number = torch.tensor([2.0**communicator.rank])
-            ranks.all_reduce(number)
-            found[stage] = number.item()
-        return found
-
-    return run_on_threads(mesh.teams, rank, timeout_s=20)
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [Mesh(1, (0, 1, 2)), Mesh(2, (0, 1, 0, 1)), Mesh(1, (0, 1, 2), 2), Mesh(1, (0, 1, 2, 3), 2), Mesh(2, (0, 1, 2), 2)],
-    ids=str,
-)
-def test_every_rank_meets_all_copies_of_its_stages(mesh: Mesh) -> None:
-    for rank, found in enumerate(sums(mesh)):
-        expected = {stage: sum(2.0**r for r in mesh.teams_with(stage)) for stage, _ in mesh.held_by(rank)}
-        assert found == expected
 
 
 def test_the_same_ranks_share_one_communicator() -> None:
@@ -180,16 +145,6 @@ def test_all_gradients_held_are_scaled_also_those_another_rank_updates() -> None
     update.apply(0.5, scale=0.5)
     assert (own.grad, other.grad, without.grad) == (torch.tensor([1.0]), torch.tensor([2.0]), None)
     assert [own.item(), other.item(), without.item()] == [0.5, 1.0, 1.0]
-
-
-def test_gradients_that_stay_on_this_rank_begin_at_nothing() -> None:
-    """A parameter that no microbatch reaches has none, and is passed over as in a single process."""
-    alone, shared = parameter(1.0, 2.0), parameter(1.0, 3.0)
-    view = shared.grad
-    update = OptimizerStep(SGD, owned={"alone": alone, "shared": shared}, unshared=[alone], held=[alone, shared])
-    update.begin_step()
-    assert alone.grad is None
-    assert shared.grad is view, "its exchange has put it there and zeroes it"
 
 
 def test_an_optimizer_that_may_need_whole_parameters_is_refused() -> None:

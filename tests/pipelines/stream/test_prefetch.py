@@ -69,15 +69,6 @@ def test_asking_for_more_than_the_budget_allows_says_so_and_can_be_mended():
         assert (held[1].images == before).all()
 
 
-def test_reading_goes_on_while_the_caller_computes():
-    with iter(stream_of().prefetch(3 * BATCH_BYTES, 1)) as batches:
-        next(batches).release()
-        deadline = time.monotonic() + 10
-        while not batches.ready():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-
 def run(fill, batches=4, threads=3):
     """Batches of 5 samples, filled by ``fill(sample)``, buffers for all of them."""
 
@@ -93,16 +84,6 @@ def run(fill, batches=4, threads=3):
 
     pool = BufferPool((5, 1, 1, 3), (5,), np.int64, 1 << 20, np.empty)
     return Readahead(threads, pool, requests(), fill_one), pool
-
-
-def test_batches_come_in_order_whatever_takes_longest():
-    readahead, _ = run(lambda sample: time.sleep(0.03 if sample == 0 else 0))
-    for k in range(4):
-        batch, samples = readahead.next(), range(5 * k, 5 * k + 5)
-        assert batch.targets.tolist() == list(samples)
-        assert batch.rows.tolist() == [2 * s + 1 for s in samples]
-    assert readahead.next() is None
-    readahead.close()
 
 
 def test_samples_of_several_batches_are_in_flight():

@@ -133,11 +133,6 @@ def test_every_level_is_the_mean_of_the_one_before(tmp_path):
         assert np.abs(mean.astype(int) - coarser[:height, :width]).mean() < 4
 
 
-@pytest.mark.parametrize(("side", "levels"), [(512, 1), (513, 2), (1024, 2), (100_000, 9)])
-def test_levels_go_down_to_an_overview(side, levels):
-    assert len(level_sizes(Size(side, side), OVERVIEW)) == levels
-
-
 TALL = """
 import sys
 from pathlib import Path
@@ -197,14 +192,6 @@ def test_the_mask_agrees_with_the_glands_drawn():
     ys, xs = np.nonzero(block.mask)
     nearest = np.min([np.hypot(xs - x, ys - y) for x, y in centres], axis=0)
     assert nearest.max() <= scene.arrangement.radii[1] + 1
-
-
-def test_glass_lies_around_the_tissue_and_is_even():
-    scene = scene_of(EVEN, side=8192)
-    places = [(x, y) for x in range(scene.columns) for y in range(0, scene.rows, 3)]
-    glass = [(x, y) for x, y in places if (scene.draw(x, y).pixels == scene.glass).all()]
-    assert all(x in (0, scene.columns - 1) or y in (0, scene.rows - 1) for x, y in glass)
-    assert (scene.draw(0, 0).pixels[:8, :8] == scene.glass).all()
 
 
 def centres_of(arrangement, seed):
