@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import queue
 import sys
@@ -19,7 +18,7 @@ from torch import nn
 
 from app.checkpoint import two_phase
 from app.checkpoint.two_phase import TwoPhaseCheckpoints
-from parallel.comm import objects, torch_rendezvous
+from parallel.comm import torch_rendezvous
 from parallel.comm.device_thread import OrderedTasks
 from parallel.comm.kinds import RankKind
 from parallel.comm.mixed_comm import MixedCommunicator
@@ -29,136 +28,106 @@ from parallel.offload.host_optimizer import HostOptimizer
 from tests.helpers.sim_gpu import Gpus, simulated
 
 MODULES = ("mpi4py", "parallel.comm.mpi_comm")
-GPU = 3
-
-
-class OnGpu(torch.Tensor):
-    is_cuda = True
-
-    def record_stream(self, stream: Any) -> None:
-        stream.calls.append("record_stream")
-
-
-class Event:
-    def __init__(self) -> None:
-        self.over = False
-
-    def query(self) -> bool:
-        return self.over
-
-
-class Stream:
-    def __init__(self, device: Any = None) -> None:
-        self.calls: list[str] = []
-        self.events: list[Event] = []
-
-    def wait_stream(self, other: Any) -> None:
-        self.calls.append("wait_stream")
-
-    def record_event(self) -> Event:
-        self.events.append(Event())
-        return self.events[-1]
-
-    def synchronize(self) -> None:
-        pytest.fail("the host waits for the GPU")
 
 
 class FakeMpi:
+    """MPI that does at once what it is asked for, and notes it.
+
+    Attributes:
+        begun: (name, tag) of each operation; ``places``: the addresses of their memory.
+    """
+
     Exception = type("Exception", (RuntimeError,), {})
     COMM_TYPE_SHARED = THREAD_MULTIPLE = 3
     BYTE = UINT8_T = INT32_T = INT64_T = FLOAT = DOUBLE = 1
-    buffer = SimpleNamespace(fromaddress=lambda address, size: size)
+    buffer = SimpleNamespace(fromaddress=lambda address, size: address)
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
+        self.places: list[int] = []
         self.COMM_WORLD = self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in ("Isend", "Irecv"):
-            return lambda memory, peer, tag: self._begin(name, tag)
+            return lambda memory, peer, tag: self._begin(name, memory, tag)
         if name == "Iallreduce":
-            return lambda place, memory: self._begin(name, -1)
+            return lambda place, memory: self._begin(name, memory, -1)
         if name in ("Dup", "Split_type"):
             return lambda *_: self
         return lambda *_: {"Get_size": 2, "Query_thread": 3}.get(name, 0)
 
-    def _begin(self, name: str, tag: int) -> Any:
+    def _begin(self, name: str, memory: Any, tag: int) -> Any:
         self.begun.append((name, tag))
+        self.places.append(memory[0])
         return SimpleNamespace(Test=lambda: True)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A rank on the second of two GPUs, which do nothing until somebody waits for them, and its MPI."""
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
-    mpi, computing, devices, made = FakeMpi(), Stream(), list[torch.device](), list[Any]()
+    mpi, made = FakeMpi(), list[Any]()
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
-    fakes = {"current_stream": lambda device: computing, "Stream": Stream, "is_initialized": lambda: True}
-    fakes |= {"current_device": lambda: GPU, "stream": lambda _: contextlib.nullcontext(), "set_device": devices.append}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(objects, "pinned_like", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
 
     def make() -> Any:
         module = importlib.import_module("parallel.comm.mpi_comm")
         made.append(module.MpiCommunicator(5, 2))
         return made[-1]
 
-    yield SimpleNamespace(mpi=mpi, computing=computing, devices=devices, make=make)
-    for communicator in made:
-        communicator.progress.stop()
-        atexit.unregister(communicator.progress.stop)
+    with simulated(2, late=0) as gpus:
+        torch.cuda.set_device(1)
+        waits = gpus.process.hazards.syncs
+        yield SimpleNamespace(mpi=mpi, make=make, waits=waits.total)
+        for communicator in made:
+            communicator.progress.stop()
+            atexit.unregister(communicator.progress.stop)
+        assert gpus.process.contexts == {1}
+        assert not gpus.found
 
 
-def test_copies_to_the_host_run_beside_the_device_and_keep_the_order(gpu: Any) -> None:
-    communicator = gpu.make()
+def test_copies_to_the_host_run_beside_the_device_and_keep_the_order(rank: Any) -> None:
+    communicator, sent = rank.make(), torch.arange(4.0, device="cuda")
     assert not communicator._device_memory  # this process has no CUDA-aware MPI
-    sent = torch.arange(4.0).as_subclass(OnGpu)
     works = [communicator.isend(sent, 1, 5), communicator.iall_reduce(sent), communicator.isend(torch.zeros(1), 1, 6)]
-    assert gpu.mpi.begun == []  # what is on the host does not overtake, either
-    assert communicator._leaving.calls == ["wait_stream", "record_stream"] * 2
-    first, second = communicator._leaving.events
-    second.over = True
     assert not any(work.done() for work in works)
-    first.over = True
+    assert (rank.mpi.begun, rank.waits()) == ([], 0), "what is on the host does not overtake, either"
+    torch.cuda.synchronize()
     for work in works:
         work.wait()
-    assert gpu.mpi.begun == [("Isend", 5), ("Iallreduce", -1), ("Isend", 6)]
-    assert gpu.devices == [GPU]  # of the thread that calls MPI
+    assert rank.mpi.begun == [("Isend", 5), ("Iallreduce", -1), ("Isend", 6)]
+    assert rank.waits() == 1
 
 
-def test_received_data_are_copied_to_the_device_without_waiting(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = list[bool]()
-    monkeypatch.setattr(OnGpu, "copy_", lambda _, source, non_blocking=False: copied.append(non_blocking))
-    gpu.make().irecv(torch.zeros(4).as_subclass(OnGpu), 1, 5).wait()
-    assert copied == [True]
+def test_received_data_are_copied_to_the_device_without_waiting(rank: Any) -> None:
+    rank.make().irecv(torch.zeros(4, device="cuda"), 1, 5).wait()
+    assert (rank.mpi.begun, rank.waits()) == ([("Irecv", 5)], 0)
 
 
 @pytest.mark.parametrize(("variable", "direct"), [(None, True), ("1", True), ("0", False)])
 def test_device_memory_is_given_to_mpi_once_it_is_computed_and_unless_switched_off(
-    variable: str | None, direct: bool, gpu: Any, monkeypatch: pytest.MonkeyPatch
+    variable: str | None, direct: bool, rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = SimpleNamespace(MPIX_Query_cuda_support=lambda: 1)
     monkeypatch.setattr("ctypes.CDLL", lambda name: query)
     if variable is not None:
         monkeypatch.setenv("MEGATILE_CUDA_AWARE_MPI", variable)
-    communicator = gpu.make()
-    work = communicator.isend(torch.arange(4.0).as_subclass(OnGpu), 1, 5)
-    assert gpu.mpi.begun == []
-    events = gpu.computing.events if direct else communicator._leaving.events
-    assert len(events) == 1
-    events[0].over = True
+    sent = torch.arange(4.0, device="cuda")
+    work = rank.make().isend(sent, 1, 5)
+    assert rank.mpi.begun == []
+    torch.cuda.synchronize()
     work.wait()
-    assert gpu.mpi.begun == [("Isend", 5)]
+    assert rank.mpi.begun == [("Isend", 5)]
+    assert (rank.mpi.places == [sent.data_ptr()]) == direct
 
 
-def test_a_fault_of_the_gpu_is_not_that_of_another_rank(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(event: Event) -> bool:
+def test_a_fault_of_the_gpu_is_not_that_of_another_rank(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(event: object) -> bool:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
 
-    monkeypatch.setattr(Event, "query", fail)
-    work = gpu.make().isend(torch.arange(4.0).as_subclass(OnGpu), 1, 5)
+    monkeypatch.setattr(torch.cuda.Event, "query", fail)
+    work = rank.make().isend(torch.arange(4.0, device="cuda"), 1, 5)
     with pytest.raises(torch.AcceleratorError):
         work.wait()
 
