@@ -231,12 +231,15 @@ def _memory(gpus: Gpus) -> dict[str, Any]:
 
     def register(address: int, bytes_: int, flags: int = 0) -> int:
         gpus.open_context()
-        gpus.memories.register(address, bytes_, gpus.process)
-        return 0
+        if gpus.refuses_locking:
+            gpus.process.error = 2
+        else:
+            gpus.memories.register(address, bytes_, gpus.process)
+        return gpus.process.error
 
     def unregister(address: int) -> int:
-        gpus.memories.unregister(address)
-        return 0
+        gpus.process.error = 0 if gpus.memories.unregister(address) else 713
+        return gpus.process.error
 
     runtime = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     return {

@@ -34,6 +34,7 @@ class Process:
         rank: its number.
         generators: of each GPU; ``generator`` is that of the CPU.
         launches: kernels so far.
+        error: of the last call of the runtime that failed, until a kernel raises it.
         device: the GPU that it chose first.
         contexts: GPUs that it has opened.
     """
@@ -44,7 +45,7 @@ class Process:
         self.generator = HOST_GENERATOR.clone_state()
         self.random = random.Random(rank)
         self.hazards = Hazards()
-        self.launches = 0
+        self.launches = self.error = 0
         self.device: int | None = None
         self.contexts: set[int] = set()
 
@@ -60,10 +61,14 @@ class Gpus:
         late: as for ``Timeline``.
         limit: bytes of each.
         sync_every: as for ``simulated``.
+
+    Attributes:
+        refuses_locking: the runtime page-locks no memory of the host.
     """
 
     def __init__(self, count: int, late: int | None, limit: int, sync_every: int | None = None) -> None:
         self.count = count
+        self.refuses_locking = False
         self.sync_every = sync_every
         self.timeline = Timeline(late)
         self.memories = Memories(limit)
@@ -161,6 +166,9 @@ class Gpus:
         """A kernel is going to be launched; see ``sync_every``."""
         process = self.process
         process.launches += 1
+        if process.error:
+            process.error = 0
+            raise torch.AcceleratorError("CUDA error")
         if self.sync_every and process.random.randrange(self.sync_every) == 0:
             works = [work for line in self.timeline.streams_of(device) for work in line.last]
             self.timeline.force(works, f"{process} waits for its device before kernel {process.launches}")

@@ -76,9 +76,14 @@ class Memories:
         storage = torch.UntypedStorage(0)
         self._registered[address] = bytes_, Memory(next(self._numbers), None, owner, None, storage)
 
-    def unregister(self, address: int) -> None:
-        """Undo it."""
-        del self._registered[address]
+    def unregister(self, address: int) -> bool:
+        """Undo it; return whether it was locked."""
+        return self._registered.pop(address, None) is not None
+
+    @property
+    def locked(self) -> dict[int, int]:
+        """Bytes that are registered, by address."""
+        return {address: size for address, (size, _) in self._registered.items()}
 
     def _within(self, address: int) -> Memory | None:
         for start, (size, memory) in self._registered.items():

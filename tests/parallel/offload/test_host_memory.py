@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,37 +16,49 @@ from parallel.comm.device_thread import page_lock
 from parallel.comm.mixed_comm import SharedSegment
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.memory.policy import LEAST, buffer_bytes
-from parallel.offload.copies import Copies, CudaCopies, copy_streams
+from parallel.offload.copies import Copies, CudaCopies
 from parallel.offload.host_memory import HostMemory
-from tests.helpers.cuda_runtime import CudaRuntime
-from tests.helpers.sim_gpu import simulated
+from tests.helpers.sim_gpu import Gpus, simulated
 
 MIB = 1 << 20
 SIZES = (5 * MIB, 9 * MIB + 1, 3 * MIB)
 
 
-def test_as_much_is_locked_as_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = CudaRuntime(monkeypatch)
+@pytest.fixture
+def gpus() -> Iterator[Gpus]:
+    with simulated(2) as gpus:
+        yield gpus
+
+
+def waits(gpus: Gpus) -> int:
+    return gpus.process.hazards.syncs.total()
+
+
+def test_as_much_is_locked_as_is_counted(gpus: Gpus) -> None:
     pool = HostMemory(CudaCopies(torch.device("cuda", 0)), budget=20 * MIB)
     buffers = [pool.take(size) for size in SIZES]
     assert [buffer.numel() for buffer in buffers if buffer is not None] == list(map(buffer_bytes, SIZES))
-    assert sum(runtime.locked.values()) == pool.taken_bytes == sum(map(buffer_bytes, SIZES))
+    assert sum(gpus.memories.locked.values()) == pool.taken_bytes == sum(map(buffer_bytes, SIZES))
     assert pool.taken_bytes <= sum(SIZES) * 9 / 8  # torch would lock 8 + 16 + 4 MiB
     assert pool.take(7 * MIB) is None
     while buffers:
         pool.give(buffers.pop())
-    assert runtime.waits == 0
+    assert waits(gpus) == 0
     buffers.append(pool.take(7 * MIB))  # in place of the largest, once no copy uses it
-    assert runtime.waits == 1
-    assert sum(runtime.locked.values()) == pool.taken_bytes == buffer_bytes(SIZES[0]) + buffer_bytes(SIZES[2]) + 7 * MIB
+    assert waits(gpus) == 1
+    assert (
+        sum(gpus.memories.locked.values())
+        == pool.taken_bytes
+        == buffer_bytes(SIZES[0]) + buffer_bytes(SIZES[2]) + 7 * MIB
+    )
     del pool, buffers
-    assert not runtime.locked
+    assert not gpus.memories.locked
 
 
-def test_a_cpu_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, pool = CudaRuntime(monkeypatch), HostMemory(Copies())
+def test_a_cpu_locks_nothing(gpus: Gpus) -> None:
+    pool = HostMemory(Copies())
     assert pool.take(MIB) is not None
-    assert (runtime.locked, pool.taken_bytes) == ({}, MIB)
+    assert (gpus.memories.locked, pool.taken_bytes) == ({}, MIB)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -110,11 +122,10 @@ def test_what_the_disk_refuses_is_told_before_anything_is_written(tmp_path: Path
     assert (told.value.errno, told.value.filename) == (errno.EFBIG, str(tmp_path))
 
 
-def test_arrays_of_a_gpu_are_locked_and_used_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runtime = CudaRuntime(monkeypatch)
+def test_arrays_of_a_gpu_are_locked_and_used_again(gpus: Gpus, tmp_path: Path) -> None:
     host = HostMemory(CudaCopies(torch.device("cuda", 0)), 4 * MIB, tmp_path)
     array = host.empty((3, MIB), torch.uint8).fill_(7)
-    assert (host.bytes, sum(runtime.locked.values())) == (3 * MIB, 3 * MIB)
+    assert (host.bytes, sum(gpus.memories.locked.values())) == (3 * MIB, 3 * MIB)
     held = host.empty((2 * MIB,), torch.uint8)
     assert on_disk(tmp_path) == host.file_bytes == 2 * MIB
     place, part = array.data_ptr(), array[1]
@@ -127,57 +138,48 @@ def test_arrays_of_a_gpu_are_locked_and_used_again(monkeypatch: pytest.MonkeyPat
     assert not zeros.any()
     del zeros
     tile = host.empty((4 * MIB,), torch.uint8, locked=False)
-    assert not runtime.locked, "what nobody uses goes"
+    assert not gpus.memories.locked, "what nobody uses goes"
     assert (host.bytes, host.peak_file_bytes) == (4 * MIB, 2 * MIB)
     del tile, held
     assert (host.taken_bytes, host.file_bytes, on_disk(tmp_path)) == (0, 0, 0)
 
 
-def test_all_copies_of_a_device_share_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = itertools.count()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device, next(made)))
-    copy_streams.cache_clear()
-    try:
-        first, again, other = (CudaCopies(torch.device("cuda", index)) for index in (0, 0, 1))
-    finally:
-        copy_streams.cache_clear()
-    assert next(made) == 4
+def test_all_copies_of_a_device_share_its_streams(gpus: Gpus) -> None:
+    first, again, other = (CudaCopies(torch.device("cuda", index)) for index in (0, 0, 1))
     assert first._streams == again._streams
     assert not set(first._streams.values()) & set(other._streams.values())
 
 
-def test_memory_is_unlocked_when_it_is_freed_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, memory = CudaRuntime(monkeypatch), torch.ones(64, dtype=torch.uint8)
+def test_memory_is_unlocked_when_it_is_freed_and_once(gpus: Gpus) -> None:
+    memory = torch.ones(64, dtype=torch.uint8)
     unlock = page_lock(memory)
-    assert runtime.locked == {memory.data_ptr(): 64}
+    assert gpus.memories.locked == {memory.data_ptr(): 64}
     del memory
-    assert not runtime.locked
+    assert not gpus.memories.locked
     unlock()
-    assert (runtime.error, runtime.waits) == (0, 1)
+    assert (gpus.process.error, waits(gpus)) == (0, 1)
 
 
-def test_a_refusal_leaves_no_error_and_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refusal_leaves_no_error_and_is_told_once(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     module._warn.cache_clear()
-    runtime, memory = CudaRuntime(monkeypatch, refuses=True), torch.ones(64, dtype=torch.uint8)
+    gpus.refuses_locking, memory = True, torch.ones(64, dtype=torch.uint8)
     with caplog.at_level(logging.WARNING):
         assert page_lock(memory) is None
         assert page_lock(memory) is None
-    assert runtime.error == 0
+    assert gpus.process.error == 0
     (message,) = caplog.messages
     assert "page-lock" in message
     del memory
-    assert runtime.error == 0
+    assert gpus.process.error == 0
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_segment_is_shared_either_way(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = CudaRuntime(monkeypatch, refuses=refuses)
+def test_a_segment_is_shared_either_way(refuses: bool, gpus: Gpus) -> None:
+    gpus.refuses_locking = refuses
     segment = SharedSegment(LocalCommunicator(), 4096, pinned=True)
-    assert list(runtime.locked.values()) == ([] if refuses else [4096])
+    assert list(gpus.memories.locked.values()) == ([] if refuses else [4096])
     segment.part(1, 64, torch.ones(3)).copy_(torch.tensor([1.0, 2.0, 3.0]))
     assert segment.part(1, 64, torch.ones(3)).tolist() == [1, 2, 3]
     segment.close()
     segment.close()
-    assert (runtime.locked, runtime.error) == ({}, 0)
+    assert (gpus.memories.locked, gpus.process.error) == ({}, 0)
