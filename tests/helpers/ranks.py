@@ -18,20 +18,12 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.ranks import AS_IN_A_CONTAINER, MPIRUN
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from tests.helpers.forked import run_ranks
 
 ROOT = Path(__file__).parents[2]
-
-
-MPIRUN = Path(sys.executable).with_name("mpirun")
-MPI_ENVIRONMENT = {
-    # Open MPI refuses to run as root, as containers do, and more ranks than cores; MPICH reads none of these.
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 
 
 def run_on_ranks(
@@ -74,7 +66,7 @@ def _start_mpi(world: int, words: list[str], timeout_s: float) -> tuple[bool, bo
     process = subprocess.Popen(
         [str(MPIRUN), "-n", str(world), sys.executable, "-m", "tests.helpers.ranks", *words],
         cwd=ROOT,
-        env={**os.environ, **MPI_ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **AS_IN_A_CONTAINER, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

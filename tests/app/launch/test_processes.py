@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from benchmarks.ranks import AS_IN_A_CONTAINER, MPIRUN
 from tests.app.conftest import (
     QUICK,
     ROOT,
@@ -25,7 +26,6 @@ from tests.app.conftest import (
     summary_of,
     train_command,
 )
-from tests.helpers.ranks import MPI_ENVIRONMENT, MPIRUN
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +34,7 @@ TWO = ("--ranks", "2", "--parallel", "ddp")
 
 
 def run_to_its_end(*command, timeout_s=200, **env):
-    process = begin(*command, **MPI_ENVIRONMENT, **env)
+    process = begin(*command, **AS_IN_A_CONTAINER, **env)
     printed, _ = process.communicate(timeout=timeout_s)
     return process.returncode, printed
 
@@ -153,7 +153,7 @@ def meeting(folder):
 
 def error_of(*command, timeout_s=140, **env):
     """The one error of ranks that cannot come together; on a busy machine, importing torch takes most of the time."""
-    process = begin(*command, new_session=True, **MPI_ENVIRONMENT, **env)
+    process = begin(*command, new_session=True, **AS_IN_A_CONTAINER, **env)
     try:
         printed, _ = process.communicate(timeout=timeout_s)
     finally:
