@@ -85,7 +85,7 @@ WAITING = {
 
 @pytest.mark.parametrize("name", WAITING)
 def test_waits_of_a_step_do_not_grow_with_its_microbatches(name: str) -> None:
-    """Each rank waits for the losses of a step, and for which parameters had no gradient."""
+    """Each rank waits for the losses of a step, for which parameters had no gradient, and for its own seconds."""
     waits = []
     for m in (2, 4):
         strategy = dataclasses.replace(WAITING[name], m=m)
@@ -101,10 +101,10 @@ def test_waits_of_a_step_do_not_grow_with_its_microbatches(name: str) -> None:
                 return by_file(gpus.process.hazards.syncs - before)
 
             waits.append(sum(run_ranks(gpus, strategy.ranks, second_step), Counter()))
-        del waits[-1]["engine_runs.py"]  # tiles that the test copies
+        del waits[-1]["test_host_waits.py"]  # tiles that ``train`` copies
     assert waits[0] == waits[1]
-    assert waits[0].keys() <= {"step.py", "grad_reducer.py"}
-    assert 0 < sum(waits[0].values()) <= 2 * strategy.ranks
+    assert waits[0].keys() <= {"step.py", "engine.py", "recorded.py", "grad_reducer.py"}
+    assert 0 < sum(waits[0].values()) <= 3 * strategy.ranks
 
 
 OPERATIONS = {
