@@ -161,8 +161,8 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     import torch
 
     from app.launch.place import connect, device_of
-    from app.training import plain_training
     from app.training.exactness import TOLERANCE, Errors, verify_engine
+    from app.training.plain_training import DelayedTraining
     from parallel.comm.communicator import Communicator
     from parallel.profile.gpu import set_tf32
 
@@ -171,10 +171,8 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     trial = _trial(command, device_of(asked))
     make_engine = _engine_maker(command, trial.device)
     compare = functools.partial(verify_engine, deferred=asked.norm_statistics == "deferred")
-    if asked.to_strategy(trial.device.type).stashes:
-        compare = functools.partial(compare, make_reference=plain_training.reference)
-    elif asked.is_async:
-        compare = functools.partial(compare, make_reference=plain_training.LoggedPushes)
+    if asked.to_strategy(trial.device.type).stashes or asked.is_async:
+        compare = functools.partial(compare, make_reference=DelayedTraining)
 
     def run(communicator: Communicator, _: None = None) -> tuple[Errors | None, Errors | None]:
         """The errors, and those in float64 where float32 is above its tolerance."""

@@ -210,8 +210,8 @@ def score_areas(
         except SlideError as fault:
             left_out.append(f"{slide_id}: {fault}")
             continue
-        predicted = cv2.imdecode(np.fromfile(folder.mask(slide_id), np.uint8), cv2.IMREAD_UNCHANGED)
-        assert predicted is not None, folder.mask(slide_id)
+        predicted = cv2.imdecode(np.fromfile(folder.file("masks", slide_id), np.uint8), cv2.IMREAD_UNCHANGED)
+        assert predicted is not None, folder.file("masks", slide_id)
         counted = true != IGNORE
         pairs = [
             ((true == truth.classes.index(name)), (predicted == shown.index(name) + 1) & counted) for name in classes
@@ -219,7 +219,7 @@ def score_areas(
         dice.append([_ratio(2 * int((a & b).sum()), int(a.sum()) + int(b.sum())) for a, b in pairs])
         iou.append([_ratio(int((a & b).sum()), int((a | b).sum())) for a, b in pairs])
         for name, (lesions, _) in zip(classes, pairs, strict=True):
-            detections = _detections(folder.areas(slide_id), name, canvas["l0_px"])
+            detections = _detections(folder.file("areas", slide_id), name, canvas["l0_px"])
             found[name].append(match_detections(lesions, canvas["mpp"] * canvas["l0_px"], detections))
         pictures[slide_id] = _picture([[mask for mask, _ in pairs], [mask for _, mask in pairs]])
         slides.append(slide_id)

@@ -6,6 +6,7 @@ computes what it has. A slide without a label, or a label without a prediction, 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from sklearn.metrics import average_precision_score, confusion_matrix, roc_auc_s
 
 from app.training import metrics
 from app.training.metrics import Floats, Labels, rows_by
+from parallel.units import number_text
 from pipelines.catalog.catalog import SlideNames
 from pipelines.catalog.table import Table, counted, listed, read_table, shown
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, known_patients
@@ -133,11 +135,10 @@ def calibration(cases: Predictions) -> Calibration:
     """Return the calibration over ``BINS`` bins of the same width."""
     confidence = cases.score.max(1)
     right = cases.score.argmax(1) == cases.label
-    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-    present = np.unique(bins)
-    count = np.array([np.count_nonzero(bins == b) for b in present], np.int64)
-    means = np.array([confidence[bins == b].mean() for b in present])
-    accuracy = np.array([right[bins == b].mean() for b in present])
+    _, bins = rows_by(np.minimum((confidence * BINS).astype(np.int64), BINS - 1))
+    count = np.array([len(rows) for rows in bins], np.int64)
+    means = np.array([confidence[rows].mean() for rows in bins])
+    accuracy = np.array([right[rows].mean() for rows in bins])
     error = float((np.abs(means - accuracy) * count).sum() / max(1, count.sum()))
     return Calibration(error, means, accuracy, count)
 
@@ -149,6 +150,13 @@ class Estimate:
     value: float | None
     low: float | None = None
     high: float | None = None
+
+    @property
+    def interval(self) -> str:
+        return f"{number_text(self.low)} to {number_text(self.high)}"
+
+    def __str__(self) -> str:
+        return number_text(self.value) + ("" if self.low is None else f" ({self.interval})")
 
 
 def bootstrap(patient: Labels, measure: Callable[[Labels], float | None]) -> Estimate:
@@ -194,15 +202,13 @@ class ScoredSplit:
         left = f"; predicted and not scored: {others} (--split)" if others else ""
         lines = [f"scored split: {self.name}, {counted(len(self.rows), 'slide')}{left}"]
         if self.name == "unknown" or (self.name == "all" and "unknown" in self.counts):
-            lines.append(
-                "the checkpoint does not record the split of its run: training slides may be among those scored"
-            )
+            lines += ["the checkpoint does not record the split of its run: training slides may be among those scored"]
         return lines
 
-    def trained(self, scored: Sequence[str]) -> tuple[str, ...]:
+    def trained(self, scored: Sequence[str]) -> list[str]:
         """Return the slides of ``scored`` that are in the training split, which holds all slides of a patient."""
         train = {row["slide"] for row in self.rows if row["split"] == "train"}
-        return tuple(slide for slide in scored if slide in train)
+        return [slide for slide in scored if slide in train]
 
 
 def choose_split(rows: SlideRows, asked: str | None) -> ScoredSplit:
@@ -228,11 +234,6 @@ def choose_split(rows: SlideRows, asked: str | None) -> ScoredSplit:
     return ScoredSplit(name, kept, counts)
 
 
-def training_note(trained: Sequence[str], scored: int) -> str:
-    """Return a line that names training slides in a score."""
-    return f"{len(trained)} of {scored} scored slides are training slides: {listed(trained)}"
-
-
 @dataclass(frozen=True, eq=False)
 class LabelledPredictions:
     """Slides that have a prediction and a label, in order.
@@ -245,6 +246,10 @@ class LabelledPredictions:
     slides: tuple[str, ...]
     cases: Predictions
     left_out: tuple[str, ...]
+
+    @functools.cached_property
+    def calibration(self) -> Calibration:
+        return calibration(self.cases)
 
 
 def read_truth(path: Path, *, needs_labels: bool) -> Table:

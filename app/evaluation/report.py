@@ -6,7 +6,7 @@ Takes a folder of predictions and the truth; returns an ``Evaluation``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,11 @@ from app.evaluation.classification import (
     balanced_accuracy,
     bootstrap,
     by_patient,
-    calibration,
     choose_split,
     confusion,
     labelled_slides,
     patients_of,
     read_truth,
-    training_note,
     with_interval,
 )
 from app.prediction.prediction_folder import PredictionFolder
@@ -131,16 +129,15 @@ class Evaluation:
             "predictions": self.made_with,
             "split": self.split.name,
             "predicted_slides": dict(self.split.counts),
-            "training_slides": list(self.split.trained(self.scored)),
+            "training_slides": self.split.trained(self.scored),
             "patients_unknown": sorted(set(self.scored) - set(self.patient)),
         }
         if self.labelled is not None:
-            cases = self.labelled.cases
-            reliability = calibration(cases)
+            cases, reliability = self.labelled.cases, self.labelled.calibration
             figures["slides"] = len(cases.label)
             figures["patients"] = self._patients(self.labelled.slides)
             for (unit, name), estimate in self.estimates.items():
-                figures[f"{unit}_{name}"] = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+                figures[f"{unit}_{name}"] = asdict(estimate)
             figures["confusion"] = confusion(cases).tolist()
             figures["calibration_error"] = reliability.error
             figures["reliability"] = {
@@ -153,9 +150,8 @@ class Evaluation:
             for what, estimates in (("dice", self.dice), ("iou", self.iou)):
                 figures[what] = {name: estimate.value for name, estimate in estimates.items()}
                 figures[f"{what}_interval"] = {name: [e.low, e.high] for name, e in estimates.items()}
-            figures["froc"] = {name: curve.score for name, curve in self.areas.froc.items()}
-            figures["lesions"] = {name: curve.lesions for name, curve in self.areas.froc.items()}
-            figures["detections"] = {name: curve.detections for name, curve in self.areas.froc.items()}
+            for key, name in (("froc", "score"), ("lesions", "lesions"), ("detections", "detections")):
+                figures[key] = {of_class: getattr(curve, name) for of_class, curve in self.areas.froc.items()}
             figures["annotated_slides"] = len(self.areas.slides)
             figures["annotations_left_out"] = list(self.areas.left_out)
         return figures
@@ -167,13 +163,13 @@ class Evaluation:
             cases, patients = self.labelled.cases, self._patients(self.labelled.slides)
             of_patients = f" of {counted(patients, 'patient')}" if patients else ""
             lines.append(f"{counted(len(cases.label), self.unit)}{of_patients} with a label")
-            lines += [f"{self.name_of(*key)} {_interval_text(estimate)}" for key, estimate in self.estimates.items()]
-            lines.append(f"calibration error {calibration(cases).error:.4f}")
+            lines += [f"{self.name_of(*key)} {estimate}" for key, estimate in self.estimates.items()]
+            lines.append(f"calibration error {self.labelled.calibration.error:.4f}")
             lines += [*self.labelled.left_out, *self.notes]
         if self.areas is not None:
             lines.append(f"{counted(len(self.areas.slides), 'slide')} with annotations")
             for name in self.areas.classes:
-                overlap = f"Dice {_interval_text(self.dice[name])}, IoU {_interval_text(self.iou[name])}"
+                overlap = f"Dice {self.dice[name]}, IoU {self.iou[name]}"
                 lines.append(f"{name}: {overlap}, {_froc_text(self.areas.froc[name])}")
             lines += self.areas.left_out
         return lines
@@ -182,7 +178,7 @@ class Evaluation:
         """Return lines about which slides are scored, those trained on among them, and unknown patients."""
         lines = self.split.lines()
         if trained := self.split.trained(self.scored):
-            lines.append(training_note(trained, len(self.scored)))
+            lines.append(f"{len(trained)} of {len(self.scored)} scored slides are training slides: {listed(trained)}")
         note = patient_note(self.patient, self.scored, "resampled")
         return lines if note is None else [*lines, note]
 
@@ -231,9 +227,3 @@ def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[s
         return bootstrap(patient, lambda rows: mean_defined(values[rows]))
 
     return {name: estimate(values) for name, values in columns.items()}
-
-
-def _interval_text(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return number_text(estimate.value)
-    return f"{number_text(estimate.value)} ({number_text(estimate.low)} to {number_text(estimate.high)})"

@@ -9,7 +9,7 @@ import functools
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,8 @@ from app.evaluation.classification import (
     CONFIDENCE,
     RESAMPLES,
     Calibration,
-    Estimate,
     LabelledPredictions,
     Predictions,
-    calibration,
     confusion,
 )
 from app.evaluation.report import NAMES, Evaluation
@@ -128,7 +126,7 @@ def certain_tiles(
 def _tiles(folder: PredictionFolder, slide_id: str, classes: Sequence[str]) -> list[Tile]:
     """The tiles of a slide that could be read."""
     tiles: list[Tile] = []
-    with folder.tiles(slide_id).open(newline="", encoding="utf-8") as file:
+    with folder.file("tiles", slide_id).open(newline="", encoding="utf-8") as file:
         for tile in read_rows(file):
             scores = [float(tile[f"score_{name}"]) for name in classes if tile[f"score_{name}"]]
             if scores:
@@ -141,16 +139,16 @@ def _tiles(folder: PredictionFolder, slide_id: str, classes: Sequence[str]) -> l
 class _Figures:
     """Cards, charts, tables by heading and notes of the page, in order."""
 
-    cards: list[Card] = field(default_factory=list)
-    charts: list[Chart] = field(default_factory=list)
-    tables: dict[str, Table] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    cards: list[Card]
+    charts: list[Chart]
+    tables: dict[str, Table]
+    notes: list[str]
 
 
 def write_report(evaluation: Evaluation, folder: PredictionFolder, path: Path, slides: Path | None) -> Path:
     """Write the page of ``evaluation`` and return its path."""
     made_with, areas = evaluation.made_with, evaluation.areas
-    figures = _Figures(notes=evaluation.head())
+    figures = _Figures([], [], {}, evaluation.head())
     if evaluation.labelled is not None:
         _add_labelled(figures, evaluation, evaluation.labelled)
     if areas is not None:
@@ -178,26 +176,21 @@ def _as_text(pictures: Mapping[str, bytes]) -> list[tuple[str, str]]:
     return [(name, base64.b64encode(png).decode()) for name, png in pictures.items()]
 
 
-def _interval(estimate: Estimate) -> str:
-    return f"{number_text(estimate.low)} to {number_text(estimate.high)}"
-
-
 def _add_labelled(figures: _Figures, evaluation: Evaluation, labelled: LabelledPredictions) -> None:
     """Add scores of slides and patients with labels."""
     cases, unit, classes = labelled.cases, evaluation.unit, evaluation.classes
     named = {evaluation.name_of(*key): estimate for key, estimate in evaluation.estimates.items()}
     figures.cards += [
-        Card(name[0].upper() + name[1:], format_value(each.value), note=f"{CONFIDENCE:.0%} interval {_interval(each)}")
+        Card(name[0].upper() + name[1:], format_value(each.value), note=f"{CONFIDENCE:.0%} interval {each.interval}")
         for name, each in named.items()
         if NAMES["balanced_accuracy"] not in name and each.value is not None
     ]
-    reliability = calibration(cases)
-    figures.charts += [*classification_charts(cases, classes), reliability_chart(reliability)]
+    figures.charts += [*classification_charts(cases, classes), reliability_chart(labelled.calibration)]
     drawn = "patients" if evaluation.patient else f"{unit}s"
     figures.tables[f"Scores of {unit}s{' and patients' if evaluation.patient else ''}"] = Table(
         ("", "value", f"{CONFIDENCE:.0%} interval, {RESAMPLES:,} resamples of {drawn}"),
-        [(name, number_text(each.value), _interval(each)) for name, each in named.items()]
-        + [(f"calibration error of {unit}s", number_text(reliability.error), "")],
+        [(name, number_text(each.value), each.interval) for name, each in named.items()]
+        + [(f"calibration error of {unit}s", number_text(labelled.calibration.error), "")],
         (1,),
     )
     figures.tables[f"{unit.capitalize()}s by true class (rows) and predicted class"] = Table(
@@ -220,7 +213,7 @@ def _add_areas(figures: _Figures, evaluation: Evaluation, areas: AreaScores) -> 
         tuple(range(1, 2 * len(areas.classes) + 1)),
     )
     figures.cards += [
-        Card(f"Dice {name}", number_text(each.value), note=f"{CONFIDENCE:.0%} interval {_interval(each)}")
+        Card(f"Dice {name}", number_text(each.value), note=f"{CONFIDENCE:.0%} interval {each.interval}")
         for name, each in evaluation.dice.items()
     ]
     scored = {name: curve for name, curve in curves.items() if curve.score is not None}

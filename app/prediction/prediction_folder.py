@@ -24,7 +24,8 @@ from pipelines.catalog.table import FailedSlides, shown, write_rows
 from pipelines.slides.whole_files import write_text
 
 SETTINGS, TABLE = PREDICTIONS_FILE, "slides.csv"
-
+SUFFIXES = {"overlays": "png", "geojson": "geojson", "masks": "png", "areas": "csv", "tiles": "csv", "slides": "json"}
+"""Of the files of a slide, by folder."""
 LONGEST_PART = 60
 """Characters of a class in the name of its heat map; most file systems allow 255 bytes for all of it."""
 
@@ -44,7 +45,7 @@ class PredictionFolder:
             ValueError: it was not; names what differs.
             OSError: it cannot be written.
         """
-        for name in ("heat_maps", "overlays", "geojson", "masks", "areas", "tiles", "slides"):
+        for name in ("heat_maps", *SUFFIXES):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         path = self.path / SETTINGS
         if not path.exists():
@@ -57,24 +58,9 @@ class PredictionFolder:
         """Path of the heat map of one class, whose ``part`` of the name is that of ``file_names``."""
         return self.path / "heat_maps" / f"{slide_id}.{part}.tif"
 
-    def overlay(self, slide_id: str) -> Path:
-        return self.path / "overlays" / f"{slide_id}.png"
-
-    def geojson(self, slide_id: str) -> Path:
-        return self.path / "geojson" / f"{slide_id}.geojson"
-
-    def mask(self, slide_id: str) -> Path:
-        return self.path / "masks" / f"{slide_id}.png"
-
-    def areas(self, slide_id: str) -> Path:
-        return self.path / "areas" / f"{slide_id}.csv"
-
-    def tiles(self, slide_id: str) -> Path:
-        return self.path / "tiles" / f"{slide_id}.csv"
-
-    def record(self, slide_id: str) -> Path:
-        """Path of what says that the slide is done."""
-        return self.path / "slides" / f"{slide_id}.json"
+    def file(self, folder: str, slide_id: str) -> Path:
+        """Path of a file of a slide; that in ``slides`` says that the slide is done."""
+        return self.path / folder / f"{slide_id}.{SUFFIXES[folder]}"
 
     def done(self, specs: Iterable[SlideSpec]) -> set[str]:
         """Return the slides of ``specs`` that are predicted, their files being the same.
@@ -84,7 +70,7 @@ class PredictionFolder:
         """
         done, differing = set(), []
         for spec in specs:
-            path = self.record(spec.slide_id)
+            path = self.file("slides", spec.slide_id)
             record = _read_record(path) if path.exists() else None
             if record is not None and SlideState(**record["state"]).is_of(spec.path):
                 done.add(spec.slide_id)
@@ -98,7 +84,7 @@ class PredictionFolder:
     ) -> None:
         """Record that a slide is done: its row of the table, where its maps lie, and how it was opened."""
         record = {"row": dict(row), "state": asdict(state), "canvas": dict(canvas), "opening": dict(opening)}
-        write_json(self.record(row["slide"]), record, nan=True)
+        write_json(self.file("slides", row["slide"]), record, nan=True)
 
     def settings(self) -> dict[str, Any]:
         """Return what the predictions were made with.

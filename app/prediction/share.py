@@ -15,8 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,9 +44,8 @@ from pipelines.slides.geometry import Region, l0_from_t
 from pipelines.slides.slide import SlideError
 from pipelines.stream.read import centre
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, find_tiles, index_slide, slide_limits
-from pipelines.tiles.stain import Method, StainFit, stain_of
+from pipelines.tiles.stain import StainFit, stain_of
 from pipelines.tiles.tile_table import IndexedSlide
-from pipelines.tiles.tiling import IndexSettings
 from pipelines.tiles.windows import WindowSettings
 
 log = logging.getLogger("app.predict")
@@ -59,86 +57,49 @@ OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Faults that the next slide would meet as well."""
 
 
-def predict_picture(
-    spec: SlideSpec, model: TrainedModel, settings: IndexSettings, folder: PredictionFolder
-) -> dict[str, Any] | None:
-    """Predict one picture; return its row of ``slides.csv``, on the rank of its group that has the model's outputs.
+class _Image(NamedTuple):
+    """A slide as one image.
 
-    Raises:
-        SlideError: it is no picture, or cannot be decoded; on every rank of the group.
-        RunError: one of several ranks of the group has failed.
+    Attributes:
+        pixels: (h, w, 3), where the computation reads.
+        size: height and width.
+        place: l0_x, l0_y, l0_width, l0_height of the image, and the part of it that is tissue.
+        drawn: PNG for ``overlays/``.
+        stain: of the slide, or why it has none; None: its colours are left as they are.
     """
-    with model.computation.fail_together():
-        threads = default_threads(1)
-        source = find_tiles(spec, settings, threads).source
-        stain = None
-        if model.stain_target is not None:
-            stain = stain_of(spec, model.stain_target.method, settings.tissue_mpp, threads)
-        with spec.open() as slide:
-            level = slide.levels[0]
-            picture = slide.read(Region(0, 0, level.width, level.height, level.mpp))
-        pixels = np.array(centre(picture, settings.side))  # torch wants memory that may be written to
-    with rank_faults(spec.slide_id, model.computation):
-        fit = stain if isinstance(stain, StainFit) else None
-        values = model.probabilities(pixels[None], (1, 3, settings.side, settings.side), fit)
-    if values is None:
-        return None
-    for path in (folder.overlay(spec.slide_id), folder.tiles(spec.slide_id), folder.record(spec.slide_id)):
-        path.parent.mkdir(parents=True, exist_ok=True)  # its name is its path below --slides
-    folder.overlay(spec.slide_id).write_bytes(as_png(pixels))
-    return finish_image(folder, model, spec, source, values, (0, 0, source.width, source.height, 1.0), stain)
+
+    source: IndexedSlide
+    pixels: NDArray[np.uint8] | None
+    size: tuple[int, int]
+    place: tuple[int, int, int, int, float]
+    drawn: bytes
+    stain: StainFit | str | None
 
 
-def predict_as_tile(
-    spec: SlideSpec, model: TrainedModel, settings: IndexSettings, folder: PredictionFolder
-) -> dict[str, Any] | None:
-    """Predict one slide; return its row of ``slides.csv``, on the rank of its group that has the model's outputs.
+def predict_image(spec: SlideSpec, model: TrainedModel, folder: PredictionFolder) -> dict[str, Any] | None:
+    """Predict a slide that is one image; return its row of ``slides.csv``, on the rank of its group that has the
+    model's outputs.
 
     Raises:
         SlideError: the slide cannot be used; on every rank of the group.
         RunError: one of several ranks of the group has failed.
     """
-    with ExitStack() as opened:
-        pixels = None
-        with model.computation.fail_together():
-            tiles, picture = _rectangle(spec, settings)
-            stain = None if model.stain_target is None else _stain(spec, model.stain_target.method, settings)
-            region = Region(int(tiles.l0_x[0]), int(tiles.l0_y[0]), *tiles.size, settings.mpp)
-            slide = opened.enter_context(spec.open())
-            if model.computation.reads:
-                pixels = slide.read(region)[None]
-        with rank_faults(spec.slide_id, model.computation):
-            fit = stain if isinstance(stain, StainFit) else None
-            values = model.probabilities(pixels, (1, 3, region.height, region.width), fit)
-        if values is None:
-            return None
-        folder.overlay(spec.slide_id).write_bytes(picture)
-        l0_size = [l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size]
-        place = region.l0_x, region.l0_y, l0_size[0], l0_size[1]
-        return finish_image(folder, model, spec, tiles.source, values, (*place, float(tiles.tissue[0])), stain)
-
-
-def finish_image(
-    folder: PredictionFolder,
-    model: TrainedModel,
-    spec: SlideSpec,
-    source: IndexedSlide,
-    values: NDArray[np.float32],
-    place: tuple[int, int, int, int, float],
-    stain: StainFit | str | None,
-) -> dict[str, Any]:
-    """Record the probabilities of a slide that was one image; return its row of ``slides.csv``.
-
-    Args:
-        values: (1, classes).
-        place: l0_x, l0_y, l0_width, l0_height of the image, and the part of it that is tissue.
-        stain: of the slide, or why it has none.
-    """
-    slide_id = source.slide_id
-    if isinstance(stain, str):
-        folder.failed.add(slide_id, "stain", f"its colours are left as they are: {stain}")
+    with model.computation.fail_together():
+        image = (_picture if model.whole_pictures else _rectangle)(spec, model)
+    with rank_faults(spec.slide_id, model.computation):
+        fit = image.stain if isinstance(image.stain, StainFit) else None
+        images = None if image.pixels is None else image.pixels[None]
+        values = model.probabilities(images, (1, 3, *image.size), fit)
+    if values is None:
+        return None
+    slide_id, source = spec.slide_id, image.source
+    for name in ("overlays", "tiles", "slides"):
+        folder.file(name, slide_id).parent.mkdir(parents=True, exist_ok=True)  # a picture's name is its path
+    folder.file("overlays", slide_id).write_bytes(image.drawn)
+    if isinstance(image.stain, str):
+        folder.failed.add(slide_id, "stain", f"its colours are left as they are: {image.stain}")
     (scores,) = values.astype(float)
-    write_tiles(folder.tiles(slide_id), model.classes, [TileRow(*place, scores, float(scores.max()))])
+    write_tiles(folder.file("tiles", slide_id), model.classes, [TileRow(*image.place, scores, float(scores.max()))])
     assert source.state is not None
     row = {
         "slide": slide_id,
@@ -152,26 +113,46 @@ def finish_image(
     return row
 
 
-def _stain(spec: SlideSpec, method: Method, settings: IndexSettings) -> StainFit | str:
-    """Return the stain of the slide, or why it cannot be measured."""
-    threads = default_threads(1)
-    task = functools.partial(stain_of, method=method, tissue_mpp=settings.tissue_mpp, threads=threads)
-    ((_, result),) = map_isolated(task, [spec], 1, slide_limits(threads))
-    return result if isinstance(result, StainFit) else str(result)
+def _picture(spec: SlideSpec, model: TrainedModel) -> _Image:
+    """Return a picture, resized to a tile."""
+    settings, threads = model.config.index, default_threads(1)
+    stain: StainFit | str | None = None
+    source = find_tiles(spec, settings, threads).source
+    if model.stain_target is not None:
+        stain = stain_of(spec, model.stain_target.method, settings.tissue_mpp, threads)
+    with spec.open() as slide:
+        level = slide.levels[0]
+        picture = slide.read(Region(0, 0, level.width, level.height, level.mpp))
+    pixels = np.array(centre(picture, settings.side))  # torch wants memory that may be written to
+    place = 0, 0, source.width, source.height, 1.0
+    read = pixels if model.computation.reads else None
+    return _Image(source, read, (settings.side, settings.side), place, as_png(pixels), stain)
 
 
-def _rectangle(spec: SlideSpec, settings: IndexSettings) -> tuple[SlideTiles, bytes]:
-    """The tile of a slide, and the picture of it."""
-    threads = default_threads(1)
-    task = functools.partial(index_slide, settings=settings, threads=threads)
-    ((_, result),) = map_isolated(task, [spec], 1, slide_limits(threads))
+def _rectangle(spec: SlideSpec, model: TrainedModel) -> _Image:
+    """Return the rectangle of a slide that the index puts around its tissue."""
+    settings, threads = model.config.index, default_threads(1)
+    stain: StainFit | str | None = None
+    find = functools.partial(index_slide, settings=settings, threads=threads)
+    ((_, result),) = map_isolated(find, [spec], 1, slide_limits(threads))
     if not isinstance(result, SlideResult):
         raise SlideError(f"{spec.path}: {result}")
-    if not isinstance(result.found, SlideTiles):
-        raise SlideError(f"{result.found.step}: {result.found.error}")
-    if not len(result.found.l0_x):
-        raise SlideError(f"{spec.path}: its tissue cannot be read: {result.found.damaged[1]}")
-    return result.found, result.overlay_png or b""
+    tiles = result.found
+    if not isinstance(tiles, SlideTiles):
+        raise SlideError(f"{tiles.step}: {tiles.error}")
+    if not len(tiles.l0_x):
+        raise SlideError(f"{spec.path}: its tissue cannot be read: {tiles.damaged[1]}")
+    if model.stain_target is not None:
+        method = model.stain_target.method
+        fit = functools.partial(stain_of, method=method, tissue_mpp=settings.tissue_mpp, threads=threads)
+        ((_, measured),) = map_isolated(fit, [spec], 1, slide_limits(threads))
+        stain = measured if isinstance(measured, StainFit) else str(measured)
+    region = Region(int(tiles.l0_x[0]), int(tiles.l0_y[0]), *tiles.size, settings.mpp)
+    with spec.open() as slide:
+        pixels = slide.read(region) if model.computation.reads else None
+        l0_width, l0_height = (l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size)
+    place = region.l0_x, region.l0_y, l0_width, l0_height, float(tiles.tissue[0])
+    return _Image(tiles.source, pixels, tiles.size[::-1], place, result.overlay_png or b"", stain)
 
 
 def predict_rank(command: PredictCommand, rank: int) -> None:
@@ -256,13 +237,9 @@ def _predictor(
     """Return the function that predicts a slide, and words for what it looks at."""
     index = model.config.index
     if model.whole_pictures:
-        return lambda spec, folder: predict_picture(spec, model, index, folder), (
-            f"pictures as one image of {model.tile} px"
-        )
+        return lambda spec, folder: predict_image(spec, model, folder), f"pictures as one image of {model.tile} px"
     if model.whole_slides:
-        return lambda spec, folder: predict_as_tile(spec, model, index, folder), (
-            f"slides as one image at {index.mpp:g} um/px"
-        )
+        return lambda spec, folder: predict_image(spec, model, folder), f"slides as one image at {index.mpp:g} um/px"
     cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)
     cells = model.tile // cell
     stride = max(1, round(cells * (1 - command.overlap)))

@@ -22,14 +22,12 @@ from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
 from pipelines.backends.mask import ArrayMask
 from pipelines.catalog.table import write_rows
-from pipelines.labels.conversion import outlines
+from pipelines.labels.conversion import Rings, outlines
 from pipelines.labels.geojson import closed_rings, signed_area
 from pipelines.tiles.overlay import caption_strip
 from pipelines.tiles.tissue import Overview
 from pipelines.tiles.windows import SlideWindows
 
-Ring = NDArray[np.float64]
-"""float64 (n, 2), corners (x, y), not closed."""
 NAMESPACE = uuid.UUID("6f0c8a52-6a53-4b0e-9a3c-0d7f1c3b5e21")
 """Of the ids of features, which are the same whenever the same area is written."""
 log = logging.getLogger(__name__)
@@ -110,39 +108,22 @@ def class_scores(classes: Sequence[str], scores: NDArray[np.float64]) -> dict[st
     return {"prediction": likeliest, **{f"score_{name}": float(scores[c]) for c, name in enumerate(classes)}}
 
 
-@dataclass(frozen=True, eq=False)
-class Polygon:
-    """An outer ring and the holes in it."""
-
-    outer: Ring
-    holes: tuple[Ring, ...]
-
-    @property
-    def area(self) -> float:
-        """Without the holes, in the square of the coordinates' unit."""
-        return abs(signed_area(self.outer)) - sum(abs(signed_area(hole)) for hole in self.holes)
-
-    def scaled(self, factor: float, limits: tuple[float, float]) -> Polygon:
-        """Return it ``factor`` times as large, cut off at ``limits`` (x, y)."""
-        return Polygon(
-            np.minimum(self.outer * factor, limits), tuple(np.minimum(hole * factor, limits) for hole in self.holes)
-        )
-
-
-def polygons_of(mask: NDArray[np.bool_]) -> list[Polygon]:
-    """Return the areas of ``mask`` (h, w) with their holes, corners in px.
+def polygons_of(mask: NDArray[np.bool_]) -> list[Rings]:
+    """Return the areas of ``mask`` (h, w): outer ring, then holes, corners in px.
 
     Args:
         mask: as ``without_saddles`` gives it: rings that touch themselves are not valid.
     """
-    return [
-        Polygon(outer, tuple(holes)) for outer, *holes in outlines(ArrayMask(Path(), mask.view(np.uint8))).get(1, ())
-    ]
+    return outlines(ArrayMask(Path(), mask.view(np.uint8))).get(1, [])
 
 
-def peaks(
-    mask: NDArray[np.bool_], polygons: Sequence[Polygon], values: NDArray[np.uint8]
-) -> list[tuple[int, int, int]]:
+def area_of(polygon: Rings) -> float:
+    """Return the area of a polygon without its holes, in the square of the coordinates' unit."""
+    outer, *holes = (abs(signed_area(ring)) for ring in polygon)
+    return outer - sum(holes)
+
+
+def peaks(mask: NDArray[np.bool_], polygons: Sequence[Rings], values: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
     """Return the px (x, y) of the largest of ``values`` (h, w) in each of the ``polygons`` of ``mask``, and that."""
     if not polygons:
         return []
@@ -154,7 +135,7 @@ def peaks(
     places[labels.ravel()[at]] = at  # of several as high, the first one stays
     found = []
     for polygon in polygons:
-        x, y = polygon.outer[np.lexsort((polygon.outer[:, 0], polygon.outer[:, 1]))[0]].astype(int)
+        x, y = polygon[0][np.lexsort(polygon[0].T)[0]].astype(int)
         place = int(places[labels[y, x]])  # the px below the leftmost of the highest corners is inside
         found.append((place % mask.shape[1], place // mask.shape[1], int(values.flat[place])))
     return found
@@ -182,14 +163,14 @@ def largest_areas(mask: NDArray[np.bool_], most: int) -> tuple[NDArray[np.bool_]
     return kept[labels], count - 1 - most
 
 
-def feature(polygon: Polygon, name: str, colour: Sequence[int], measurements: Mapping[str, float]) -> dict[str, Any]:
+def feature(polygon: Rings, name: str, colour: Sequence[int], measurements: Mapping[str, float]) -> dict[str, Any]:
     """Return a QuPath annotation.
 
     Args:
         polygon: level-0 px from the corner of the slide's bounds.
         colour: R, G, B.
     """
-    rings = closed_rings([np.round(ring, 2) for ring in (polygon.outer, *polygon.holes)])
+    rings = closed_rings([np.round(ring, 2) for ring in polygon])
     return {
         "type": "Feature",
         "id": str(uuid.uuid5(NAMESPACE, f"{name} {rings[0]}")),
@@ -201,11 +182,6 @@ def feature(polygon: Polygon, name: str, colour: Sequence[int], measurements: Ma
             "measurements": dict(measurements),
         },
     }
-
-
-def collection(features: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a FeatureCollection."""
-    return {"type": "FeatureCollection", "features": list(features)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,16 +226,16 @@ def write_areas(
         polygons = polygons_of(mask)
         areas[name] = 0.0
         for polygon, (x, y, value) in zip(polygons, peaks(mask, polygons, scored.areas_map[c]), strict=True):
-            placed = polygon.scaled(l0_px, limits)
-            um2 = round(placed.area * windows.slide_mpp**2, 2)
+            placed = [np.minimum(ring * l0_px, limits) for ring in polygon]
+            um2 = round(area_of(placed) * windows.slide_mpp**2, 2)
             areas[name] += um2
             probability = round(value / 255, 4)
-            features.append(
-                feature(placed, name, colour_of(number), {"Area µm^2": um2, "Max probability": probability})
-            )
+            measurements = {"Area µm^2": um2, "Max probability": probability}
+            features.append(feature(placed, name, colour_of(number), measurements))
             rows.append([name, um2, probability, round((x + 0.5) * l0_px, 2), round((y + 0.5) * l0_px, 2)])
-    folder.geojson(slide_id).write_text(json.dumps(collection(features), ensure_ascii=False), encoding="utf-8")
-    folder.mask(slide_id).write_bytes(as_png(whole))
-    with folder.areas(slide_id).open("w", newline="", encoding="utf-8") as file:
+    document = {"type": "FeatureCollection", "features": features}
+    folder.file("geojson", slide_id).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+    folder.file("masks", slide_id).write_bytes(as_png(whole))
+    with folder.file("areas", slide_id).open("w", newline="", encoding="utf-8") as file:
         write_rows(file, [["class", "area_um2", "max_probability", "l0_x", "l0_y"], *rows])
     return areas

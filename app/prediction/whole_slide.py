@@ -81,10 +81,10 @@ def predict_slide(
     if isinstance(windows.stain, str):
         folder.failed.add(spec.slide_id, "stain", f"its colours are left as they are: {windows.stain}")
     areas = write_areas(model, windows, scored, folder, spec.slide_id)
-    write_tiles(folder.tiles(spec.slide_id), model.classes, _tile_rows(windows, scored))
+    write_tiles(folder.file("tiles", spec.slide_id), model.classes, _tile_rows(windows, scored))
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
     picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
-    folder.overlay(spec.slide_id).write_bytes(picture)
+    folder.file("overlays", spec.slide_id).write_bytes(picture)
     how = model.config.score
     of_readable = scored.scores[readable], np.zeros(int(readable.sum()), np.int64)
     if scored.attention is None:

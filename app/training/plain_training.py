@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -234,74 +234,44 @@ class PlainTraining:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": own})
 
 
-def reference(trial: ExactnessTrial, engine: MeasuredEngine) -> DelayedTraining:
-    """Return the loop that ``engine``, each rank of which has one stage, is compared with."""
-    assert isinstance(engine, Engine)
-    used = [versions(actions)[0] for actions in engine.schedule.values()]
-    return DelayedTraining(trial, dict(ChainMap(*used)))
-
-
 class DelayedTraining(PlainTraining):
-    """The loop of one process, with the weights of ``versions``.
+    """The loop of one process, with the weights and the learning rate of each update that ``engine`` makes in a step.
 
-    Args:
-        versions: (stage, microbatch) -> updates of the stage in this step before the forward pass of the microbatch.
+    An engine with a schedule has one stage on each rank.
     """
 
-    def __init__(self, trial: ExactnessTrial, versions: Mapping[tuple[int, int], int]) -> None:
+    def __init__(self, trial: ExactnessTrial, engine: MeasuredEngine) -> None:
         super().__init__(trial)
-        self._versions = versions
+        self._engine = engine
 
     def step(self, step: int) -> StepOutcome:
-        """Compute the window ``step`` from the present state."""
-        sizes = self._trial.sizes
-        stage_of = {name: k for k, names in enumerate(self.held_by_ranks) for name in names}
-        parameters = {name: p for name, p in self.module.named_parameters() if name in stage_of}
+        """Make the updates of ``step``, which the engine has made, from the present state."""
+        sizes, total = self._trial.sizes, 0.0
+        parameters = dict(self.module.named_parameters())
         history = [{name: p.detach().clone() for name, p in parameters.items()}]
-        total = 0.0
-        for t, size in enumerate(sizes):
-            for name, parameter in parameters.items():
-                parameter.data.copy_(history[self._versions[stage_of[name], t]][name])
+        for i, version_of, learning_rate in self._updates():
+            for name, version in version_of.items():
+                parameters[name].data.copy_(history[version][name])
             self.optimizer.zero_grad()
-            loss = self.loss_of(step, t)
+            loss = self.loss_of(step, i)
             loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach()) * (size / sum(sizes))
+            total += float(loss.detach()) * (sizes[i] / sum(sizes))
             for name, parameter in parameters.items():
                 parameter.data.copy_(history[-1][name])
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
             self.optimizer.step()
             history.append({name: p.detach().clone() for name, p in parameters.items()})
         return self.outcome(total)
 
-
-class LoggedPushes(PlainTraining):
-    """The loop of one process, with the updates that the parameter server of ``engine`` has made in the same step."""
-
-    def __init__(self, trial: ExactnessTrial, engine: MeasuredEngine) -> None:
-        super().__init__(trial)
-        assert isinstance(engine, AsyncEngine)
-        self._engine = engine
-
-    def step(self, step: int) -> StepOutcome:
-        """Apply the pushes to the present state."""
-        sizes, total = self._trial.sizes, 0.0
-        versions = [self._copy()]
-        for push in self._engine.pushes:
-            self._load(versions[push.pulled])
-            self.optimizer.zero_grad()
-            loss = self.loss_of(step, push.minibatch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach()) * (sizes[push.minibatch] / sum(sizes))
-            self._load(versions[-1])
-            for group in self.optimizer.param_groups:
-                group["lr"] = push.learning_rate
-            self.optimizer.step()
-            versions.append(self._copy())
-        return self.outcome(total)
-
-    def _copy(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.module.parameters()]
-
-    @torch.no_grad()
-    def _load(self, version: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self.module.parameters(), version, strict=True):
-            parameter.copy_(value)
+    def _updates(self) -> Iterator[tuple[int, dict[str, int], float]]:
+        """Yield microbatch, number of updates in this step before its forward pass by parameter, and learning rate."""
+        if isinstance(self._engine, AsyncEngine):
+            for push in self._engine.pushes:
+                yield push.minibatch, dict.fromkeys(self.parameters, push.pulled), push.learning_rate
+            return
+        assert isinstance(self._engine, Engine)
+        used = ChainMap(*(versions(actions)[0] for actions in self._engine.schedule.values()))
+        stage_of = {name: k for k, names in enumerate(self.held_by_ranks) for name in names}
+        for i in range(len(self._trial.sizes)):
+            yield i, {name: used[stage, i] for name, stage in stage_of.items()}, self._trial.lr

@@ -83,7 +83,7 @@ def test_classes_that_nobody_annotated_do_not_shift_the_others(folders, tmp_path
     made_with |= {"classes": ["background", "pale", "dark"], "shown": ["pale", "dark"], "positive_class": None}
     (tmp_path / "out" / "predict.json").write_text(json.dumps(made_with))
     for k in range(4):
-        mask = str(PredictionFolder(tmp_path / "out").mask(f"s{k}"))
+        mask = str(PredictionFolder(tmp_path / "out").file("masks", f"s{k}"))
         cv2.imwrite(mask, 2 * cv2.imread(mask, cv2.IMREAD_UNCHANGED))
     call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", folders / "truth", code=0)
     figures = json.loads((tmp_path / "out" / "evaluation.json").read_text())

@@ -49,7 +49,7 @@ def errors_of(each, depth, policy=KEEP_ALL):
     make = functools.partial(engine_of, strategy, each)
 
     def run(communicator, _):
-        return verify_engine(each, make, communicator, make_reference=plain_training.reference)
+        return verify_engine(each, make, communicator, make_reference=plain_training.DelayedTraining)
 
     return run_on_threads(depth, run, timeout_s=60)[0]
 
