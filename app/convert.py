@@ -17,6 +17,7 @@ import tyro
 
 from app.settings.cli import FAILED, OK, run_command
 from app.settings.fields import broken
+from app.settings.run import mpp_errors
 from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides, slide_stem
 from pipelines.labels.annotation_files import DRAWING_SUFFIXES, MASK_SUFFIXES, RASTER_SUFFIXES, files_below, slides_of
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
@@ -76,10 +77,8 @@ class ConvertCommand:
         of_mpp = {
             f"--mpp is the resolution of a mask that is made, {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.mpp} for "
             f"{self.to or target}": self.mpp is not None and not (check_mpp(self.mpp) and masks),
-            f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp}": self.slide_mpp is not None
-            and not check_mpp(self.slide_mpp),
         }
-        return broken({**(of_folder if source.is_dir() else of_file), **of_mpp})
+        return broken({**(of_folder if source.is_dir() else of_file), **of_mpp}) + mpp_errors(self.slide_mpp)
 
 
 def convert(command: ConvertCommand) -> int:

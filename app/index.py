@@ -20,7 +20,7 @@ from pathlib import Path
 from app.launch.host import lock_folder
 from app.pages.pictures import FILTERS, slide_rows, small_pictures, write_slides_page
 from app.settings.cli import run_command
-from app.settings.fields import broken, error_of
+from app.settings.fields import at_least, broken, error_of
 from app.settings.run import OpeningSettings, mpp_errors
 from app.training.progress import IndexProgress, log_to
 from pipelines.catalog.catalog import SlideSpec
@@ -67,7 +67,7 @@ class IndexCommand:
             "--annotations is for slides.html, which is not made with --part or --pictures resize": (
                 self.annotations is not None and not self.has_page
             ),
-            f"--workers is at least 0; got {self.workers}": self.workers < 0,
+            **at_least(self, workers=0),
         }
         unread = error_of(lambda: self.chosen_part)
         return [*self.index.validate(), *mpp_errors(self.opening.slide_mpp), *broken(rules), *unread]

@@ -18,6 +18,7 @@ import cv2
 import tyro
 
 from app.settings.cli import run_command
+from app.settings.fields import at_least, broken
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
 from pipelines.synthetic.collection import Collection, make_collection
 
@@ -45,34 +46,28 @@ class SynthCommand:
     """Threads that draw. The result does not depend on it."""
 
     def validate(self) -> list[str]:
-        rules = [
-            (self.slides >= 1, f"--slides is at least 1; got {self.slides}"),
-            (512 <= self.size <= 200_000, f"--size is 512 to 200000 px; got {self.size}"),
-            (check_mpp(self.mpp), f"--mpp is {MPP_MIN} to {MPP_MAX} um/px; got {self.mpp}"),
-            (0 <= self.seed < 1 << 31, f"--seed is 0 to 2147483647; got {self.seed}"),
-            (self.workers >= 1, f"--workers is at least 1; got {self.workers}"),
-        ]
-        return [fault for holds, fault in rules if not holds]
-
-
-class _Lines:
-    """A line per finished slide, and while a large one is drawn one every ten seconds."""
-
-    def __init__(self) -> None:
-        self._last_s = time.monotonic()
-
-    def report(self, slide_id: str, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if done == total or now_s - self._last_s >= LINE_EVERY_S:
-            self._last_s = now_s
-            print(f"{slide_id}: " + ("done" if done == total else f"{100 * done // total}%"), flush=True)
+        rules = {
+            **at_least(self, slides=1, workers=1),
+            f"--size is 512 to 200000 px; got {self.size}": not 512 <= self.size <= 200_000,
+            f"--mpp is {MPP_MIN} to {MPP_MAX} um/px; got {self.mpp}": not check_mpp(self.mpp),
+            f"--seed is 0 to 2147483647; got {self.seed}": not 0 <= self.seed < 1 << 31,
+        }
+        return broken(rules)
 
 
 def synth(command: SynthCommand) -> None:
     cv2.setNumThreads(1)  # blocks are the unit of parallel work; threads within one would only get in their way
-    began_s = time.monotonic()
+    began_s = last_s = time.monotonic()
+
+    def report(slide_id: str, done: int, total: int) -> None:
+        """Print a line for a finished slide, and one every ten seconds while a large one is drawn."""
+        nonlocal last_s
+        if done == total or time.monotonic() - last_s >= LINE_EVERY_S:
+            last_s = time.monotonic()
+            print(f"{slide_id}: " + ("done" if done == total else f"{100 * done // total}%"), flush=True)
+
     collection = Collection(command.task, command.slides, command.size, command.seed, command.mpp)
-    made = make_collection(collection, command.out, workers=command.workers, report=_Lines().report)
+    made = make_collection(collection, command.out, workers=command.workers, report=report)
     kept = command.slides - made
     pixels = made * command.size**2
     print(

@@ -68,7 +68,7 @@ class VerifyCommand:
             return self.communicator
         launch = find_launch()
         if launch is None:
-            return "gloo" if self.strategy.over_torch or self.strategy.is_mixed else "threads"
+            return "gloo" if self.strategy.name == "fsdp" or self.strategy.is_mixed else "threads"
         return "mpi" if launch.mpi else "gloo"
 
     def validate(self) -> list[str]:
@@ -89,7 +89,7 @@ class VerifyCommand:
             f"--norm-statistics deferred is about --norm batch; got --norm {self.norm}": self.norm != "batch"
             and strategy.norm_statistics == "deferred",
             f"--parallel {strategy.name} talks over torch.distributed: leave --communicator threads out, or use gloo": (
-                strategy.over_torch and on_threads
+                strategy.name == "fsdp" and on_threads
             ),
             "--device mixed is of processes: leave --communicator threads out, or use gloo": on_threads
             and strategy.is_mixed,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
 
-from app.settings.fields import at_least, broken, bytes_of, error_of
+from app.settings.fields import at_least, broken, error_of, sizes
 from app.settings.launcher import find_launch
 from app.settings.optimization import ModelSettings
 from app.settings.run import DataSettings
@@ -289,8 +289,7 @@ class BenchCommand:
         }
         rules |= {
             f"--microbatches must be 1 to --batch {self.batch}; got {m}": m is not None and not 1 <= m <= self.batch,
-            f"--memory takes a size such as 512MiB or 16GiB; got {self.memory!r}": self.memory is not None
-            and bytes_of(self.memory) is None,
+            **sizes(self, memory="16GiB"),
             f"--trial-timeout-s must be above 0; got {self.trial_timeout_s:g}": not self.trial_timeout_s > 0,
             "app.bench starts the ranks of its runs itself: start it once, without torchrun, mpirun or srun": (
                 find_launch() is not None

@@ -267,15 +267,10 @@ def _acquire(path: Path, descriptor: int, here: Holder, shared: bool) -> None:
         except OSError as fault:
             if fault.errno not in NO_LOCKS:
                 raise
-            if shared or holder is None or _has_ended(holder, here):
+            # What started both ends one before it starts the other.
+            if shared or holder is None or find_launcher().has_started((holder.agent,), holder.job):
                 return None
             raise RunError(f"{_in_use(path, holder)}. If it is gone, remove {path}: this disk has no locks") from None
-
-
-def _has_ended(holder: Holder, here: Holder) -> bool:
-    """Return whether what started both has ended ``holder`` before: of a job of Slurm, only a requeue is proof."""
-    starter = find_launcher()
-    return (here.agent is not None and here.agent == holder.agent) or (starter.requeued and starter.job == holder.job)
 
 
 def _in_use(path: Path, holder: Holder | None) -> RunError:

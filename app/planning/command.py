@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from app.settings.fields import at_least, broken, bytes_of
+from app.settings.fields import at_least, broken, sizes
 from app.settings.optimization import Head, Norm
 from app.settings.strategy import Parallel
 from app.settings.strategy_errors import OPTIMAL_OFFLOAD
@@ -95,16 +95,11 @@ class PlanCommand:
         return tuple(name for name in names if self.zero is None or (name == "fsdp") == (self.zero == 3))
 
     def validate(self) -> list[str]:
-        sizes = {"--memory": self.memory, "--host-memory": self.host_memory}
         described = {"--per-node": self.per_node, "--link": self.link, "--network": self.network}
         here, zero, stages = self.device_spec is None, self.zero, self.stages
         rules = {
             **at_least(self, tile=1, classes=1, ranks=1, batch=1, tiles=1, stages=1, microbatches=1, per_node=1),
-            **{
-                f"{flag} takes a size such as 512MiB or 16GiB; got {size!r}": size is not None
-                and bytes_of(size) is None
-                for flag, size in sizes.items()
-            },
+            **sizes(self, memory="16GiB", host_memory="16GiB"),
             **{
                 f"{flag} is about a machine described by --device-spec; name the device too": here and given is not None
                 for flag, given in described.items()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from app.settings.fields import at_least, broken
 from app.settings.launcher import find_launch
-from app.settings.run import DataSettings
-from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
+from app.settings.run import Backend, DataSettings, mpp_errors
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PredictCommand:
     """CSV with columns slide and mpp; goes before --slide-mpp. Default: column mpp of labels.csv in --slides."""
     scene: int | None = None
     """Image of slide files that hold several, counted from 0. Default: that of the run."""
-    backend: Literal["auto", "tiled", "ndpi", "openslide", "zarr", "image"] | None = None
+    backend: Backend | None = None
     """Slide reader; auto takes the fastest that reads the file exactly. Default: that of the run."""
     ranks: int = 1
     """Processes that share the slides out among them. Under torchrun, mpirun or srun, those."""
@@ -62,21 +62,12 @@ class PredictCommand:
         return {name: value for name, value in values.items() if value is not None}
 
     def validate(self) -> list[str]:
-        rules = [
-            (0 <= self.overlap <= 0.9, f"--overlap is a part of the window, 0 to 0.9; got {self.overlap:g}"),
-            (self.batch >= 1, f"--batch is at least 1 window; got {self.batch}"),
-            (self.ranks >= 1, f"--ranks is at least 1; got {self.ranks}"),
-            (
-                self.stages >= 1 and not self.world % max(1, self.stages),
-                f"--stages divides the number of ranks; got {self.stages} of {self.world} ranks",
-            ),
-            (
-                self.stream == "none" or (self.stream.isdecimal() and int(self.stream) >= 1),
-                f"--stream takes none or the side of boxes in px, such as 512; got {self.stream!r}",
-            ),
-            (
-                self.slide_mpp is None or check_mpp(self.slide_mpp),
-                f"--slide-mpp is {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.slide_mpp}",
-            ),
-        ]
-        return [fault for holds, fault in rules if not holds]
+        rules = {
+            f"--overlap is a part of the window, 0 to 0.9; got {self.overlap:g}": not 0 <= self.overlap <= 0.9,
+            **at_least(self, batch=1, ranks=1),
+            f"--stages divides the number of ranks; got {self.stages} of {self.world} ranks": self.stages < 1
+            or self.world % self.stages,
+            f"--stream takes none or the side of boxes in px, such as 512; got {self.stream!r}": self.stream != "none"
+            and not (self.stream.isdecimal() and int(self.stream) >= 1),
+        }
+        return broken(rules) + mpp_errors(self.slide_mpp)

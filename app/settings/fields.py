@@ -83,13 +83,26 @@ def broken(rules: Mapping[str, object]) -> list[str]:
     return [message for message, is_broken in rules.items() if is_broken]
 
 
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def at_least(settings: Any, **least: int) -> dict[str, object]:
     """Return rules for ``broken``: the settings of these names are None, or at least so large."""
     values = {name: getattr(settings, name) for name in least}
     return {
-        f"--{name.replace('_', '-')} must be at least {least[name]}; got {value}": value is not None
-        and value < least[name]
+        f"{flag_of(name)} must be at least {least[name]}; got {value}": value is not None and value < least[name]
         for name, value in values.items()
+    }
+
+
+def sizes(settings: Any, **usual: str) -> dict[str, object]:
+    """Return rules for ``broken``: the settings of these names are None, or sizes as the usual one that is given."""
+    texts = {name: getattr(settings, name) for name in usual}
+    return {
+        f"{flag_of(name)} takes a size such as 512MiB or {usual[name]}; got {text!r}": text is not None
+        and bytes_of(text) is None
+        for name, text in texts.items()
     }
 
 
@@ -155,7 +168,7 @@ def arguments_for(values: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line for ``values``, settings by name; None is left out."""
     words: list[str] = []
     for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list):

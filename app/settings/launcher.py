@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +156,11 @@ class Launcher:
     job: str | None = None
     requeued: bool = False
 
+    def has_started(self, agents: Collection[str | None], job: str | None) -> bool:
+        """Return whether this started an earlier process of one of ``agents`` or of ``job``. A job that was not
+        requeued is no proof: in one allocation a user starts many runs."""
+        return (self.agent is not None and self.agent in agents) or (self.requeued and self.job == job)
+
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
@@ -201,15 +206,8 @@ def find_launcher(environment: Mapping[str, str] = os.environ, *, server: int | 
 
 def previous_attempts(record: Attempts | None, starter: Launcher) -> int:
     """Return how many attempts ``starter`` has made; 0 when the folder is new, or holds a run that something else
-    started.
-
-    A job that was not requeued is no proof: in one allocation a user starts many runs.
-    """
-    if record is None:
-        return 0
-    same_agent = starter.agent is not None and starter.agent in record.agents
-    same_job = starter.requeued and starter.job == record.job
-    return record.begun if same_agent or same_job else 0
+    started."""
+    return record.begun if record is not None and starter.has_started(record.agents, record.job) else 0
 
 
 def describe_restart(before: int, step: int, repeated: int, ranks: Sequence[int] = ()) -> str:

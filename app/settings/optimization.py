@@ -64,7 +64,7 @@ class OptimizerSettings:
             f"--lr must be above 0; got {self.lr:g}": not self.lr > 0,
             f"--momentum must be within 0 and 1; got {self.momentum:g}": not 0 <= self.momentum < 1,
             f"--weight-decay must be at least 0; got {self.weight_decay:g}": not self.weight_decay >= 0,
-            f"--warmup must be at least 0 steps; got {self.warmup}": self.warmup < 0,
+            **at_least(self, warmup=0),
             f"--layer-decay is a factor, above 0 to 1; got {self.layer_decay:g}": not 0 < self.layer_decay <= 1,
             f"--ema is a decay, 0 (none) to below 1, such as 0.999; got {self.ema:g}": not 0 <= self.ema < 1,
             f"--label-smoothing is a share, 0 to below 1; got {smoothing:g}": not 0 <= smoothing < 1,

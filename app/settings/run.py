@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from app.settings.fields import at_least, broken, bytes_of, error_of
+from app.settings.fields import at_least, broken, bytes_of, error_of, sizes
 from app.settings.optimization import CheckpointSettings, ModelSettings, OptimizerSettings, ScoreSettings
 from app.settings.strategy import StrategySettings
 from app.settings.strategy_errors import strategy_errors
@@ -166,17 +166,12 @@ class StreamSettings:
     """Microbatches prefetched to the device, in float32; not part of plans, and none with --stream."""
 
     def validate(self) -> list[str]:
-        sizes = {"--read-ahead": (self.read_ahead, "2GiB"), "--cache-bytes": (self.cache_bytes, "32GiB")}
         rules = {
             f"--bag is 0 or at least 2 tiles; got {self.bag}": self.bag < 0 or self.bag == 1,
             f"--bag draws every slide once per epoch; leave out --sample {self.sample}": self.bag
             and self.sample != "tiles",
-            **at_least(self, open_slides=1, read_threads=0),
-            f"--device-prefetch must be at least 0 microbatches; got {self.device_prefetch}": self.device_prefetch < 0,
-            **{
-                f"{flag} takes a size such as 512MiB or {usual}; got {text!r}": bytes_of(text) is None
-                for flag, (text, usual) in sizes.items()
-            },
+            **at_least(self, open_slides=1, read_threads=0, device_prefetch=0),
+            **sizes(self, read_ahead="2GiB", cache_bytes="32GiB"),
         }
         return broken(rules)
 

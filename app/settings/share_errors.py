@@ -5,7 +5,7 @@ Takes ``StrategySettings``; returns a line for each error. ``strategy_errors`` c
 
 from __future__ import annotations
 
-from app.settings.fields import broken
+from app.settings.fields import at_least, broken
 from app.settings.launcher import find_launch
 from app.settings.strategy import AUTO, StrategySettings
 
@@ -106,7 +106,7 @@ def async_errors(settings: StrategySettings) -> list[str]:
         }
         return [f"--{name} is for --parallel async; got --parallel {settings.parallel}" for name in broken(given)]
     rules = {
-        f"--staleness is at least 0 minibatches; got {settings.staleness}": settings.staleness < 0,
+        **at_least(settings, staleness=0),
         f"--parallel async updates after each microbatch, and all are of one size: --batch {settings.batch} is no "
         f"multiple of --microbatches {settings.m}": settings.m > 0 and settings.batch % settings.m != 0,
         f"--parallel async computes on CPUs; got --device {settings.device}: use --device cpu, or --parallel ddp": (

@@ -181,11 +181,6 @@ class StrategySettings:
         return "fp32" if self.is_mixed else self.precision
 
     @property
-    def over_torch(self) -> bool:
-        """The strategy is torch's own, and its ranks talk over torch.distributed."""
-        return self.name == "fsdp"
-
-    @property
     def is_async(self) -> bool:
         """Workers push gradients to a parameter server."""
         return self.name == "async"

@@ -5,7 +5,7 @@ Takes ``StrategySettings``; returns a line for each error.
 
 from __future__ import annotations
 
-from app.settings.fields import broken, bytes_of, error_of
+from app.settings.fields import at_least, broken, bytes_of, error_of, sizes
 from app.settings.launcher import find_launch
 from app.settings.share_errors import async_errors, mixed_errors, share_errors
 from app.settings.strategy import StrategySettings
@@ -26,8 +26,7 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
         errors += find(settings)
     errors += broken(
         {
-            f"--memory takes a size such as 512MiB or 16GiB; got {settings.memory!r}": settings.memory is not None
-            and settings.memory_bytes is None,
+            **sizes(settings, memory="16GiB"),
             "--memory-excess=stop holds a run against --memory; give that, too": settings.memory_excess == "stop"
             and settings.memory is None,
             f"--timeout-s must be above 0; got {settings.timeout_s:g}": not settings.timeout_s > 0,
@@ -84,7 +83,7 @@ def _of_planner(settings: StrategySettings) -> list[str]:
             ),
             f"--microbatches must be 1 to --batch {settings.batch}; got {m}": m is not None
             and not 1 <= m <= settings.batch,
-            f"--batch must be at least 1; got {settings.batch}": settings.batch < 1,
+            **at_least(settings, batch=1),
         }
     )
 
@@ -114,9 +113,9 @@ def _of_mesh(settings: StrategySettings) -> list[str]:
     launch = find_launch()
     return errors + broken(
         {
-            f"--chunks must be at least 2; got {settings.chunks}": settings.chunks is not None and settings.chunks < 2,
+            **at_least(settings, chunks=2),
             f"--parallel {name} is torch's own and talks over torch.distributed, not MPI; these ranks were started by "
-            "an MPI launcher: start them with torchrun or --ranks, or use --parallel ddp": settings.over_torch
+            "an MPI launcher: start them with torchrun or --ranks, or use --parallel ddp": name == "fsdp"
             and launch
             and launch.mpi,
         }
@@ -206,15 +205,15 @@ def _of_memory_policy(settings: StrategySettings) -> list[str]:
             f"--recompute-runs goes with --recompute optimal; got --recompute {recompute}": runs
             and recompute != "optimal",
             OPTIMAL_OFFLOAD: recompute == "optimal" and offload == "overlap" and not runs,
+            **sizes(settings, offload_ahead="16GiB", offload_host="16GiB"),
             f"--recompute-runs takes pairs of layers such as layer1_0_conv1:add_2; got {runs!r}": any(
                 len(run.split(":")) != 2 for run in runs.split(",") if run
             ),
         }
     )
     for flag, text in (("--offload-ahead", settings.offload_ahead), ("--offload-host", settings.offload_host)):
-        if text is not None and bytes_of(text) is None:
-            errors.append(f"{flag} takes a size such as 512MiB or 16GiB; got {text!r}")
-        elif text is not None and offload != "overlap" and (settings.stream == "none" or flag.endswith("ahead")):
+        is_used = offload == "overlap" or (settings.stream != "none" and flag.endswith("host"))
+        if bytes_of(text or "") is not None and not is_used:
             errors.append(f"{flag} is about --offload overlap; got --offload {offload}")
     return errors + _of_boxes(settings)
 

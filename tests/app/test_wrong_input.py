@@ -130,7 +130,7 @@ CASES = [
     (
         slides,
         "index --slides {d} --tile 0 --slide-mpp 500 --workers -1",
-        *(2, "--tile is at least 1 px, or slide; got 0", "got 500", "--workers is at least 0; got -1"),
+        *(2, "--tile is at least 1 px, or slide; got 0", "got 500", "--workers must be at least 0; got -1"),
     ),
     (taken, "index --slides {d} --out {t}/out/run", 1, "out"),
     (slides, "index --slides {d} --scene -1", 2, "--scene counts the images of a slide file from 0; got -1"),
@@ -141,7 +141,7 @@ CASES = [
         nothing,
         "synth {d} --slides 0 --size 511 --mpp 0",
         2,
-        "--slides is at least 1",
+        "--slides must be at least 1",
         "--size is 512 to",
         "--mpp is 0.05",
     ),
