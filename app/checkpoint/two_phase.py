@@ -35,12 +35,15 @@ class TwoPhaseCheckpoints:
     def __init__(self, device: torch.device) -> None:
         self._copies = Copies.for_device(device)
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._job: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._blocked_s = self._write_s = 0.0
+        self._error: BaseException | None = None
 
     @property
     def busy(self) -> bool:
         """Return whether a checkpoint is being copied or written."""
-        return self._job is not None and self._job.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: Mapping[str, Any], parameter_names: frozenset[str], path: Path, also: Path | None) -> None:
         """Begin a checkpoint; call ``finish`` before. From now on updates have to ``await_copy`` first.
@@ -54,7 +57,7 @@ class TwoPhaseCheckpoints:
         Raises:
             MemoryError: there is no memory to copy to. What ``state`` holds may be changed again.
         """
-        assert self._job is None, "finish comes first"
+        assert self._thread is None, "finish comes first"
         parameters = {name: value for name, value in state.get("model", {}).items() if name in parameter_names}
         deferred = {storage_key(tensor) for tensor in tensors_in([parameters, state.get("optimizer")])}
         tensors = list(tensors_in(state))
@@ -83,14 +86,36 @@ class TwoPhaseCheckpoints:
             for source, target in later:
                 copy_bytes(source, target)
 
-        self._job = _Job(complete, snapshot, path, also)
-        self._job.start()
+        self._copied.clear()
+        self._blocked_s = 0.0
+        task, arguments = on_current_device(self._copy_and_write), (complete, snapshot, path, also, time.monotonic())
+        # A daemon: an interpreter that has to end does not wait for it.
+        self._thread = threading.Thread(target=task, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _copy_and_write(
+        self, complete: Callable[[], None], state: dict[str, Any], path: Path, also: Path | None, begun_s: float
+    ) -> None:
+        try:
+            try:
+                complete()
+            finally:
+                self._copied.set()
+            # Updates wait for the copy, not for what follows: it takes what they leave of the processor.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            save_checkpoint(path, state, also)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._write_s = time.monotonic() - begun_s
 
     def await_copy(self) -> None:
-        """Wait until no copy is under way; from whatever thread updates."""
-        job = self._job
-        if job is not None:
-            job.await_copy()
+        """Wait until no copy is under way, and count how long; from whatever thread updates."""
+        if self._thread is None or self._copied.is_set():
+            return
+        begun_s = time.monotonic()
+        self._copied.wait()
+        self._blocked_s += time.monotonic() - begun_s
 
     def finish(self) -> tuple[float, float] | None:
         """Wait until the checkpoint under way is on the disk; None when there is none.
@@ -100,14 +125,14 @@ class TwoPhaseCheckpoints:
         Raises:
             RunError: it could not be written; the one before is still there.
         """
-        job = self._job
-        if job is None:
+        if self._thread is None:
             return None
-        job.join()
-        self._job = None
-        if job.error is not None:
-            raise job.error
-        return job.blocked_s, job.write_s
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._blocked_s, self._write_s
 
     def _targets(self, sources: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return uint8 tensors for the copies of ``sources`` in the buffer, each a storage of its own."""
@@ -124,44 +149,6 @@ class TwoPhaseCheckpoints:
             targets[key] = torch.frombuffer(part, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
             start += size
         return targets
-
-
-class _Job(threading.Thread):
-    """One checkpoint from the copy to the disk. A daemon: an interpreter that has to end does not wait for it."""
-
-    def __init__(self, complete: Callable[[], None], state: dict[str, Any], path: Path, also: Path | None) -> None:
-        super().__init__(target=on_current_device(self._copy_and_write), name="checkpoint", daemon=True)
-        self._complete, self._state = complete, state
-        self._path, self._also = path, also
-        self._copied = threading.Event()
-        self._begun_s = time.monotonic()
-        self.blocked_s = 0.0
-        self.write_s = 0.0
-        self.error: BaseException | None = None
-
-    def _copy_and_write(self) -> None:
-        """Copy, then write."""
-        try:
-            try:
-                self._complete()
-            finally:
-                self._copied.set()
-            # Updates wait for the copy, not for what follows: it takes what they leave of the processor.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            save_checkpoint(self._path, self._state, self._also)
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.write_s = time.monotonic() - self._begun_s
-            del self._complete, self._state
-
-    def await_copy(self) -> None:
-        """Wait until the copy is complete, and count how long."""
-        if self._copied.is_set():
-            return
-        begun_s = time.monotonic()
-        self._copied.wait()
-        self.blocked_s += time.monotonic() - begun_s
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:

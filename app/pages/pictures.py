@@ -12,7 +12,7 @@ import base64
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -123,15 +123,6 @@ class SmallPicture:
     fault: str = ""
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A slide, and the sides in px of the picture that its outlines are for."""
-
-    spec: SlideSpec
-    width: int
-    height: int
-
-
 def small_pictures(
     tissue: Path, specs: Sequence[SlideSpec], truth: SlideAnnotations | None, workers: int
 ) -> dict[str, SmallPicture]:
@@ -149,31 +140,29 @@ def small_pictures(
         pictures = {spec.slide_id: picture for spec, picture in zip(specs, made, strict=True) if picture}
     if truth is None:
         return pictures
-    tasks = [
-        _Task(spec, pictures[spec.slide_id].width, pictures[spec.slide_id].height)
-        for spec in specs
-        if spec.slide_id in pictures and spec.slide_id in truth.paths
-    ]
+    has_both = pictures.keys() & truth.paths.keys()
+    drawn = [(spec, pictures[spec.slide_id]) for spec in specs if spec.slide_id in has_both]
     outline = functools.partial(outlines, truth=truth)
-    for task, lines in map_isolated(outline, tasks, workers, slide_limits(1)) if tasks else ():
-        slide = task.spec.slide_id
+    for (spec, picture), lines in map_isolated(outline, drawn, workers, slide_limits(1)) if drawn else ():
         if isinstance(lines, str | WorkerCrashed):
-            pictures[slide] = SmallPicture(pictures[slide].path, task.width, task.height, fault=str(lines))
+            pictures[spec.slide_id] = replace(picture, fault=str(lines))
         else:
-            pictures[slide] = _annotated(tissue / ANNOTATED / f"{slide}.jpg", pictures[slide], lines)
+            pictures[spec.slide_id] = _annotated(tissue / ANNOTATED / f"{spec.slide_id}.jpg", picture, lines)
     return pictures
 
 
-def outlines(task: _Task, truth: SlideAnnotations) -> Lines | str:
-    """Return the outlines of what is drawn on a slide, or what is wrong with the slide or its annotation."""
-    mask = np.empty((task.height, task.width), np.uint8)
+def outlines(drawn: tuple[SlideSpec, SmallPicture], truth: SlideAnnotations) -> Lines | str:
+    """Return the outlines of what is drawn on a slide, in px of its picture, or what is wrong with the slide or its
+    annotation."""
+    spec, picture = drawn
+    mask = np.empty((picture.height, picture.width), np.uint8)
     try:
-        with task.spec.open() as slide:
+        with spec.open() as slide:
             bounds = slide.bounds
-            truth.outside(task.spec.slide_id, slide.levels[0].width, slide.levels[0].height, bounds)
-            mpp = slide.mpp * max(bounds.width / task.width, bounds.height / task.height)
-            region = Region(bounds.l0_x, bounds.l0_y, task.width, task.height, mpp)
-            truth.read_mask(task.spec.slide_id, slide, region, mask)
+            truth.outside(spec.slide_id, slide.levels[0].width, slide.levels[0].height, bounds)
+            mpp = slide.mpp * max(bounds.width / picture.width, bounds.height / picture.height)
+            region = Region(bounds.l0_x, bounds.l0_y, picture.width, picture.height, mpp)
+            truth.read_mask(spec.slide_id, slide, region, mask)
     except Exception as fault:  # slide libraries raise anything; the page has the other slides
         return str(fault) or type(fault).__name__
     present = [number for number in np.unique(mask).tolist() if 0 < number < len(truth.classes)]
@@ -211,7 +200,7 @@ def _annotated(path: Path, plain: SmallPicture, lines: Lines) -> SmallPicture:
     for number, contours in lines.items():
         cv2.drawContours(picture, list(contours), -1, class_rgb(number)[::-1], 2, cv2.LINE_AA)
     path.write_bytes(as_jpeg(picture))
-    return SmallPicture(path, plain.width, plain.height, tuple(lines))
+    return replace(plain, path=path, classes=tuple(lines))
 
 
 @dataclass(frozen=True)
@@ -264,15 +253,8 @@ def slide_rows(
             "few": not table.settings.one_tile_each and tiles < FEW_TILES,
             "drawn": slide_id in pictures and bool(pictures[slide_id].classes),
         }
-        rows.append(
-            SlideRow(
-                slide_id,
-                tiles,
-                tissue,
-                tuple(name for name, holds in flags.items() if holds),
-                tuple(faults.get(slide_id, ())),
-            )
-        )
+        held = tuple(name for name, holds in flags.items() if holds)
+        rows.append(SlideRow(slide_id, tiles, tissue, held, tuple(faults.get(slide_id, ()))))
     return rows
 
 
@@ -299,7 +281,7 @@ def write_slides_page(
             "row": row,
             "order": "".join(f"--{name}:{place[row.slide_id]};" for name, place in places.items()),
             "picture": _link(path.parent, pictures.get(row.slide_id)),
-            "figures": _figures(row),
+            "figures": f"{row.tiles} tiles" + ("" if row.tissue is None else f" · {row.tissue:.0%} tissue"),
         }
         for row in rows
     ]
@@ -330,8 +312,3 @@ def _link(folder: Path, picture: SmallPicture | None) -> tuple[str, str, int, in
     large = picture.path.parent.parent / f"{picture.path.stem}.png"
     small, large_name = (quote(file.relative_to(folder).as_posix()) for file in (picture.path, large))
     return small, large_name, picture.width, picture.height
-
-
-def _figures(row: SlideRow) -> str:
-    """Tiles and tissue of a slide, in a line."""
-    return f"{row.tiles} tiles" + ("" if row.tissue is None else f" · {row.tissue:.0%} tissue")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from app.pages.html import Table, format_setting, format_value
-from app.pages.run_files import Rows, RunFiles
+from app.pages.run_files import Rows, RunFiles, number_in
 from parallel.units import bytes_text, seconds_text
 from pipelines.labels.class_names import patient_note
 
@@ -129,20 +129,13 @@ def _unscored(row: Mapping[str, str]) -> bool:
 
 def _numbers(rows: Rows, *names: str) -> list[float]:
     """The values that are there."""
-    counted = []
-    for cell in (row.get(name, "") for row in rows for name in names):
-        try:
-            counted.append(float(cell))
-        except ValueError:
-            continue
-    return [value for value in counted if not math.isnan(value)]
+    values = [number_in(row.get(name, "")) for row in rows for name in names]
+    return [value for value in values if not math.isnan(value)]
 
 
 def _cell(text: str) -> str:
-    try:
-        return f"{float(text):.3f}"
-    except ValueError:
-        return "–"
+    value = number_in(text)
+    return "–" if math.isnan(value) else f"{value:.3f}"
 
 
 def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:

@@ -127,7 +127,7 @@ def _columns(path: Path) -> Columns:
     for row in filter(None, rows):
         for column, cell in itertools.zip_longest(cells, row[: len(names)], fillvalue=""):
             assert isinstance(column, array)
-            column.append(_number(cell))
+            column.append(number_in(cell))
     columns = {name: np.frombuffer(column, np.float64) for name, column in zip(names, cells, strict=True) if column}
     if "step" in columns:  # a torn line without a step has no place on an axis
         whole = np.isfinite(columns["step"])
@@ -135,7 +135,8 @@ def _columns(path: Path) -> Columns:
     return columns
 
 
-def _number(cell: str) -> float:
+def number_in(cell: str) -> float:
+    """Return the number in a cell of a table; NaN where it is empty, or none."""
     try:
         value = float(cell)
     except ValueError:
