@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from app.settings.fields import at_least, broken, error_of, sizes
+from app.settings.fields import arguments_for, at_least, broken, error_of, sizes
 from app.settings.launcher import find_launch
 from app.settings.optimization import ModelSettings
 from app.settings.run import DataSettings
@@ -23,8 +23,8 @@ from parallel.space.team import Grid
 from parallel.strategy import WHOLE
 from pipelines import Rare
 
-SAVINGS = {"recompute": ("--recompute", "block"), "offload": ("--offload", "overlap")}
-"""What can be added to a strategy with a plus: the flag and its value."""
+SAVINGS: dict[str, Any] = {"recompute": "block", "offload": "overlap"}
+"""What can be added to a strategy with a plus: the setting and its value."""
 SHOWN = 3
 """Numbers of ranks that a refusal names, of all that would do."""
 Scaling = Literal["strong", "weak"]
@@ -154,20 +154,16 @@ class Case:
         return f"{self.tile}px_{self.ranks}x_{self.label.replace(' ', '')}"
 
     @property
+    def _given(self) -> dict[str, Any]:
+        names = ("parallel", "ranks", "batch", "microbatches", "stages", "grid", "memory")
+        given = {name: value for name in names if (value := getattr(self, name))}
+        given |= {saving: SAVINGS[saving] for saving in self.savings}
+        return given if self.memory is None else {**given, "memory_excess": "stop"}
+
+    @property
     def settings(self) -> StrategySettings:
         """Return the settings that ``app.train`` gets."""
-        return StrategySettings(
-            parallel=cast(Parallel, self.parallel),
-            ranks=self.ranks,
-            stages=self.stages,
-            grid=self.grid,
-            batch=self.batch,
-            microbatches=self.microbatches,
-            recompute="block" if "recompute" in self.savings else "none",
-            offload="overlap" if "offload" in self.savings else "none",
-            memory=self.memory,
-            memory_excess="warn" if self.memory is None else "stop",
-        )
+        return StrategySettings(**self._given)
 
     @property
     def refusal(self) -> str:
@@ -177,14 +173,7 @@ class Case:
     @property
     def arguments(self) -> list[str]:
         """Return the flags of ``app.train`` that distinguish this case from others."""
-        given = [
-            *("--parallel", self.parallel, "--ranks", str(self.ranks), "--tile", str(self.tile)),
-            *("--batch", str(self.batch), "--microbatches", str(self.microbatches)),
-            *(("--stages", str(self.stages)) if self.stages else ()),
-            *(("--grid", self.grid) if self.grid else ()),
-            *(word for saving in self.savings for word in SAVINGS[saving]),
-        ]
-        return given if self.memory is None else [*given, "--memory", self.memory, "--memory-excess=stop"]
+        return arguments_for({"tile": self.tile, **self._given})
 
 
 def cases_of(

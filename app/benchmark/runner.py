@@ -20,7 +20,7 @@ from app.benchmark.page import NAME, print_bench, write_page
 from app.benchmark.row import Row, Trial, compare, row_of, run_trial
 from app.pages.html import format_duration
 from app.settings.cli import FAILED, OK
-from app.settings.fields import arguments_for, flat, read_data, write_json
+from app.settings.fields import arguments_for, differing, flat, read_data, write_json
 from app.settings.run import RunConfig, SplitSettings
 from app.training.dataset import prepare
 from app.training.run_folder import RunFolder
@@ -81,16 +81,12 @@ class BenchmarkRunner:
                     f"{self._folder} already holds a benchmark: go on with --resume, or name another --out"
                 )
             kept = read_data(path)
-            differing = [
-                f"{key}: the benchmark has {kept.get(key)!r}, asked is {value!r}"
-                for key, value in asked.items()
-                if key not in MAY_GROW and kept.get(key) != value
-            ]
+            others = differing(kept, asked, "the benchmark has", MAY_GROW)
             # The default follows from the number of ranks, which may grow.
             if kept.get("microbatches") is None and kept.get("m") != self._command.m:
-                differing.append(f"microbatches: the benchmark has {kept.get('m')}, asked is {self._command.m}")
-            if differing:
-                lines = "\n       ".join(differing)
+                others.append(f"microbatches: the benchmark has {kept.get('m')}, asked is {self._command.m}")
+            if others:
+                lines = "\n       ".join(others)
                 raise ValueError(f"{self._folder} was begun with other settings:\n       {lines}")
         self._trials.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump({**asked, "m": self._command.m}, sort_keys=False))

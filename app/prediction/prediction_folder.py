@@ -16,7 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from app.settings.fields import read_data, write_json
+from app.settings.fields import differing, read_data, write_json
 from app.training.run_slides import opening
 from pipelines.catalog.catalog import PREDICTIONS_FILE, SlideSpec
 from pipelines.catalog.handles import SlideState
@@ -50,9 +50,7 @@ class PredictionFolder:
         path = self.path / SETTINGS
         if not path.exists():
             write_json(path, dict(settings), nan=True)
-        made_with = read_data(path)
-        if differing := _differing(made_with, settings):
-            raise ValueError(self._other_settings(differing))
+        self._refuse(differing(read_data(path), settings, "made with"))
 
     def heat_map(self, slide_id: str, part: str) -> Path:
         """Path of the heat map of one class, whose ``part`` of the name is that of ``file_names``."""
@@ -68,15 +66,15 @@ class PredictionFolder:
         Raises:
             ValueError: some were opened otherwise than ``specs`` say, as at another um/px; names what differs.
         """
-        done, differing = set(), []
+        done, others = set(), []
         for spec in specs:
             path = self.file("slides", spec.slide_id)
             record = _read_record(path) if path.exists() else None
             if record is not None and SlideState(**record["state"]).is_of(spec.path):
                 done.add(spec.slide_id)
-                differing += [f"{spec.slide_id}: {fault}" for fault in _differing(record["opening"], opening(spec))]
-        if differing:
-            raise ValueError(self._other_settings(differing))
+                faults = differing(record["opening"], opening(spec), "made with")
+                others += [f"{spec.slide_id}: {fault}" for fault in faults]
+        self._refuse(others)
         return done
 
     def finish(
@@ -114,10 +112,10 @@ class PredictionFolder:
                 write_rows(text, [list(rows[0]), *(list(row.values()) for row in rows)])
                 write_text(self.table, text.getvalue())
 
-    def _other_settings(self, differing: Sequence[str]) -> str:
-        return f"{self.path} holds predictions made with other settings; use the same, or another --out:\n  " + shown(
-            differing
-        )
+    def _refuse(self, others: Sequence[str]) -> None:
+        if others:
+            what = f"{self.path} holds predictions made with other settings; use the same, or another --out"
+            raise ValueError(f"{what}:\n  {shown(others)}")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -148,15 +146,6 @@ def file_names(classes: Sequence[str]) -> dict[str, str]:
         taken.add(_folded(part))
         parts[name] = part
     return parts
-
-
-def _differing(made_with: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Return a line for each of ``settings`` that ``made_with`` has otherwise."""
-    return [
-        f"{key}: made with {made_with.get(key)!r}, asked is {value!r}"
-        for key, value in settings.items()
-        if made_with.get(key) != value
-    ]
 
 
 def _folded(part: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -104,6 +104,16 @@ def sizes(settings: Any, **usual: str) -> dict[str, object]:
         and bytes_of(text) is None
         for name, text in texts.items()
     }
+
+
+def differing(kept: Mapping[str, Any], asked: Mapping[str, Any], has: str, free: Collection[str] = ()) -> list[str]:
+    """Return a line for each setting that is ``kept`` with another value than ``asked``, but those that are ``free``.
+
+    Args:
+        has: what keeps them, and its verb, as "the run has".
+    """
+    changed = {name: value for name, value in asked.items() if name not in free and kept.get(name) != value}
+    return [f"{name}: {has} {kept.get(name)!r}, asked is {value!r}" for name, value in changed.items()]
 
 
 def error_of(check: Callable[[], object]) -> list[str]:

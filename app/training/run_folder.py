@@ -22,7 +22,7 @@ import yaml
 
 from app.launch.host import lock_folder
 from app.settings.cli import RunError
-from app.settings.fields import flat, read_data, settings_of, write_json
+from app.settings.fields import differing, flat, read_data, settings_of, write_json
 from app.settings.launcher import Attempts
 from app.settings.run import EPOCHS, DataSettings, RunConfig
 from app.training.progress import log_to
@@ -168,22 +168,18 @@ class RunFolder:
     def _check_settings(self, asked: Mapping[str, Any]) -> None:
         # A run begun before a setting existed has computed with its default.
         found = flat(RunConfig(DataSettings(Path()))) | BEFORE | self.settings()
-        differing = [
-            f"{key}: the run has {found[key]!r}, asked is {asked[key]!r}"
-            for key in asked
-            if key not in {*FREE_TO_CHANGE, *LENGTH} and found[key] != asked[key]
-        ]
+        others = differing(found, asked, "the run has", {*FREE_TO_CHANGE, *LENGTH})
         (unit, begun), (other_unit, now) = _length(found), _length(asked)
         if (unit, begun) != (other_unit, now):
             line = f"{other_unit}: the run ends after {begun:g} {unit}, asked is {now:g} {other_unit}"
             if not asked["extend"]:
-                differing.append(f"{line}; its learning rate follows its end: add --extend to train for longer")
+                others.append(f"{line}; its learning rate follows its end: add --extend to train for longer")
             elif unit == other_unit and now < begun:
-                differing.append(f"{line}; --extend makes a run longer, not shorter")
-        if differing:
+                others.append(f"{line}; --extend makes a run longer, not shorter")
+        if others:
             raise ValueError(
                 f"{self.path} cannot be resumed with other settings; use the same, or another --out:\n       "
-                + "\n       ".join(differing)
+                + "\n       ".join(others)
             )
 
     def log_to_file(self) -> None:
