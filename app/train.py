@@ -215,6 +215,7 @@ def _agree_on_restart(
 def _train_guarded(
     config: RunConfig, folder: RunFolder, placement: RankPlacement, guard: RankGuard, interrupt: Interrupt, before: int
 ) -> int:
+    from app.training.engines import strategy_notes
     from app.training.loop import TrainingLoop
     from app.training.outcome import PeakMemory
     from app.training.session import build_session
@@ -231,8 +232,9 @@ def _train_guarded(
         attempts = folder.attempts()
         _say(describe_restart(before, loop.outcome.step, loop.repeated, attempts.ranks if attempts else ()))
     summary = RunSummary(session, folder, loop.outcome, loop.memory, before, loop.mlflow)
-    for note in session.notes if placement.communicator.rank == 0 else ():
-        _say(note)
+    if placement.communicator.rank == 0:
+        for note in (*session.model.notes, *strategy_notes(strategy)):
+            _say(note)
     is_done = loop.is_done
     if is_done and share(placement.communicator, lambda: folder.tells_end(loop.outcome.step)):
         done, more = f"has all its {counted(loop.outcome.step, 'step')}", "--steps or --epochs, with --extend"

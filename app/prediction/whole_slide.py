@@ -8,7 +8,6 @@ is small enough for areas to be drawn around.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,8 +41,6 @@ from pipelines.slides.slide import Pixels, Slide, SlideError
 from pipelines.stream.device import allocate_pinned
 from pipelines.tiles.stain import StainFit
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
-
-log = logging.getLogger(__name__)
 
 AREA_VALUES = 1 << 26
 """Most values (px times classes) of the map that areas are drawn around; a larger one is halved until it has fewer."""

@@ -19,6 +19,7 @@ from app.checkpoint.file import keep_as, not_resumable, resume_state
 from app.checkpoint.periodic import CheckpointManager
 from app.launch.watchdog import Interrupt
 from app.settings.cli import RunError
+from app.settings.fields import flat
 from app.training.metrics_log import MetricsLog, MlflowLog
 from app.training.outcome import JUDGED_FROM, WARM_UP, IdleTime, MemoryLimit, Outcome, Stopwatch, Throughput
 from app.training.progress import RunProgress
@@ -79,7 +80,7 @@ class TrainingLoop:
         self._checkpoint_asked = False
         self._last_batch: Batch | None = None
         experiment = session.config.mlflow if self._is_first else ""
-        self.mlflow = MlflowLog(folder.path, experiment, session.settings) if experiment else None
+        self.mlflow = MlflowLog(folder.path, experiment, flat(session.config)) if experiment else None
         self._log = MetricsLog(folder, step, session.dataset.classes, self._is_first, self.mlflow)
         self.repeated = self._log.dropped
 
@@ -226,17 +227,17 @@ class TrainingLoop:
         begun_s, outcome = time.monotonic(), self.outcome
         state = self._session.engine.state_dict()
         if self._is_first:
-            session = self._session
+            session, target = self._session, self._session.dataset.stain_target
             state |= {name: getattr(outcome, name) for name in PROGRESS}
             state |= {
                 "stream": self._tiles.state(outcome.step),
                 "random": _random_state(session.placement.device),
                 "classes": list(session.dataset.classes),
                 "task": session.dataset.task,
-                "settings": session.settings,
+                "settings": flat(session.config),
                 "numbers": self._numbers,
-                "stain_target": session.stain_target,
-                "normalisation": [list(values) for values in session.normalisation],
+                "stain_target": target and list(target.numbers),
+                "normalisation": [list(values) for values in session.model.normalisation],
                 "slides": session.slides,
                 "shares": [list(share) for share in self._resharing.shares],
             }

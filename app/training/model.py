@@ -107,9 +107,10 @@ def refuse_draws(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RunModel:
-    """A model, ready for an engine.
+    """Facts of a model that is ready for an engine.
 
     Attributes:
+        parameters: number of them.
         scales: of the learning rate, by name of the parameter; those that are missing have 1.
         channels_last: it is to be given images in that layout.
         loaded: the weights that it starts from; None: as they were drawn.
@@ -117,7 +118,6 @@ class RunModel:
         notes: what the user should know about how it was made.
     """
 
-    module: nn.Module
     parameters: int
     scales: Mapping[str, float]
     channels_last: bool
@@ -126,8 +126,8 @@ class RunModel:
     notes: tuple[str, ...]
 
 
-def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> RunModel:
-    """Return the model of ``config``, drawn from its seed.
+def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> tuple[nn.Module, RunModel]:
+    """Return the model of ``config``, drawn from its seed, and its facts.
 
     Args:
         shape: (n, 3, h, w) of a microbatch of the largest tiles.
@@ -176,7 +176,7 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
         module.to(memory_format=torch.channels_last)
     elif config.strategy.channels_last:
         notes.append(LEFT_OUT)
-    return RunModel(module, parameters, scales, channels_last, loaded, normalisation, tuple(notes))
+    return module, RunModel(parameters, scales, channels_last, loaded, normalisation, tuple(notes))
 
 
 def _weights_of(net: ModelSettings, side: int | None) -> Weights | None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +19,6 @@ from torch import nn
 
 from app.launch.place import RankPlacement, host_memory, host_share, map_share
 from app.launch.watchdog import Watchdog
-from app.settings.fields import flat
 from app.settings.run import EPOCHS, RunConfig
 from app.training.batches import (
     RankReading,
@@ -35,12 +32,11 @@ from app.training.batches import (
     training_tiles,
 )
 from app.training.dataset import Dataset
-from app.training.engines import build_engine, build_optimizer, choose_algorithms, strategy_notes
+from app.training.engines import build_engine, build_optimizer, choose_algorithms
 from app.training.model import RunModel, build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
 from app.training.validation import Outputs, subsample_per_slide
 from models.heads import BagGradient
-from models.weights import LoadedWeights
 from parallel.engine.step import TrainingEngine
 from parallel.offload.host_memory import HostMemory
 from parallel.schedule.shares import split_batch
@@ -57,8 +53,6 @@ from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD
 from pipelines.stream.stream import TileStream
 
-log = logging.getLogger(__name__)
-
 VALIDATION_SHARE = 0.25
 """Part of the memory for tiles read ahead that is for validation: those of training stay meanwhile."""
 
@@ -72,11 +66,7 @@ class Session:
         pixels: turns uint8 tiles into the model's input on the device; ``validation_pixels`` of rows makes another.
         reading, validation_reading: what this rank reads of each global batch.
         ranges: tiles of the global batch in each microbatch, over all ranks.
-        parameters: number of them in the whole model.
         train_rows, validation_rows: rows of the dataset's tiles.
-        loaded: the weights that the model started from; None: as they were drawn.
-        normalisation: mean and standard deviation of R, G and B, 0 to 1, that images are normalised with.
-        notes: lines for the user about how the model was made.
         failed: record of tiles that cannot be read.
         host: memory of tiles and maps that are computed box by box; None: tiles are not.
         cache: of tiles as they were read, if there is one.
@@ -97,11 +87,8 @@ class Session:
     ranges: tuple[range, ...]
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
-    parameters: int
+    model: RunModel
     watchdog: Watchdog
-    loaded: LoadedWeights | None
-    normalisation: tuple[Sequence[float], Sequence[float]]
-    notes: tuple[str, ...]
     failed: FailedSlides
     host: HostMemory | None
     cache: TileCache | None
@@ -143,21 +130,10 @@ class Session:
         self.engine.close()
         self.placement.communicator.close()
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of the run as the checkpoint keeps them."""
-        return flat(self.config)
-
     @functools.cached_property
     def slides(self) -> SlideColumns:
         """Split, patient and opening of each slide, as the checkpoint keeps them."""
         return slide_columns(self.config.data, self.dataset.specs, self.dataset.splits)
-
-    @property
-    def stain_target(self) -> list[float] | None:
-        """Numbers of the ``StainFit`` that slides are normalised to, as in the checkpoint; None: they are not."""
-        target = self.dataset.stain_target
-        return None if target is None else list(target.numbers)
 
     def train_rows_of(self, samples: Sequence[int]) -> list[int]:
         """Rows of the dataset's tiles that training samples are drawn from, on whatever rank."""
@@ -225,13 +201,13 @@ def build_session(
         )
     ranges = split_batch(config.strategy.batch, strategy.m)
     width, height = dataset.tiles.largest
-    model = build_run_model(config, len(dataset.classes), (len(ranges[0]), 3, height, width))
+    module, model = build_run_model(config, len(dataset.classes), (len(ranges[0]), 3, height, width))
     train_rows = dataset.rows("train")
     validation_rows = subsample_per_slide(dataset, dataset.rows("val"), config.score.validation_tiles)
     communicator, bag = placement.communicator, config.stream.bag
     loss = build_loss(config.optimization, dataset, train_rows, communicator, in_bags=bag > 0).to(placement.device)
     engine_loss = BagGradient() if bag else loss
-    engine, host = _engine_of(config, strategy, dataset, model, engine_loss, placement, watchdog)
+    engine, host = _engine_of(config, strategy, dataset, module, model.scales, engine_loss, placement, watchdog)
 
     def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
         """Return the maker of the model's input from tiles of ``rows``, whole or by boxes."""
@@ -269,11 +245,8 @@ def build_session(
         ranges,
         train_rows,
         validation_rows,
-        model.parameters,
+        model,
         watchdog,
-        model.loaded,
-        model.normalisation,
-        (*model.notes, *strategy_notes(strategy)),
         failed,
         host,
         cache,
@@ -284,7 +257,8 @@ def _engine_of(
     config: RunConfig,
     strategy: Strategy,
     dataset: Dataset,
-    model: RunModel,
+    module: nn.Module,
+    scales: Mapping[str, float],
     loss: nn.Module,
     placement: RankPlacement,
     watchdog: Watchdog,
@@ -293,15 +267,15 @@ def _engine_of(
     policy = strategy.policy
     host = None if policy.stream is None else host_memory(placement.device, config.out, policy.host_bytes)
     if policy.stream is not None and policy.map_bytes is None and placement.device.type == "cuda":
-        size = sum(parameter.nbytes for parameter in model.module.parameters())
+        size = sum(parameter.nbytes for parameter in module.parameters())
         policy = dataclasses.replace(policy, map_bytes=map_share(placement.device, config.strategy.memory_bytes, size))
     if policy.moves and policy.host_bytes is None:
         policy = dataclasses.replace(policy, host_bytes=host_share())
     engine = build_engine(
         dataclasses.replace(strategy, policy=policy),
-        model.module,
+        module,
         loss,
-        functools.partial(build_optimizer, config.optimization, scales=model.scales),
+        functools.partial(build_optimizer, config.optimization, scales=scales),
         placement.communicator,
         batch=config.strategy.batch,
         tile=dataset.tiles.largest[::-1],

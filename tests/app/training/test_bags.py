@@ -195,7 +195,7 @@ def test_weights_with_and_without_attention_scores_are_loaded(tmp_path):
         config = RunConfig(DataSettings(tmp_path), stream=StreamSettings(bag=bag))
         weights = str(path) if path.exists() else None
         config = replace(config, net=ModelSettings(name, weights=weights), seed=bag)
-        return build_run_model(config, 2, (1, 3, 64, 64)).module.state_dict()
+        return build_run_model(config, 2, (1, 3, 64, 64))[0].state_dict()
 
     plain = built(0)
     torch.save(plain, path)
