@@ -121,15 +121,15 @@ def format_setting(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {format_setting(str(key), one)}" for key, one in value.items())
     if isinstance(value, int | float):
-        for end, form in (("_bytes", bytes_text), ("_s", format_duration), ("_fraction", _percent)):
+        for end, form in (
+            ("_bytes", bytes_text),
+            ("_s", format_duration),
+            ("_fraction", lambda part: f"{100 * part:.2f} %"),
+        ):
             if name.endswith(end):
                 return form(value)
         return str(value) if isinstance(value, int) else format_value(value)
     return str(value)
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2f} %"
 
 
 def flattened(values: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:

@@ -85,7 +85,7 @@ def predict_image(spec: SlideSpec, model: TrainedModel, folder: PredictionFolder
         RunError: one of several ranks of the group has failed.
     """
     with model.computation.fail_together():
-        image = (_picture if model.whole_pictures else _rectangle)(spec, model)
+        image = (_picture if model.config.index.whole_pictures else _rectangle)(spec, model)
     with rank_faults(spec.slide_id, model.computation):
         fit = image.stain if isinstance(image.stain, StainFit) else None
         images = None if image.pixels is None else image.pixels[None]
@@ -180,7 +180,7 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
             "positive_class": None if model.positive is None else model.classes[model.positive],
             "splits": "unknown" if model.slides is None else "recorded",
             "tile": index.tile,
-            "whole_pictures": model.whole_pictures,
+            "whole_pictures": index.whole_pictures,
             "mpp": index.mpp,
             "overlap": command.overlap,
         }
@@ -236,9 +236,9 @@ def _predictor(
 ) -> tuple[Callable[[SlideSpec, PredictionFolder], dict[str, Any] | None], str]:
     """Return the function that predicts a slide, and words for what it looks at."""
     index = model.config.index
-    if model.whole_pictures:
+    if index.whole_pictures:
         return lambda spec, folder: predict_image(spec, model, folder), f"pictures as one image of {model.tile} px"
-    if model.whole_slides:
+    if index.tile == "slide":
         return lambda spec, folder: predict_image(spec, model, folder), f"slides as one image at {index.mpp:g} um/px"
     cell = 1 if model.task == "segment" else model.tile // math.gcd(model.tile, CELLS)
     cells = model.tile // cell

@@ -88,23 +88,13 @@ class TrainedModel:
     computation: LocalModel | DistributedModel
 
     @property
-    def whole_slides(self) -> bool:
-        """It was trained on slides as single images."""
-        return self.config.index.tile == "slide"
-
-    @property
-    def whole_pictures(self) -> bool:
-        """It was trained on pictures that are resized to a tile."""
-        return self.config.index.whole_pictures
-
-    @property
     def in_bags(self) -> bool:
         """It was trained with ``--bag``, and has attention scores as further outputs."""
         return self.config.stream.bag > 0
 
     @property
     def tile(self) -> int:
-        """Side of the tiles that it was trained on, px; there are none with ``whole_slides``."""
+        """Side of the tiles that it was trained on, px; there are none with ``--tile slide``."""
         return self.config.index.side
 
     @property
@@ -140,9 +130,9 @@ class TrainedModel:
     @property
     def shown(self) -> dict[int, str]:
         """Classes that get a heat map and areas, by number: of a segmenter all but the background; of a classifier of
-        two the positive one if it is known, whose probability gives that of the other. None with ``whole_slides`` and
-        ``whole_pictures``."""
-        if self.whole_slides or self.whole_pictures:
+        two the positive one if it is known, whose probability gives that of the other. None of slides and pictures
+        that are one image."""
+        if self.config.index.one_tile_each:
             return {}
         numbers = range(self.task == "segment", len(self.classes))
         if self.task == "classify" and self.positive is not None:

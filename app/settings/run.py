@@ -176,11 +176,6 @@ class StreamSettings:
         return broken(rules)
 
     @property
-    def cache_bound(self) -> int:
-        """Bytes up to which the cache may grow."""
-        return bytes_of(self.cache_bytes) or 0
-
-    @property
     def read_ahead_bytes(self) -> int:
         return bytes_of(self.read_ahead) or 0
 

@@ -59,7 +59,6 @@ class TrainingLoop:
         strategy, device = session.config.strategy, session.placement.device
         stops = strategy.memory_excess == "stop"
         self.memory = MemoryLimit(strategy.memory_bytes, device, counts=not strategy.compile, stops=stops)
-        self.memory.impose()
         state = self._restore() if session.config.resume else {}
         self._tiles = TrainLoader(session, self.memory.on_other_thread, state.get("stream"))
         shares = tuple(map(tuple, state["shares"])) if "shares" in state else None

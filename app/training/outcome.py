@@ -41,7 +41,7 @@ bad slide among the first that are read does not decide."""
 
 
 class MemoryLimit:
-    """Memory limit of one rank.
+    """Memory limit of one rank, beyond which allocations fail on a GPU.
 
     Args:
         limit: bytes that it may take; None: all.
@@ -56,12 +56,9 @@ class MemoryLimit:
         self._left = CHECKED if device.type == "cpu" and counts else 0
         self._live: LiveBytes | None = None
         self._peak: int | None = None
-
-    def impose(self) -> None:
-        """Let allocations beyond the limit fail on a GPU."""
-        if self.limit is not None and self._device.type == "cuda":
-            total = torch.cuda.get_device_properties(self._device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self._device)
+        if limit is not None and device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
     @contextlib.contextmanager
     def watching(self, held: Iterable[Tensor]) -> Iterator[None]:

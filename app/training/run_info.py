@@ -50,7 +50,10 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: package_version(name) for name in PACKAGES},
-        "openslide_library": openslide_library(),
+        # In a process of its own: ``app`` imports no slide library.
+        "openslide_library": output_of(
+            [sys.executable, "-c", "import openslide; print(openslide.__library_version__)"]
+        ),
         "cpu": {"model": cpu_model(), "cores": usable_cores(), "cores_of_machine": os.cpu_count()},
         "memory_bytes": memory_bytes()[0],
         **gpus,
@@ -64,14 +67,6 @@ def package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def openslide_library() -> str | None:
-    """Version of the OpenSlide library itself; None when it cannot be loaded.
-
-    Asked in a process of its own: ``app`` imports no slide library.
-    """
-    return output_of([sys.executable, "-c", "import openslide; print(openslide.__library_version__)"])
 
 
 def describe_checkout() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from app.launch.place import RankPlacement, host_memory, host_share, map_share
 from app.launch.watchdog import Watchdog
+from app.settings.fields import bytes_of
 from app.settings.run import EPOCHS, RunConfig
 from app.training.batches import (
     RankReading,
@@ -219,7 +220,9 @@ def build_session(
     reads = config.stream
     cache: TileCache | None = None
     if reads.cache is not None:
-        cache = TileCache(reads.cache, reads.cache_bound, CacheSpec(*dataset.tiles.largest, config.index.mpp))
+        cache = TileCache(
+            reads.cache, bytes_of(reads.cache_bytes) or 0, CacheSpec(*dataset.tiles.largest, config.index.mpp)
+        )
     pool = dataset.pool(config.stream.open_slides + 2, cache)
     stream = training_tiles(config, dataset, train_rows, pool, failed, placement)
     shares = [ranges[i] for i in engine.share]

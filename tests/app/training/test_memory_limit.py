@@ -37,7 +37,7 @@ def test_a_gpu_gives_no_more(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: told.append((part, device)))
     for limit, device in ((4 << 30, gpu), (32 << 30, gpu), (None, gpu), (4 << 30, CPU)):
-        MemoryLimit(limit, device).impose()
+        MemoryLimit(limit, device)
     assert told == [(0.25, gpu), (1.0, gpu)]
     said = MemoryLimit(4 << 30, gpu).fault()
     assert "out of memory on cuda:1 within --memory 4 GiB" in said
