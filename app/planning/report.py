@@ -222,7 +222,15 @@ def _write(
     graph, costs = planner.stages.microbatch(1)
     partition = None
     if best is not None:
-        (out / "plan.json").write_text(planner.plan(problem_of(command, machine), best).dumps())
+        own = ("model", "norm", "head", "classes", "ranks", "optimizer", "recompute", "offload")
+        problem = {name: getattr(command, name) for name in own} | {
+            "tile_px": command.tile,
+            "batch": command.step_tiles,
+            "memory_bytes": machine.cluster.memory_bytes,
+            "precision": machine.precision,
+            "machine": machine.cluster.name,
+        }
+        (out / "plan.json").write_text(planner.plan(problem, best).dumps())
         partition = planner.partition_of(best) if best.strategy.splits else None
         if best.strategy.splits:
             timeline = planner.timeline(best)
@@ -244,15 +252,3 @@ def _write(
     needed = write_regions(out, planner_at, model=command.model, tile=command.tile, ranks=command.ranks)
     print("\ntile sides in px by what is needed, with nothing recomputed or offloaded:", *needed, sep="\n  ")
     print(f"\nwritten to {out}: " + ", ".join(sorted(path.name for path in out.iterdir())))
-
-
-def problem_of(command: PlanCommand, machine: Machine) -> dict[str, Any]:
-    """Return the settings that the choice depends on."""
-    own = ("model", "norm", "head", "classes", "ranks", "optimizer", "recompute", "offload")
-    return {name: getattr(command, name) for name in own} | {
-        "tile_px": command.tile,
-        "batch": command.step_tiles,
-        "memory_bytes": machine.cluster.memory_bytes,
-        "precision": machine.precision,
-        "machine": machine.cluster.name,
-    }

@@ -77,21 +77,16 @@ class Workload:
     autocast: torch.dtype | None = None
     head: Head = "average"
     averages: bool = False
-    _followed: list[Traced] = field(default_factory=list, init=False, repr=False, compare=False)
-    _sides: dict[object, BySide[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _recorded: list[Recorded] = field(default_factory=list, init=False, repr=False, compare=False)
+    _followed: list[Traced] = field(default_factory=list, repr=False, compare=False)
+    _sides: dict[object, BySide[Any]] = field(default_factory=dict, repr=False, compare=False)
+    _recorded: list[Recorded] = field(default_factory=list, repr=False, compare=False)
+    _fits: list[tuple[nn.Module, dict[str, str], Sharding]] = field(default_factory=list, repr=False, compare=False)
     _regions: list[Region] = field(default_factory=list, init=False, repr=False, compare=False)
-    _fits: list[tuple[nn.Module, dict[str, str], Sharding]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
 
     def at(self, tile: int) -> Workload:
         """Return the same on tiles of another size. The model is traced once for all of them where its path is the
         same, and run for as few as show its costs on all."""
-        other = dataclasses.replace(self, tile=tile)
-        for name in ("_followed", "_sides", "_recorded", "_fits"):
-            object.__setattr__(other, name, getattr(self, name))
-        return other
+        return dataclasses.replace(self, tile=tile)
 
     def build(self) -> nn.Module:
         """The model, without data where it can be made so.
@@ -137,10 +132,8 @@ class Workload:
         return traced
 
     def _run_again(self, traced: Traced, autocast: torch.dtype | None = None) -> Traced:
-        def graph_at(work: Workload) -> LayerGraph:
-            return run_again(traced, work._shape, autocast=autocast).graph
-
-        return dataclasses.replace(traced, graph=self._of_side(traced, autocast, graph_at))
+        graph = self._of_side(traced, autocast, lambda work: run_again(traced, work._shape, autocast=autocast).graph)
+        return dataclasses.replace(traced, graph=graph)
 
     def _of_side(self, traced: Traced, key: object, make: Callable[[Workload], T]) -> T:
         """Return what ``make`` returns; of a model whose path is the same for all sizes, from its values for others."""

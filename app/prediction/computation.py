@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,10 +92,8 @@ class Placement:
         return Strategy("gpipe" if ranks > 1 else "single", ranks, ranks, m=1, policy=policy, gradient_bytes=0)
 
 
-class MakePixels(Protocol):
-    """Returns the function that makes tiles the model's input."""
-
-    def __call__(self, *, stains: StainSteps | None = None) -> PixelMaker: ...
+MakePixels = Callable[..., PixelMaker]
+"""Takes ``stains``, returns what makes tiles the model's input."""
 
 
 class LocalModel:
