@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,10 +35,6 @@ from parallel.profile.gpu import lacks_memory
 from parallel.schedule.action import Schedule
 from parallel.schedule.text import describe_fault
 from pipelines.slides.slide import SlideError
-
-if TYPE_CHECKING:
-    import torch
-
 
 POLL_S = 0.25
 

@@ -142,7 +142,14 @@ def run_command(
     """
     own_torch_cache()
     with ignore_broken_pipe():
-        return _run(config_type, body, list(sys.argv[1:] if argv is None else argv), prog)
+        try:
+            return _run(config_type, body, list(sys.argv[1:] if argv is None else argv), prog)
+        except ValueError as fault:
+            return _fail(fault, USAGE, prog)
+        except (RunError, SlideError, OSError, MemoryError) as fault:
+            return _fail(fault, FAILED, prog)
+        except KeyboardInterrupt:
+            return _fail(RunError("interrupted"), FAILED, prog)
 
 
 def _run(config_type: type[Config], body: Callable[[Config], int | None], argv: list[str], prog: str) -> int:
@@ -150,21 +157,11 @@ def _run(config_type: type[Config], body: Callable[[Config], int | None], argv: 
         config = parse(config_type, argv, prog)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE
-    except ValueError as fault:
-        return _fail(fault, USAGE, prog)
     if config is None:
         return OK
-    try:
-        faults = config.validate() if hasattr(config, "validate") else []
-        if faults:
-            raise ValueError("\n       ".join(faults))
-        return body(config) or OK
-    except ValueError as fault:
-        return _fail(fault, USAGE, prog)
-    except (RunError, SlideError, OSError, MemoryError) as fault:
-        return _fail(fault, FAILED, prog)
-    except KeyboardInterrupt:
-        return _fail(RunError("interrupted"), FAILED, prog)
+    if faults := config.validate() if hasattr(config, "validate") else []:
+        raise ValueError("\n       ".join(faults))
+    return body(config) or OK
 
 
 def _fail(fault: BaseException, code: int, prog: str) -> int:
@@ -203,7 +200,7 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
         ValueError: a configuration file that cannot be read, or an unknown key in it.
         SystemExit: from tyro: 0 after ``--help``, 2 after a wrong flag or value.
     """
-    argv, files = _take_option(argv, "--config", "a file name")
+    argv, files = _take_config(argv)
     from_files = [word for file in files for word in _read_yaml(config_type, Path(file))]
     show = "--print-config" in argv
     short = "--help" in argv or "-h" in argv
@@ -223,21 +220,20 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
     return config
 
 
-def _take_option(argv: list[str], option: str, what: str) -> tuple[list[str], list[str]]:
-    """Return ``argv`` without ``option VALUE`` and ``option=VALUE``, and the values."""
+def _take_config(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return ``argv`` without ``--config FILE`` and ``--config=FILE``, and the files."""
     rest: list[str] = []
-    values: list[str] = []
+    files: list[str] = []
     words = iter(argv)
     for word in words:
-        name, equals, value = word.partition("=")
-        if name != option:
+        name, equals, file = word.partition("=")
+        if name != "--config":
             rest.append(word)
-            continue
-        found = value if equals else next(words, None)
-        if found is None:
-            raise ValueError(f"{option} needs {what} after it")
-        values.append(found)
-    return rest, values
+        elif found := (file if equals else next(words, None)):
+            files.append(found)
+        else:
+            raise ValueError("--config needs a file name after it")
+    return rest, files
 
 
 def _read_yaml(config_type: type, path: Path) -> list[str]:

@@ -80,8 +80,8 @@ class TrainingLoop:
         self._last_batch: Batch | None = None
         experiment = session.config.mlflow if self._is_first else ""
         self.mlflow = MlflowLog(folder.path, experiment, flat(session.config)) if experiment else None
-        self._log = MetricsLog(folder, step, session.dataset.classes, self._is_first, self.mlflow)
-        self.repeated = self._log.dropped
+        self._log = MetricsLog(folder, step, session.dataset.classes, self.mlflow) if self._is_first else None
+        self.repeated = self._log.dropped if self._log else 0
 
     @property
     def _is_first(self) -> bool:
@@ -103,8 +103,8 @@ class TrainingLoop:
         outcome, total = self.outcome, self._session.total_steps
         ended = self.is_done
         bar = RunProgress(total, outcome.step, quiet=not self._is_first)
-        kept = self._session.cache or contextlib.nullcontext()
-        with kept, self._tiles, self._log, self._checkpoints, bar as progress:
+        kept, log_file = self._session.cache or contextlib.nullcontext(), self._log or contextlib.nullcontext()
+        with kept, self._tiles, log_file, self._checkpoints, bar as progress:
             stop, batch = False, None
             while not ended and not stop:
                 if batch is not None:
@@ -175,7 +175,8 @@ class TrainingLoop:
         votes[len(own) + self._communicator.rank] = IdleTime.to_microseconds(result.waited_s)
         self._communicator.all_reduce(votes)
         outcome.idle.add(votes[len(own) :].tolist(), step_s)
-        self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result, step_s, wait_s, self._session)
+        if self._log:
+            self._log.step(outcome.step + 1, outcome.images + int(votes[1]), result, step_s, wait_s, self._session)
         outcome.step += 1
         outcome.images += int(votes[1])
         outcome.replaced += int(votes[3])
@@ -211,7 +212,8 @@ class TrainingLoop:
         outcome.stale = 0 if better.item() else outcome.stale + 1
         if better.item():
             outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
-        self._log.validation(outcome.step, scores)
+        if self._log:
+            self._log.validation(outcome.step, scores)
         named = scores.metrics.items()
         if session.config.index.whole_pictures:  # of which each is one tile, and no slide
             named = {k.replace("slide_", "picture_"): v for k, v in named if not k.startswith("tile_")}.items()

@@ -1,6 +1,6 @@
 """Measurements of a run, step by step: metrics.csv, validation.csv, predictions.csv, pushes.csv, TensorBoard, MLflow.
 
-Written by the first rank only; on the others every method does nothing.
+The first rank alone writes them.
 """
 
 from __future__ import annotations
@@ -179,14 +179,8 @@ class MetricsLog:
         dropped: steps whose rows were dropped.
     """
 
-    def __init__(
-        self, folder: RunFolder, step: int, classes: Sequence[str], writes: bool, mlflow: MlflowLog | None = None
-    ) -> None:
-        self._writes = writes
+    def __init__(self, folder: RunFolder, step: int, classes: Sequence[str], mlflow: MlflowLog | None = None) -> None:
         self._mlflow = mlflow
-        self.dropped = 0
-        if not writes:
-            return
         from torch.utils.tensorboard import SummaryWriter  # which ranks that do not write need not load
 
         self._predictions = folder.predictions
@@ -202,8 +196,6 @@ class MetricsLog:
 
     def step(self, step: int, images: int, result: StepResult, step_s: float, wait_s: float, session: Session) -> None:
         """``step`` steps are done; times in seconds, ``images`` counted since the run began."""
-        if not self._writes:
-            return
         row = {
             "step": step,
             "epoch": session.epoch_of(step - 1),
@@ -221,8 +213,6 @@ class MetricsLog:
 
     def validation(self, step: int, scores: Scores) -> None:
         """Scores after ``step`` steps; the table of predictions is that of the last validation."""
-        if not self._writes:
-            return
         self._validations.add({"step": step, **scores.metrics})
         self._scalars(step, {f"validation/{name}": value for name, value in scores.metrics.items()})
         table = self._predictions
@@ -241,5 +231,4 @@ class MetricsLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._writes:
-            self._events.close()
+        self._events.close()
