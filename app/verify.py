@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from app.settings.cli import FAILED, OK, run_command
-from app.settings.fields import at_least, broken
+from app.settings.fields import at_least, broken, write_json
 from app.settings.launcher import find_launch
 from app.settings.optimization import Head, Norm
 from app.settings.strategy import StrategySettings
@@ -99,38 +98,6 @@ class VerifyCommand:
         return strategy_errors(strategy) + broken(rules)
 
 
-@dataclass(frozen=True)
-class VerifyResult:
-    """One line of a table of strategies.
-
-    Attributes:
-        loss_error: largest relative error of a step's loss.
-        errors: top-level module -> gradients, parameters, statistics -> largest relative error.
-        tolerance: largest error that passes.
-        float64_error: largest error of the same steps in float64, where float32 is above the tolerance; passed if this
-            is within the tolerance of float64.
-        exceeded: tensors whose error is above the tolerance, the worst first.
-    """
-
-    model: str
-    strategy: str
-    ranks: int
-    stages: int
-    microbatches: int
-    batch: int
-    tile_px: int
-    dtype: str
-    communicator: str
-    tolerance: float
-    loss_error: float
-    errors: dict[str, dict[str, float]]
-    max_relative_error: float
-    passed: bool
-    steps: int = 1
-    float64_error: float | None = None
-    exceeded: list[str] = field(default_factory=list)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: exact; 1: not exact, or failed; 2: wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -148,12 +115,18 @@ def _run(command: VerifyCommand, arguments: Sequence[str]) -> int:
     print(report(result), flush=True)
     if command.out:
         command.out.mkdir(parents=True, exist_ok=True)
-        (command.out / "verify.json").write_text(json.dumps(_plain(asdict(result)), indent=2, allow_nan=False) + "\n")
-    return OK if result.passed else FAILED
+        write_json(command.out / "verify.json", _plain(result))
+    return OK if result["passed"] else FAILED
 
 
-def verify(command: VerifyCommand) -> VerifyResult | None:
+def verify(command: VerifyCommand) -> dict[str, Any] | None:
     """Compute both ways and compare; under a launcher every rank calls it, and the first gets the result.
+
+    Returns:
+        Content of ``verify.json``: what was compared; ``errors``, the largest relative ones by top-level module and
+        kind; ``tolerance``, the largest that passes; ``exceeded``, the tensors above it, the worst first; and
+        ``float64_error`` of the same steps in float64, where float32 is above the tolerance: passed if this is within
+        the tolerance of float64.
 
     Raises:
         ValueError: a model or strategy that does not fit.
@@ -194,25 +167,25 @@ def verify(command: VerifyCommand) -> VerifyResult | None:
     if errors is None:
         return None
     rounding = in_float64 is not None and in_float64.passed and math.isfinite(errors.largest)
-    return VerifyResult(
-        model=command.model,
-        strategy=asked.name,
-        ranks=asked.world,
-        stages=asked.depth,
-        microbatches=asked.m,
-        batch=asked.batch,
-        tile_px=command.tile,
-        dtype=command.dtype,
-        communicator=name,
-        tolerance=TOLERANCE[trial.dtype],
-        loss_error=errors.loss,
-        errors=errors.by_group(),
-        max_relative_error=errors.largest,
-        passed=errors.passed or rounding,
-        steps=trial.steps,
-        float64_error=None if in_float64 is None else in_float64.largest,
-        exceeded=[f"{name} ({kind})" for kind, name in errors.excesses],
-    )
+    return {
+        "model": command.model,
+        "strategy": asked.name,
+        "ranks": asked.world,
+        "stages": asked.depth,
+        "microbatches": asked.m,
+        "batch": asked.batch,
+        "tile_px": command.tile,
+        "dtype": command.dtype,
+        "communicator": name,
+        "tolerance": TOLERANCE[trial.dtype],
+        "loss_error": errors.loss,
+        "errors": errors.by_group(),
+        "max_relative_error": errors.largest,
+        "passed": errors.passed or rounding,
+        "steps": trial.steps,
+        "float64_error": None if in_float64 is None else in_float64.largest,
+        "exceeded": [f"{name} ({kind})" for kind, name in errors.excesses],
+    }
 
 
 def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
@@ -263,33 +236,34 @@ def _engine_maker(command: VerifyCommand, device: torch.device) -> MakeEngine:
     )
 
 
-def report(result: VerifyResult) -> str:
+def report(result: dict[str, Any]) -> str:
     """A table of errors, a line a top-level module, and what they come to."""
     from app.training.exactness import KINDS
 
     rows = [["module", *KINDS]]
-    for group, errors in result.errors.items():
+    for group, errors in result["errors"].items():
         rows.append([group, *(number_text(errors.get(kind), ".1e") for kind in KINDS)])
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    what = "{model} under {strategy} on {ranks} ranks, {stages} a copy, {microbatches} microbatches"
     return (
-        f"{table}\nloss    {number_text(result.loss_error, '.1e')}\n"
-        f"{'passed' if result.passed else 'FAILED'}: {result.model} under {result.strategy} on {result.ranks} ranks, "
-        f"{result.stages} a copy, {result.microbatches} microbatches ({result.communicator}, {result.dtype}): largest "
-        f"relative error {number_text(result.max_relative_error, '.1e')}, allowed {result.tolerance:g}{_remark(result)}"
-        + (f"\n{DELAYED}: compared with one process that delays them alike" if result.strategy in STALE else "")
+        f"{table}\nloss    {number_text(result['loss_error'], '.1e')}\n"
+        f"{'passed' if result['passed'] else 'FAILED'}: {what.format_map(result)} ({result['communicator']}, "
+        f"{result['dtype']}): largest relative error {number_text(result['max_relative_error'], '.1e')}, allowed "
+        f"{result['tolerance']:g}{_remark(result)}"
+        + (f"\n{DELAYED}: compared with one process that delays them alike" if result["strategy"] in STALE else "")
     )
 
 
-def _remark(result: VerifyResult) -> str:
+def _remark(result: dict[str, Any]) -> str:
     """Return where an error is above the tolerance, and whether it is rounding."""
-    if result.max_relative_error <= result.tolerance:
+    if result["max_relative_error"] <= result["tolerance"]:
         return ""
-    where = f"; above that: {', '.join(result.exceeded[:3]) or 'the loss'}"
-    if result.float64_error is None:
+    where = f"; above that: {', '.join(result['exceeded'][:3]) or 'the loss'}"
+    if result["float64_error"] is None:
         return where
-    same = f"the same steps in float64 differ by {number_text(result.float64_error, '.1e')}"
-    return f"{where}. This is rounding: {same}" if result.passed else f"{where}. This is not rounding: {same}"
+    same = f"the same steps in float64 differ by {number_text(result['float64_error'], '.1e')}"
+    return f"{where}. This is rounding: {same}" if result["passed"] else f"{where}. This is not rounding: {same}"
 
 
 def _plain(value: Any) -> Any:

@@ -135,4 +135,4 @@ def test_a_model_without_classes_is_refused():
 def test_two_stages_are_exact(model, tile):
     asked = StrategySettings("1f1b", ranks=2, batch=4, microbatches=2)
     result = verify(VerifyCommand(asked, model=model, tile=tile, steps=1))
-    assert result.passed, result
+    assert result["passed"], result

@@ -237,7 +237,7 @@ def test_models_of_other_libraries_are_exact(model: str, parallel: Any, px: int)
     asked = StrategySettings(
         parallel, ranks=1 if parallel == "single" else 2, batch=2, microbatches=2, recompute=recompute
     )
-    error = verify(VerifyCommand(asked, model=model, tile=px, steps=1)).max_relative_error
+    error = verify(VerifyCommand(asked, model=model, tile=px, steps=1))["max_relative_error"]
     assert error <= (1e-12 if model.startswith("timm") else 1e-13)
 
 
