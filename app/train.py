@@ -32,7 +32,7 @@ from app.settings.launcher import (
 from app.settings.run import RunConfig
 from app.settings.strategy_errors import strategy_errors
 from app.training.dataset import Dataset, prepare
-from app.training.progress import IndexProgress
+from app.training.progress import IndexProgress, say
 from app.training.run_folder import RunFolder
 from app.training.run_info import describe_environment
 from parallel.comm.launch import RankServer
@@ -118,7 +118,7 @@ def _continued(config: RunConfig, folder: RunFolder, before: int) -> RunConfig:
     resumes = (config.resume or before > 0) and folder.last.exists()
     was_begun = folder.config.exists() and not folder.last.exists()
     if not (resumes or before or started_by_us()) and (config.resume or was_begun):
-        _say(f"{folder.path} holds no checkpoint: the run starts from its beginning")
+        say(f"{folder.path} holds no checkpoint: the run starts from its beginning")
     return dataclasses.replace(config, resume=resumes)
 
 
@@ -230,11 +230,11 @@ def _train_guarded(
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
         attempts = folder.attempts()
-        _say(describe_restart(before, loop.outcome.step, loop.repeated, attempts.ranks if attempts else ()))
+        say(describe_restart(before, loop.outcome.step, loop.repeated, attempts.ranks if attempts else ()))
     summary = RunSummary(session, folder, loop.outcome, loop.memory, before, loop.mlflow)
     if placement.communicator.rank == 0:
         for note in (*session.model.notes, *strategy_notes(strategy)):
-            _say(note)
+            say(note)
     is_done = loop.is_done
     if is_done and share(placement.communicator, lambda: folder.tells_end(loop.outcome.step)):
         done, more = f"has all its {counted(loop.outcome.step, 'step')}", "--steps or --epochs, with --extend"
@@ -283,7 +283,7 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     """Open the run folder and make its dataset and plan, with progress."""
     folder.open(config, again=before > 0)
     folder.log_to_file()
-    with IndexProgress(_say) as progress:
+    with IndexProgress(say) as progress:
         dataset = prepare(config, folder, progress)
     _plan(config, folder, dataset)
     return dataset
@@ -296,7 +296,7 @@ def _plan(config: RunConfig, folder: RunFolder, dataset: Dataset) -> None:
     epoch_tiles = len(dataset.rows("train")) if planned is config and not config.stream.bag else None
     if config.strategy.needs_plan:
         try:
-            plan_run(planned, *learned, folder.path, _say, epoch_tiles)
+            plan_run(planned, *learned, folder.path, say, epoch_tiles)
         except RunError as fault:
             if planned is config:
                 raise
@@ -330,11 +330,6 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlacement
         return dataset, plan_text(folder.path)
 
     return share(placement.communicator, find)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-    logging.getLogger("app.train").info(line)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from app.prediction.whole_slide import predict_slide
 from app.settings.cli import RunError
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
-from app.training.progress import log_to
+from app.training.progress import log_to, say
 from app.training.run_slides import opening, predicted_slides
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import LocalCommunicator
@@ -49,6 +49,7 @@ from pipelines.tiles.tile_table import IndexedSlide
 from pipelines.tiles.windows import WindowSettings
 
 log = logging.getLogger("app.predict")
+_say = functools.partial(say, logger=log)
 CELLS = 8
 """Px of a classifier's heat map along a tile's side at most: tiles overlap by whole px of it."""
 ANY_TISSUE = 1e-6
@@ -283,8 +284,3 @@ def _device_faults(command: PredictCommand, where: str) -> Iterator[None]:
                 "parameters"
             )
         raise RunError(f"{where}: {reason}. Slides that are done are kept; {advice}, then start again") from fault
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-    log.info(line)

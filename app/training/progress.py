@@ -40,6 +40,12 @@ def log_to(path: Path, name: str | None = None) -> logging.Handler:
     return handler
 
 
+def say(line: str, logger: logging.Logger = log) -> None:
+    """Print a line, and log it."""
+    print(line, flush=True)
+    logger.info(line)
+
+
 def _on_terminal() -> bool:
     launch = find_launch()
     # Open MPI gives its ranks a terminal, wherever its own output goes.
@@ -141,13 +147,11 @@ class RunProgress:
 
     def say(self, line: str) -> None:
         """A line that stays, above the bar, and in the log."""
-        if self._quiet:
-            return
-        log.info(line)
         if self._bar:
+            log.info(line)
             self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, flush=True)
+        elif not self._quiet:
+            say(line)
 
     def __enter__(self) -> Self:
         if self._bar:
