@@ -26,7 +26,7 @@ from app.pages.pictures import as_png
 from app.prediction.command import PredictCommand
 from app.prediction.computation import Placement, rank_faults
 from app.prediction.prediction_folder import PredictionFolder
-from app.prediction.slide_files import TileRow, class_scores, write_tiles
+from app.prediction.slide_files import class_scores, write_tiles
 from app.prediction.trained_model import TrainedModel, load_model
 from app.prediction.whole_slide import predict_slide
 from app.settings.cli import RunError
@@ -64,7 +64,8 @@ class _Image(NamedTuple):
     Attributes:
         pixels: (h, w, 3), where the computation reads.
         size: height and width.
-        place: l0_x, l0_y, l0_width, l0_height of the image, and the part of it that is tissue.
+        place: l0_x, l0_y, l0_width, l0_height of the image.
+        tissue: the part of it that is tissue.
         drawn: PNG for ``overlays/``.
         stain: of the slide, or why it has none; None: its colours are left as they are.
     """
@@ -72,7 +73,8 @@ class _Image(NamedTuple):
     source: IndexedSlide
     pixels: NDArray[np.uint8] | None
     size: tuple[int, int]
-    place: tuple[int, int, int, int, float]
+    place: tuple[int, int, int, int]
+    tissue: float
     drawn: bytes
     stain: StainFit | str | None
 
@@ -99,15 +101,16 @@ def predict_image(spec: SlideSpec, model: TrainedModel, folder: PredictionFolder
     folder.file("overlays", slide_id).write_bytes(image.drawn)
     if isinstance(image.stain, str):
         folder.failed.add(slide_id, "stain", f"its colours are left as they are: {image.stain}")
-    (scores,) = values.astype(float)
-    write_tiles(folder.file("tiles", slide_id), model.classes, [TileRow(*image.place, scores, float(scores.max()))])
+    scores = values.astype(float)
+    path, tissue = folder.file("tiles", slide_id), np.array([image.tissue])
+    write_tiles(path, model.classes, [image.place], tissue, scores, scores.max(1))
     assert source.state is not None
     row = {
         "slide": slide_id,
         **model.origin(slide_id, source.state),
         "tiles": 1,
         "tiles_unreadable": 0,
-        **class_scores(model.classes, scores),
+        **class_scores(model.classes, scores[0]),
     }
     canvas = {"mpp": source.mpp, "l0_size": [source.width, source.height]}
     folder.finish(row, source.state, canvas, opening(spec))
@@ -125,9 +128,8 @@ def _picture(spec: SlideSpec, model: TrainedModel) -> _Image:
         level = slide.levels[0]
         picture = slide.read(Region(0, 0, level.width, level.height, level.mpp))
     pixels = np.array(centre(picture, settings.side))  # torch wants memory that may be written to
-    place = 0, 0, source.width, source.height, 1.0
-    read = pixels if model.computation.reads else None
-    return _Image(source, read, (settings.side, settings.side), place, as_png(pixels), stain)
+    read, place = pixels if model.computation.reads else None, (0, 0, source.width, source.height)
+    return _Image(source, read, (settings.side, settings.side), place, 1.0, as_png(pixels), stain)
 
 
 def _rectangle(spec: SlideSpec, model: TrainedModel) -> _Image:
@@ -152,8 +154,9 @@ def _rectangle(spec: SlideSpec, model: TrainedModel) -> _Image:
     with spec.open() as slide:
         pixels = slide.read(region) if model.computation.reads else None
         l0_width, l0_height = (l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size)
-    place = region.l0_x, region.l0_y, l0_width, l0_height, float(tiles.tissue[0])
-    return _Image(tiles.source, pixels, tiles.size[::-1], place, result.overlay_png or b"", stain)
+    place = region.l0_x, region.l0_y, l0_width, l0_height
+    drawn = result.overlay_png or b""
+    return _Image(tiles.source, pixels, tiles.size[::-1], place, float(tiles.tissue[0]), drawn, stain)
 
 
 def predict_rank(command: PredictCommand, rank: int) -> None:

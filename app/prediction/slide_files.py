@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,35 +49,33 @@ def draw_prediction(thumbnail: Overview, probabilities: NDArray[np.uint8], capti
     return as_png(np.concatenate([picture, caption_strip(picture.shape[1], caption, thumbnail.mpp)]))
 
 
-@dataclass(frozen=True, eq=False)
-class TileRow:
-    """A tile of a slide: where it lies on level 0, the part of it that is tissue, its scores (classes,), and how
-    certain the model is, 0 to 1; NaN where it could not be read. Models of bags give its attention weight, too."""
+def write_tiles(
+    path: Path,
+    classes: Sequence[str],
+    places: Iterable[Sequence[int]],
+    tissue: NDArray[Any],
+    scores: NDArray[np.float64],
+    certainty: NDArray[np.float64],
+    attention: NDArray[np.float64] | None = None,
+) -> None:
+    """Write a row for each tile to the CSV file ``path``; the cells of a number that is NaN are empty.
 
-    l0_x: int
-    l0_y: int
-    l0_width: int
-    l0_height: int
-    tissue: float
-    scores: NDArray[np.float64]
-    certainty: float
-    attention: float | None = None
-
-
-def write_tiles(path: Path, classes: Sequence[str], tiles: Iterable[TileRow]) -> None:
-    """Write ``tiles`` to the CSV file ``path``; the cells of a score that is NaN are empty."""
-    header = ["l0_x", "l0_y", "l0_width", "l0_height", "tissue", *(f"score_{name}" for name in classes)]
-    header.append("certainty")
-    rows: list[list[Any]] = []
-    for tile in tiles:
-        values = [*tile.scores, tile.certainty]
-        if tile.attention is not None:
-            values.append(tile.attention)
-            header = header if header[-1] == "attention" else [*header, "attention"]
-        cells = [None if np.isnan(value) else float(value) for value in values]
-        rows.append([tile.l0_x, tile.l0_y, tile.l0_width, tile.l0_height, round(tile.tissue, 4), *cells])
+    Args:
+        places: l0_x, l0_y, l0_width and l0_height of each tile.
+        tissue: (n,) part of each that is tissue.
+        scores: (n, classes).
+        certainty: (n,), 0 to 1.
+        attention: (n,) weights of a model of bags.
+    """
+    columns = {f"score_{name}": scores[:, c] for c, name in enumerate(classes)} | {"certainty": certainty}
+    columns |= {} if attention is None else {"attention": attention}
+    values = np.stack([*columns.values()], 1).tolist()
+    rows = [
+        [*place, round(part, 4), *(None if math.isnan(value) else value for value in row)]
+        for place, part, row in zip(places, tissue.tolist(), values, strict=True)
+    ]
     with path.open("w", newline="", encoding="utf-8") as file:
-        write_rows(file, [header, *rows])
+        write_rows(file, [["l0_x", "l0_y", "l0_width", "l0_height", "tissue", *columns], *rows])
 
 
 def attention_weights(scores: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from app.prediction.computation import rank_faults
 from app.prediction.prediction_folder import PredictionFolder, file_names
 from app.prediction.slide_files import (
     SlidePrediction,
-    TileRow,
     attention_weights,
     bag_scores,
     class_scores,
@@ -46,6 +45,8 @@ AREA_VALUES = 1 << 26
 """Most values (px times classes) of the map that areas are drawn around; a larger one is halved until it has fewer."""
 CHUNK_ROWS = 256
 """Rows that are finished together, a power of 2: also the most that the map of areas is reduced by."""
+_Begun = tuple[range, list[str], Callable[[], NDArray[np.float32]] | None]
+"""Numbers of the windows of a batch; why each cannot be read, or ""; a wait for the probabilities that are had here."""
 MOST_UNREADABLE = 0.5
 """A slide of whose windows more cannot be read is given up."""
 
@@ -78,7 +79,10 @@ def predict_slide(
     if isinstance(windows.stain, str):
         folder.failed.add(spec.slide_id, "stain", f"its colours are left as they are: {windows.stain}")
     areas = write_areas(model, windows, scored, folder, spec.slide_id)
-    write_tiles(folder.file("tiles", spec.slide_id), model.classes, _tile_rows(windows, scored))
+    l0_side = round(windows.cells * windows.l0_cell)
+    places = ((region.l0_x, region.l0_y, l0_side, l0_side) for region in map(windows.region, range(len(windows))))
+    outputs = windows.tissue, scored.scores, scored.certainty, scored.attention
+    write_tiles(folder.file("tiles", spec.slide_id), model.classes, places, *outputs)
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
     picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
     folder.file("overlays", spec.slide_id).write_bytes(picture)
@@ -201,32 +205,19 @@ def _answers(
 ) -> Iterator[tuple[int, Floats | str]]:
     """The model's probabilities of each window in order, or why it cannot be read; on ranks that do not have them, only
     the latter. While a GPU computes a batch, the one before it is given."""
-    before: _Asked | None = None
-    for asked in itertools.chain(_asked(slide, windows, model, batch), [None]):
-        if before is not None:
-            yield from ((i, fault) for i, fault in zip(before.numbers, before.faults, strict=True) if fault)
-            if before.wait is not None:
-                answered = zip(before.numbers, before.wait(), before.faults, strict=True)
+    begun: _Begun | None = None
+    for following in itertools.chain(_begun(slide, windows, model, batch), [None]):
+        if begun is not None:
+            numbers, faults, wait = begun
+            yield from ((i, fault) for i, fault in zip(numbers, faults, strict=True) if fault)
+            if wait is not None:
+                answered = zip(numbers, wait(), faults, strict=True)
                 yield from ((i, value) for i, value, fault in answered if not fault)
-        before = asked
+        begun = following
 
 
-class _Asked(NamedTuple):
-    """A batch that the model was asked.
-
-    Attributes:
-        numbers: of its windows.
-        faults: why each cannot be read, or nothing.
-        wait: returns the probabilities, where this rank has them.
-    """
-
-    numbers: range
-    faults: list[str]
-    wait: Callable[[], NDArray[np.float32]] | None
-
-
-def _asked(slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int) -> Iterator[_Asked]:
-    """Ask the model for all windows in order."""
+def _begun(slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int) -> Iterator[_Begun]:
+    """Begin to compute all windows in order, batch by batch."""
     computation, unread = model.computation, 0
     tiles = _tiles(slide, windows, batch + rank_cores()) if computation.reads else None
     stain = windows.stain if isinstance(windows.stain, StainFit) else None
@@ -244,7 +235,7 @@ def _asked(slide: Slide, windows: SlideWindows, model: TrainedModel, batch: int)
             shape = len(read), *blank.shape
             images = allocate_pinned(shape, np.uint8) if computation.device.type == "cuda" else None
             images = np.stack([blank if isinstance(tile, SlideError) else tile for tile in read], out=images)
-        yield _Asked(numbers, faults, model.begin(images, (len(numbers), 3, model.tile, model.tile), stain))
+        yield numbers, faults, model.begin(images, (len(numbers), 3, model.tile, model.tile), stain)
 
 
 def _tiles(slide: Slide, windows: SlideWindows, ahead: int) -> Iterator[Pixels | SlideError]:
@@ -279,13 +270,3 @@ def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
     blocks = even.reshape(len(chunk), even.shape[1] // factor, factor, even.shape[2] // factor, factor)
     means: NDArray[np.uint8] = np.rint(blocks.mean((2, 4), dtype=np.float32)).astype(np.uint8)
     return means
-
-
-def _tile_rows(windows: SlideWindows, scored: SlidePrediction) -> Iterator[TileRow]:
-    """Yield the place of each window on level 0, its tissue, and the scores of the classes."""
-    l0_side = round(windows.cells * windows.l0_cell)
-    for i, (scores, certainty) in enumerate(zip(scored.scores, scored.certainty, strict=True)):
-        region = windows.region(i)
-        place = region.l0_x, region.l0_y, l0_side, l0_side
-        attention = None if scored.attention is None else float(scored.attention[i])
-        yield TileRow(*place, float(windows.tissue[i]), scores, float(certainty), attention)
