@@ -45,7 +45,7 @@ LIBRARIES = ("torchvision", "timm", "smp", "unet")
 """Words before the colon of a model's name that stand for a library, not for a package of the user's."""
 USUAL_SIDE = 1024
 """Px of the image that a model of whole slides is first looked at with; slides may have any sides."""
-CONTENT = {"settings": dict, "classes": list | tuple, "model": dict, "step": int}
+CONTENT = {"settings": dict, "classes": list | tuple, "model": dict, "step": int, "task": str}
 """Content of a checkpoint that a model is made of, and its types."""
 SETTINGS = {
     "model": str,
@@ -174,7 +174,10 @@ class TrainedModel:
         if self.task == "classify":
             expected = (len(self.classes) + self.in_bags,)
         if tuple(logits.shape[1:]) != expected:
-            raise ValueError(_other_values(self.name, tuple(logits.shape[1:]), len(self.classes), shape))
+            raise ValueError(
+                f"model {self.name} gives values of {tuple(logits.shape[1:])} for a tile of {shape[3]} x {shape[2]} "
+                f"px; expected one for each of {len(self.classes)} classes, or of these for each px"
+            )
         values = logits.softmax(1)
         if self.in_bags:
             values = torch.cat((logits[:, :-1].softmax(1), logits[:, -1:]), 1)
@@ -213,20 +216,14 @@ def load_model(
     precision = precision_of("fp32" if lacks_tf32 else settings["precision"], device)
     autocast = autocast_of(precision)
     set_tf32(False)  # folded norms are compared with the model as it is
-    task = state.get("task")
+    task, placement = state["task"], placement or Placement()
     computation: LocalModel | DistributedModel
-    if placement is None or placement.is_local:
+    if placement.is_local:
         computation = LocalModel(module, pixels, autocast, side)
-        task = task or _task(computation, name, len(classes), side)
-    elif task is None:
-        raise ValueError(
-            f"{path} does not say what its model was trained for, as those of earlier versions: predict with it "
-            "without --stages, --stream and --offload"
-        )
     else:
         computation = DistributedModel(module, placement, pixels, autocast, side, batch)
     set_tf32(precision == "tf32")
-    choose_algorithms((placement or Placement()).strategy(), device, fixed=not whole)
+    choose_algorithms(placement.strategy(), device, fixed=not whole)
     if task == "segment" and whole:
         raise ValueError(
             f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "
@@ -306,20 +303,3 @@ def _check_content(path: Path, state: dict[str, Any]) -> None:
             f"{path} is no checkpoint of app.train: it has {', '.join(dict.fromkeys(faults))}; "
             "give RUN/checkpoints/best.pt"
         )
-
-
-def _task(computation: LocalModel, name: str, classes: int, side: int) -> str:
-    """Return the task of a model, by its output for a blank tile."""
-    logits = computation.logits(np.full((1, side, side, 3), 255, np.uint8), (1, 3, side, side))
-    assert logits is not None
-    shape = tuple(logits.shape[1:])
-    if shape not in ((classes,), (classes, side, side)):
-        raise ValueError(_other_values(name, shape, classes, (1, 3, side, side)))
-    return "classify" if len(shape) == 1 else "segment"
-
-
-def _other_values(name: str, values: tuple[int, ...], classes: int, shape: tuple[int, ...]) -> str:
-    return (
-        f"model {name} gives values of {values} for a tile of {shape[3]} x {shape[2]} px; expected one for each of "
-        f"{classes} classes, or of these for each px"
-    )

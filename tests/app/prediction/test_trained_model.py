@@ -39,6 +39,7 @@ def replaced(key, value):
         (without("classes"), "no classes"),
         (without("model"), "no model"),
         (without("step"), "no step"),
+        (without("task"), "no task"),
         (replaced("settings", [1]), "settings"),
         (replaced("classes", [1, 2]), "classes"),
         (replaced("classes", []), "classes"),
