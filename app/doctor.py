@@ -25,7 +25,7 @@ from rich.console import Console
 from app.checks.slides import SlideCheck, check_backends, check_slides
 from app.launch.host import memory_bytes, usable_cores
 from app.settings.cli import FAILED, OK, Finding, print_table, run_command
-from app.settings.run import OpeningSettings
+from app.settings.run import OpeningSettings, slides_in
 from app.training.run_info import describe_environment, find_program, output_of, package_version
 from parallel.units import bytes_text
 from pipelines.catalog.table import counted
@@ -183,7 +183,7 @@ class DoctorCommand:
 
 def doctor(command: DoctorCommand) -> int:
     """Look at everything, print it, and count the faults."""
-    specs = command.opening.find(command.slides) if command.slides else ()
+    specs = slides_in(command.slides, command.opening) if command.slides else ()
     with _busy("looking at the machine"):
         environment = describe_environment()
         groups = {

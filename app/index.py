@@ -21,7 +21,7 @@ from app.launch.host import lock_folder
 from app.pages.pictures import FILTERS, slide_rows, small_pictures, write_slides_page
 from app.settings.cli import run_command
 from app.settings.fields import at_least, broken, error_of
-from app.settings.run import OpeningSettings, mpp_errors
+from app.settings.run import OpeningSettings, mpp_errors, slides_in
 from app.training.progress import IndexProgress, log_to
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import FailedSlides, counted
@@ -76,7 +76,7 @@ class IndexCommand:
 def index(command: IndexCommand) -> None:
     """Build the index and say what it holds."""
     started_s = time.perf_counter()
-    specs = command.opening.find(command.slides, whole_pictures=command.index.whole_pictures)
+    specs = slides_in(command.slides, command.opening, whole_pictures=command.index.whole_pictures)
     part = command.chosen_part
     of_part = "" if part is None else f", {len(part.specs(specs))} of them in part {command.part}"
     print(f"{counted(len(specs), 'slide')} in {command.slides}{of_part}", flush=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from app.settings.fields import at_least, broken
 from app.settings.launcher import find_launch
-from app.settings.run import Backend, DataSettings, mpp_errors
+from app.settings.run import Backend, mpp_errors
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,6 @@ class PredictCommand:
         """Ranks: those that a launcher started, else ``ranks``."""
         launch = find_launch()
         return launch.world if launch else self.ranks
-
-    @property
-    def run_settings(self) -> dict[str, Any]:
-        """Settings of a run about slides that the user gives here, by name."""
-        names = {f.name for f in dataclasses.fields(DataSettings)}
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
-        return {name: value for name, value in values.items() if value is not None}
 
     def validate(self) -> list[str]:
         rules = {

@@ -170,7 +170,8 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
     writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     predict, what = _predictor(model, command)
     index, columns = model.config.index, model.slides or {}
-    specs = predicted_slides(model.config.data, index, columns, command.run_settings)
+    of_run = {name: value for name in vars(model.config.data) if (value := vars(command).get(name)) is not None}
+    specs = predicted_slides(model.config.data, index, columns, of_run)
     folder = PredictionFolder(command.out)
     folder.open(
         {

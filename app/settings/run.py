@@ -84,16 +84,21 @@ class OpeningSettings:
     backend: Backend = "auto"
     """Slide reader; auto takes the fastest that reads the file exactly."""
 
-    def find(self, slides: Path, *, whole_pictures: bool = False) -> tuple[SlideSpec, ...]:
-        """Return the slides below the folder ``slides``; errors as of `find_slides`."""
-        return find_slides(
-            slides,
-            mpp=self.slide_mpp,
-            mpp_by_slide=read_mpp(slides, self.mpp_table),
-            whole_pictures=whole_pictures,
-            backend=self.backend,
-            scene=self.scene,
-        )
+
+def slides_in(
+    slides: Path, opening: DataSettings | OpeningSettings, *, whole_pictures: bool = False, labels: Path | None = None
+) -> tuple[SlideSpec, ...]:
+    """Return the slides below the folder ``slides``, opened as ``opening`` says; arguments and errors as of
+    `find_slides`."""
+    return find_slides(
+        slides,
+        mpp=opening.slide_mpp,
+        mpp_by_slide=read_mpp(slides, opening.mpp_table, labels),
+        whole_pictures=whole_pictures,
+        backend=opening.backend,
+        scene=opening.scene,
+        labels=labels,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from app.settings.run import RunConfig
+from app.settings.run import RunConfig, slides_in
 from app.training.run_folder import RunFolder
-from app.training.run_slides import choose_splits, find_run_slides
+from app.training.run_slides import choose_splits
 from pipelines.cache.tile_cache import TileCache, open_cached
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlidePool
@@ -95,7 +95,7 @@ def prepare(config: RunConfig, folder: RunFolder, progress: Callable[[str | Slid
         SlideError: not one slide can be used.
     """
     data = config.data
-    specs = find_run_slides(data, config.index)
+    specs = slides_in(data.slides, data, whole_pictures=config.index.whole_pictures, labels=data.labels)
     truth = find_labels(
         data.slides,
         specs,

@@ -1,7 +1,7 @@
 """Slides of a run: how they are opened, how they are split, and what its checkpoint keeps of each.
 
 ``app.train`` finds its slides here, and ``app.predict`` those that it predicts, with the settings in the checkpoint. A
-setting that `find_slides` takes, or a field of `SlideSpec`, therefore reaches prediction without code of its own. They
+setting that `slides_in` takes, or a field of `SlideSpec`, therefore reaches prediction without code of its own. They
 are split by a file, by folds, by sites, by folders, or by fractions of the patients; ``splits.csv`` in the run folder
 is read by a resumed run and by other ranks.
 """
@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from app.settings.run import DataSettings, RunConfig
+from app.settings.run import DataSettings, RunConfig, slides_in
 from app.training.run_folder import RunFolder
-from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides
+from pipelines.catalog.catalog import SlideNames, SlideSpec
 from pipelines.catalog.handles import SlideState
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import patient_note
@@ -29,23 +29,6 @@ OF_THE_FILE = frozenset({"slide_id", "path", "state", "backend"})
 
 SlideColumns = Mapping[str, Mapping[str, Any]]
 """Values by slide id, by name: ``split``, ``digest`` of the file, ``patient`` if known, fields of `SlideSpec`."""
-
-
-def find_run_slides(data: DataSettings, index: IndexSettings) -> tuple[SlideSpec, ...]:
-    """Return the slides in ``data.slides`` as the settings open them.
-
-    Raises:
-        ValueError: there are none, or the table of labels cannot be read.
-    """
-    return find_slides(
-        data.slides,
-        mpp=data.slide_mpp,
-        mpp_by_slide=read_mpp(data.slides, data.mpp_table, data.labels),
-        whole_pictures=index.whole_pictures,
-        backend=data.backend,
-        scene=data.scene,
-        labels=data.labels,
-    )
 
 
 def opening(spec: SlideSpec) -> dict[str, Any]:
@@ -75,11 +58,11 @@ def predicted_slides(
             slides that it names.
 
     Raises:
-        ValueError: as `find_run_slides`.
+        ValueError: as `slides_in`.
     """
     files = {f.name: f.default for f in dataclasses.fields(DataSettings) if "Path | None" in str(f.type)}
     data = dataclasses.replace(trained, **{**files, **given})
-    specs = find_run_slides(data, index)
+    specs = slides_in(data.slides, data, whole_pictures=index.whole_pictures, labels=data.labels)
     of_user = {name.removeprefix("slide_") for name in given}  # slide_mpp goes before the mpp of each slide
     for_all = {name: value for name, value in _opening_for_all(trained).items() if name not in of_user}
     names = SlideNames(spec.slide_id for spec in specs)
