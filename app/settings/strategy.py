@@ -41,8 +41,6 @@ Parallel = Literal[
     "async",
 ]
 
-AHEAD = {"cuda": None, "cpu": 0}
-"""``ActivationPolicy.ahead`` unless ``offload_ahead`` is given, by kind of device."""
 AUTO = "auto"
 """Of ``--shares``: they follow measured speeds."""
 PER_WORKER = 4
@@ -264,7 +262,7 @@ class StrategySettings:
             self.recompute,
             runs,
             self.offload,
-            ahead=(bytes_of(self.offload_ahead) or 0) if self.offload_ahead else AHEAD[device],
+            ahead=(bytes_of(self.offload_ahead) or 0) if self.offload_ahead else None if device == "cuda" else 0,
             host_bytes=bytes_of(self.offload_host) if self.offload_host else None,
             optimizer=self.offload_state != "none",
             parameters=self.offload_state == "parameters",

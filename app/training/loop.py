@@ -21,7 +21,7 @@ from app.launch.watchdog import Interrupt
 from app.settings.cli import RunError
 from app.settings.fields import flat
 from app.training.metrics_log import MetricsLog, MlflowLog
-from app.training.outcome import JUDGED_FROM, WARM_UP, IdleTime, MemoryLimit, Outcome, Stopwatch, Throughput
+from app.training.outcome import JUDGED_FROM, WARM_UP, IdleTime, MemoryLimit, Outcome, Throughput
 from app.training.progress import RunProgress
 from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
@@ -109,14 +109,14 @@ class TrainingLoop:
             while not ended and not stop:
                 if batch is not None:
                     batch.release()
-                watch = Stopwatch()
+                begun_s = time.perf_counter()
                 self._session.watchdog.step(outcome.step)
                 if self._reshares:
                     self._tiles.reshare(self._resharing.shares, outcome.step)
                 batch = self._tiles.next()
-                wait_s = watch.lap()
+                wait_s = time.perf_counter() - begun_s
                 result = self._step(batch, outcome.step)
-                step_s = wait_s + watch.lap()
+                step_s = time.perf_counter() - begun_s
                 stop = self._finish_step(result, self._tiles.replaced(batch), step_s, wait_s)
                 self._check_replaced()
                 self._checkpoints.add_step(step_s)
@@ -127,7 +127,7 @@ class TrainingLoop:
                 ended = self.is_done
                 if stop or validates or self._checkpoint_asked or outcome.step == total:
                     self._save(at_once=stop or ended)
-                outcome.throughput.rest_s.append(watch.lap())
+                outcome.throughput.rest_s.append(time.perf_counter() - begun_s - step_s)
             self._checkpoints.finish()
             if not stop:
                 outcome.check_replaced(self._folder.failed_slides)
@@ -322,9 +322,9 @@ class TrainingLoop:
         with self._tiles:
             self._tiles.keep(self._last_batch)
             for k in range(self._session.config.twin_steps + WARM_UP):
-                watch = Stopwatch()
+                begun_s = time.perf_counter()
                 self._step(self._tiles.next(), self.outcome.step + k)
-                twin.add(watch.lap(), 0.0)
+                twin.add(time.perf_counter() - begun_s, 0.0)
         return twin.images_per_second
 
 

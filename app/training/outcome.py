@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,18 +174,6 @@ def peak_resident_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status has no VmHWM line: peak memory is read from Linux's process table")
-
-
-class Stopwatch:
-    """Seconds since the last lap."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        elapsed, self._start = now - self._start, now
-        return elapsed
 
 
 class IdleTime:

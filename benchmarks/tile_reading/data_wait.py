@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from app.settings.run import DataSettings, RunConfig, SplitSettings
 from app.settings.strategy import StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import prepare
-from app.training.outcome import Stopwatch
 from app.training.run_folder import RunFolder
 from app.training.session import build_session
 from benchmarks.results import OUT, measured_on, parser_of, write_json
@@ -55,13 +55,13 @@ def measure(model: str, tile: int, batch: int, steps: int, side: int) -> dict[st
     fed_s, wait_s, memory_s = [], [], []
     with iter(session.stream) as tiles, session.feed(tiles, tiles.ready) as batches:
         for step in range(steps + WARM_UP):
-            watch = Stopwatch()
+            begun_s = time.perf_counter()
             part = next(batches)
-            wait_s.append(watch.lap())
+            wait_s.append(time.perf_counter() - begun_s)
             session.engine.step(microbatches_of(batches, part, session.reading.sizes), step, 1e-4)
-            fed_s.append(wait_s[-1] + watch.lap())
+            fed_s.append(time.perf_counter() - begun_s)
             session.engine.step(microbatches_of(batches, part, session.reading.sizes), step, 1e-4)
-            memory_s.append(watch.lap())
+            memory_s.append(time.perf_counter() - begun_s - fed_s[-1])
             part.release()
             print(f"step {step}: fed {fed_s[-1]:.2f} s, from memory {memory_s[-1]:.2f} s, waited {wait_s[-1]:.4f} s")
     fed_s, wait_s, memory_s = fed_s[WARM_UP:], wait_s[WARM_UP:], memory_s[WARM_UP:]
