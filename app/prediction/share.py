@@ -26,7 +26,7 @@ from app.pages.pictures import as_png
 from app.prediction.command import PredictCommand
 from app.prediction.computation import Placement, rank_faults
 from app.prediction.prediction_folder import PredictionFolder
-from app.prediction.slide_files import class_scores, write_tiles
+from app.prediction.slide_files import slide_row, write_tiles
 from app.prediction.trained_model import TrainedModel, load_model
 from app.prediction.whole_slide import predict_slide
 from app.settings.cli import RunError
@@ -105,13 +105,7 @@ def predict_image(spec: SlideSpec, model: TrainedModel, folder: PredictionFolder
     path, tissue = folder.file("tiles", slide_id), np.array([image.tissue])
     write_tiles(path, model.classes, [image.place], tissue, scores, scores.max(1))
     assert source.state is not None
-    row = {
-        "slide": slide_id,
-        **model.origin(slide_id, source.state),
-        "tiles": 1,
-        "tiles_unreadable": 0,
-        **class_scores(model.classes, scores[0]),
-    }
+    row = slide_row(model, slide_id, source.state, 1, 0, scores[0])
     canvas = {"mpp": source.mpp, "l0_size": [source.width, source.height]}
     folder.finish(row, source.state, canvas, opening(spec))
     return row

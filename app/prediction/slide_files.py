@@ -18,15 +18,14 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from app.pages.pictures import as_png, colour_of, tinted
+from app.pages.pictures import as_png, colour_of
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
 from pipelines.backends.mask import ArrayMask
+from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import write_rows
 from pipelines.labels.conversion import Rings, outlines
 from pipelines.labels.geojson import closed_rings, signed_area
-from pipelines.tiles.overlay import caption_strip
-from pipelines.tiles.tissue import Overview
 from pipelines.tiles.windows import SlideWindows
 
 NAMESPACE = uuid.UUID("6f0c8a52-6a53-4b0e-9a3c-0d7f1c3b5e21")
@@ -37,16 +36,6 @@ MOST_AREAS = 50_000
 hundred times as many specks."""
 ROWS_AT_ONCE = 256
 """Rows of the map that are looked at together."""
-
-
-def draw_prediction(thumbnail: Overview, probabilities: NDArray[np.uint8], caption: str) -> bytes:
-    """Return a PNG of the slide with the probabilities of its classes.
-
-    Args:
-        probabilities: uint8 (classes shown, h, w), 255 is 1, of the same bounds.
-    """
-    picture = tinted(thumbnail.pixels, probabilities)
-    return as_png(np.concatenate([picture, caption_strip(picture.shape[1], caption, thumbnail.mpp)]))
 
 
 def write_tiles(
@@ -78,13 +67,6 @@ def write_tiles(
         write_rows(file, [["l0_x", "l0_y", "l0_width", "l0_height", "tissue", *columns], *rows])
 
 
-def attention_weights(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the weights (n,) of the tiles of a bag from their attention ``scores``: 1 on average; NaN stays NaN."""
-    weights = np.exp(scores - np.nanmax(scores))
-    relative: NDArray[np.float64] = weights / np.nanmean(weights)
-    return relative
-
-
 def bag_scores(probability: NDArray[np.float64], attention: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the probabilities (classes,) of a bag.
 
@@ -101,10 +83,14 @@ def bag_scores(probability: NDArray[np.float64], attention: NDArray[np.float64])
     return probabilities
 
 
-def class_scores(classes: Sequence[str], scores: NDArray[np.float64]) -> dict[str, Any]:
-    """Return the cells of a slide's row that say what it is: the likeliest class, and the score (classes,) of each."""
-    likeliest = classes[int(np.argmax(scores))]
-    return {"prediction": likeliest, **{f"score_{name}": float(scores[c]) for c, name in enumerate(classes)}}
+def slide_row(
+    model: TrainedModel, slide_id: str, state: SlideState, tiles: int, unreadable: int, scores: NDArray[np.float64]
+) -> dict[str, Any]:
+    """Return the row of ``slides.csv`` of a slide: origin, tiles, likeliest class, and the score of each."""
+    names = {f"score_{name}": float(scores[c]) for c, name in enumerate(model.classes)}
+    likeliest = model.classes[int(np.argmax(scores))]
+    known = {"slide": slide_id, **model.origin(slide_id, state), "tiles": tiles, "tiles_unreadable": unreadable}
+    return {**known, "prediction": likeliest, **names}
 
 
 def polygons_of(mask: NDArray[np.bool_]) -> list[Rings]:

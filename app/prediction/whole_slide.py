@@ -18,15 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.launch.place import rank_cores
+from app.pages.pictures import as_png, tinted
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.computation import rank_faults
 from app.prediction.prediction_folder import PredictionFolder, file_names
 from app.prediction.slide_files import (
     SlidePrediction,
-    attention_weights,
     bag_scores,
-    class_scores,
-    draw_prediction,
+    slide_row,
     write_areas,
     write_tiles,
 )
@@ -39,6 +38,7 @@ from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError
 from pipelines.stream.device import allocate_pinned
 from pipelines.tiles.stain import StainFit
+from pipelines.tiles.overlay import caption_strip
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
 
 AREA_VALUES = 1 << 26
@@ -84,22 +84,17 @@ def predict_slide(
     outputs = windows.tissue, scored.scores, scored.certainty, scored.attention
     write_tiles(folder.file("tiles", spec.slide_id), model.classes, places, *outputs)
     caption = f"{spec.slide_id}: {', '.join(model.shown.values())} at {windows.canvas_mpp:.3g} um/px"
-    picture = draw_prediction(windows.thumbnail, scored.areas_map[list(model.shown)], caption)
-    folder.file("overlays", spec.slide_id).write_bytes(picture)
+    picture = tinted(windows.thumbnail.pixels, scored.areas_map[list(model.shown)])
+    picture = np.concatenate([picture, caption_strip(picture.shape[1], caption, windows.thumbnail.mpp)])
+    folder.file("overlays", spec.slide_id).write_bytes(as_png(picture))
     how = model.config.score
     of_readable = scored.scores[readable], np.zeros(int(readable.sum()), np.int64)
     if scored.attention is None:
         _, (of_slide,) = slide_scores(*of_readable, how.slide_score, how.top_k)
     else:
         of_slide = bag_scores(of_readable[0], scored.attention[readable])
-    row = {
-        "slide": spec.slide_id,
-        **model.origin(spec.slide_id, windows.state),
-        "tiles": int(readable.sum()),
-        "tiles_unreadable": unread,
-        **class_scores(model.classes, of_slide),
-        **{f"area_um2_{name}": areas[name] for name in model.shown.values()},
-    }
+    row = slide_row(model, spec.slide_id, windows.state, int(readable.sum()), unread, of_slide)
+    row |= {f"area_um2_{name}": areas[name] for name in model.shown.values()}
     height, width = scored.areas_map.shape[1:]
     bounds = windows.bounds
     canvas = {
@@ -164,7 +159,8 @@ def _scored(
                 writer.add(chunk[c])
             reduced.append(_reduced(chunk, factor))
     if attention is not None:
-        attention = attention_weights(attention)
+        attention = np.exp(attention - np.nanmax(attention))
+        attention /= np.nanmean(attention)  # weights: 1 on average
         _write_attention(attention, windows, folder, slide_id)
     fault = faults[0] if faults else ""
     return SlidePrediction(scores, certainty, np.concatenate(reduced, axis=1), factor, fault, attention)
