@@ -75,11 +75,12 @@ class Card(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of cells under headers; the columns ``numeric`` stand to the right."""
+    """Rows of cells under headers, with notes below; the columns ``numeric`` stand to the right."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     numeric: Sequence[int] = ()
+    notes: Sequence[str] = ()
 
 
 def rendered(template: str, **values: Any) -> str:

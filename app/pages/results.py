@@ -58,7 +58,7 @@ def class_table(predictions: Rows) -> Table:
     return Table(headers, rows, range(1, len(headers)))
 
 
-def slide_table(predictions: Rows) -> tuple[Table, list[str]]:
+def slide_table(predictions: Rows) -> Table:
     """Return one row per slide, the worst first, and what is to be said of those left out."""
     dice, scores = _columns(predictions, "dice_"), _columns(predictions, "score_")
     if dice:
@@ -86,10 +86,10 @@ def slide_table(predictions: Rows) -> tuple[Table, list[str]]:
     notes = [f"The {SLIDES_SHOWN} worst of {len(rows)} slides; all are in predictions.csv."]
     notes = notes if len(rows) > SLIDES_SHOWN else []
     notes += [f"{unscored} without a score: no tile could be read, see failed_slides.csv."] if unscored else []
-    return Table(headers, rows[:SLIDES_SHOWN], numeric), notes
+    return Table(headers, rows[:SLIDES_SHOWN], numeric, notes)
 
 
-def split_table(splits: Rows, classes: Sequence[str]) -> tuple[Table, list[str]]:
+def split_table(splits: Rows, classes: Sequence[str]) -> Table:
     """Return slides and patients of each split, its slides of each class where slides have a label, and a note where
     patients are unknown.
 
@@ -111,7 +111,7 @@ def split_table(splits: Rows, classes: Sequence[str]) -> tuple[Table, list[str]]
     headers = ("split", "slides", "patients", *(names.get(label, label) for label in labels))
     known = [row["slide"] for row in splits if row.get("patient")]
     note = patient_note(known, [row.get("slide", "") for row in splits])
-    return Table(headers, rows, range(1, len(headers))), [] if note is None else [note]
+    return Table(headers, rows, range(1, len(headers)), [] if note is None else [note])
 
 
 def _columns(rows: Rows, start: str) -> list[str]:
@@ -138,7 +138,7 @@ def _cell(text: str) -> str:
     return "–" if math.isnan(value) else f"{value:.3f}"
 
 
-def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:
+def forecast_table(files: RunFiles) -> Table:
     """Return planned and measured speed, bytes, waiting and seconds of stages with the deviation in per cent, and where
     the plan's times came from; no rows of a run without a plan."""
     plan, summary = files.plan, files.summary
@@ -162,14 +162,12 @@ def forecast_table(files: RunFiles) -> tuple[Table, list[str]]:
         expected = plan.get("bubble") or 0.0
         points = f"{100 * (waited - expected):+.0f} points".replace("-", "−")
         rows.append(("waiting for other stages", f"{100 * expected:.0f} %", f"{100 * waited:.0f} %", points))
-    if not rows:
-        return Table((), ()), []
     notes = []
-    if speed:
+    if rows and speed:
         error = plan.get("expected_error")
         within = "" if error is None else f"; a layer's time is expected to be within {100 * error:.0f} %"
         notes.append(f"Times of the plan: {plan.get('cost_source')}{within}.")
-    return Table(("", "forecast", "measured", "deviation"), rows, (1, 2, 3)), notes
+    return Table(("", "forecast", "measured", "deviation"), rows, (1, 2, 3), notes)
 
 
 def advice(files: RunFiles) -> list[str]:

@@ -81,9 +81,6 @@ def render(files: RunFiles) -> str:
     """Return the page."""
     summary, name = files.summary, files.folder.resolve().name
     status = summary.get("status", "no summary: running, or ended without a word")
-    slides, slide_notes = slide_table(files.predictions)
-    splits, split_notes = split_table(files.splits, summary.get("classes") or [])
-    forecast, forecast_notes = forecast_table(files)
     return rendered(
         "run.html.j2",
         name=name,
@@ -94,17 +91,14 @@ def render(files: RunFiles) -> str:
         cards=_cards(files),
         charts=curves(files.metrics, files.validation, _of_pictures(files)),
         advice=advice(files),
-        forecast=forecast,
-        forecast_notes=forecast_notes,
+        forecast=forecast_table(files),
         schedule=files.schedule,
         examples=_examples(files),
         legend=_legend(summary),
         in_bags=bool(files.config.get("bag")),
         classes=class_table(files.predictions),
-        slides=slides,
-        slide_notes=slide_notes,
-        splits=splits,
-        split_notes=split_notes,
+        slides=slide_table(files.predictions),
+        splits=split_table(files.splits, summary.get("classes") or []),
         pictures=overlays(files.overlays),
         overlays=len(files.overlays),
         failed=_failed(files),
