@@ -218,7 +218,7 @@ def _train_guarded(
     from app.training.engines import strategy_notes
     from app.training.loop import TrainingLoop
     from app.training.outcome import PeakMemory
-    from app.training.session import build_session
+    from app.training.session import Session
     from app.training.share import share
     from app.training.summary import RunSummary
     from parallel.profile.gpu import lacks_memory
@@ -226,7 +226,7 @@ def _train_guarded(
     memory = PeakMemory(placement.device)
     dataset, plan = _prepare_once(config, folder, placement, before)
     strategy = decided(config.strategy, folder.path, placement.device.type, plan)
-    session = build_session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
+    session = Session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
         attempts = folder.attempts()

@@ -1,6 +1,6 @@
 """All parts of a training run that the loop needs.
 
-Takes settings, dataset and placement; returns a ``Session``. Everything that depends on the strategy is in the engine;
+Takes settings, dataset and placement. Everything that depends on the strategy is in the engine;
 the rest asks it only for ``step``, ``predict`` and its state.
 """
 
@@ -10,8 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ from app.training.batches import (
 )
 from app.training.dataset import Dataset
 from app.training.engines import build_engine, build_optimizer, choose_algorithms
-from app.training.model import RunModel, build_loss, build_run_model
+from app.training.model import build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
 from app.training.validation import Outputs, subsample_per_slide
 from models.heads import BagGradient
@@ -44,7 +43,6 @@ from parallel.schedule.shares import split_batch
 from parallel.strategy import Strategy
 from pipelines.cache.shards import CacheSpec
 from pipelines.cache.tile_cache import TileCache
-from pipelines.catalog.handles import SlidePool
 from pipelines.catalog.table import FailedSlides
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
@@ -52,47 +50,113 @@ from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_batch import BoxMaker, Maker
 from pipelines.stream.device_pixels import PixelMaker
 from pipelines.stream.read import UNREAD
-from pipelines.stream.stream import TileStream
 
 VALIDATION_SHARE = 0.25
 """Part of the memory for tiles read ahead that is for validation: those of training stay meanwhile."""
 
 
-@dataclass(frozen=True, eq=False)
 class Session:
-    """One run on one rank.
+    """One run on one rank: its model, optimizer, engine and streams.
+
+    Args:
+        strategy: that ``config`` asks for, or its planner chose.
+        failed: record of tiles that cannot be read.
 
     Attributes:
         stream: training tiles of this rank.
-        pixels: turns uint8 tiles into the model's input on the device; ``validation_pixels`` of rows makes another.
+        pixels: turns uint8 tiles into the model's input on the device.
         reading, validation_reading: what this rank reads of each global batch.
         ranges: tiles of the global batch in each microbatch, over all ranks.
         train_rows, validation_rows: rows of the dataset's tiles.
-        failed: record of tiles that cannot be read.
         host: memory of tiles and maps that are computed box by box; None: tiles are not.
         cache: of tiles as they were read, if there is one.
+
+    Raises:
+        ValueError: a model, weights file or batch that does not fit the task or the ranks.
     """
 
-    config: RunConfig
-    strategy: Strategy
-    dataset: Dataset
-    placement: RankPlacement
-    engine: TrainingEngine
-    loss: nn.Module
-    stream: TileStream
-    pixels: Maker
-    validation_pixels: Callable[[NDArray[np.int64]], Maker]
-    pool: SlidePool
-    reading: RankReading
-    validation_reading: RankReading
-    ranges: tuple[range, ...]
-    train_rows: NDArray[np.int64]
-    validation_rows: NDArray[np.int64]
-    model: RunModel
-    watchdog: Watchdog
-    failed: FailedSlides
-    host: HostMemory | None
-    cache: TileCache | None
+    def __init__(
+        self,
+        config: RunConfig,
+        strategy: Strategy,
+        dataset: Dataset,
+        placement: RankPlacement,
+        failed: FailedSlides,
+        watchdog: Watchdog,
+    ) -> None:
+        self.config, self.strategy, self.dataset, self.placement = config, strategy, dataset, placement
+        self.failed, self.watchdog = failed, watchdog
+        bag, communicator = config.stream.bag, placement.communicator
+        if config.score.patience and not len(dataset.rows("val")):
+            raise ValueError(
+                f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
+            )
+        if bag and not dataset.slide_labels:
+            raise ValueError(
+                "--bag gives the tiles of a slide one label, and these slides have none: annotations label tiles and "
+                "pixels. Give --labels FILE.csv, or leave out --bag"
+            )
+        self.ranges = split_batch(config.strategy.batch, strategy.m)
+        width, height = dataset.tiles.largest
+        module, self.model = build_run_model(config, len(dataset.classes), (len(self.ranges[0]), 3, height, width))
+        self.train_rows = dataset.rows("train")
+        self.validation_rows = subsample_per_slide(dataset, dataset.rows("val"), config.score.validation_tiles)
+        loss = build_loss(config.optimization, dataset, self.train_rows, communicator, in_bags=bag > 0)
+        self.loss: nn.Module = loss.to(placement.device)
+        self.engine, self.host = self._engine_of(module, BagGradient() if bag else self.loss)
+        self.pixels = self._pixels(augmentation_of(config), self.train_rows)
+        self.cache: TileCache | None = None
+        if config.stream.cache is not None:
+            kind = CacheSpec(*dataset.tiles.largest, config.index.mpp)
+            self.cache = TileCache(config.stream.cache, bytes_of(config.stream.cache_bytes) or 0, kind)
+        self.pool = dataset.pool(config.stream.open_slides + 2, self.cache)
+        stream = training_tiles(config, dataset, self.train_rows, self.pool, failed, placement)
+        engine, most = self.engine, max(map(len, self.ranges))
+        shares = [self.ranges[i] for i in engine.share]
+        # Of whole slides as tiles each has another box.
+        part = None if dataset.tiles.sides is not None else part_of(engine, (most, 3, height, width))
+        reading = functools.partial(RankReading.of, communicator, config.strategy.batch, shares, part=part)
+        # Each member reads one at least.
+        samples = engine.samples if min(map(len, self.ranges)) >= strategy.ways else range
+        self.reading = reading([engine.wants(i) for i in engine.share], samples=samples)
+        self.validation_reading = reading([engine.predict_wants] * len(engine.share))
+        memory_share = 1 - VALIDATION_SHARE if len(self.validation_rows) else 1.0
+        self.stream = read_ahead(config, self.reading.sharded(stream), placement, self.host, memory_share)
+
+    def _engine_of(self, module: nn.Module, loss: nn.Module) -> tuple[TrainingEngine, HostMemory | None]:
+        """Return the engine of this rank, and the host memory of tiles that are computed box by box."""
+        config, policy, placement = self.config, self.strategy.policy, self.placement
+        host = None if policy.stream is None else host_memory(placement.device, config.out, policy.host_bytes)
+        if policy.stream is not None and policy.map_bytes is None and placement.device.type == "cuda":
+            size = sum(parameter.nbytes for parameter in module.parameters())
+            share = map_share(placement.device, config.strategy.memory_bytes, size)
+            policy = dataclasses.replace(policy, map_bytes=share)
+        if policy.moves and policy.host_bytes is None:
+            policy = dataclasses.replace(policy, host_bytes=host_share())
+        engine = build_engine(
+            dataclasses.replace(self.strategy, policy=policy),
+            module,
+            loss,
+            functools.partial(build_optimizer, config.optimization, scales=self.model.scales),
+            placement.communicator,
+            batch=config.strategy.batch,
+            tile=self.dataset.tiles.largest[::-1],
+            seed=config.seed,
+            device=placement.device,
+            autocast=placement.autocast,
+            watchdog=self.watchdog,
+            host=host,
+        )
+        fixed, limited = self.dataset.tiles.sides is None, config.strategy.memory is not None
+        choose_algorithms(self.strategy, placement.device, fixed=fixed, limited=limited)
+        return engine, host
+
+    def _pixels(self, augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
+        """Return the maker of the model's input from tiles of ``rows``, whole or by boxes."""
+        stains, layout = self.dataset.stain_steps(rows), self.model.channels_last
+        device, normalisation = self.placement.device, self.model.normalisation
+        made = PixelMaker(device, augment, self.config.seed, normalisation, channels_last=layout, stains=stains)
+        return made if self.strategy.policy.stream is None else BoxMaker(made)
 
     @functools.cached_property
     def epoch_length(self) -> int:
@@ -160,7 +224,7 @@ class Session:
         stream = stream.read(self.pool, recorded("left out of the scores", "validate", self.failed), replaces=False)
         stream = self.validation_reading.sharded(stream)
         stream = read_ahead(self.config, stream, self.placement, self.host, VALIDATION_SHARE)
-        pixels, prefetch = self.validation_pixels(rows), self.config.stream.device_prefetch
+        pixels, prefetch = self._pixels(AugmentSettings(augment="none"), rows), self.config.stream.device_prefetch
         with iter(stream) as tiles, DevicePrefetcher(tiles, tiles.ready, pixels, prefetch=prefetch) as feed:
             yield self._outputs(feed)
 
@@ -173,122 +237,3 @@ class Session:
                 yield Outputs(microbatch, batch.samples[start:end], batch.rows[start:end] != UNREAD)
                 start = end
             batch.release()
-
-
-def build_session(
-    config: RunConfig,
-    strategy: Strategy,
-    dataset: Dataset,
-    placement: RankPlacement,
-    failed: FailedSlides,
-    watchdog: Watchdog,
-) -> Session:
-    """Model, optimizer, engine and streams for this rank.
-
-    Args:
-        strategy: that ``config`` asks for, or its planner chose.
-
-    Raises:
-        ValueError: a model, weights file or batch that does not fit the task or the ranks.
-    """
-    if config.score.patience and not len(dataset.rows("val")):
-        raise ValueError(
-            f"--patience {config.score.patience} looks at validations, and no slide is held out: give --validation"
-        )
-    if config.stream.bag and not dataset.slide_labels:
-        raise ValueError(
-            "--bag gives the tiles of a slide one label, and these slides have none: annotations label tiles and "
-            "pixels. Give --labels FILE.csv, or leave out --bag"
-        )
-    ranges = split_batch(config.strategy.batch, strategy.m)
-    width, height = dataset.tiles.largest
-    module, model = build_run_model(config, len(dataset.classes), (len(ranges[0]), 3, height, width))
-    train_rows = dataset.rows("train")
-    validation_rows = subsample_per_slide(dataset, dataset.rows("val"), config.score.validation_tiles)
-    communicator, bag = placement.communicator, config.stream.bag
-    loss = build_loss(config.optimization, dataset, train_rows, communicator, in_bags=bag > 0).to(placement.device)
-    engine_loss = BagGradient() if bag else loss
-    engine, host = _engine_of(config, strategy, dataset, module, model.scales, engine_loss, placement, watchdog)
-
-    def pixels(augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
-        """Return the maker of the model's input from tiles of ``rows``, whole or by boxes."""
-        stains = dataset.stain_steps(rows)
-        device, layout = placement.device, model.channels_last
-        made = PixelMaker(device, augment, config.seed, model.normalisation, channels_last=layout, stains=stains)
-        return made if strategy.policy.stream is None else BoxMaker(made)
-
-    reads = config.stream
-    cache: TileCache | None = None
-    if reads.cache is not None:
-        cache = TileCache(
-            reads.cache, bytes_of(reads.cache_bytes) or 0, CacheSpec(*dataset.tiles.largest, config.index.mpp)
-        )
-    pool = dataset.pool(config.stream.open_slides + 2, cache)
-    stream = training_tiles(config, dataset, train_rows, pool, failed, placement)
-    shares = [ranges[i] for i in engine.share]
-    # Of whole slides as tiles each has another box.
-    part = None if dataset.tiles.sides is not None else part_of(engine, (max(map(len, ranges)), 3, height, width))
-    reading = functools.partial(RankReading.of, placement.communicator, config.strategy.batch, shares, part=part)
-    samples = engine.samples if min(map(len, ranges)) >= strategy.ways else range  # each member reads one at least
-    training_reading = reading([engine.wants(i) for i in engine.share], samples=samples)
-    memory_share = 1 - VALIDATION_SHARE if len(validation_rows) else 1.0
-    return Session(
-        config,
-        strategy,
-        dataset,
-        placement,
-        engine,
-        loss,
-        read_ahead(config, training_reading.sharded(stream), placement, host, memory_share),
-        pixels(augmentation_of(config), train_rows),
-        functools.partial(pixels, AugmentSettings(augment="none")),
-        pool,
-        training_reading,
-        reading([engine.predict_wants] * len(engine.share)),
-        ranges,
-        train_rows,
-        validation_rows,
-        model,
-        watchdog,
-        failed,
-        host,
-        cache,
-    )
-
-
-def _engine_of(
-    config: RunConfig,
-    strategy: Strategy,
-    dataset: Dataset,
-    module: nn.Module,
-    scales: Mapping[str, float],
-    loss: nn.Module,
-    placement: RankPlacement,
-    watchdog: Watchdog,
-) -> tuple[TrainingEngine, HostMemory | None]:
-    """Return the engine of this rank, and the host memory of tiles that are computed box by box."""
-    policy = strategy.policy
-    host = None if policy.stream is None else host_memory(placement.device, config.out, policy.host_bytes)
-    if policy.stream is not None and policy.map_bytes is None and placement.device.type == "cuda":
-        size = sum(parameter.nbytes for parameter in module.parameters())
-        policy = dataclasses.replace(policy, map_bytes=map_share(placement.device, config.strategy.memory_bytes, size))
-    if policy.moves and policy.host_bytes is None:
-        policy = dataclasses.replace(policy, host_bytes=host_share())
-    engine = build_engine(
-        dataclasses.replace(strategy, policy=policy),
-        module,
-        loss,
-        functools.partial(build_optimizer, config.optimization, scales=scales),
-        placement.communicator,
-        batch=config.strategy.batch,
-        tile=dataset.tiles.largest[::-1],
-        seed=config.seed,
-        device=placement.device,
-        autocast=placement.autocast,
-        watchdog=watchdog,
-        host=host,
-    )
-    choose_algorithms(
-        strategy, placement.device, fixed=dataset.tiles.sides is None, limited=config.strategy.memory is not None
-    )
-    return engine, host

@@ -31,7 +31,7 @@ from app.settings.strategy import StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import Dataset, prepare
 from app.training.run_folder import RunFolder
-from app.training.session import Session, build_session
+from app.training.session import Session
 from benchmarks.overlap.delayed import Delayed
 from benchmarks.overlap.settings import MACHINES, WARM_UP, Case, Setting, Window
 from benchmarks.results import measured_on
@@ -118,7 +118,7 @@ class Ranks(contextlib.ExitStack):
         if (parallel, buckets) not in self._sessions:
             config, alone = self._config(parallel), parallel == "single"
             strategy = dataclasses.replace(config.strategy.to_strategy("cpu"), gradient_bytes=buckets << 20)
-            session = build_session(
+            session = Session(
                 config,
                 dataclasses.replace(strategy, ranks=1) if alone else strategy,
                 self._dataset,

@@ -23,7 +23,7 @@ from app.settings.strategy import StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import prepare
 from app.training.run_folder import RunFolder
-from app.training.session import build_session
+from app.training.session import Session
 from benchmarks.results import OUT, measured_on, parser_of, write_json
 from pipelines.catalog.table import FailedSlides
 from pipelines.tiles.tiling import IndexSettings
@@ -44,7 +44,7 @@ def measure(model: str, tile: int, batch: int, steps: int, side: int) -> dict[st
         score=ScoreSettings(),
     )
     folder = RunFolder(Path(tempfile.mkdtemp()))
-    session = build_session(
+    session = Session(
         config,
         config.strategy.to_strategy("cpu"),
         prepare(config, folder, print),

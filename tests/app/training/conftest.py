@@ -20,7 +20,7 @@ from app.training import model as model_module
 from app.training.dataset import prepare
 from app.training.loop import TrainingLoop
 from app.training.run_folder import RunFolder
-from app.training.session import build_session
+from app.training.session import Session
 from app.training.summary import RunSummary
 from parallel.comm.thread_comm import run_on_threads
 from pipelines.catalog.table import FailedSlides
@@ -89,7 +89,7 @@ def train_on_threads(config, dataset):
     def rank(communicator, _):
         place, watchdog = RankPlacement(communicator, torch.device("cpu")), Watchdog(communicator.rank, stuck_s=60)
         strategy = config.strategy.to_strategy("cpu")
-        session = build_session(config, strategy, dataset, place, FailedSlides(folder.failed_slides), watchdog)
+        session = Session(config, strategy, dataset, place, FailedSlides(folder.failed_slides), watchdog)
         loop = TrainingLoop(session, folder, Interrupt())
         summary = RunSummary(session, folder, loop.outcome, loop.memory, 0)
         try:
