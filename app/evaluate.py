@@ -55,7 +55,7 @@ def evaluate(command: EvaluateCommand) -> None:
 
     folder = PredictionFolder(command.predictions)
     asked = command.split, command.patient_pattern, command.positive_class
-    evaluation = Evaluation.of(folder, command.labels, command.annotations, *asked)
+    evaluation = Evaluation(folder, command.labels, command.annotations, *asked)
     out = command.out or command.predictions
     out.mkdir(parents=True, exist_ok=True)
     scores = write_json(out / "evaluation.json", evaluation.figures())

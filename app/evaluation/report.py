@@ -6,7 +6,7 @@ Takes a folder of predictions and the truth; returns an ``Evaluation``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from app.evaluation.areas import AreaScores, Froc, score_areas
 from app.evaluation.classification import (
     Estimate,
     LabelledPredictions,
-    ScoredSplit,
     auc,
     auprc,
     balanced_accuracy,
@@ -40,9 +39,8 @@ MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
 NAMES = {"auc": "AUC", "auprc": "AUPRC", "balanced_accuracy": "Balanced accuracy"}
 
 
-@dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Scores of a folder of predictions.
+    """Scores of the predictions in ``folder``, as the flags of ``app.evaluate`` ask.
 
     Attributes:
         patient: of the scored slides whose patient is known.
@@ -50,57 +48,48 @@ class Evaluation:
         estimates: by "slide" or, where patients are known, "patient", and measure.
         notes: patients that take no part.
         dice, iou: by class, mean over the slides that have it; of no value where none has.
+
+    Raises:
+        ValueError: there are no predictions, or the truth does not fit them.
     """
 
-    made_with: dict[str, Any]
-    split: ScoredSplit
-    patient: dict[str, str]
-    labelled: LabelledPredictions | None
-    estimates: dict[tuple[str, str], Estimate]
-    notes: tuple[str, ...]
-    areas: AreaScores | None
-    dice: dict[str, Estimate]
-    iou: dict[str, Estimate]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         folder: PredictionFolder,
         labels: Path | None,
         annotations: Path | None,
         split_name: str | None = None,
         patient_pattern: str | None = None,
         positive_name: str | None = None,
-    ) -> Evaluation:
-        """Score the predictions in ``folder``, as the flags of ``app.evaluate`` ask.
-
-        Raises:
-            ValueError: there are none, or the truth does not fit them.
-        """
-        made_with = folder.settings()
-        rows, classes = folder.rows(), made_with["classes"]
+    ) -> None:
+        self.made_with = folder.settings()
+        rows, classes, shown = folder.rows(), self.classes, self.made_with["shown"]
         if not rows:
             raise ValueError(f"{folder.path} holds no predicted slide; {folder.failed.path} may say why")
-        split = choose_split(rows, split_name)
+        self.split = choose_split(rows, split_name)
         table = None if labels is None else read_truth(labels, needs_labels=annotations is None)
-        patient = patients_of(split.rows, table, patient_pattern)
-        positive = positive_class(classes, positive_name or made_with["positive_class"])
-        class_map = ClassMap.parse(made_with.get("class_map") or ())
-        labelled = None
+        self.patient = patients_of(self.split.rows, table, patient_pattern)
+        positive = positive_class(classes, positive_name or self.made_with["positive_class"])
+        class_map = ClassMap.parse(self.made_with.get("class_map") or ())
+        self.labelled: LabelledPredictions | None = None
+        self.estimates: dict[tuple[str, str], Estimate] = {}
+        self.notes: list[str] = []
         if table is not None and "label" in table.roles:
-            labelled = labelled_slides(split.rows, classes, table, patient, positive, class_map)
-        estimates, notes = ({}, ()) if labelled is None else _estimates(labelled, classes, patient)
-        if annotations is not None and not made_with["shown"]:
+            self.labelled = labelled_slides(self.split.rows, classes, table, self.patient, positive, class_map)
+            self.estimates, self.notes = _estimates(self.labelled, classes, self.patient)
+        if annotations is not None and not shown:
             raise ValueError(
                 f"--annotations {annotations}: {folder.path} holds scores of whole slides and no areas: leave them out"
             )
-        areas = None
-        overlaps: list[dict[str, Estimate]] = [{}, {}]
+        self.areas: AreaScores | None = None
+        self.dice: dict[str, Estimate] = {}
+        self.iou: dict[str, Estimate] = {}
         if annotations is not None:
-            ids = [row["slide"] for row in split.rows]
-            areas = score_areas(folder, ids, made_with["shown"], annotations, class_map)
-            overlaps = [_of_classes(areas, values, patient) for values in (areas.dice, areas.iou)]
-        return cls(made_with, split, patient, labelled, estimates, notes, areas, *overlaps)
+            ids = [row["slide"] for row in self.split.rows]
+            self.areas = score_areas(folder, ids, shown, annotations, class_map)
+            self.dice, self.iou = (
+                _of_classes(self.areas, values, self.patient) for values in (self.areas.dice, self.areas.iou)
+            )
 
     @property
     def scored(self) -> list[str]:
@@ -190,10 +179,10 @@ class Evaluation:
 
 def _estimates(
     labelled: LabelledPredictions, classes: Sequence[str], patient: Mapping[str, str]
-) -> tuple[dict[tuple[str, str], Estimate], tuple[str, ...]]:
+) -> tuple[dict[tuple[str, str], Estimate], list[str]]:
     """Estimates of slides and of patients, the latter where any is known, and a line about patients left out."""
     units = {"slide": labelled.cases}
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     if any(slide in patient for slide in labelled.slides):
         names = np.unique([patient.get(slide, slide) for slide in labelled.slides])
         if labelled.cases.positive is None and len(classes) == 2 and len(names) < len(labelled.slides):
@@ -204,7 +193,7 @@ def _estimates(
         units["patient"], mixed = by_patient(labelled.cases)
         if len(mixed):
             what = f"{counted(len(mixed), 'patient')} with slides of several classes, without a score"
-            notes = (f"{what}: {listed(names[mixed].tolist())}",)
+            notes = [f"{what}: {listed(names[mixed].tolist())}"]
     estimates = {
         (unit, name): with_interval(cases, measure)
         for unit, cases in units.items()

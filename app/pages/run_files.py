@@ -1,7 +1,7 @@
 """The files of a run folder, read for the report.
 
-Takes a run folder, finished, broken off or still being written to; returns ``RunFiles`` with empty values for what is
-not there. A torn last line of a table and an empty cell are missing values, not errors.
+Takes a run folder, finished, broken off or still being written to; has empty values for what is not there. A torn last
+line of a table and an empty cell are missing values, not errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,56 +32,35 @@ Columns = Mapping[str, NDArray[np.float64]]
 Rows = tuple[Mapping[str, str], ...]
 
 
-@dataclass(frozen=True)
 class RunFiles:
-    """Content of a run folder.
+    """Content of the run folder ``run``.
 
     Attributes:
         plan: forecast of --parallel auto.
         schedule: picture of a step as SVG, "" where the model was not split.
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    metrics: Columns
-    validation: Columns
-    predictions: Rows
-    splits: Rows
-    failed: Rows
-    plan: Mapping[str, Any]
-    overlays: tuple[Path, ...]
-    schedule: str
-    log_end: tuple[str, ...]
-
-
-def read_run(run: Path) -> RunFiles:
-    """Read a run folder.
 
     Raises:
         RunError: ``run`` is no run folder, or a file in it cannot be understood; the file is named.
     """
-    if not run.is_dir():
-        what = "is a file" if run.exists() else "does not exist"
-        raise RunError(f"a report needs a run folder; {run} {what}. Give the --out folder of app.train")
-    if not (run / "config.yaml").is_file():
-        raise RunError(f"{run} is no run folder: config.yaml is missing. Give the --out folder of app.train")
-    return RunFiles(
-        folder=run,
-        config=settings_of(_mapping(run / "config.yaml")),
-        environment=_mapping(run / "env.json"),
-        summary=_mapping(run / "summary.json"),
-        metrics=_columns(run / "metrics.csv"),
-        validation=_columns(run / "validation.csv"),
-        predictions=_rows(run / "predictions.csv"),
-        splits=_rows(run / "splits.csv"),
-        failed=_rows(run / "failed_slides.csv"),
-        plan=_mapping(run / "plan.json"),
-        overlays=tuple(sorted((run / "tissue").glob("*.png"))),
-        schedule=_text(run / "schedule.svg"),
-        log_end=tuple(_text(run / "run.log").splitlines()[-LOG_LINES:]),
-    )
+
+    def __init__(self, run: Path) -> None:
+        if not run.is_dir():
+            what = "is a file" if run.exists() else "does not exist"
+            raise RunError(f"a report needs a run folder; {run} {what}. Give the --out folder of app.train")
+        if not (run / "config.yaml").is_file():
+            raise RunError(f"{run} is no run folder: config.yaml is missing. Give the --out folder of app.train")
+        self.folder = run
+        self.config = settings_of(_mapping(run / "config.yaml"))
+        self.environment, self.summary, self.plan = (
+            _mapping(run / name) for name in ("env.json", "summary.json", "plan.json")
+        )
+        self.metrics, self.validation = _columns(run / "metrics.csv"), _columns(run / "validation.csv")
+        self.predictions, self.splits, self.failed = (
+            _rows(run / name) for name in ("predictions.csv", "splits.csv", "failed_slides.csv")
+        )
+        self.overlays = sorted((run / "tissue").glob("*.png"))
+        self.schedule = _text(run / "schedule.svg")
+        self.log_end = _text(run / "run.log").splitlines()[-LOG_LINES:]
 
 
 @contextlib.contextmanager

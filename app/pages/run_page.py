@@ -16,7 +16,7 @@ from typing import Any
 from app.pages.html import SCORES, Card, Table, curves, flattened, format_setting, format_value, rendered, score_name
 from app.pages.pictures import colour_of, overlays, small_jpeg
 from app.pages.results import advice, class_table, forecast_table, slide_table, split_table
-from app.pages.run_files import RunFiles, naming_the_summary, read_run
+from app.pages.run_files import RunFiles, naming_the_summary
 from parallel.units import bytes_text
 from pipelines.slides.whole_files import write_text
 
@@ -73,7 +73,7 @@ def write_report(run: Path) -> Path:
         OSError: the page cannot be written.
     """
     with naming_the_summary(run):
-        page = render(read_run(run))
+        page = render(RunFiles(run))
     return write_text(run / "report.html", page)
 
 
@@ -281,7 +281,7 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
     """
     if len({run.resolve() for run in runs}) < len(runs):
         raise ValueError(f"a comparison takes each run once; got {' '.join(map(str, runs))}")
-    files = [read_run(run) for run in runs]
+    files = [RunFiles(run) for run in runs]
     out.parent.mkdir(parents=True, exist_ok=True)
     return write_text(out, render_comparison(files, names_of(runs)))
 

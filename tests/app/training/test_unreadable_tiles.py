@@ -9,7 +9,7 @@ import pytest
 import tifffile
 
 from app.checkpoint.file import load_checkpoint
-from app.pages.run_files import read_run
+from app.pages.run_files import RunFiles
 from app.pages.run_page import render
 from app.settings.cli import RunError
 from app.training import loop as loop_module
@@ -118,7 +118,7 @@ def test_unreadable_tiles_take_no_part_in_scores(task, strategy, classify_slides
     assert [summary[key] for key in keys] == ["completed", 10, 6, [lost]]
     told = [(row[0], row[1]) for row in FailedSlides(damaged.folder.failed_slides).rows()]
     assert (told.count((torn, "validate")), told.count((lost, "validate"))) == (1, 5)
-    page = render(read_run(damaged.folder.path))
+    page = render(RunFiles(damaged.folder.path))
     assert "6 of 10" in page
     assert "no tile could be read" in page
 
@@ -137,7 +137,7 @@ def test_replaced_training_tiles_are_counted_and_their_labels_follow(classify_sl
     asked = np.count_nonzero(data.tiles.slide[drawn] == data.tiles.slides.index(bad))
     assert 0 < asked < 12
     assert [ran.summary[key] for key in ("status", "images", "tiles_replaced")] == ["completed", 24, asked]
-    assert f"{asked} of 24" in render(read_run(ran.folder.path))
+    assert f"{asked} of 24" in render(RunFiles(ran.folder.path))
 
 
 def test_a_tile_that_is_damaged_in_one_box_is_found_when_it_is_read(classify_slides, data, tmp_path):
