@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import pickle
@@ -79,14 +80,11 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
         config_here = _continued(config, folder, before)
         dataset = _prepare(_with_microbatches(config_here, _begun(config_here, folder, before)), folder, before)
         folder.keep_attempts(Attempts(before, (starter.agent,) if starter.agent else (), starter.job))
-
-        def ranks_after(ranks: int) -> int:
-            return _fewer(config, folder, dataset, ranks)
-
         handed_over = folder.path / PREPARED
         handed_over.write_bytes(pickle.dumps(dataset, 5))
         try:
-            code = server.launch(config.strategy.ranks, config.max_restarts, ranks_after)
+            fewer = functools.partial(_fewer, config, folder, dataset)
+            code = server.launch(config.strategy.ranks, config.max_restarts, fewer)
         finally:
             handed_over.unlink(missing_ok=True)
     if code:

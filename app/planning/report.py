@@ -141,18 +141,11 @@ def _team_note(planner: Planner, rows: Sequence[PlanRow]) -> str:
 def machine_of(command: PlanCommand) -> Machine:
     """Return the machine that the command names, or this one."""
     memory, host = bytes_of(command.memory or ""), bytes_of(command.host_memory or "")
+    asked: dict[str, Any] = {"memory": memory, "host_memory": host, "precision": command.precision}
     if command.device_spec is None:
-        return this_machine(command.ranks, memory=memory, host_memory=host, precision=command.precision)
-    return named_machine(
-        command.device_spec,
-        command.ranks,
-        memory=memory,
-        host_memory=host,
-        per_node=command.per_node,
-        link=command.link,
-        network=command.network,
-        precision=command.precision,
-    )
+        return this_machine(command.ranks, **asked)
+    asked |= {"per_node": command.per_node, "link": command.link, "network": command.network}
+    return named_machine(command.device_spec, command.ranks, **asked)
 
 
 def workload_of(command: PlanCommand, machine: Machine) -> Workload:
