@@ -44,9 +44,7 @@ class BenchmarkRunner:
     """
 
     def __init__(self, command: BenchCommand, arguments: Sequence[str]) -> None:
-        self._command = command
-        self._arguments = arguments
-        self._folder = command.out
+        self._command, self._arguments, self._folder = command, arguments, command.out
         self._trials = command.out / "trials"
         self._cases = command.cases()
         self._unusable: dict[int, str] = {}

@@ -97,10 +97,8 @@ class CheckpointManager:
         device: torch.device,
         step: int,
     ) -> None:
-        self._settings = settings
+        self._settings, self._engine, self._last_step = settings, engine, step
         self._last, self._best = last, best
-        self._engine = engine
-        self._last_step = step
         self._interval = CheckpointInterval(settings.checkpoint_overhead)
         self._between_s = 0.0
         self._overlapped = False

@@ -250,10 +250,8 @@ class RankGuard:
     """
 
     def __init__(self, placement: RankPlacement, timeout_s: float, fault_file: Path, interrupt: Interrupt) -> None:
-        self._communicator = placement.communicator
+        self._communicator, self._file, self._interrupt = placement.communicator, fault_file, interrupt
         self._several = self._communicator.world > 1
-        self._file = fault_file
-        self._interrupt = interrupt
         self._told_elsewhere = False
         self.watchdog = Watchdog(
             self._communicator.rank,

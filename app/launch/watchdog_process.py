@@ -191,13 +191,10 @@ class WatchdogProcess:
     def __init__(
         self, pid: int, rank: int, descriptor: int, stuck_s: float, stopped_s: float, fault_file: str | None
     ) -> None:
-        self._pid = pid
-        self._rank = rank
+        self._pid, self._rank, self._stuck_s, self._stopped_s = pid, rank, stuck_s, stopped_s
         self._record = ProgressRecord(descriptor)
         self._received = b""
         self._schedule: Schedule | None = None
-        self._stuck_s = stuck_s
-        self._stopped_s = stopped_s
         self._fault_file = Path(fault_file) if fault_file else None
 
     def run(self) -> None:

@@ -51,9 +51,7 @@ class TrainingLoop:
     """
 
     def __init__(self, session: Session, folder: RunFolder, interrupt: Interrupt) -> None:
-        self._session = session
-        self._folder = folder
-        self._interrupt = interrupt
+        self._session, self._folder, self._interrupt = session, folder, interrupt
         self._communicator = session.placement.communicator
         self.outcome = Outcome(Throughput(session.config.strategy.batch), IdleTime(self._communicator.world))
         strategy, device = session.config.strategy, session.placement.device

@@ -64,9 +64,7 @@ class MlflowLog:
     """
 
     def __init__(self, folder: Path, experiment: str, settings: Mapping[str, Any]) -> None:
-        self._folder = folder
-        self._experiment = experiment
-        self._settings = settings
+        self._folder, self._experiment, self._settings = folder, experiment, settings
         self._waiting: deque[tuple[str, float, int, int]] = deque(maxlen=MOST_WAITING)
         self._sending: list[tuple[str, float, int, int]] = []
         """Taken from those that wait, and kept until a server has them."""
@@ -75,8 +73,7 @@ class MlflowLog:
         self._params: list[tuple[str, str]] = []
         self._last: list[Callable[[Any, str], None]] = []
         self._wakes = threading.Event()
-        self._closes = False
-        self._warned = False
+        self._closes = self._warned = False
         self._thread: threading.Thread | None = None
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:

@@ -50,8 +50,7 @@ class MemoryLimit:
 
     def __init__(self, limit: int | None, device: torch.device, *, counts: bool = True, stops: bool = False) -> None:
         self.limit = limit
-        self._stop_at = limit if stops else None
-        self._device = device
+        self._stop_at, self._device = limit if stops else None, device
         self._left = CHECKED if device.type == "cpu" and counts else 0
         self._live: LiveBytes | None = None
         self._peak: int | None = None

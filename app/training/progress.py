@@ -120,9 +120,7 @@ class RunProgress:
     """
 
     def __init__(self, total: int, done: int, quiet: bool) -> None:
-        self._total = total
-        self._quiet = quiet
-        self._last_line_s = 0.0
+        self._total, self._quiet, self._last_line_s = total, quiet, 0.0
         self._bar: Progress | None = None
         if not quiet and _on_terminal():
             self._bar = Progress(

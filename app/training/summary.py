@@ -117,12 +117,8 @@ class RunSummary:
         restarts: int,
         mlflow: MlflowLog | None = None,
     ) -> None:
-        self._mlflow = mlflow
-        self._session = session
-        self._folder = folder
-        self._outcome = outcome
-        self._memory = memory
-        self._restarts = restarts
+        self._session, self._folder, self._outcome, self._memory = session, folder, outcome, memory
+        self._restarts, self._mlflow = restarts, mlflow
         self._started_s = time.monotonic()
         self._communicator = session.placement.communicator
         self._cached = CacheCounts() if session.cache is None else session.cache.counts
