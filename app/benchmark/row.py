@@ -120,7 +120,8 @@ def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float, k
     if (folder / "summary.json").exists():
         summary = json.loads((folder / "summary.json").read_text())
     if code == 0 and summary.get("status") == "completed":
-        return Trial("ok", "", summary, _losses(folder / "metrics.csv"), wall_s)
+        with (folder / "metrics.csv").open(newline="") as file:
+            return Trial("ok", "", summary, tuple(float(row["loss"]) for row in csv.DictReader(file)), wall_s)
     if code is None:
         return Trial("failed", f"not done after {timeout_s:g} s; its output is {folder / 'output.txt'}", {}, (), wall_s)
     if code in KILLED or any(f"exit code {dead}" in told for dead in KILLED):
@@ -150,11 +151,6 @@ def _who_killed(before: int | None, after: int | None) -> str:
         "a rank was ended by signal 9, and not for lack of memory: the kernel's count of such kills stands at "
         f"{after}. Somebody, or a scheduler, ended it"
     )
-
-
-def _losses(path: Path) -> tuple[float, ...]:
-    with path.open(newline="") as file:
-        return tuple(float(row["loss"]) for row in csv.DictReader(file))
 
 
 def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None) -> Row:

@@ -18,6 +18,7 @@ from app.pages.pictures import colour_of, overlays, small_jpeg
 from app.pages.results import advice, class_table, forecast_table, slide_table, split_table
 from app.pages.run_files import RunFiles, naming_the_summary
 from parallel.units import bytes_text
+from pipelines.catalog.table import COLUMNS
 from pipelines.slides.whole_files import write_text
 
 FIGURES = {
@@ -101,7 +102,7 @@ def render(files: RunFiles) -> str:
         splits=split_table(files.splits, summary.get("classes") or []),
         pictures=overlays(files.overlays),
         overlays=len(files.overlays),
-        failed=_failed(files),
+        failed=Table(COLUMNS, [[row.get(name, "") for name in COLUMNS] for row in files.failed]),
         figures=figures_of(files),
         scores=scores_of(files),
         commands=_commands(files),
@@ -113,22 +114,16 @@ def render(files: RunFiles) -> str:
 
 def _what(files: RunFiles) -> list[str]:
     """Model, task, tiles and strategy, as far as they are known."""
-    summary, ranks = files.summary, files.summary.get("ranks", 1)
+    summary, ranks, tile = files.summary, files.summary.get("ranks", 1), files.summary.get("tile_px")
     known = [
         summary.get("model", files.config.get("model")),
         {"classify": "classification", "segment": "segmentation"}.get(summary.get("task", ""), summary.get("task")),
-        _tiles(summary),
+        {None: None, "slide": "whole slides"}.get(tile, f"{tile} px tiles"),
         f"{format_value(summary['mpp'])} µm/px" if summary.get("mpp") else None,
         f"{summary['strategy']} on {ranks} {'rank' if ranks == 1 else 'ranks'}" if summary.get("strategy") else None,
         summary.get("gradients"),
     ]
     return [str(word) for word in known if word]
-
-
-def _tiles(summary: Mapping[str, Any]) -> str | None:
-    if summary.get("tile_px") == "slide":
-        return "whole slides"
-    return f"{summary['tile_px']} px tiles" if summary.get("tile_px") else None
 
 
 def _of_pictures(files: RunFiles) -> bool:
@@ -250,11 +245,6 @@ def _legend(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Classes of masks, and their colours on example tiles."""
     classes = (summary.get("classes") or [])[1:] if summary.get("task") == "segment" else []
     return [(name, "rgb({}, {}, {})".format(*colour_of(number))) for number, name in enumerate(classes)]
-
-
-def _failed(files: RunFiles) -> Table:
-    names = ("slide", "step", "error")
-    return Table(names, [[row.get(name, "") for name in names] for row in files.failed])
 
 
 def _commands(files: RunFiles) -> list[str]:

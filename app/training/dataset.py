@@ -28,7 +28,6 @@ from pipelines.labels.slide_labels import SlideLabels, find_labels
 from pipelines.labels.splits import Splits, split_folders
 from pipelines.slides.geometry import Region
 from pipelines.slides.slide import SlideError
-from pipelines.stream.augment import StainSteps
 from pipelines.tiles.index import SlideDone, build_index, with_index_state
 from pipelines.tiles.stain import StainFit, fit_slides
 from pipelines.tiles.tile_table import TileTable, sides_text
@@ -70,12 +69,6 @@ class Dataset:
         """Rows of ``tiles`` that belong to ``split`` (train, val or test)."""
         slides = [k for k, slide_id in enumerate(self.tiles.slides) if self.splits.split[slide_id] == split]
         return np.flatnonzero(np.isin(self.tiles.slide, slides))
-
-    def stain_steps(self, rows: NDArray[np.int64]) -> StainSteps | None:
-        """Return the stain normalisation of the tiles ``rows``, as rows of their own table; None: there is none."""
-        if self.stain_target is None:
-            return None
-        return StainSteps.of(self.stain_target, self.stains, self.tiles.slide[rows])
 
     def pool(self, capacity: int, cache: TileCache | None = None) -> SlidePool:
         """Return handles for these slides, at most ``capacity`` open; their tiles go through ``cache``."""

@@ -44,7 +44,7 @@ from parallel.strategy import Strategy
 from pipelines.cache.shards import CacheSpec
 from pipelines.cache.tile_cache import TileCache
 from pipelines.catalog.table import FailedSlides
-from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.augment import AugmentSettings, StainSteps
 from pipelines.stream.batch import Batch
 from pipelines.stream.device import DevicePrefetcher
 from pipelines.stream.device_batch import BoxMaker, Maker
@@ -153,7 +153,8 @@ class Session:
 
     def _pixels(self, augment: AugmentSettings, rows: NDArray[np.int64]) -> Maker:
         """Return the maker of the model's input from tiles of ``rows``, whole or by boxes."""
-        stains, layout = self.dataset.stain_steps(rows), self.model.channels_last
+        dataset, target, layout = self.dataset, self.dataset.stain_target, self.model.channels_last
+        stains = None if target is None else StainSteps.of(target, dataset.stains, dataset.tiles.slide[rows])
         device, normalisation = self.placement.device, self.model.normalisation
         made = PixelMaker(device, augment, self.config.seed, normalisation, channels_last=layout, stains=stains)
         return made if self.strategy.policy.stream is None else BoxMaker(made)

@@ -37,7 +37,7 @@ from parallel.schedule.text import to_csv
 from parallel.schedule.timeline import Timeline, chrome_trace
 from parallel.strategy import DELAYED, WHOLE
 from parallel.units import number_text
-from pipelines.cache.tile_cache import CacheCounts, TileCache
+from pipelines.cache.tile_cache import CacheCounts
 from pipelines.catalog.table import counted
 from pipelines.tiles.tile_table import three_sizes
 
@@ -132,8 +132,11 @@ class RunSummary:
         own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
         own += self._on_host
         peaks = self._communicator.all_gather(torch.tensor(own)).T
-        self._add_up_cache()
         session = self._session
+        if session.cache is not None:
+            counts = torch.tensor(dataclasses.astuple(self._cached), dtype=torch.float64)
+            self._communicator.all_reduce(counts)
+            self._cached = CacheCounts.of(counts.tolist())
         step = write_step(session.engine, self._communicator, session.strategy.name, self._folder.path)
         # After an interruption the weights are not those that were validated.
         shown = self._outcome.examples if self._outcome.status == "completed" else ()
@@ -159,18 +162,6 @@ class RunSummary:
                 [[peak_bytes], [peak_resident_bytes()], [device_bytes], [], *([size] for size in self._on_host)],
                 error,
             )
-
-    def _add_up_cache(self) -> None:
-        """Count what all ranks had of their caches."""
-        if self._session.cache is not None:
-            counts = torch.tensor(dataclasses.astuple(self._cached), dtype=torch.float64)
-            self._communicator.all_reduce(counts)
-            self._cached = CacheCounts.of(counts.tolist())
-
-    @property
-    def _cache(self) -> dict[str, Any] | None:
-        cache = self._session.cache
-        return None if cache is None else {**dataclasses.asdict(self._cached), "full": cache.full}
 
     @property
     def _on_host(self) -> list[int]:
@@ -213,7 +204,11 @@ class RunSummary:
                 f"score{best} (--patience {early['patience']})"
             )
         if self._session.cache is not None:
-            self.say(_cache_line(self._cached, self._session.cache))
+            counts, cache = self._cached, self._session.cache
+            damaged = f", {counts.damaged} damaged" if counts.damaged else ""
+            full = f"; nothing more is kept: {cache.full}" if cache.full else ""
+            hits = f"{counts.hits} of {counts.hits + counts.misses} tiles read from it{damaged}"
+            self.say(f"tile cache {cache.folder}: {hits}, {counts.stored} added{full}")
         if status != "failed":
             self.say(f"checkpoint {summary['checkpoint']}")
         self.say(f"report {page}")
@@ -265,7 +260,7 @@ class RunSummary:
             "pixels_per_second": None if speed is None else speed * float(tiles.pixels[session.train_rows].mean()),
             "data_wait_fraction": outcome.throughput.data_wait_fraction,
             "idle_fraction": outcome.idle.fractions,
-            "tile_cache": self._cache,
+            "tile_cache": session.cache and {**dataclasses.asdict(self._cached), "full": session.cache.full},
             "peak_memory_bytes": peaks[0],
             "peak_resident_bytes": peaks[1],
             "device_bytes": peaks[2] if any(peaks[2]) else None,
@@ -281,12 +276,3 @@ class RunSummary:
             "wall_s": time.monotonic() - self._started_s,
             "restarts": self._restarts,
         }
-
-
-def _cache_line(counts: CacheCounts, cache: TileCache) -> str:
-    damaged = f", {counts.damaged} damaged" if counts.damaged else ""
-    full = f"; nothing more is kept: {cache.full}" if cache.full else ""
-    return (
-        f"tile cache {cache.folder}: {counts.hits} of {counts.hits + counts.misses} tiles read from it{damaged}, "
-        f"{counts.stored} added{full}"
-    )
