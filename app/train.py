@@ -174,24 +174,24 @@ def _train_rank(config: RunConfig, folder: RunFolder, held: contextlib.ExitStack
 
 def _take_folder(folder: RunFolder, placement: RankPlacement, held: contextlib.ExitStack) -> None:
     """Keep other runs out of the folder; the first rank does, before any rank writes there."""
-    import torch
-
     from app.launch.place import OTHERS_SPEAK_S
+    from app.training.share import share
 
-    refused, refusal = torch.zeros(1, dtype=torch.int64), None
-    if placement.communicator.rank == 0:
+    def take() -> str:
         try:
             held.enter_context(folder.in_use(starts=not started_by_us(), writes=True))
         except RunError as fault:
-            refused, refusal = torch.ones(1, dtype=torch.int64), fault
-    placement.communicator.broadcast(refused)
-    if not refused.item():
+            return str(fault)
+        return ""
+
+    refusal = share(placement.communicator, take)
+    if not refusal:
         return
     atexit.register(placement.communicator.abort)
-    if refusal is None:
+    if placement.communicator.rank:
         time.sleep(OTHERS_SPEAK_S)
         raise SystemExit(FAILED)
-    raise refusal
+    raise RunError(refusal)
 
 
 def _agree_on_restart(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from app.launch.place import RankPlacement, rank_cores
 from app.settings.run import RunConfig
 from app.training.dataset import Dataset, class_areas
+from app.training.share import share
 from parallel.comm.communicator import Communicator, agree
 from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine
 from parallel.offload.host_memory import HostMemory
@@ -227,18 +228,18 @@ def _pixel_weights(dataset: Dataset, rows: NDArray[np.int64], placement: RankPla
         raise ValueError(
             "--sample pixels is for segmentation, and here tiles have classes: use --sample class, or --task segment"
         )
-    weights = torch.zeros(len(rows), dtype=torch.float64)
-    if placement.communicator.rank == 0:
+
+    def find() -> NDArray[np.float64]:
         areas, unread = class_areas(dataset, rows)
         if unread:
             log.warning("--sample pixels: %d tiles whose annotation cannot be read are not drawn", unread)
         drawn = pixel_weights(areas)
-        weights = torch.from_numpy(drawn)
-        shares = drawn @ areas / max((drawn @ areas).sum(), 1e-12)
-        told = ", ".join(f"{name} {share:.1%}" for name, share in zip(dataset.classes, shares, strict=True))
+        parts = drawn @ areas / max((drawn @ areas).sum(), 1e-12)
+        told = ", ".join(f"{name} {part:.1%}" for name, part in zip(dataset.classes, parts, strict=True))
         log.info("--sample pixels: of the px shown, %s; %d of %d tiles drawn", told, int((drawn > 0).sum()), len(rows))
-    placement.communicator.broadcast(weights)
-    return weights.numpy()
+        return drawn
+
+    return share(placement.communicator, find)
 
 
 def recorded(what: str, step: str, failed: FailedSlides) -> OnFault:

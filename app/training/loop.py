@@ -205,10 +205,10 @@ class TrainingLoop:
         outcome.validation = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
         outcome.examples = scores.examples
         value = scores.metrics[scores.criterion]
-        better = torch.tensor([scores.better_than(outcome.best)], dtype=torch.int64)
-        self._communicator.broadcast(better)  # ranks that end at different steps would wait for each other
-        outcome.stale = 0 if better.item() else outcome.stale + 1
-        if better.item():
+        # Ranks that end at different steps would wait for each other.
+        better = share(self._communicator, lambda: scores.better_than(outcome.best))
+        outcome.stale = 0 if better else outcome.stale + 1
+        if better:
             outcome.best = {"step": outcome.step, "metric": scores.criterion, "value": value}
         if self._log:
             self._log.validation(outcome.step, scores)
