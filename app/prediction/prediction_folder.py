@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import io
-import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -105,9 +103,9 @@ class PredictionFolder:
 
     def write_table(self) -> None:
         """Write ``slides.csv`` anew; of several ranks one after the other, so that the last has all rows."""
-        with self._alone():
-            rows = self.rows()
-            if rows:
+        with (self.path / "table.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if rows := self.rows():
                 text = io.StringIO(newline="")
                 write_rows(text, [list(rows[0]), *(list(row.values()) for row in rows)])
                 write_text(self.table, text.getvalue())
@@ -116,15 +114,6 @@ class PredictionFolder:
         if others:
             what = f"{self.path} holds predictions made with other settings; use the same, or another --out"
             raise ValueError(f"{what}:\n  {shown(others)}")
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        descriptor = os.open(self.path / "table.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def file_names(classes: Sequence[str]) -> dict[str, str]:
