@@ -6,6 +6,7 @@ Takes the seconds of each step; returns new shares at the boundary of a step, th
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import statistics
@@ -25,22 +26,12 @@ WARM_UP = 2
 """Steps after a start or a change whose seconds are not looked at: memory grows, files are opened."""
 
 
-def _last_rows(path: Path) -> list[list[str]]:
-    """Return microbatch and group of the last step in the file."""
-    with path.open(newline="") as file:
-        rows = list(csv.reader(file))[1:]
-    return [row[1:] for row in rows if row[0] == rows[-1][0]]
-
-
 def says(path: Path, changes: Changes) -> bool:
     """Return whether the file is there with this content: a run that replays its own file leaves it as it is, since a
     later attempt reads it."""
-    if not path.exists():
-        return False
-    try:
+    with contextlib.suppress(FileNotFoundError, ValueError):
         return read_changes(path.read_text()) == changes
-    except ValueError:
-        return False
+    return False
 
 
 def changes_in(path: Path) -> int | None:
@@ -90,7 +81,9 @@ class Resharing:
         if communicator.rank == 0 and kept and not says(folder.shares, asked):
             self._log = CsvLog(folder.shares, CHANGING)
             self._log.cut_after(step)
-            if _last_rows(folder.shares) != [list(map(str, row[1:])) for row in rows_of(step, self.shares)]:
+            kept_rows = self._log.rows()
+            last = [row[1:] for row in kept_rows if row[0] == kept_rows[-1][0]]  # microbatch and group
+            if last != [list(map(str, row[1:])) for row in rows_of(step, self.shares)]:
                 self._log.cut_after(step - 1)
                 self._record(step)
 

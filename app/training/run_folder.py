@@ -217,12 +217,15 @@ class CsvLog:
         if not path.exists():
             self._rewrite([])
 
+    def rows(self) -> list[list[str]]:
+        """Return the rows below the header."""
+        with self._path.open(newline="") as file:
+            return list(csv.reader(file))[1:]
+
     def cut_after(self, step: int) -> int:
         """Drop the rows of steps after ``step``: a resumed run computes them again. Their number."""
-        with self._path.open(newline="") as file:
-            rows = list(csv.reader(file))[1:]
         # A row cut short by a crash has too few cells and no step to trust.
-        whole = [row for row in rows if len(row) == len(self._columns)]
+        whole = [row for row in self.rows() if len(row) == len(self._columns)]
         kept = [row for row in whole if int(row[0]) <= step]
         self._rewrite(kept)
         return len(whole) - len(kept)
