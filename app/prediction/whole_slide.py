@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,25 +140,13 @@ def _scored(
     factor = 1
     while classes * -(-size.width // factor) * -(-size.height // factor) > AREA_VALUES and factor < CHUNK_ROWS:
         factor *= 2
-    reduced = []
     parts = file_names(list(model.shown.values()))
-    with ExitStack() as opened:
-        blender = opened.enter_context(Blender(classes, *(size.width, size.height), weights, folder.path))
-        writers = {
-            c: opened.enter_context(
-                PyramidWriter(
-                    folder.heat_map(slide_id, parts[name]),
-                    size,
-                    windows.canvas_mpp,
-                    f"probability of {name!r} by {model.name}, 255 is 1",
-                )
-            )
-            for c, name in model.shown.items()
-        }
-        for chunk in chunks(_blended(probabilities(), windows, blender), CHUNK_ROWS):
-            for c, writer in writers.items():
-                writer.add(chunk[c])
-            reduced.append(_reduced(chunk, factor))
+    maps = {
+        c: (folder.heat_map(slide_id, parts[name]), f"probability of {name!r} by {model.name}, 255 is 1")
+        for c, name in model.shown.items()
+    }
+    blended = _blended(probabilities(), classes, windows, weights, maps, folder)
+    reduced = [_reduced(chunk, factor) for chunk in blended]
     if attention is not None:
         attention = np.exp(attention - np.nanmax(attention))
         attention /= np.nanmean(attention)  # weights: 1 on average
@@ -167,33 +156,47 @@ def _scored(
 
 
 def _blended(
-    values: Iterator[tuple[int, Floats]], windows: SlideWindows, blender: Blender
+    values: Iterator[tuple[int, Floats]],
+    count: int,
+    windows: SlideWindows,
+    weights: Floats,
+    maps: Mapping[int, tuple[Path, str]],
+    folder: PredictionFolder,
 ) -> Iterator[NDArray[np.uint8]]:
-    """Put the maps of windows into ``blender``; yield the rows that are finished, uint8 (maps, some, width)."""
-    row = 0
-    for i, maps in values:
-        if windows.y[i] > row:
-            row = int(windows.y[i])
-            yield from map(_as_bytes, blender.rows_above(row))
-        blender.add(int(windows.x[i]), row, maps)
-    yield from map(_as_bytes, blender.rows_above(windows.height))
+    """Yield the ``count`` blended maps, uint8 (count, CHUNK_ROWS, width); write those of ``maps``: path and caption."""
+    size = Size(windows.width, windows.height)
+    with ExitStack() as opened:
+        blender = opened.enter_context(Blender(count, size.width, size.height, weights, folder.path))
+        writers = {
+            number: opened.enter_context(PyramidWriter(path, size, windows.canvas_mpp, what))
+            for number, (path, what) in maps.items()
+        }
+
+        def finished() -> Iterator[Floats]:
+            row = 0
+            for i, of_window in values:
+                if windows.y[i] > row:
+                    row = int(windows.y[i])
+                    yield from blender.rows_above(row)
+                blender.add(int(windows.x[i]), row, of_window)
+            yield from blender.rows_above(windows.height)
+
+        for chunk in chunks((np.rint(rows * 255).astype(np.uint8) for rows in finished()), CHUNK_ROWS):
+            for number, writer in writers.items():
+                writer.add(chunk[number])
+            yield chunk
 
 
 def _write_attention(
     attention: NDArray[np.float64], windows: SlideWindows, folder: PredictionFolder, slide_id: str
 ) -> None:
     """Write the map of the attention weights, relative to the largest."""
-    size, cells = Size(windows.width, windows.height), windows.cells
     largest = np.nanmax(attention)
     what = f"attention weights, 255 is {largest:.3g} times the average"
     readable = np.flatnonzero(~np.isnan(attention))
-    weights = ((int(i), np.full((1, 1, 1), attention[i] / largest, np.float32)) for i in readable)
-    with (
-        Blender(1, size.width, size.height, np.ones((cells, cells), np.float32), folder.path) as blender,
-        PyramidWriter(folder.heat_map(slide_id, "attention_weights"), size, windows.canvas_mpp, what) as writer,
-    ):
-        for chunk in chunks(_blended(weights, windows, blender), CHUNK_ROWS):
-            writer.add(chunk[0])
+    values = ((int(i), np.full((1, 1, 1), attention[i] / largest, np.float32)) for i in readable)
+    maps = {0: (folder.heat_map(slide_id, "attention_weights"), what)}
+    deque(_blended(values, 1, windows, np.ones((windows.cells, windows.cells), np.float32), maps, folder), 0)
 
 
 def _answers(
@@ -251,10 +254,6 @@ def _tiles(slide: Slide, windows: SlideWindows, ahead: int) -> Iterator[Pixels |
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def _as_bytes(band: Floats) -> NDArray[np.uint8]:
-    return np.rint(band * 255).astype(np.uint8)
 
 
 def _reduced(chunk: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:

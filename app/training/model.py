@@ -30,11 +30,6 @@ from models.weights import IMAGENET, LoadedWeights, Weights, load_weights, read_
 from parallel.comm.communicator import Communicator
 from parallel.trace.without_data import preserve_module_state, refuse_tile_size, run_without_data
 
-LEFT_OUT = (
-    "channels_last is left out: the model takes its images apart in a way that this layout does not allow (view "
-    "after a convolution, say); reshape in place of view would make it faster"
-)
-
 
 def takes_channels_last(model: nn.Module, shape: tuple[int, ...]) -> bool:
     """Return False where ``model`` runs on images that lie channel by channel, and not on channels_last ones.
@@ -175,7 +170,10 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
     if channels_last:
         module.to(memory_format=torch.channels_last)
     elif config.strategy.channels_last:
-        notes.append(LEFT_OUT)
+        notes.append(
+            "channels_last is left out: the model takes its images apart in a way that this layout does not allow (view "
+            "after a convolution, say); reshape in place of view would make it faster"
+        )
     return module, RunModel(parameters, scales, channels_last, loaded, normalisation, tuple(notes))
 
 
