@@ -171,8 +171,8 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
         module.to(memory_format=torch.channels_last)
     elif config.strategy.channels_last:
         notes.append(
-            "channels_last is left out: the model takes its images apart in a way that this layout does not allow (view "
-            "after a convolution, say); reshape in place of view would make it faster"
+            "channels_last is left out: the model takes its images apart in a way that this layout does not allow "
+            "(view after a convolution, say); reshape in place of view would make it faster"
         )
     return module, RunModel(parameters, scales, channels_last, loaded, normalisation, tuple(notes))
 
