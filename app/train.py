@@ -229,7 +229,7 @@ def _train_guarded(
     if before and placement.communicator.rank == 0:
         attempts = folder.attempts()
         say(describe_restart(before, loop.outcome.step, loop.repeated, attempts.ranks if attempts else ()))
-    summary = RunSummary(session, folder, loop.outcome, loop.memory, before, loop.mlflow)
+    summary = RunSummary(session, folder, loop, before)
     if placement.communicator.rank == 0:
         for note in (*session.model.notes, *strategy_notes(strategy)):
             say(note)

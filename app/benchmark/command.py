@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -27,7 +27,6 @@ SAVINGS: dict[str, Any] = {"recompute": "block", "offload": "overlap"}
 """What can be added to a strategy with a plus: the setting and its value."""
 SHOWN = 3
 """Numbers of ranks that a refusal names, of all that would do."""
-Scaling = Literal["strong", "weak"]
 STRATEGIES = (
     *("single", "single+recompute", "ddp", "ddp+recompute", "fsdp", "spatial"),
     *("gpipe", "1f1b", "master", "master+recompute", "bidirectional"),
@@ -176,31 +175,6 @@ class Case:
         return arguments_for({"tile": self.tile, **self._given})
 
 
-def cases_of(
-    strategies: Sequence[str],
-    tiles: Sequence[int],
-    ranks: Sequence[int],
-    stages: Sequence[int] = (),
-    *,
-    batch: int,
-    microbatches: int,
-    scaling: Scaling,
-    memory: str | None,
-) -> Iterator[Case]:
-    """Yield every strategy at every tile size and number of ranks: ``single`` on one rank, the others on several, teams
-    where they divide them; those that split the model with each number of ``stages`` that divides the ranks.
-
-    Args:
-        batch, microbatches: of a step on the fewest ranks; in proportion to the ranks with weak scaling.
-    """
-    for tile, n in itertools.product(tiles, ranks):
-        growth = n / min(ranks) if scaling == "weak" else 1
-        size = round(batch * growth), round(microbatches * growth)
-        for asked in map(StrategySpec.parse, strategies):
-            for depth in asked.depths(n, stages) if asked.runs_on(n) else ():
-                yield Case(asked.name, asked.savings, n, tile, *size, memory, depth, str(asked.grid or ""))
-
-
 @dataclass(frozen=True)
 class BenchCommand:
     """Measure strategies and data-parallel baselines on the same tiles: a table, bench.json and report.html."""
@@ -256,9 +230,17 @@ class BenchCommand:
         return self.microbatches or max(1, min(self.batch, 2 * max(self.ranks)))
 
     def cases(self) -> list[Case]:
-        """All that is to be measured, in order."""
-        asked = self.strategies, self.tiles, self.ranks, self.stages
-        return list(cases_of(*asked, batch=self.batch, microbatches=self.m, scaling=self.scaling, memory=self.memory))
+        """Return every strategy at every tile size and number of ranks, in order: ``single`` on one rank, the others on
+        several, teams where they divide them; those that split the model with each of ``stages`` that divides them."""
+        cases = []
+        for tile, n in itertools.product(self.tiles, self.ranks):
+            growth = n / min(self.ranks) if self.scaling == "weak" else 1
+            size = round(self.batch * growth), round(self.m * growth)
+            for asked in map(StrategySpec.parse, self.strategies):
+                for depth in asked.depths(n, self.stages) if asked.runs_on(n) else ():
+                    grid = str(asked.grid or "")
+                    cases.append(Case(asked.name, asked.savings, n, tile, *size, self.memory, depth, grid))
+        return cases
 
     def validate(self) -> list[str]:
         ranks, m = " ".join(map(str, self.ranks)), self.microbatches

@@ -112,12 +112,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        rank: int,
-        *,
-        stuck_s: float,
-        fault_file: Path | None = None,
-        device: torch.device | None = None,
+        self, rank: int, *, stuck_s: float, fault_file: Path | None = None, device: torch.device | None = None
     ) -> None:
         self._progress = ProgressRecord()
         self._device: DeviceProgress | None = None

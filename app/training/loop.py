@@ -198,9 +198,8 @@ class TrainingLoop:
     def _validate(self) -> str:
         """Score the validation tiles; a line about it."""
         session, outcome = self._session, self.outcome
-        parts = session.engine, session.loss, session.dataset, session.validation_rows, session.validation
         with session.engine.averaged():
-            scores = evaluate(*parts, self._communicator, session.config.score)
+            scores = evaluate(session)
         outcome.metrics = scores.metrics
         outcome.validation = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
         outcome.examples = scores.examples

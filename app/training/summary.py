@@ -20,8 +20,9 @@ from app.pages.run_page import write_report
 from app.planning.auto import planned_speed
 from app.settings.launcher import find_launch
 from app.training.example_pictures import predicted_masks, write_examples
-from app.training.metrics_log import MlflowLog, staleness_in
-from app.training.outcome import MemoryLimit, Outcome, excess, peak_resident_bytes
+from app.training.loop import TrainingLoop
+from app.training.metrics_log import staleness_in
+from app.training.outcome import excess, peak_resident_bytes
 from app.training.resharing import changes_in
 from app.training.run_folder import RunFolder
 from app.training.session import Session
@@ -108,17 +109,9 @@ class RunSummary:
         restarts: attempts of the same start before this one.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        folder: RunFolder,
-        outcome: Outcome,
-        memory: MemoryLimit,
-        restarts: int,
-        mlflow: MlflowLog | None = None,
-    ) -> None:
-        self._session, self._folder, self._outcome, self._memory = session, folder, outcome, memory
-        self._restarts, self._mlflow = restarts, mlflow
+    def __init__(self, session: Session, folder: RunFolder, loop: TrainingLoop, restarts: int) -> None:
+        self._session, self._folder, self._restarts = session, folder, restarts
+        self._outcome, self._memory, self._mlflow = loop.outcome, loop.memory, loop.mlflow
         self._started_s = time.monotonic()
         self._communicator = session.placement.communicator
         self._cached = CacheCounts() if session.cache is None else session.cache.counts

@@ -7,12 +7,11 @@ model, blank, so that all ranks do the same work, and takes no part in any score
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,12 +33,14 @@ from app.training.metrics import (
 )
 from models.heads import BagLoss, bag_logits
 from models.losses import IGNORE
-from parallel.comm.communicator import Communicator
-from parallel.engine.step import Microbatch, TrainingEngine
+from parallel.engine.step import Microbatch
 from parallel.offload.copies import read_later
 from parallel.stage.stage import Loss
 from parallel.streaming.box_sums import SummedLoss
 from parallel.trace.stage_module import as_tensor
+
+if TYPE_CHECKING:
+    from app.training.session import Session
 
 
 @dataclass(frozen=True)
@@ -102,20 +103,9 @@ class Outputs:
     readable: NDArray[np.bool_]
 
 
-def evaluate(
-    engine: TrainingEngine,
-    loss: Loss,
-    dataset: Dataset,
-    rows: NDArray[np.int64],
-    microbatches: Callable[[], contextlib.AbstractContextManager[Iterator[Outputs]]],
-    communicator: Communicator,
-    settings: ScoreSettings,
-) -> Scores:
-    """Score the tiles ``rows`` of ``dataset``.
-
-    Args:
-        microbatches: opens the share of this rank's group; ``Outputs.rows`` are positions in ``rows``.
-    """
+def evaluate(session: Session) -> Scores:
+    """Score the validation tiles."""
+    loss, dataset, rows = session.loss, session.dataset, session.validation_rows
     classes, in_bags = len(dataset.classes), isinstance(loss, BagLoss)
     losses = torch.zeros(len(rows), dtype=torch.float64)
     width = classes + in_bags if dataset.task == "classify" else 2 * classes
@@ -123,10 +113,10 @@ def evaluate(
     sums = torch.zeros((len(rows), width), dtype=torch.float64)
     unread = torch.zeros(len(rows), dtype=torch.int64)
     put: Callable[[], None] | None = None
-    with engine.predicting(), microbatches() as stream:
+    with session.engine.predicting(), session.validation() as stream:
         for part in stream:
             unread[part.rows[~part.readable]] = 1
-            output = engine.predict(part.microbatch, score.sums if score else None)
+            output = session.engine.predict(part.microbatch, score.sums if score else None)
             if output is None or not part.readable.any():
                 continue  # another rank of the group has it, or none
             before, put = put, _begin_scores(part, output, score or loss, losses, sums)
@@ -135,7 +125,7 @@ def evaluate(
     if put is not None:
         put()
     for gathered in (losses, sums, unread):
-        communicator.all_reduce(gathered)
+        session.placement.communicator.all_reduce(gathered)
     sums[unread > 0] = 0  # pixels and targets may be read on two ranks: each has said what it could not read
     readable = unread.numpy() == 0
     tiles = _Tiles(dataset, rows, dataset.tiles.slide[rows].astype(np.int64), readable)
@@ -143,7 +133,7 @@ def evaluate(
     if isinstance(loss, BagLoss):
         return _of_bags(tiles, sums, loss)
     if dataset.task == "classify":
-        return _of_tiles(tiles, sums.numpy(), mean_loss, settings)
+        return _of_tiles(tiles, sums.numpy(), mean_loss, session.config.score)
     return _of_pixels(tiles, sums.numpy(), mean_loss)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from app import bench
 from app.benchmark import row as trials
-from app.benchmark.command import BenchCommand, Case, StrategySpec, cases_of
+from app.benchmark.command import BenchCommand, Case, StrategySpec
 from app.benchmark.row import Trial, compare, row_of, run_trial
 from app.settings.run import DataSettings
 from parallel.space.team import Grid
@@ -39,7 +39,8 @@ def rows(**found):
 
 
 def cases(strategies, *sizes, **more):
-    return list(cases_of(strategies.split(), *sizes, **{"memory": None, "scaling": "strong", "batch": 8, **more}))
+    asked = dict(zip(("tiles", "ranks", "stages"), sizes, strict=False))
+    return BenchCommand(DataSettings(Path()), strategies=tuple(strategies.split()), **asked, **more).cases()
 
 
 def labels(found):

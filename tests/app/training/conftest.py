@@ -91,7 +91,7 @@ def train_on_threads(config, dataset):
         strategy = config.strategy.to_strategy("cpu")
         session = Session(config, strategy, dataset, place, FailedSlides(folder.failed_slides), watchdog)
         loop = TrainingLoop(session, folder, Interrupt())
-        summary = RunSummary(session, folder, loop.outcome, loop.memory, 0)
+        summary = RunSummary(session, folder, loop, 0)
         try:
             outcome = loop.run()
             if loop.measures_twin:

@@ -173,6 +173,12 @@ class Engine:
         return output if sums is None else sums(output, microbatch.targets)
 
 
+def session_of(engine, loss, dataset, rows, microbatches):
+    parts = {"engine": engine, "loss": loss, "dataset": dataset, "validation_rows": rows, "validation": microbatches}
+    place, config = SimpleNamespace(communicator=LocalCommunicator()), SimpleNamespace(score=ScoreSettings())
+    return SimpleNamespace(placement=place, config=config, **parts)
+
+
 def scores(device, pixels, notes):
     """Losses and sums of a validation of which one tile cannot be read."""
     rows, readable = np.arange(COUNT * SIZE), np.ones(COUNT * SIZE, bool)
@@ -192,7 +198,7 @@ def scores(device, pixels, notes):
     dataset = SimpleNamespace(classes=list(range(CLASSES)), task="segment" if pixels else "classify", tiles=tiles)
     engine = Engine(device, pixels, notes)
     loss = PixelClassLoss() if pixels else TileClassLoss(None)
-    return evaluate(engine, loss, dataset, rows, microbatches, LocalCommunicator(), ScoreSettings())
+    return evaluate(session_of(engine, loss, dataset, rows, microbatches))
 
 
 def test_ignored_px_are_in_no_dice():
@@ -205,8 +211,7 @@ def test_ignored_px_are_in_no_dice():
     tiles, splits = SimpleNamespace(slide=np.zeros(1, np.int64), slides=["s"]), SimpleNamespace(split={"s": "val"})
     dataset = SimpleNamespace(classes=("background", "gland"), task="segment", tiles=tiles, splits=splits)
     opened = functools.partial(contextlib.nullcontext, iter([part]))
-    given = (engine, PixelClassLoss(), dataset, np.arange(1), opened, LocalCommunicator(), ScoreSettings())
-    metrics = evaluate(*given).metrics
+    metrics = evaluate(session_of(engine, PixelClassLoss(), dataset, np.arange(1), opened)).metrics
     assert (metrics["dice_background"], metrics["dice_gland"]) == (0, 2 * 3 / (3 + 5))
 
 
