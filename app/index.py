@@ -89,7 +89,7 @@ def index(command: IndexCommand) -> None:
             held.enter_context(lock_folder(command.out, f"{part.file_name}.lock"))
         name = Path(part.file_name if part else "run").with_suffix(".log")
         held.enter_context(_logged(command.out / name))
-        say = held.enter_context(IndexProgress(functools.partial(print, flush=True)))
+        say = held.enter_context(contextlib.closing(IndexProgress(functools.partial(print, flush=True))))
         failed = FailedSlides(command.out / "failed_slides.csv")
         try:
             table = build_index(

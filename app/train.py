@@ -281,7 +281,7 @@ def _prepare(config: RunConfig, folder: RunFolder, before: int) -> Dataset:
     """Open the run folder and make its dataset and plan, with progress."""
     folder.open(config, again=before > 0)
     folder.log_to_file()
-    with IndexProgress(say) as progress:
+    with contextlib.closing(IndexProgress(say)) as progress:
         dataset = prepare(config, folder, progress)
     _plan(config, folder, dataset)
     return dataset

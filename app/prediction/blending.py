@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,10 +103,7 @@ class Blender:
             yield slice(start, start + count), slice(done, done + count)
             start, done = 0, done + count
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         if self._map is not None:
             del self._sums
             self._map.close()

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def _blended(
     """Yield the ``count`` blended maps, uint8 (count, CHUNK_ROWS, width); write those of ``maps``: path and caption."""
     size = Size(windows.width, windows.height)
     with ExitStack() as opened:
-        blender = opened.enter_context(Blender(count, size.width, size.height, weights, folder.path))
+        blender = opened.enter_context(closing(Blender(count, size.width, size.height, weights, folder.path)))
         writers = {
             number: opened.enter_context(PyramidWriter(path, size, windows.canvas_mpp, what))
             for number, (path, what) in maps.items()

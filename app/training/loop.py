@@ -100,9 +100,10 @@ class TrainingLoop:
         """
         outcome, total = self.outcome, self._session.total_steps
         ended = self.is_done
-        bar = RunProgress(total, outcome.step, quiet=not self._is_first)
-        kept, log_file = self._session.cache or contextlib.nullcontext(), self._log or contextlib.nullcontext()
-        with kept, self._tiles, log_file, self._checkpoints, bar as progress:
+        kept = self._session.cache or contextlib.nullcontext()
+        log_file = contextlib.closing(self._log) if self._log else contextlib.nullcontext()
+        bar = contextlib.closing(RunProgress(total, outcome.step, quiet=not self._is_first))
+        with kept, contextlib.closing(self._tiles), log_file, self._checkpoints, bar as progress:
             stop, batch = False, None
             while not ended and not stop:
                 if batch is not None:
@@ -316,7 +317,7 @@ class TrainingLoop:
         on the disk: it changes parameters that are no longer used."""
         assert self._last_batch is not None
         twin = Throughput(self._session.config.strategy.batch)
-        with self._tiles:
+        with contextlib.closing(self._tiles):
             self._tiles.keep(self._last_batch)
             for k in range(self._session.config.twin_steps + WARM_UP):
                 begun_s = time.perf_counter()

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from app.training.run_folder import CsvLog, RunFolder
 from app.training.validation import Scores
@@ -224,8 +224,5 @@ class MetricsLog:
         if self._mlflow is not None:
             self._mlflow.scalars(step, values)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._events.close()

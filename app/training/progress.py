@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -83,7 +82,7 @@ class IndexProgress:
         elapsed_s = now - self._begun_s
         failed = f", {self._failed} failed" if self._failed else ""
         if told.done == told.total:
-            self._stop()
+            self.close()
             self._say(f"indexed {counted(told.total, 'slide')} in {timedelta(seconds=round(elapsed_s))}{failed}")
         elif self._status is not None:
             line = self._line(told, elapsed_s, failed, self._console.width - len("* "))
@@ -101,15 +100,9 @@ class IndexProgress:
         for_name = cells - len(line) - 2
         return f"{line}  {shortened(told.slide_id, for_name)}" if for_name >= NAME_CELLS else line[:cells]
 
-    def _stop(self) -> None:
+    def close(self) -> None:
         if self._status is not None:
             self._status.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop()
 
 
 class RunProgress:
@@ -131,6 +124,7 @@ class RunProgress:
                 TextColumn("{task.fields[figures]}"),
             )
             self._task = self._bar.add_task("training", total=total, completed=done, figures="")
+            self._bar.start()
 
     def step(self, done: int, loss: float, images_per_second: float) -> None:
         """``done`` steps are finished."""
@@ -151,11 +145,6 @@ class RunProgress:
         elif not self._quiet:
             say(line)
 
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         if self._bar:
             self._bar.stop()

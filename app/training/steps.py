@@ -35,7 +35,7 @@ Step = Callable[[Callable[[], Iterable[Microbatch]], int, float], StepResult]
 
 
 class TrainLoader:
-    """Batches of a run on one rank; a context manager that ends prefetching.
+    """Batches of a run on one rank; to be closed, which ends prefetching.
 
     Args:
         beside: entered by the thread that prefetches microbatches, as for ``DevicePrefetcher``.
@@ -109,12 +109,6 @@ class TrainLoader:
     def close(self) -> None:
         self._feed.close()
         self._tiles.close()
-
-    def __enter__(self) -> TrainLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def steps_of(session: Session) -> Step:

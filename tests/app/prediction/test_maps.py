@@ -1,5 +1,7 @@
 """Maps of a prediction: windows blended, areas drawn, and batch norms in the convolutions before them."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import shapely
@@ -29,7 +31,7 @@ def blended(blender, windows, height):
 def test_two_windows_that_overlap_by_one_column(tmp_path):
     weights = np.array([[1.0, 3.0], [1.0, 3.0]], np.float32)
     windows = [(0, 0, np.full((1, 2, 2), 0.2, np.float32)), (1, 0, np.full((1, 2, 2), 0.6, np.float32))]
-    with Blender(1, 4, 3, weights, tmp_path) as blender:
+    with closing(Blender(1, 4, 3, weights, tmp_path)) as blender:
         done = blended(blender, windows, 3)
     middle = (3 * 0.2 + 1 * 0.6) / (3 + 1)
     expected = [[0.2, middle, 0.6, 0.0], [0.2, middle, 0.6, 0.0], [0.0, 0.0, 0.0, 0.0]]
@@ -50,14 +52,14 @@ def test_any_windows_equal_sums_over_the_whole_canvas(spilled, tmp_path, monkeyp
         sums[:, y : y + side, x : x + side] += values * weights
         total[y : y + side, x : x + side] += weights
     expected = np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)
-    with Blender(2, width, height, weights, tmp_path) as blender:
+    with closing(Blender(2, width, height, weights, tmp_path)) as blender:
         done = blended(blender, windows, height)
     np.testing.assert_allclose(done, expected, atol=1e-6)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_window_that_reaches_beyond_the_canvas_is_cut_off(tmp_path):
-    with Blender(1, 2, 2, gaussian_window(4), tmp_path) as blender:
+    with closing(Blender(1, 2, 2, gaussian_window(4), tmp_path)) as blender:
         done = blended(blender, [(0, 0, np.full((1, 4, 4), 0.5, np.float32))], 2)
     np.testing.assert_allclose(done, np.full((1, 2, 2), 0.5), rtol=1e-6)
 

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -156,7 +157,7 @@ def test_elsewhere_a_line_comes_now_and_then_and_at_the_end(monkeypatch, capsys)
     now = iter([0.0, 4.0, 10.0, 12.0, 19.0, 20.0, 24.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     said = []
-    with IndexProgress(said.append) as progress:
+    with closing(IndexProgress(said.append)) as progress:
         progress("3 slides are there already")
         for k in range(1, 7):
             progress(done(k, failed=k == 4))
@@ -176,7 +177,7 @@ def test_on_a_terminal_it_is_one_line_that_changes(width, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(module, "_on_terminal", lambda: True)
     monkeypatch.setattr(module, "Console", lambda: Console(file=screen, force_terminal=True, width=width))
-    with IndexProgress(lambda line: None) as progress:
+    with closing(IndexProgress(lambda line: None)) as progress:
         for k in range(1, 6):
             progress(done(k))
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())

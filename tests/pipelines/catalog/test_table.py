@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -125,7 +126,7 @@ def test_every_file_of_a_run(tmp_path):
     assert failed.rows() == [(name, "open", "@SUM(1)")]
     Splits({name: "train", "b": "val"}, {name: "+patient", "b": "b"}, {name: 0, "b": 1}).save(folder.splits)
     assert Splits.load(folder.splits, {name: "p", "b": "b"}).split[name] == "train"
-    with MetricsLog(folder, 0, (name, "-b")) as log:
+    with closing(MetricsLog(folder, 0, (name, "-b"))) as log:
         log.validation(1, Scores({"loss": -0.5}, [{"slide": name, "label": "-b", "tiles": 1, "score_-b": -0.5}]))
     assert _rows(folder.predictions)[0] == {"slide": name, "label": "-b", "tiles": "1", "score_-b": "-0.5"}
     cells = {}
