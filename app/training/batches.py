@@ -41,7 +41,7 @@ from pipelines.stream.stream import TileStream
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RankReading:
     """This rank's part of every global batch. Every rank makes its own at the same time.
 
@@ -55,25 +55,15 @@ class RankReading:
 
     communicator: Communicator
     batch: int
-    ranges: tuple[range, ...]
-    wants: tuple[NeededInputs, ...]
-    apart: bool
+    ranges: Sequence[range]
+    wants: Sequence[NeededInputs]
     part: tuple[TileBox, TileBox] | None = None
     samples: Callable[[int], range] = range
 
-    @classmethod
-    def of(
-        cls,
-        communicator: Communicator,
-        batch: int,
-        ranges: Sequence[range],
-        wants: Sequence[NeededInputs],
-        part: tuple[TileBox, TileBox] | None = None,
-        samples: Callable[[int], range] = range,
-    ) -> RankReading:
-        """Collective: finds out whether any rank has targets without pixels."""
-        apart = part is not None or any(want.targets and not want.images for want in wants)
-        return cls(communicator, batch, tuple(ranges), tuple(wants), agree(communicator, apart), part, samples)
+    def __post_init__(self) -> None:
+        """Collective: find out whether any rank has targets without pixels."""
+        apart = self.part is not None or any(want.targets and not want.images for want in self.wants)
+        self.apart = agree(self.communicator, apart)
 
     @property
     def read_ranges(self) -> tuple[range, ...]:

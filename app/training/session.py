@@ -115,7 +115,7 @@ class Session:
         shares = [self.ranges[i] for i in engine.share]
         # Of whole slides as tiles each has another box.
         part = None if dataset.tiles.sides is not None else part_of(engine, (most, 3, height, width))
-        reading = functools.partial(RankReading.of, communicator, config.strategy.batch, shares, part=part)
+        reading = functools.partial(RankReading, communicator, config.strategy.batch, shares, part=part)
         # Each member reads one at least.
         samples = engine.samples if min(map(len, self.ranges)) >= strategy.ways else range
         self.reading = reading([engine.wants(i) for i in engine.share], samples=samples)

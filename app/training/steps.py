@@ -95,8 +95,8 @@ class TrainLoader:
         self.close()
         session.engine.reshare(shares)
         share = session.engine.share
-        wants = tuple(session.engine.wants(i) for i in share)
-        self._reading = replace(self._reading, ranges=tuple(session.ranges[i] for i in share), wants=wants)
+        wants = [session.engine.wants(i) for i in share]
+        self._reading = replace(self._reading, ranges=[session.ranges[i] for i in share], wants=wants)
         self._stream = self._reading.sharded(self._stream)
         self._open(state)
 

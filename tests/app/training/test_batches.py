@@ -71,7 +71,7 @@ def feed_of(tiles):
 
 def test_a_rank_reads_the_microbatches_it_wants():
     ranges = split_batch(5, 3)
-    reading = RankReading.of(recorded(), 5, ranges, [IMAGES, NOTHING, BOTH])
+    reading = RankReading(recorded(), 5, ranges, [IMAGES, NOTHING, BOTH])
     assert not reading.apart
     assert reading.sizes == (2, 2, 1)
     stream = reading.sharded(stream_of())
@@ -81,14 +81,14 @@ def test_a_rank_reads_the_microbatches_it_wants():
     given = [NeededInputs(part.images is not None, part.targets is not None) for part in parts]
     assert given == [IMAGES, NOTHING, BOTH]
     assert [part.shape for part in parts] == [(size, 3, TILE, TILE) for size in (2, 2, 1)]
-    group = RankReading.of(recorded(), 7, split_batch(7, 4)[2:], [BOTH, BOTH]).sharded(stream_of())
+    group = RankReading(recorded(), 7, split_batch(7, 4)[2:], [BOTH, BOTH]).sharded(stream_of())
     assert group.rows == (4, 5, 6), "its own part of the batch"
 
 
 def test_labels_follow_the_tile_that_was_read_on_the_rank_with_the_pixels():
     def rank(communicator, _):
         wants = [[IMAGES] * 2, [TARGETS] * 2][communicator.rank]
-        reading = RankReading.of(communicator, 4, split_batch(4, 2), wants)
+        reading = RankReading(communicator, 4, split_batch(4, 2), wants)
         assert reading.apart
         with iter(reading.sharded(stream_of(damaged=communicator.rank == 0))) as batches:
             batch = next(batches)
@@ -103,7 +103,7 @@ def test_members_of_a_team_go_on_with_the_same_tiles_where_one_part_is_damaged()
     def rank(communicator, _):
         rows = (0, TILE // 2) if communicator.rank == 0 else (TILE // 2, TILE)
         box = TileBox(*rows, 0, TILE)
-        reading = RankReading.of(communicator, 4, split_batch(4, 2), [BOTH] * 2, part=(box, box))
+        reading = RankReading(communicator, 4, split_batch(4, 2), [BOTH] * 2, part=(box, box))
         assert reading.apart
         with iter(reading.sharded(stream_of(damaged=communicator.rank == 1))) as batches:
             batch = next(batches)
@@ -119,7 +119,7 @@ def test_members_of_a_team_go_on_with_the_same_tiles_where_one_part_is_damaged()
 def test_ranks_settle_a_batch_only_if_a_tile_of_it_is_replaced_or_it_was_not_read_in_time(damaged, monkeypatch):
     gate, lease = threading.Event(), SlidePool.lease
     monkeypatch.setattr(SlidePool, "lease", lambda pool, slide_id: gate.wait(20) and lease(pool, slide_id))
-    reading = RankReading.of(recorded([1]), 4, split_batch(4, 2), [IMAGES] * 2)
+    reading = RankReading(recorded([1]), 4, split_batch(4, 2), [IMAGES] * 2)
     with iter(reading.sharded(stream_of(damaged=damaged))) as tiles, feed_of(tiles) as feed:
         assert reading.needs_sync(feed)
         gate.set()
@@ -129,12 +129,12 @@ def test_ranks_settle_a_batch_only_if_a_tile_of_it_is_replaced_or_it_was_not_rea
 
 
 def test_where_pixels_and_targets_are_read_together_on_all_ranks_nothing_is_settled():
-    reading = RankReading.of(recorded(), 4, split_batch(4, 2), [BOTH] * 2)
+    reading = RankReading(recorded(), 4, split_batch(4, 2), [BOTH] * 2)
     with iter(reading.sharded(stream_of(damaged=True))) as tiles, feed_of(tiles) as feed:
         assert not reading.needs_sync(feed)
         assert not reading.settle(tiles, next(feed))
     for others in (1, 0):
-        assert RankReading.of(recorded([others]), 4, split_batch(4, 2), [NOTHING] * 2).apart == bool(others)
+        assert RankReading(recorded([others]), 4, split_batch(4, 2), [NOTHING] * 2).apart == bool(others)
 
 
 def test_a_short_batch_is_cut_into_microbatches_of_the_usual_size():
@@ -147,7 +147,7 @@ def test_a_short_batch_is_cut_into_microbatches_of_the_usual_size():
 def test_a_member_that_has_some_samples_of_a_microbatch_reads_these_alone():
     wants = (NeededInputs(True, True),) * 2
     ranges = (range(4), range(4, 7))
-    reading = RankReading(LocalCommunicator(), 7, ranges, wants, False, samples=lambda count: range(count // 2, count))
+    reading = RankReading(LocalCommunicator(), 7, ranges, wants, samples=lambda count: range(count // 2, count))
     assert reading.read_ranges == (range(2, 4), range(5, 7))
     assert (reading.sizes, reading.counts) == ((2, 2), (4, 3))
 
