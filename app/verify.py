@@ -81,7 +81,7 @@ class VerifyCommand:
             "--recompute optimal is planned for a memory, by app.train or by app.plan --out; got no --recompute-runs: "
             "name the layers to recompute, as a plan wrote them": strategy.needs_recompute_plan,
             "--stream auto is planned for a memory, by app.train: give the side of the boxes in px": (
-                strategy.needs_box_plan
+                strategy.stream == "auto"
             ),
             f"--precision {strategy.precision} rounds far more than strategies differ: leave it out": strategy.precision
             in ("tf32", "bf16"),
@@ -144,7 +144,7 @@ def verify(command: VerifyCommand) -> dict[str, Any] | None:
     trial = _trial(command, device_of(asked))
     make_engine = _engine_maker(command, trial.device)
     compare = functools.partial(verify_engine, deferred=asked.norm_statistics == "deferred")
-    if asked.to_strategy(trial.device.type).stashes or asked.is_async:
+    if asked.to_strategy(trial.device.type).stashes or asked.name == "async":
         compare = functools.partial(compare, make_reference=DelayedTraining)
 
     def run(communicator: Communicator, _: None = None) -> tuple[Errors | None, Errors | None]:

@@ -63,7 +63,7 @@ def plan_run(
     except ValueError as fault:  # not traced: it can only be computed as a whole
         if config.strategy.needs_recompute_plan:
             raise RunError(f"--recompute optimal has to look into the model: {fault}. Use --recompute none") from fault
-        if config.strategy.needs_box_plan:
+        if config.strategy.stream == "auto":
             raise RunError(f"--stream has to look into the model: {fault}. Leave --stream out") from fault
         world = config.strategy.world
         m = config.strategy.microbatches or world
@@ -139,7 +139,7 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     machine = machine_of(config, timed=timed, reserved=config.stream.read_ahead_bytes)
     planner = _planner(config, classes, segments, machine)
     if not strategy.needs_strategy_plan:
-        decide = _with_boxes if strategy.needs_box_plan else _with_runs
+        decide = _with_boxes if strategy.stream == "auto" else _with_runs
         return planner.plan(problem, decide(strategy, planner))
     names, m = names_for(strategy), strategy.microbatches
     savings = savings_of(strategy)

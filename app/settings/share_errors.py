@@ -98,7 +98,7 @@ def mixed_errors(settings: StrategySettings) -> list[str]:
 
 def async_errors(settings: StrategySettings) -> list[str]:
     """Return the errors of ``--parallel async``."""
-    if not settings.is_async:
+    if settings.name != "async":
         given = {
             "staleness": settings.staleness != StrategySettings.staleness,
             "push-rate": settings.push_rate != StrategySettings.push_rate,

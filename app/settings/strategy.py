@@ -137,14 +137,9 @@ class StrategySettings:
         return self.recompute == "optimal" and not self.recompute_runs
 
     @property
-    def needs_box_plan(self) -> bool:
-        """A planner has yet to choose the box size."""
-        return self.stream == "auto"
-
-    @property
     def needs_plan(self) -> bool:
         """A planner has yet to choose something."""
-        return self.needs_strategy_plan or self.needs_recompute_plan or self.needs_box_plan
+        return self.needs_strategy_plan or self.needs_recompute_plan or self.stream == "auto"
 
     @property
     def memory_bytes(self) -> int | None:
@@ -177,11 +172,6 @@ class StrategySettings:
     def computed_precision(self) -> Literal["auto", "fp32", "tf32", "bf16"]:
         """``precision``; of devices of several kinds, what all of them compute alike."""
         return "fp32" if self.is_mixed else self.precision
-
-    @property
-    def is_async(self) -> bool:
-        """Workers push gradients to a parameter server."""
-        return self.name == "async"
 
     @property
     def splits(self) -> bool:
@@ -225,7 +215,7 @@ class StrategySettings:
             return self.microbatches
         if self.asked_shares:
             return sum(map(len, self.asked_shares[0][1]))
-        if self.is_async:
+        if self.name == "async":
             return max(m for m in range(1, PER_WORKER * self.world + 1) if self.batch % m == 0 or m == 1)
         finer = FINE * self.groups if self.shares == AUTO else self.groups
         if not self.splits:
@@ -285,7 +275,7 @@ class StrategySettings:
             shares=self.asked_shares[0][1] if self.asked_shares else (),
             changes=self.asked_shares[1:],
             rebalanced=self.shares == AUTO,
-            pushes=self.push_rule() if self.is_async else None,
+            pushes=self.push_rule() if self.name == "async" else None,
             ways=self.ways,
         )
 

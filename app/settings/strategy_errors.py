@@ -223,7 +223,7 @@ def _of_boxes(settings: StrategySettings) -> list[str]:
     stream, parallel = settings.stream, settings.parallel
     if stream == "none":
         return []
-    if not settings.needs_box_plan and (not stream.isdecimal() or int(stream) < 1):
+    if stream != "auto" and (not stream.isdecimal() or int(stream) < 1):
         return [f"--stream takes none, auto or the side of boxes in px, such as 512; got {stream!r}"]
     excluded = {
         f"--recompute {settings.recompute}": settings.recompute != "none",
@@ -245,9 +245,7 @@ def _of_boxes(settings: StrategySettings) -> list[str]:
         {
             f"--stream {stream} is not for --parallel {parallel}, {reason}: name another strategy": refused,
             f"--stream auto is planned for --parallel single, ddp and spatial; got --parallel {parallel}: name the "
-            "side of boxes in px, such as 512": not refused
-            and settings.needs_box_plan
-            and settings.name not in STREAMED,
+            "side of boxes in px, such as 512": not refused and stream == "auto" and settings.name not in STREAMED,
         }
     )
 
