@@ -135,7 +135,6 @@ def _trial_of(code: int | None, folder: Path, wall_s: float, timeout_s: float, k
 
 
 def _who_killed(before: int | None, after: int | None) -> str:
-    """Return the likely cause of a signal 9."""
     if before is None or after is None:
         return (
             "a rank was ended by signal 9, probably by the kernel as the host's memory ran out; it keeps no count here "

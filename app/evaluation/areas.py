@@ -271,7 +271,6 @@ def _detections(path: Path, name: str, l0_px: float) -> list[tuple[int, int, flo
 
 
 def _picture(sides: Sequence[Sequence[NDArray[np.bool_]]]) -> bytes:
-    """Return a PNG of two sides of masks, a colour for each class."""
     drawn = []
     for masks in sides:
         height, width = masks[0].shape

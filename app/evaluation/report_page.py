@@ -177,7 +177,6 @@ def _as_text(pictures: Mapping[str, bytes]) -> list[tuple[str, str]]:
 
 
 def _add_labelled(figures: _Figures, evaluation: Evaluation, labelled: LabelledPredictions) -> None:
-    """Add scores of slides and patients with labels."""
     cases, unit, classes = labelled.cases, evaluation.unit, evaluation.classes
     named = {evaluation.name_of(*key): estimate for key, estimate in evaluation.estimates.items()}
     figures.cards += [
@@ -202,7 +201,6 @@ def _add_labelled(figures: _Figures, evaluation: Evaluation, labelled: LabelledP
 
 
 def _add_areas(figures: _Figures, evaluation: Evaluation, areas: AreaScores) -> None:
-    """Add scores of annotated areas."""
     curves = areas.froc
     figures.tables["Areas, by slide"] = Table(
         ("slide", *(f"{what} {name}" for name in areas.classes for what in ("Dice", "IoU"))),

@@ -80,7 +80,6 @@ def stop_with_launcher() -> None:
 
 
 def _stop_after(parent: int) -> None:
-    """Stop this process once its parent is not ``parent`` any more."""
     while os.getppid() == parent:
         time.sleep(CHECK_S)
     shutil.rmtree(Path(os.environ[PRIVATE_STORE]).parent, ignore_errors=True)

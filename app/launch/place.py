@@ -187,7 +187,6 @@ def _join(settings: StrategySettings, device: torch.device, launch: Launch) -> C
 def _mixed(
     joined: Communicator, kinds: Sequence[RankKind], settings: StrategySettings, device: torch.device
 ) -> Communicator:
-    """Return the communicator of ranks on CPUs and GPUs."""
     from parallel.comm.mixed_comm import MixedCommunicator
 
     if not has_gpu_each([kind for kind in kinds if kind.kind == "cuda"]):

@@ -128,7 +128,6 @@ def _unscored(row: Mapping[str, str]) -> bool:
 
 
 def _numbers(rows: Rows, *names: str) -> list[float]:
-    """The values that are there."""
     values = [number_in(row.get(name, "")) for row in rows for name in names]
     return [value for value in values if not math.isnan(value)]
 

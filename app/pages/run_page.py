@@ -127,7 +127,6 @@ def _what(files: RunFiles) -> list[str]:
 
 
 def _of_pictures(files: RunFiles) -> bool:
-    """Return whether the run classified whole pictures."""
     return files.config.get("pictures") == "resize"
 
 

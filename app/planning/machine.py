@@ -155,7 +155,6 @@ def precision_here(asked: str, device: str) -> Precision:
 
 
 def _calibrated(device: torch.device, threads: int, together: int, precision: str, channels_last: bool) -> CostModel:
-    """Return the cost model of this machine."""
     dtype, tf32 = autocast_of(precision) or torch.float32, precision == "tf32"
     heap_kept = device.type == "cpu"  # as ranks do when they are placed
     use = DeviceUse(device, threads, together, dtype, channels_last, heap_kept, tf32)
@@ -171,7 +170,6 @@ def _announce(what: str, path: Path | None) -> None:
 
 
 def _links(ranks: int, threads: int, device: str = "cpu") -> LinkSpeed:
-    """Return the speed of messages between ranks of this machine."""
     what = f"measuring messages and sums between {ranks} ranks of this machine, about {TAKES_S} s"
     _announce(what, links_kept_at(ranks, threads, device))
     return load_or_measure_links(ranks, threads=threads, device=device)

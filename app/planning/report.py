@@ -101,7 +101,6 @@ def report(command: PlanCommand) -> int:
 def _unequal(
     command: PlanCommand, planner: Planner, rows: Sequence[PlanRow], work: Workload, names: Sequence[str]
 ) -> Iterator[str]:
-    """Yield lines on devices that differ."""
     assert command.device_spec is not None
     devices = [spec.name for spec in devices_named(command.device_spec, command.ranks)]
 

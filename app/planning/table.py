@@ -68,7 +68,6 @@ def what_tiles_need(found: Sequence[LargestTile]) -> str:
 
 
 def _family(strategy: Strategy) -> int:
-    """Return the place in ``WAYS``."""
     return 2 if strategy.policy.stream is not None else int(strategy.splits or strategy.policy.saves)
 
 

@@ -285,7 +285,6 @@ def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:
 
 @functools.lru_cache(maxsize=64)
 def _loss_layers(classes: int, side: int | None) -> tuple[Layer, ...]:
-    """Return the layers of the loss alone."""
     shape = (1, classes) if side is None else (1, classes, side, side)
     loss = trace(_LossOnLogits(TileClassLoss() if side is None else PixelClassLoss()), shape).graph
     return loss.layers[3:]  # behind the input, the zero, and their sum
@@ -316,8 +315,6 @@ class _LossOnLogits(nn.Module):
 
 
 class _ZeroTargets(nn.Module):
-    """A loss whose targets are all class 0."""
-
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
         self.loss = loss

@@ -112,7 +112,6 @@ def predict_image(spec: SlideSpec, model: TrainedModel, folder: PredictionFolder
 
 
 def _picture(spec: SlideSpec, model: TrainedModel) -> _Image:
-    """Return a picture, resized to a tile."""
     settings, threads = model.config.index, default_threads(1)
     stain: StainFit | str | None = None
     source = find_tiles(spec, settings, threads).source

@@ -60,8 +60,6 @@ ADVICE = {
 
 
 class _Drained(io.FileIO):
-    """A descriptor whose reader may close it."""
-
     def write(self, data: ReadableBuffer) -> int:
         try:
             return super().write(data)

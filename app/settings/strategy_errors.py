@@ -42,7 +42,6 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
 
 
 def _of_options(settings: StrategySettings) -> list[str]:
-    """Return the options that mean nothing under the strategy."""
     rule = f"--parallel {settings.name} does not split it"
     if settings.needs_strategy_plan:
         rule = "--parallel auto chooses this itself: leave it out, or name the strategy"
@@ -73,7 +72,6 @@ def _of_options(settings: StrategySettings) -> list[str]:
 
 
 def _of_planner(settings: StrategySettings) -> list[str]:
-    """Return errors in what limits the planner's choice."""
     stages, m = settings.stages, settings.microbatches
     return broken(
         {
@@ -188,7 +186,6 @@ def _of_teams(settings: StrategySettings) -> list[str]:
 
 
 def _of_memory_policy(settings: StrategySettings) -> list[str]:
-    """Return errors of recomputation, offload and boxes."""
     recompute, offload, runs = settings.recompute, settings.offload, settings.recompute_runs
     policies = {
         f"--recompute {recompute}": recompute == "optimal",
@@ -219,7 +216,6 @@ def _of_memory_policy(settings: StrategySettings) -> list[str]:
 
 
 def _of_boxes(settings: StrategySettings) -> list[str]:
-    """Return errors of tiles computed box by box."""
     stream, parallel = settings.stream, settings.parallel
     if stream == "none":
         return []

@@ -121,7 +121,6 @@ def verify_engine(
 
 
 def _made(trial: ExactnessTrial, engine: TrainingEngine, step: int, i: int) -> Microbatch:
-    """Microbatch ``i`` as the engine takes it."""
     microbatch = trial.microbatch(step, i, engine.wants(i))
     if not trial.by_boxes or microbatch.images is None:
         return microbatch
@@ -200,7 +199,6 @@ def _counts(value: Tensor) -> bool:
 
 
 def _size(value: Tensor) -> float:
-    """The largest finite value."""
     sizes = value.detach().to(torch.promote_types(value.dtype, torch.float64)).abs()
     return float(sizes[sizes.isfinite()].max()) if sizes.isfinite().any() else 0.0
 

@@ -49,8 +49,6 @@ def _runs(model: nn.Module, shape: tuple[int, ...], layout: torch.memory_format)
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what draws."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
@@ -178,7 +176,6 @@ def build_run_model(config: RunConfig, classes: int, shape: tuple[int, ...]) -> 
 
 
 def _weights_of(net: ModelSettings, side: int | None) -> Weights | None:
-    """Return the weights that a model starts from; None: it stays as it is built."""
     if net.weights == PRETRAINED or (net.weights is None and names_weights(net.model)):
         return pretrained_weights(net.model, side)
     if net.weights is None:

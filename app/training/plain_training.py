@@ -139,7 +139,6 @@ class ExactnessTrial:
         return Microbatch(images, targets if wants.targets else None, shape)
 
     def _targets(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """(n, tile, tile)."""
         if not self.classes:
             return torch.randn(shape, generator=generator, dtype=self.dtype)
         classes = torch.randint(0, self.classes, shape, generator=generator, dtype=torch.uint8)

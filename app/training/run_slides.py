@@ -144,7 +144,6 @@ def choose_splits(
 def _asked_splits(
     config: RunConfig, known: Splits, given: dict[str, str], slides: set[str], progress: Callable[[str], None]
 ) -> Splits:
-    """The splits that the settings ask for."""
     asked, patients, labels = config.split, known.patient, known.label or None
     if given and asked.is_asked:
         raise ValueError(

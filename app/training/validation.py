@@ -215,7 +215,6 @@ class _Tiles:
 
 
 def _of_tiles(tiles: _Tiles, sums: NDArray[np.float64], loss: float | None, settings: ScoreSettings) -> Scores:
-    """Return the scores of a classifier of tiles."""
     assert tiles.dataset.tile_labels is not None
     rows, slide = tiles.rows[tiles.readable], tiles.slide[tiles.readable]
     probability, labels = sums[tiles.readable], tiles.dataset.tile_labels[rows]
@@ -267,7 +266,6 @@ def _classification(
 
 
 def _of_pixels(tiles: _Tiles, sums: NDArray[np.float64], loss: float | None) -> Scores:
-    """Return the scores of a segmenter."""
     names, readable = tiles.dataset.classes, tiles.readable
     classes = len(names)
     by_slide = np.stack([sums[own].sum(0) for own in rows_by(tiles.slide)[1]])
