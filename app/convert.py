@@ -52,7 +52,6 @@ class ConvertCommand:
 
     @property
     def suffix(self) -> str:
-        """File suffix of the output."""
         return self.to or self.target.suffix.lower()
 
     def validate(self) -> list[str]:

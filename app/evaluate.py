@@ -48,7 +48,6 @@ class EvaluateCommand:
 
 
 def evaluate(command: EvaluateCommand) -> None:
-    """Score, write and say what was found."""
     from app.evaluation.report import Evaluation
     from app.evaluation.report_page import write_report
     from app.prediction.prediction_folder import PredictionFolder

@@ -54,7 +54,6 @@ class IndexCommand:
 
     @property
     def chosen_part(self) -> IndexPart | None:
-        """``part``, read."""
         return None if self.part is None else IndexPart.parse(self.part)
 
     @property
@@ -74,7 +73,6 @@ class IndexCommand:
 
 
 def index(command: IndexCommand) -> None:
-    """Build the index and say what it holds."""
     started_s = time.perf_counter()
     specs = slides_in(command.slides, command.opening, whole_pictures=command.index.whole_pictures)
     part = command.chosen_part

@@ -76,7 +76,6 @@ def write_page(folder: Path) -> Path:
 
 
 def render(bench: Mapping[str, Any], name: str) -> str:
-    """Return the page."""
     rows = bench["rows"]
     headers = ("model", "tile px", "ranks", "tiles a step", HEADERS[0], HEADERS[-1], *HEADERS[1:-1])
     table = []

@@ -59,7 +59,6 @@ class HashingWriter:
             raise
 
     def flush(self) -> None:
-        """Flush the file."""
         self._file.flush()
 
     def finish(self) -> None:

@@ -103,7 +103,6 @@ class Evaluation:
         return "picture" if self.made_with["whole_pictures"] else "slide"
 
     def name_of(self, unit: str, measure: str) -> str:
-        """Return the name of an estimate, for people."""
         return f"{self.unit if unit == 'slide' else unit} {NAMES[measure]}"
 
     @property
@@ -146,7 +145,6 @@ class Evaluation:
         return figures
 
     def lines(self) -> list[str]:
-        """Return the scores as lines."""
         lines = self.head()
         if self.labelled is not None:
             cases, patients = self.labelled.cases, self._patients(self.labelled.slides)

@@ -199,7 +199,6 @@ class Holder:
 
     @classmethod
     def of_this_process(cls) -> Holder:
-        """Return this process as a holder."""
         starter = find_launcher()
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         command = Path(sys.argv[0]).stem if len(sys.argv[0]) > 2 else "python"

@@ -304,7 +304,6 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 def main() -> None:
-    """Watch the rank that the command line names."""
     # What asks the rank to stop is for the rank; this process follows it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -79,7 +79,6 @@ def write_report(run: Path) -> Path:
 
 
 def render(files: RunFiles) -> str:
-    """Return the page."""
     summary, name = files.summary, files.folder.resolve().name
     status = summary.get("status", "no summary: running, or ended without a word")
     return rendered(
@@ -286,7 +285,6 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def render_comparison(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Return the page."""
     headers = ("", *names)
     return rendered(
         "comparison.html.j2",

@@ -75,7 +75,6 @@ class PlanCommand:
 
     @property
     def step_tiles(self) -> int:
-        """Tiles of one optimizer step."""
         return max(8, self.ranks) if self.batch is None else self.batch
 
     @property

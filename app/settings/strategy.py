@@ -143,12 +143,10 @@ class StrategySettings:
 
     @property
     def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
         return None if self.memory is None else bytes_of(self.memory)
 
     @property
     def bucket_bytes(self) -> int | None:
-        """``gradient_buckets`` in bytes."""
         return 0 if self.gradient_buckets == "0" else bytes_of(self.gradient_buckets or "")
 
     @property

@@ -72,7 +72,6 @@ class RankReading:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of these."""
         return tuple(map(len, self.read_ranges))
 
     @property

@@ -49,7 +49,6 @@ class _CellTargets:
     device = torch.device("cpu")
 
     def box(self, rows: Span, columns: Span) -> Tensor:
-        """Return these rows and columns."""
         count, height, width = self.shape
         y = torch.arange(rows.start, rows.stop) * CELLS // height
         x = torch.arange(columns.start, columns.stop) * CELLS // width

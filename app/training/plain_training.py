@@ -118,7 +118,6 @@ class ExactnessTrial:
 
     @property
     def minimised(self) -> Loss:
-        """The loss."""
         return self.loss or RandomProjectionLoss()
 
     def fresh_module(self) -> nn.Module:

@@ -127,7 +127,6 @@ class RunProgress:
             self._bar.start()
 
     def step(self, done: int, loss: float, images_per_second: float) -> None:
-        """``done`` steps are finished."""
         figures = f"loss {loss:.4f}  {images_per_second:.2f} images/s"
         if self._bar:
             self._bar.update(self._task, completed=done, figures=figures)

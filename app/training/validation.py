@@ -104,7 +104,6 @@ class Outputs:
 
 
 def evaluate(session: Session) -> Scores:
-    """Score the validation tiles."""
     loss, dataset, rows = session.loss, session.dataset, session.validation_rows
     classes, in_bags = len(dataset.classes), isinstance(loss, BagLoss)
     losses = torch.zeros(len(rows), dtype=torch.float64)
