@@ -58,11 +58,6 @@ class RankPlacement:
     device: torch.device
     precision: Precision = "fp32"
 
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """Return the type for mixed precision; None computes in float32."""
-        return autocast_of(self.precision)
-
 
 def place(settings: StrategySettings) -> RankPlacement:
     """Choose device and precision, share the cores among the ranks of this machine, join the other ranks.

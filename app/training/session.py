@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from app.launch.place import RankPlacement, host_memory, host_share, map_share
+from app.launch.place import RankPlacement, autocast_of, host_memory, host_share, map_share
 from app.launch.watchdog import Watchdog
 from app.settings.fields import bytes_of
 from app.settings.run import EPOCHS, RunConfig
@@ -143,7 +143,7 @@ class Session:
             tile=self.dataset.tiles.largest[::-1],
             seed=config.seed,
             device=placement.device,
-            autocast=placement.autocast,
+            autocast=autocast_of(placement.precision),
             watchdog=self.watchdog,
             host=host,
         )

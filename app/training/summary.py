@@ -32,7 +32,6 @@ from parallel.engine.engine import Engine
 from parallel.engine.recorded import gather_timeline, measured_costs
 from parallel.engine.step import TrainingEngine
 from parallel.schedule.action import COMPUTE, Kind
-from parallel.schedule.mesh import Mesh
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import to_csv
 from parallel.schedule.timeline import Timeline, chrome_trace
@@ -81,7 +80,10 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     if measured is None or not any(measured.spans.values()):
         return None
     costs = measured_costs(measured, engine.mesh.stages)
-    simulated = of_ranks(simulate(engine.schedule, engine.mesh, costs), engine.mesh)
+    simulated = simulate(engine.schedule, engine.mesh, costs)
+    # The members of a team do the same at the same time.
+    spans = {rank: simulated.spans[engine.mesh.team_of(rank)] for rank in range(engine.mesh.world)}
+    simulated = dataclasses.replace(simulated, spans=spans)
     computed = {
         rank: [action for action in actions if action.kind in COMPUTE and action.kind is not Kind.RECOMPUTE]
         for rank, actions in engine.schedule.items()
@@ -94,12 +96,6 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     (folder / "trace.json").write_text(json.dumps(chrome_trace({"simulated": simulated, "measured": measured})))
     seconds = [c.forward_s + (c.backward_s or c.backward_input_s + c.backward_weight_s) for c in costs]
     return StepRecord(measured, simulated, seconds)
-
-
-def of_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
-    """Return the timeline of every rank from that of every team: the members of a team do the same at the same time."""
-    spans = {rank: timeline.spans[mesh.team_of(rank)] for rank in range(mesh.world)}
-    return dataclasses.replace(timeline, spans=spans)
 
 
 class RunSummary:

@@ -8,7 +8,7 @@ import torch
 
 from app.launch import place as module
 from app.launch.host import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
-from app.launch.place import choose_device, device_of, host_share, place, rank_cores
+from app.launch.place import autocast_of, choose_device, device_of, host_share, place, rank_cores
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from parallel.comm import torch_comm
@@ -197,7 +197,7 @@ def test_tf32_is_on_with_tf32_alone(asked, capability, decided, gpus, monkeypatc
     torch.backends.cudnn.allow_tf32 = True  # torch's default
     found = place(StrategySettings("single", device="cuda" if capability else "cpu", precision=asked))
     assert found.precision == decided
-    assert found.autocast == (torch.bfloat16 if decided == "bf16" else None)
+    assert autocast_of(found.precision) == (torch.bfloat16 if decided == "bf16" else None)
     assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == (decided == "tf32")
 
 
