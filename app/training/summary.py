@@ -10,7 +10,6 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from parallel.engine.step import TrainingEngine
 from parallel.schedule.action import COMPUTE, Kind
 from parallel.schedule.simulate import simulate
 from parallel.schedule.text import to_csv
-from parallel.schedule.timeline import Timeline, chrome_trace
+from parallel.schedule.timeline import chrome_trace
 from parallel.strategy import DELAYED, WHOLE
 from parallel.units import number_text
 from pipelines.cache.tile_cache import CacheCounts
@@ -44,34 +43,19 @@ from pipelines.tiles.tile_table import three_sizes
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """One step: as it was measured, and as simulated from its own stage times with messages that take no time.
-
-    Attributes:
-        stage_seconds: of each stage, forward and backward of one microbatch, without recomputation of whole stages.
-    """
-
-    measured: Timeline
-    simulated: Timeline
-    stage_seconds: list[float]
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Return the mean seconds of a rank in the measured step: ``compute``; ``bubble``, which the schedule has with
-        stages of this duration; ``transfer``, the rest: messages, and waiting for them."""
-        measured, simulated = self.measured, self.simulated
-        compute = sum(map(measured.busy_s, measured.spans)) / len(measured.spans)
-        bubble = max(0.0, min(simulated.bubble * simulated.makespan_s, measured.makespan_s - compute))
-        return {"compute": compute, "bubble": bubble, "transfer": measured.makespan_s - compute - bubble}
+STEP = ("bubble", "bubble_predicted", "step_seconds", "stage_seconds")
+"""Figures of the last step in ``summary.json``."""
 
 
-def write_step(engine: TrainingEngine, communicator: Communicator, name: str, folder: Path) -> StepRecord | None:
-    """Write the last step of ``engine`` into ``folder``. Every rank calls it.
+def write_step(engine: TrainingEngine, communicator: Communicator, name: str, folder: Path) -> dict[str, Any] | None:
+    """Write the last step of ``engine`` into ``folder``, as it was measured, and as simulated from its own stage times
+    with messages that take no time. Every rank calls it.
 
     Returns:
-        The step, on rank 0 of an engine that splits the model; None elsewhere, and where ranks are on several
-        machines, whose clocks differ.
+        ``STEP``, on rank 0 of an engine that splits the model; None elsewhere, and where ranks are on several machines,
+        whose clocks differ. ``step_seconds`` are means of a rank: ``compute``; ``bubble``, which the schedule has with
+        stages of this duration; ``transfer``, the rest: messages, and waiting for them. ``stage_seconds`` are forward
+        and backward of one microbatch, without recomputation of whole stages.
     """
     launch = find_launch()
     if not isinstance(engine, Engine) or name in WHOLE or (launch and launch.local_world < launch.world):
@@ -94,8 +78,11 @@ def write_step(engine: TrainingEngine, communicator: Communicator, name: str, fo
     picture = schedule_svg(simulated, title=title, compare=measured, teams=teams)
     (folder / "schedule.svg").write_text(picture)
     (folder / "trace.json").write_text(json.dumps(chrome_trace({"simulated": simulated, "measured": measured})))
-    seconds = [c.forward_s + (c.backward_s or c.backward_input_s + c.backward_weight_s) for c in costs]
-    return StepRecord(measured, simulated, seconds)
+    stages = [c.forward_s + (c.backward_s or c.backward_input_s + c.backward_weight_s) for c in costs]
+    compute = sum(map(measured.busy_s, measured.spans)) / len(measured.spans)
+    bubble = max(0.0, min(simulated.bubble * simulated.makespan_s, measured.makespan_s - compute))
+    seconds = {"compute": compute, "bubble": bubble, "transfer": measured.makespan_s - compute - bubble}
+    return dict(zip(STEP, (measured.bubble, simulated.bubble, seconds, stages), strict=True))
 
 
 class RunSummary:
@@ -163,15 +150,12 @@ class RunSummary:
         status: str,
         peaks: list[list[int]],
         error: str | None,
-        step: StepRecord | None = None,
+        step: dict[str, Any] | None = None,
         examples: Sequence[dict[str, Any]] = (),
     ) -> None:
         summary = {
             **self._figures(status, peaks, error),
-            "bubble": step.measured.bubble if step else None,
-            "bubble_predicted": step.simulated.bubble if step else None,
-            "step_seconds": step.seconds if step else None,
-            "stage_seconds": step.stage_seconds if step else None,
+            **(step or dict.fromkeys(STEP)),
             "examples": list(examples),
         }
         self._folder.write_json("summary.json", summary)

@@ -20,6 +20,7 @@ from app.training.run_folder import CsvLog, RunFolder
 from app.training.run_info import describe_environment
 from app.training.summary import write_step
 from parallel.comm.thread_comm import LocalCommunicator
+from parallel.engine.recorded import gather_timeline
 from parallel.schedule.text import from_csv
 from parallel.strategy import Strategy
 from tests.app.conftest import QUICK, ROOT, losses_of
@@ -237,10 +238,10 @@ def test_schedule_picture_and_trace_are_of_the_step(strategy, tmp_path):
         assert step is None
         assert not list(tmp_path.iterdir())
         return
-    timeline = step.measured
-    assert sum(step.seconds.values()) == pytest.approx(timeline.makespan_s)
-    assert step.seconds["compute"] == pytest.approx(timeline.busy_s(0))
-    assert step.simulated.bubble == pytest.approx(0.0)
+    timeline = gather_timeline(local, engine.spans())
+    assert sum(step["step_seconds"].values()) == pytest.approx(timeline.makespan_s)
+    assert step["step_seconds"]["compute"] == pytest.approx(timeline.busy_s(0))
+    assert step["bubble_predicted"] == pytest.approx(0.0)
     actions, spans = from_csv((tmp_path / "schedule.csv").read_text())[0], timeline.spans[0]
     for found in (actions, [span.action for span in spans]):
         assert [*map(str, found)] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
