@@ -38,19 +38,14 @@ PLANNED = ("name", "ranks", "depth", "m", "chunks", "cuts", "zero", "grid", "way
 
 
 def plan_run(
-    config: RunConfig,
-    classes: int,
-    segments: bool,
-    folder: Path,
-    say: Callable[[str], None],
-    epoch_tiles: int | None = None,
+    config: RunConfig, classes: int, segments: bool, folder: Path, say: Callable[[str], None], tiles: int | None = None
 ) -> None:
     """Choose a strategy, or what the one that is named recomputes, and write ``plan.json`` into ``folder``. One
     process of the run does this.
 
     Args:
         segments: a class per pixel is learned, else one per tile.
-        epoch_tiles: tiles of an epoch, where a step has ``--batch`` of them.
+        tiles: of an epoch, where a step has ``--batch`` of them.
 
     Raises:
         RunError: nothing fits the memory, or a choice needs a trace of a model that cannot be traced.
@@ -74,8 +69,8 @@ def plan_run(
         speed = "" if plan.row.images_per_second is None else f", {plan.row.images_per_second:.3g} images/s"
         peak = bytes_text(max(plan.row.peak_bytes))
         say(f"plan: {plan.row.strategy}{speed}, {peak} on the fullest rank expected")
-        if epoch_tiles and plan.row.step_s:
-            say(f"plan: an epoch takes {hours_text(epoch_tiles, config.strategy.batch, plan.row.step_s)}")
+        if tiles and plan.row.step_s:
+            say(f"plan: an epoch takes {hours_text(tiles, config.strategy.batch, plan.row.step_s)}")
     (folder / TEXT).write_text(plan.dumps())
 
 

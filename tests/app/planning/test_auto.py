@@ -49,7 +49,7 @@ def run(tmp_path):
         config = with_values(RunConfig(DataSettings(Path("slides"))), {"model": "resnet18", **values})
         config = with_values(config, {"tile": tile, "stride": tile})
         said = []
-        plan_run(config, 2, False, tmp_path, said.append, **({"epoch_tiles": epoch_tiles} if epoch_tiles else {}))
+        plan_run(config, 2, False, tmp_path, said.append, **({"tiles": epoch_tiles} if epoch_tiles else {}))
         return said, decided(config.strategy, tmp_path, "cpu", plan_text(tmp_path))
 
     return run
