@@ -9,32 +9,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from app.launch.place import RankPlacement, autocast_of, host_memory, host_share, map_share
+from app.launch.place import RankPlacement, autocast_of, host_memory, host_share, map_share, rank_cores
 from app.launch.watchdog import Watchdog
 from app.settings.fields import bytes_of
 from app.settings.run import EPOCHS, RunConfig
-from app.training.batches import (
-    RankReading,
-    augmentation_of,
-    microbatches_of,
-    part_of,
-    read_ahead,
-    recorded,
-    sizes_of_part,
-    tiles_in_order,
-    training_tiles,
-)
-from app.training.dataset import Dataset
+from app.training.batches import RankReading, microbatches_of, part_of, sizes_of_part, tiles_in_order
+from app.training.dataset import Dataset, class_areas
 from app.training.engines import build_engine, build_optimizer, choose_algorithms
 from app.training.model import build_loss, build_run_model
 from app.training.run_slides import SlideColumns, slide_columns
+from app.training.share import share
 from app.training.validation import Outputs, subsample_per_slide
 from models.heads import BagGradient
 from parallel.engine.step import TrainingEngine
@@ -44,12 +38,17 @@ from parallel.strategy import Strategy
 from pipelines.cache.shards import CacheSpec
 from pipelines.cache.tile_cache import TileCache
 from pipelines.catalog.table import FailedSlides
+from pipelines.slides.geometry import Region
 from pipelines.stream.augment import AugmentSettings, StainSteps
 from pipelines.stream.batch import Batch
-from pipelines.stream.device import DevicePrefetcher
+from pipelines.stream.device import DevicePrefetcher, allocate_pinned
 from pipelines.stream.device_batch import BoxMaker, Maker
 from pipelines.stream.device_pixels import PixelMaker
-from pipelines.stream.read import UNREAD
+from pipelines.stream.order import pixel_weights, slide_weights
+from pipelines.stream.read import UNREAD, OnFault
+from pipelines.stream.stream import TileStream
+
+log = logging.getLogger(__name__)
 
 VALIDATION_SHARE = 0.25
 """Part of the memory for tiles read ahead that is for validation: those of training stay meanwhile."""
@@ -104,13 +103,14 @@ class Session:
         loss = build_loss(config.optimization, dataset, self.train_rows, communicator, in_bags=bag > 0)
         self.loss: nn.Module = loss.to(placement.device)
         self.engine, self.host = self._engine_of(module, BagGradient() if bag else self.loss)
-        self.pixels = self._pixels(augmentation_of(config), self.train_rows)
+        # Of whole pictures nothing more is varied than the crop, which comes with reading.
+        self._augment = AugmentSettings(augment="none") if config.index.whole_pictures else config.augmentation
+        self.pixels = self._pixels(self._augment, self.train_rows)
         self.cache: TileCache | None = None
         if config.stream.cache is not None:
             kind = CacheSpec(*dataset.tiles.largest, config.index.mpp)
             self.cache = TileCache(config.stream.cache, bytes_of(config.stream.cache_bytes) or 0, kind)
         self.pool = dataset.pool(config.stream.open_slides + 2, self.cache)
-        stream = training_tiles(config, dataset, self.train_rows, self.pool, failed, placement)
         engine, most = self.engine, max(map(len, self.ranges))
         shares = [self.ranges[i] for i in engine.share]
         # Of whole slides as tiles each has another box.
@@ -121,7 +121,7 @@ class Session:
         self.reading = reading([engine.wants(i) for i in engine.share], samples=samples)
         self.validation_reading = reading([engine.predict_wants] * len(engine.share))
         memory_share = 1 - VALIDATION_SHARE if len(self.validation_rows) else 1.0
-        self.stream = read_ahead(config, self.reading.sharded(stream), placement, self.host, memory_share)
+        self.stream = self._read_ahead(self.reading.sharded(self._training_tiles()), memory_share)
 
     def _engine_of(self, module: nn.Module, loss: nn.Module) -> tuple[TrainingEngine, HostMemory | None]:
         """Return the engine of this rank, and the host memory of tiles that are computed box by box."""
@@ -158,6 +158,79 @@ class Session:
         device, normalisation = self.placement.device, self.model.normalisation
         made = PixelMaker(device, augment, self.config.seed, normalisation, channels_last=layout, stains=stains)
         return made if self.strategy.policy.stream is None else BoxMaker(made)
+
+    def _training_tiles(self) -> TileStream:
+        """Return tiles shuffled, drawn as asked, augmented; one that cannot be read is replaced and recorded."""
+        config, dataset, rows = self.config, self.dataset, self.train_rows
+        stream = tiles_in_order(config, dataset, rows).read(self.pool, self._recorded("replaced", "read"))
+        stream = stream.shuffle(config.stream.open_slides)
+        sample = config.stream.sample
+        if config.stream.bag:
+            stream = stream.bags(config.stream.bag)
+        if sample == "class":
+            if dataset.tile_labels is None:
+                raise ValueError(
+                    "--sample class draws classes of tiles equally often, and segmentation has classes of pixels: use "
+                    "--sample pixels"
+                )
+            stream = stream.class_balanced(dataset.tile_labels[rows])
+        elif sample != "tiles":
+            weights = slide_weights(stream.tiles.slide) if sample == "slide" else self._pixel_weights()
+            stream = stream.weighted(weights)
+        if config.index.whole_pictures:
+            stream = stream.crop(varied=config.augmentation.augment == "device", flip=config.augmentation.flip)
+        return stream.augment(self._augment)
+
+    def _pixel_weights(self) -> NDArray[np.float64]:
+        """Return the weights (n,) of ``--sample pixels`` as the first rank reads them: all ranks have to draw alike."""
+        dataset, rows = self.dataset, self.train_rows
+        if dataset.tile_labels is not None:
+            raise ValueError(
+                "--sample pixels is for segmentation, and here tiles have classes: use --sample class, or --task "
+                "segment"
+            )
+
+        def find() -> NDArray[np.float64]:
+            areas, unread = class_areas(dataset, rows)
+            if unread:
+                log.warning("--sample pixels: %d tiles whose annotation cannot be read are not drawn", unread)
+            drawn = pixel_weights(areas)
+            parts = drawn @ areas / max((drawn @ areas).sum(), 1e-12)
+            told = ", ".join(f"{name} {part:.1%}" for name, part in zip(dataset.classes, parts, strict=True))
+            count = int((drawn > 0).sum())
+            log.info("--sample pixels: of the px shown, %s; %d of %d tiles drawn", told, count, len(rows))
+            return drawn
+
+        return share(self.placement.communicator, find)
+
+    def _recorded(self, what: str, step: str) -> OnFault:
+        """Return the function that logs and records tiles that cannot be read, each once however often it is tried.
+
+        Args:
+            what: was done with the tile.
+            step: what it was read for, as ``failed`` has it.
+        """
+
+        def on_fault(slide_id: str, region: Region | None, error: Exception) -> None:
+            if self.failed.add_once(slide_id, "open" if region is None else step, error):
+                log.warning("%s: a tile was %s: %s", slide_id, what, error)
+
+        return on_fault
+
+    def _read_ahead(self, stream: TileStream, part: float) -> TileStream:
+        """Return ``stream`` read ahead within ``part`` of the budget."""
+        reads, host = self.config.stream, self.host
+
+        def on_host(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
+            assert host is not None
+            array: NDArray[Any] = host.empty(shape, torch.from_numpy(np.empty(0, dtype)).dtype, locked=False).numpy()
+            return array
+
+        # Of whole slides, memory that is never written to is never taken; page-locked memory would be, all of it.
+        is_gpu = self.placement.device.type == "cuda"
+        allocate = allocate_pinned if is_gpu and stream.tiles.sides is None else np.empty
+        threads = reads.read_threads or rank_cores(self.config.strategy.cpu_ranks)
+        return stream.prefetch(int(part * reads.read_ahead_bytes), threads, allocate if host is None else on_host)
 
     @functools.cached_property
     def epoch_length(self) -> int:
@@ -222,9 +295,8 @@ class Session:
         """Open this rank's share of the validation tiles, or of tiles ``rows``, each exactly once over all groups."""
         rows = self.validation_rows if rows is None else rows
         stream = tiles_in_order(self.config, self.dataset, rows, epochs=1)
-        stream = stream.read(self.pool, recorded("left out of the scores", "validate", self.failed), replaces=False)
-        stream = self.validation_reading.sharded(stream)
-        stream = read_ahead(self.config, stream, self.placement, self.host, VALIDATION_SHARE)
+        stream = stream.read(self.pool, self._recorded("left out of the scores", "validate"), replaces=False)
+        stream = self._read_ahead(self.validation_reading.sharded(stream), VALIDATION_SHARE)
         pixels, prefetch = self._pixels(AugmentSettings(augment="none"), rows), self.config.stream.device_prefetch
         with iter(stream) as tiles, DevicePrefetcher(tiles, tiles.ready, pixels, prefetch=prefetch) as feed:
             yield self._outputs(feed)
