@@ -27,7 +27,7 @@ from app.prediction.command import PredictCommand
 from app.prediction.computation import Placement, rank_faults
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.slide_files import slide_row, write_tiles
-from app.prediction.trained_model import TrainedModel, load_model
+from app.prediction.trained_model import TrainedModel
 from app.prediction.whole_slide import predict_slide
 from app.settings.cli import RunError
 from app.settings.launcher import find_launch
@@ -159,7 +159,7 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
     take_cores(device)
     command.out.mkdir(parents=True, exist_ok=True)
     with _device_faults(command, "loading the model"):
-        model = load_model(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
+        model = TrainedModel(command.checkpoint, command.model, device, _spread(command, rank, device), command.batch)
     writes, (group, groups) = model.computation.writes, (rank // command.stages, command.world // command.stages)
     predict, what = _predictor(model, command)
     index, columns = model.config.index, model.slides or {}

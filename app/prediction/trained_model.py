@@ -11,7 +11,6 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
 from app.training.engines import choose_algorithms
 from app.training.model import takes_channels_last
-from app.training.run_slides import SlideColumns
 from models.heads import put_bag_head
 from models.registry import build_model
 from parallel.offload.copies import read_later
@@ -61,9 +59,12 @@ SETTINGS = {
 """The same of the settings in it."""
 
 
-@dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A model in evaluation mode on its device.
+    """The model of the checkpoint ``path`` in evaluation mode on ``device``, or spread from there.
+
+    Args:
+        named: ``--model`` of the user, who may say only what the run said.
+        placement: over a group of ranks, each of which calls it, or in boxes; None: the whole model, in this process.
 
     Attributes:
         name: as ``--model`` of the run had it.
@@ -74,18 +75,53 @@ class TrainedModel:
         averaged: its weights are their running averages.
         stain_target: what the run made its slides look like; None: they stayed as they are.
         slides: of the run, as `slide_columns` gives them; None: the checkpoint does not record them.
+
+    Raises:
+        RunError: the checkpoint is damaged or of another version.
+        ValueError: there is none, or its model cannot be used so.
     """
 
-    name: str
-    task: str
-    classes: tuple[str, ...]
-    config: RunConfig
-    digest: str
-    step: int
-    averaged: bool
-    stain_target: StainFit | None
-    slides: SlideColumns | None
-    computation: LocalModel | DistributedModel
+    def __init__(
+        self, path: Path, named: str | None, device: torch.device, placement: Placement | None = None, batch: int = 1
+    ) -> None:
+        state = _read_state(path, named)
+        settings, whole = state["settings"], state["settings"]["tile"] == "slide"
+        self.name, self.task, self.step = settings["model"], state["task"], state["step"]
+        self.classes: tuple[str, ...] = tuple(state["classes"])
+        self.slides: SlideColumns | None = state.get("slides")
+        self.averaged = bool(state.get("average"))
+        self.config: RunConfig = with_values(RunConfig(DataSettings(Path())), settings)
+        module = _module_of(path, state, self.in_bags)
+        side = USUAL_SIDE if whole else settings["tile"]
+        channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
+        if channels_last:
+            module.to(memory_format=torch.channels_last)
+        normalisation = state.get("normalisation", IMAGENET)  # earlier runs do not record it
+        augment = AugmentSettings(augment="none")
+        pixels = functools.lru_cache(maxsize=1)(  # one for all windows of a slide
+            functools.partial(PixelMaker, device, augment, 0, normalisation, channels_last=channels_last)
+        )
+        lacks_tf32 = settings["precision"] == "tf32" and not has_bf16(device)
+        precision = precision_of("fp32" if lacks_tf32 else settings["precision"], device)
+        autocast = autocast_of(precision)
+        set_tf32(False)  # folded norms are compared with the model as it is
+        placement = placement or Placement()
+        self.computation: LocalModel | DistributedModel
+        if placement.is_local:
+            self.computation = LocalModel(module, pixels, autocast, side)
+        else:
+            self.computation = DistributedModel(module, placement, pixels, autocast, side, batch)
+        set_tf32(precision == "tf32")
+        choose_algorithms(placement.strategy(), device, fixed=not whole)
+        if self.task == "segment" and whole:
+            raise ValueError(
+                f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on "
+                "tiles with a side in px"
+            )
+        with path.open("rb") as file:
+            self.digest = hashlib.file_digest(file, "sha256").hexdigest()
+        numbers = state.get("stain_target")  # of a run from before there was any: None
+        self.stain_target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
 
     @property
     def in_bags(self) -> bool:
@@ -183,58 +219,6 @@ class TrainedModel:
             values = torch.cat((logits[:, :-1].softmax(1), logits[:, -1:]), 1)
         wait = read_later(values)
         return lambda: wait().numpy()
-
-
-def load_model(
-    path: Path, named: str | None, device: torch.device, placement: Placement | None = None, batch: int = 1
-) -> TrainedModel:
-    """Return the model of the checkpoint ``path`` on ``device``, or spread from there.
-
-    Args:
-        named: ``--model`` of the user, who may say only what the run said.
-        placement: over a group of ranks, each of which calls it, or in boxes; None: the whole model, in this process.
-
-    Raises:
-        RunError: the checkpoint is damaged or of another version.
-        ValueError: there is none, or its model cannot be used so.
-    """
-    state = _read_state(path, named)
-    settings, classes = state["settings"], tuple(state["classes"])
-    name, whole = settings["model"], settings["tile"] == "slide"
-    config = with_values(RunConfig(DataSettings(Path())), settings)
-    module = _module_of(path, state, config.stream.bag > 0)
-    side = USUAL_SIDE if whole else settings["tile"]
-    channels_last = settings["channels_last"] and takes_channels_last(module, (1, 3, side, side))
-    if channels_last:
-        module.to(memory_format=torch.channels_last)
-    normalisation = state.get("normalisation", IMAGENET)  # earlier runs do not record it
-    augment = AugmentSettings(augment="none")
-    pixels = functools.lru_cache(maxsize=1)(  # one for all windows of a slide
-        functools.partial(PixelMaker, device, augment, 0, normalisation, channels_last=channels_last)
-    )
-    lacks_tf32 = settings["precision"] == "tf32" and not has_bf16(device)
-    precision = precision_of("fp32" if lacks_tf32 else settings["precision"], device)
-    autocast = autocast_of(precision)
-    set_tf32(False)  # folded norms are compared with the model as it is
-    task, placement = state["task"], placement or Placement()
-    computation: LocalModel | DistributedModel
-    if placement.is_local:
-        computation = LocalModel(module, pixels, autocast, side)
-    else:
-        computation = DistributedModel(module, placement, pixels, autocast, side, batch)
-    set_tf32(precision == "tf32")
-    choose_algorithms(placement.strategy(), device, fixed=not whole)
-    if task == "segment" and whole:
-        raise ValueError(
-            f"{path} segments slides that are one image each (--tile slide), which is not predicted: train it on tiles "
-            "with a side in px"
-        )
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    numbers = state.get("stain_target")  # of a run from before there was any: None
-    target = None if numbers is None else StainFit(settings["stain"], tuple(numbers))
-    slides, step, averaged = state.get("slides"), state["step"], bool(state.get("average"))
-    return TrainedModel(name, task, classes, config, digest, step, averaged, target, slides, computation)
 
 
 def _read_state(path: Path, named: str | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import nn
 
 import app.train
 import app.training.session
-from app.prediction.trained_model import load_model
+from app.prediction.trained_model import TrainedModel
 from app.training.metrics import auc, slide_scores
 from benchmarks.bags.slides import PX, TILES, make_noise_slides, make_tissue_slides
 from benchmarks.results import ROOT, markdown_table, parser_of, results, write_results
@@ -113,7 +113,7 @@ def _train(arguments: list[str], out: Path, by_maximum: bool) -> None:
 
 def _auc_of_maximum(out: Path, slides: Path) -> float | None:
     """Return the AUC of held-out slides by the largest score of their tiles, of the run in ``out``."""
-    model = load_model(out / "checkpoints" / "last.pt", MODEL, torch.device("cpu"))
+    model = TrainedModel(out / "checkpoints" / "last.pt", MODEL, torch.device("cpu"))
     with (out / "predictions.csv").open() as file:
         held_out = [row for row in csv.DictReader(file) if row["split"] == "val"]
     px, scores = model.tile, []

@@ -9,7 +9,7 @@ import torch
 
 from app.prediction import trained_model
 from app.prediction.computation import DistributedModel, Placement
-from app.prediction.trained_model import TrainedModel, load_model
+from app.prediction.trained_model import TrainedModel
 from app.prediction.whole_slide import _answers
 from pipelines.slides.slide import SlideError
 from pipelines.stream.device_pixels import PixelMaker
@@ -56,7 +56,7 @@ def path(tmp_path_factory):
     ids=["whole, stained", "by the engine"],
 )
 def test_a_batch_is_waited_for_when_the_next_is_asked(path, spread, target, monkeypatch):
-    load = functools.partial(load_model, path, CLASSIFIER, placement=spread, batch=BATCH)
+    load = functools.partial(TrainedModel, path, CLASSIFIER, placement=spread, batch=BATCH)
     expected = answers(load(torch.device("cpu")), target)
     assert [i for i, _ in expected] == list(range(COUNT))
     assert expected[-1][1] == "damaged"
@@ -93,7 +93,7 @@ def test_one_maker_of_pixels_is_kept_for_a_slide(path, monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(trained_model, "PixelMaker", Counted)
-    model = load_model(path, CLASSIFIER, torch.device("cpu"), batch=BATCH)
+    model = TrainedModel(path, CLASSIFIER, torch.device("cpu"), batch=BATCH)
     before = len(made)
     answers(model, FIT)
     assert len(made) - before == 1

@@ -13,7 +13,7 @@ from shapely.geometry import box, shape
 
 from app.prediction import computation, share, whole_slide
 from app.prediction.prediction_folder import PredictionFolder
-from app.prediction.trained_model import load_model
+from app.prediction.trained_model import TrainedModel
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import FailedSlides
 from pipelines.slides.geometry import Bounds, levels_from_sizes
@@ -177,7 +177,7 @@ def predict_in_bounds(slides, checkpoint, tmp_path, monkeypatch):
         monkeypatch.setattr(whole_slide, "windows_of", lambda spec, settings: find_windows(spec, settings, 1))
         folder, settings = PredictionFolder(tmp_path), WindowSettings(96, 0.5, 1, 72, 0.0, 8.0)
         folder.open({})
-        model = load_model(checkpoint, SEGMENTER, CPU)
+        model = TrainedModel(checkpoint, SEGMENTER, CPU)
         spec = InBounds(slides / "a.png", *damaged_from)
         return folder, whole_slide.predict_slide(spec, model, settings, 3, folder)
 
@@ -230,7 +230,7 @@ def test_a_model_of_whole_slides_gives_a_score_for_each(slides, tmp_path):
     assert (x, y, width, height) == (0, 0, 320, 256)
     padded = np.pad(picture("a"), ((0, 200), (0, 200), (0, 0)), constant_values=255)
     pixels = np.ascontiguousarray(padded[y : y + height, x : x + width])[None]
-    expected = load_model(checkpoint, CLASSIFIER, CPU).probabilities(pixels, (1, 3, height, width))[0, 1]
+    expected = TrainedModel(checkpoint, CLASSIFIER, CPU).probabilities(pixels, (1, 3, height, width))[0, 1]
     assert rows["a"] == pytest.approx(float(expected), abs=1e-6)
     assert (out / "overlays" / "b.png").stat().st_size > 100
     predict(slides, checkpoint, tmp_path / "boxes", "--stream", "32", model=CLASSIFIER)

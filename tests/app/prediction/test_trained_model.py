@@ -11,7 +11,7 @@ from app.checkpoint.file import load_checkpoint, save_checkpoint
 from app.prediction import share
 from app.prediction.command import PredictCommand
 from app.prediction.prediction_folder import PredictionFolder, file_names
-from app.prediction.trained_model import load_model
+from app.prediction.trained_model import TrainedModel
 from app.settings.cli import RunError
 from parallel.schedule.mesh import Mesh
 from pipelines.catalog.handles import SlideState
@@ -61,7 +61,7 @@ def test_odd_content_is_named(change, says, tmp_path):
     change(state)
     save_checkpoint(path, state)
     with pytest.raises(RunError, match=says) as fault:
-        load_model(path, CLASSIFIER, CPU)
+        TrainedModel(path, CLASSIFIER, CPU)
     assert str(path) in str(fault.value)
 
 
@@ -70,7 +70,7 @@ def test_a_run_in_tf32_is_predicted_in_float32_without_a_gpu(tmp_path):
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = True
     try:
-        load_model(path, CLASSIFIER, CPU)
+        TrainedModel(path, CLASSIFIER, CPU)
         assert not torch.backends.cudnn.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
@@ -85,7 +85,7 @@ def test_each_slide_has_its_split_and_patient(tmp_path):
         "digest": {"a": own.digest, "p1_x": "1"},
     }
     asked = {"tile": 96, "mpp": 0.5, "slides": known, "patient_pattern": "^(p.)_"}
-    model = load_model(write_checkpoint(tmp_path / "a.pt", CLASSIFIER, **asked), CLASSIFIER, CPU)
+    model = TrainedModel(write_checkpoint(tmp_path / "a.pt", CLASSIFIER, **asked), CLASSIFIER, CPU)
     for name, state, origin in (
         ("renamed", SlideState(0, 0, "1"), ("test", "p1")),
         ("a", own, ("train", None)),
@@ -94,7 +94,7 @@ def test_each_slide_has_its_split_and_patient(tmp_path):
         ("p2_new", new, ("external", "p2")),
     ):
         assert tuple(model.origin(name, state).values()) == origin
-    unknown = load_model(write_checkpoint(tmp_path / "b.pt", CLASSIFIER, tile=96, mpp=0.5), CLASSIFIER, CPU)
+    unknown = TrainedModel(write_checkpoint(tmp_path / "b.pt", CLASSIFIER, tile=96, mpp=0.5), CLASSIFIER, CPU)
     assert unknown.origin("a", new) == {"split": "unknown", "patient": None}
 
 
@@ -110,7 +110,7 @@ def test_each_slide_has_its_split_and_patient(tmp_path):
 )
 def test_the_heat_map_is_that_of_the_positive_class(tmp_path, classes, named, shown):
     path = write_checkpoint(tmp_path / "best.pt", CLASSIFIER, tile=96, mpp=0.5, classes=classes, positive_class=named)
-    assert list(load_model(path, CLASSIFIER, CPU).shown.values()) == shown
+    assert list(TrainedModel(path, CLASSIFIER, CPU).shown.values()) == shown
 
 
 @pytest.mark.parametrize(

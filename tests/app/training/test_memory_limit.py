@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from app.prediction.computation import Placement
-from app.prediction.trained_model import load_model
+from app.prediction.trained_model import TrainedModel
 from app.settings.cli import RunError
 from app.training.engines import choose_algorithms
 from app.training.outcome import CHECKED, MemoryLimit, excess
@@ -208,5 +208,5 @@ def test_a_prediction_chooses_by_its_tiles(tile, tmp_path, monkeypatch):
         "app.prediction.trained_model.choose_algorithms", lambda strategy, device, fixed: chosen.append(fixed)
     )
     path = write_checkpoint(tmp_path / "last.pt", CLASSIFIER, tile=tile, mpp=0.5)
-    load_model(path, CLASSIFIER, torch.device("cpu"))
+    TrainedModel(path, CLASSIFIER, torch.device("cpu"))
     assert chosen == [tile == 64]

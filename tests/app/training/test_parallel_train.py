@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from app.checkpoint.file import save_checkpoint
-from app.prediction.trained_model import load_model
+from app.prediction.trained_model import TrainedModel
 from app.training import resharing
 from app.training import session as session_module
 from app.training.engines import build_engine
@@ -254,7 +254,7 @@ def test_predictions_are_those_of_the_averages(run, tmp_path, monkeypatch):
     found = {}
     for name, each in states.items():
         save_checkpoint(tmp_path / f"{name}.pt", each)
-        model = load_model(tmp_path / f"{name}.pt", "tests.helpers:tiny", torch.device("cpu"))
+        model = TrainedModel(tmp_path / f"{name}.pt", "tests.helpers:tiny", torch.device("cpu"))
         assert model.averaged == (name == "kept")
         found[name] = model.probabilities(images, (2, 3, 128, 128))
     assert np.array_equal(found["kept"], found["in place"])

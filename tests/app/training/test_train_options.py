@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.prediction.trained_model import TrainedModel, load_model
+from app.prediction.trained_model import TrainedModel
 from app.settings.optimization import OptimizerSettings
 from app.settings.strategy import StrategySettings
 from app.train import main
@@ -79,7 +79,7 @@ def test_prediction_follows_the_stains_of_the_checkpoint(stained, classify_slide
     stored = json.loads((stained / "stains.json").read_text())["slides"]
     fits = {slide: StainFit("macenko", tuple(stored[slide]["numbers"])) for slide in (spec.slide_id, TARGET)}
     assert asked == {fits[spec.slide_id]}
-    assert load_model(checkpoint, CLASSIFIER, torch.device("cpu")).stain_target == fits[TARGET]
+    assert TrainedModel(checkpoint, CLASSIFIER, torch.device("cpu")).stain_target == fits[TARGET]
 
 
 def test_a_name_with_a_tag_trains_from_its_weights_and_predicts_with_their_normalisation(
@@ -93,7 +93,7 @@ def test_a_name_with_a_tag_trains_from_its_weights_and_predicts_with_their_norma
     assert "--weights timm test_resnet.r160_in1k: " in log
     assert "mean 0.5, 0.5, 0.5; standard deviation 0.5, 0.5, 0.5" in log
     assert torch.equal(checkpoint_of(run)["model"]["conv1.0.weight"], theirs.get_parameter("conv1.0.weight"))
-    model = load_model(run / "checkpoints" / "last.pt", None, torch.device("cpu"))
+    model = TrainedModel(run / "checkpoints" / "last.pt", None, torch.device("cpu"))
     white = model.computation._input(np.full((1, 8, 8, 3), 255, np.uint8), None)
     assert torch.equal(white, torch.ones(1, 3, 8, 8))
 
