@@ -27,6 +27,7 @@ from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
 from app.training.engines import choose_algorithms
 from app.training.model import takes_channels_last
+from app.training.run_slides import SlideColumns
 from models.heads import put_bag_head
 from models.registry import build_model
 from parallel.offload.copies import read_later
