@@ -63,24 +63,6 @@ class SlideHits:
     detections: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Froc:
-    """The curve, from the highest threshold to the lowest.
-
-    Attributes:
-        fp_per_slide, sensitivity: (n,) false alarms per slide, and part of the lesions found.
-        score: mean sensitivity at ``FALSE_POSITIVES``; None where the curve means nothing.
-        reason: why the curve means nothing; empty where it does.
-    """
-
-    fp_per_slide: Floats
-    sensitivity: Floats
-    score: float | None
-    lesions: int
-    detections: int
-    reason: str = ""
-
-
 def match_detections(mask: Mask, mpp: float, detections: Sequence[tuple[int, int, float]]) -> SlideHits:
     """Return what ``detections`` (x, y, probability) hit on a slide.
 
@@ -128,112 +110,109 @@ def _major_axes(labels: NDArray[np.int32]) -> Floats:
     return longest
 
 
-def froc(slides: Sequence[SlideHits]) -> Froc:
-    """Return the curve over all slides; it means nothing without a lesion, and where most objects are merged, as nuclei
-    are: a hit anywhere then finds all of them."""
-    lesions = sum(slide.lesions for slide in slides)
-    found = np.sort([p for slide in slides for p in slide.found])
-    false = np.sort([p for slide in slides for p in slide.false])
-    thresholds = np.unique(np.concatenate([found, false]))[::-1]
-    alarms = np.array([0.0, *((len(false) - np.searchsorted(false, thresholds)) / max(1, len(slides)))])
-    sensitivity = np.array([0.0, *((len(found) - np.searchsorted(found, thresholds)) / max(1, lesions))])
-    objects, kept = sum(slide.objects for slide in slides), lesions + sum(slide.isolated for slide in slides)
-    reason = ""
-    if not lesions:
-        reason = f"no lesion of {ISOLATED_UM:g} um or more"
-    elif 2 * kept < objects:
-        reason = f"{objects} annotated objects merge into {kept}, those within {MERGED_UM:g} um being one lesion"
-    score = None if reason else float(np.mean(np.interp(FALSE_POSITIVES, alarms, sensitivity)))
-    return Froc(alarms, sensitivity, score, lesions, sum(slide.detections for slide in slides), reason)
+class Froc:
+    """The curve over all slides, from the highest threshold to the lowest; it means nothing without a lesion, and where
+    most objects are merged, as nuclei are: a hit anywhere then finds all of them.
+
+    Attributes:
+        fp_per_slide, sensitivity: (n,) false alarms per slide, and part of the lesions found.
+        score: mean sensitivity at ``FALSE_POSITIVES``; None where the curve means nothing.
+        reason: why the curve means nothing; empty where it does.
+    """
+
+    def __init__(self, slides: Sequence[SlideHits]) -> None:
+        self.lesions, self.detections = (sum(getattr(s, name) for s in slides) for name in ("lesions", "detections"))
+        found, false = (np.sort([p for s in slides for p in getattr(s, name)]) for name in ("found", "false"))
+        thresholds = np.unique(np.concatenate([found, false]))[::-1]
+        alarms, hits = ((len(each) - np.searchsorted(each, thresholds)) for each in (false, found))
+        self.fp_per_slide = np.array([0.0, *(alarms / max(1, len(slides)))])
+        self.sensitivity = np.array([0.0, *(hits / max(1, self.lesions))])
+        objects, kept = sum(s.objects for s in slides), self.lesions + sum(s.isolated for s in slides)
+        self.reason = ""
+        if not self.lesions:
+            self.reason = f"no lesion of {ISOLATED_UM:g} um or more"
+        elif 2 * kept < objects:
+            self.reason = (
+                f"{objects} annotated objects merge into {kept}, those within {MERGED_UM:g} um being one lesion"
+            )
+        score = float(np.mean(np.interp(FALSE_POSITIVES, self.fp_per_slide, self.sensitivity)))
+        self.score = None if self.reason else score
 
 
-@dataclass(frozen=True, eq=False)
 class AreaScores:
-    """Scores of areas.
+    """Scores of the areas in ``folder``.
+
+    Args:
+        shown: classes that areas were drawn of, in the order of the masks' values from 1.
+        class_map: classes of the annotations by other names, as in training.
 
     Attributes:
         classes: that model and annotations both have.
         dice, iou: float64 (slides, classes); NaN where a class is neither true nor predicted.
         pictures: PNG of the true and the predicted mask of each slide, side by side.
         left_out: a line for each slide that takes no part, with why, and one for annotated classes that do not.
-    """
-
-    slides: tuple[str, ...]
-    classes: tuple[str, ...]
-    dice: NDArray[np.float64]
-    iou: NDArray[np.float64]
-    froc: dict[str, Froc]
-    pictures: dict[str, bytes]
-    left_out: tuple[str, ...]
-
-
-def score_areas(
-    folder: PredictionFolder,
-    slide_ids: Collection[str],
-    shown: Sequence[str],
-    annotations: Path,
-    class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
-) -> AreaScores:
-    """Return the scores of the areas in ``folder``.
-
-    Args:
-        shown: classes that areas were drawn of, in the order of the masks' values from 1.
-        class_map: classes of the annotations by other names, as in training.
 
     Raises:
         ValueError: no annotation fits, or its classes are others than the model's.
     """
-    all_records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
-    records = {slide_id: all_records[slide_id] for slide_id in slide_ids}
-    specs = [SlideSpec(slide_id, Path(slide_id)) for slide_id in records]
-    files = annotations_in(annotations, specs)
-    truth = read_annotations(files, specs, {}, class_map=class_map, of_training=False)
-    classes = [name for name in shown if name in truth.classes]
-    if not classes:
-        raise ValueError(
-            f"--annotations {annotations} have the classes {', '.join(truth.classes[1:])}; the model predicts "
-            f"{', '.join(shown)}: name them alike"
-        )
-    left_out = [f"{slide_id}: {why}" for slide_id, why in truth.failed.items()]
-    left_out += [f"{slide_id}: no annotation" for slide_id in truth.unlabelled]
-    if others := [name for name in truth.classes[1:] if name not in shown]:
-        left_out.append(f"annotated classes without predicted areas count as background: {listed(others)}")
-    slides, dice, iou, pictures = [], [], [], {}
-    found: dict[str, list[SlideHits]] = {name: [] for name in classes}
-    for slide_id in sorted(truth.paths):
-        try:
-            canvas = records[slide_id]
-            width, height = canvas["l0_size"]
-            if outside := truth.outside(slide_id, width, height, Bounds(*canvas["l0_bounds"])):
-                log.warning("%s: %s", slide_id, outside)
-            true = true_mask(truth, slide_id, canvas)
-        except SlideError as fault:
-            left_out.append(f"{slide_id}: {fault}")
-            continue
-        predicted = cv2.imdecode(np.fromfile(folder.file("masks", slide_id), np.uint8), cv2.IMREAD_UNCHANGED)
-        assert predicted is not None, folder.file("masks", slide_id)
-        counted = true != IGNORE
-        pairs = [
-            ((true == truth.classes.index(name)), (predicted == shown.index(name) + 1) & counted) for name in classes
-        ]
-        dice.append([_ratio(2 * int((a & b).sum()), int(a.sum()) + int(b.sum())) for a, b in pairs])
-        iou.append([_ratio(int((a & b).sum()), int((a | b).sum())) for a, b in pairs])
-        for name, (lesions, _) in zip(classes, pairs, strict=True):
-            detections = _detections(folder.file("areas", slide_id), name, canvas["l0_px"])
-            found[name].append(match_detections(lesions, canvas["mpp"] * canvas["l0_px"], detections))
-        pictures[slide_id] = _picture([[mask for mask, _ in pairs], [mask for _, mask in pairs]])
-        slides.append(slide_id)
-    if not slides:
-        raise ValueError(f"--annotations {annotations}: none can be compared with a prediction: {'; '.join(left_out)}")
-    return AreaScores(
-        tuple(slides),
-        tuple(classes),
-        np.array(dice, np.float64),
-        np.array(iou, np.float64),
-        {name: froc(of_class) for name, of_class in found.items()},
-        pictures,
-        tuple(left_out),
-    )
+
+    def __init__(
+        self,
+        folder: PredictionFolder,
+        slide_ids: Collection[str],
+        shown: Sequence[str],
+        annotations: Path,
+        class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
+    ) -> None:
+        all_records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
+        records = {slide_id: all_records[slide_id] for slide_id in slide_ids}
+        specs = [SlideSpec(slide_id, Path(slide_id)) for slide_id in records]
+        files = annotations_in(annotations, specs)
+        truth = read_annotations(files, specs, {}, class_map=class_map, of_training=False)
+        self.classes = classes = [name for name in shown if name in truth.classes]
+        if not classes:
+            raise ValueError(
+                f"--annotations {annotations} have the classes {', '.join(truth.classes[1:])}; the model predicts "
+                f"{', '.join(shown)}: name them alike"
+            )
+        self.left_out = left_out = [f"{slide_id}: {why}" for slide_id, why in truth.failed.items()]
+        left_out += [f"{slide_id}: no annotation" for slide_id in truth.unlabelled]
+        if others := [name for name in truth.classes[1:] if name not in shown]:
+            left_out.append(f"annotated classes without predicted areas count as background: {listed(others)}")
+        self.slides: list[str] = []
+        self.pictures: dict[str, bytes] = {}
+        dice, iou = [], []
+        found: dict[str, list[SlideHits]] = {name: [] for name in classes}
+        for slide_id in sorted(truth.paths):
+            try:
+                canvas = records[slide_id]
+                width, height = canvas["l0_size"]
+                if outside := truth.outside(slide_id, width, height, Bounds(*canvas["l0_bounds"])):
+                    log.warning("%s: %s", slide_id, outside)
+                true = true_mask(truth, slide_id, canvas)
+            except SlideError as fault:
+                left_out.append(f"{slide_id}: {fault}")
+                continue
+            predicted = cv2.imdecode(np.fromfile(folder.file("masks", slide_id), np.uint8), cv2.IMREAD_UNCHANGED)
+            assert predicted is not None, folder.file("masks", slide_id)
+            counted = true != IGNORE
+            pairs = [
+                ((true == truth.classes.index(name)), (predicted == shown.index(name) + 1) & counted)
+                for name in classes
+            ]
+            dice.append([_ratio(2 * int((a & b).sum()), int(a.sum()) + int(b.sum())) for a, b in pairs])
+            iou.append([_ratio(int((a & b).sum()), int((a | b).sum())) for a, b in pairs])
+            for name, (lesions, _) in zip(classes, pairs, strict=True):
+                detections = _detections(folder.file("areas", slide_id), name, canvas["l0_px"])
+                found[name].append(match_detections(lesions, canvas["mpp"] * canvas["l0_px"], detections))
+            self.pictures[slide_id] = _picture([[mask for mask, _ in pairs], [mask for _, mask in pairs]])
+            self.slides.append(slide_id)
+        if not self.slides:
+            raise ValueError(
+                f"--annotations {annotations}: none can be compared with a prediction: {'; '.join(left_out)}"
+            )
+        self.dice, self.iou = np.array(dice, np.float64), np.array(iou, np.float64)
+        self.froc = {name: Froc(of_class) for name, of_class in found.items()}
 
 
 def true_mask(truth: SlideAnnotations, slide_id: str, canvas: Mapping[str, Any]) -> NDArray[np.uint8]:

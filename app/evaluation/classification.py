@@ -115,9 +115,8 @@ def confusion(cases: Predictions) -> NDArray[np.int64]:
     return counts
 
 
-@dataclass(frozen=True, eq=False)
 class Calibration:
-    """Accuracy of the predicted class by the model's confidence.
+    """Accuracy of the predicted class by the model's confidence, over ``BINS`` bins of the same width.
 
     Attributes:
         error: expected calibration error (Guo et al. 2017): mean of |confidence - accuracy| over the cases of the bins.
@@ -125,22 +124,14 @@ class Calibration:
         count: (b,) cases.
     """
 
-    error: float
-    confidence: Floats
-    accuracy: Floats
-    count: Labels
-
-
-def calibration(cases: Predictions) -> Calibration:
-    """Return the calibration over ``BINS`` bins of the same width."""
-    confidence = cases.score.max(1)
-    right = cases.score.argmax(1) == cases.label
-    _, bins = rows_by(np.minimum((confidence * BINS).astype(np.int64), BINS - 1))
-    count = np.array([len(rows) for rows in bins], np.int64)
-    means = np.array([confidence[rows].mean() for rows in bins])
-    accuracy = np.array([right[rows].mean() for rows in bins])
-    error = float((np.abs(means - accuracy) * count).sum() / max(1, count.sum()))
-    return Calibration(error, means, accuracy, count)
+    def __init__(self, cases: Predictions) -> None:
+        confidence, right = cases.score.max(1), cases.score.argmax(1) == cases.label
+        _, bins = rows_by(np.minimum((confidence * BINS).astype(np.int64), BINS - 1))
+        self.count = np.array([len(rows) for rows in bins], np.int64)
+        self.confidence = np.array([confidence[rows].mean() for rows in bins])
+        self.accuracy = np.array([right[rows].mean() for rows in bins])
+        error = (np.abs(self.confidence - self.accuracy) * self.count).sum() / max(1, self.count.sum())
+        self.error = float(error)
 
 
 @dataclass(frozen=True)
@@ -184,17 +175,30 @@ def bootstrap(patient: Labels, measure: Callable[[Labels], float | None]) -> Est
     return Estimate(value, float(low), float(high))
 
 
-@dataclass(frozen=True)
 class ScoredSplit:
     """The split that is scored.
 
+    Args:
+        asked: ``--split``; None: the first of ``PREFERRED`` that has slides.
+
     Attributes:
         name: train, val, test, external, unknown, or all.
+
+    Raises:
+        ValueError: no predicted slide is in it.
     """
 
-    name: str
-    rows: SlideRows
-    counts: Mapping[str, int]
+    def __init__(self, rows: SlideRows, asked: str | None) -> None:
+        self.counts = counts = dict(sorted(Counter(row["split"] for row in rows).items()))
+        self.name = asked or next((name for name in PREFERRED if name in counts), "")
+        self.rows = [row for row in rows if self.name in (row["split"], "all")]
+        if not self.rows:
+            have = ", ".join(f"{name} {count}" for name, count in counts.items())
+            what = f"--split {asked} has no predicted slide" if asked else "all predicted slides are training slides"
+            raise ValueError(
+                f"{what}: the predictions have {have}. Predict slides that the model was not trained on, or score "
+                f"these with --split {next(iter(counts))}"
+            )
 
     def lines(self) -> list[str]:
         """Return what is scored and what is not."""
@@ -209,29 +213,6 @@ class ScoredSplit:
         """Return the slides of ``scored`` that are in the training split, which holds all slides of a patient."""
         train = {row["slide"] for row in self.rows if row["split"] == "train"}
         return [slide for slide in scored if slide in train]
-
-
-def choose_split(rows: SlideRows, asked: str | None) -> ScoredSplit:
-    """Return the split to score.
-
-    Args:
-        asked: ``--split``; None: the first of ``PREFERRED`` that has slides.
-
-    Raises:
-        ValueError: no predicted slide is in it.
-    """
-    counts = dict(sorted(Counter(row["split"] for row in rows).items()))
-    name = asked or next((name for name in PREFERRED if name in counts), None)
-    kept = [row for row in rows if name in (row["split"], "all")]
-    if not kept:
-        have = ", ".join(f"{name} {count}" for name, count in counts.items())
-        what = f"--split {asked} has no predicted slide" if asked else "all predicted slides are training slides"
-        raise ValueError(
-            f"{what}: the predictions have {have}. Predict slides that the model was not trained on, or score these "
-            f"with --split {next(iter(counts))}"
-        )
-    assert name is not None
-    return ScoredSplit(name, kept, counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +230,7 @@ class LabelledPredictions:
 
     @functools.cached_property
     def calibration(self) -> Calibration:
-        return calibration(self.cases)
+        return Calibration(self.cases)
 
 
 def read_truth(path: Path, *, needs_labels: bool) -> Table:

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.evaluation.areas import AreaScores, Froc, score_areas
+from app.evaluation.areas import AreaScores, Froc
 from app.evaluation.classification import (
     Estimate,
     LabelledPredictions,
+    ScoredSplit,
     auc,
     auprc,
     balanced_accuracy,
     bootstrap,
     by_patient,
-    choose_split,
     confusion,
     labelled_slides,
     patients_of,
@@ -66,7 +66,7 @@ class Evaluation:
         rows, classes, shown = folder.rows(), self.classes, self.made_with["shown"]
         if not rows:
             raise ValueError(f"{folder.path} holds no predicted slide; {folder.failed.path} may say why")
-        self.split = choose_split(rows, split_name)
+        self.split = ScoredSplit(rows, split_name)
         table = None if labels is None else read_truth(labels, needs_labels=annotations is None)
         self.patient = patients_of(self.split.rows, table, patient_pattern)
         positive = positive_class(classes, positive_name or self.made_with["positive_class"])
@@ -86,7 +86,7 @@ class Evaluation:
         self.iou: dict[str, Estimate] = {}
         if annotations is not None:
             ids = [row["slide"] for row in self.split.rows]
-            self.areas = score_areas(folder, ids, shown, annotations, class_map)
+            self.areas = AreaScores(folder, ids, shown, annotations, class_map)
             self.dice, self.iou = (
                 _of_classes(self.areas, values, self.patient) for values in (self.areas.dice, self.areas.iou)
             )

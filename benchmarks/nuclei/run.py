@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from segmentation_models_pytorch import Unet
 from segmentation_models_pytorch.losses import DiceLoss
 
-from app.evaluation.areas import score_areas
+from app.evaluation.areas import AreaScores
 from app.prediction.prediction_folder import PredictionFolder
 from benchmarks.results import ROOT, markdown_table, parser_of, results, write_results
 
@@ -74,7 +74,7 @@ def by_megatile(fold: int, held: list[str], images: Path, masks: Path, names: li
     where = ["--slides", str(out / "slides" / "val"), "--checkpoint", checkpoint, "--out", str(predicted)]
     cpu_seconds(["app.predict", *where, "--slide-mpp", "0.5", "--overlap", "0.5"])
     folder = PredictionFolder(predicted)
-    scores = score_areas(folder, [row["slide"] for row in folder.rows()], ["foreground"], masks)
+    scores = AreaScores(folder, [row["slide"] for row in folder.rows()], ["foreground"], masks)
     assert len(scores.slides) == len(held), scores.left_out
     dice = {Path(slide).stem: float(value) for slide, value in zip(scores.slides, scores.dice[:, 0], strict=True)}
     return {"dice": dice, "cpu_s": seconds}

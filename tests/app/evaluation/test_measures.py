@@ -7,14 +7,14 @@ import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
 from app.evaluation import classification
-from app.evaluation.areas import SlideHits, froc, match_detections
+from app.evaluation.areas import Froc, SlideHits, match_detections
 from app.evaluation.classification import (
+    Calibration,
     Predictions,
     auc,
     auprc,
     balanced_accuracy,
     by_patient,
-    calibration,
     confusion,
     with_interval,
 )
@@ -82,7 +82,7 @@ def test_the_interval_is_over_patients(monkeypatch):
 def test_calibration_by_hand():
     # two cases at 0.9, of which one is right; two at 0.6, both right
     cases = cases_of([0.9, 0.9, 0.6, 0.6], [1, 0, 1, 1])
-    reliability = calibration(cases)
+    reliability = Calibration(cases)
     np.testing.assert_allclose(reliability.confidence, [0.6, 0.9])
     np.testing.assert_allclose(reliability.accuracy, [1.0, 0.5])
     assert reliability.error == pytest.approx((2 * 0.4 + 2 * 0.4) / 4)
@@ -126,7 +126,7 @@ def test_which_lesions_are_found(mask, detections, expected):
 
 def test_the_curve_by_hand():
     # four lesions on two slides; thresholds 0.9 0.8 0.6 0.4
-    curve = froc([SlideHits(3, (0.9, 0.4), (0.8,)), SlideHits(1, (0.6,), (0.4, 0.4))])
+    curve = Froc([SlideHits(3, (0.9, 0.4), (0.8,)), SlideHits(1, (0.6,), (0.4, 0.4))])
     assert curve.fp_per_slide.tolist() == [0, 0, 0.5, 0.5, 1.5]
     assert curve.sensitivity.tolist() == [0, 0.25, 0.25, 0.5, 0.75]
     # at 1/4: between (0, 1/4) and (1/2, 1/4); at 1/2: 1/2; at 1: between 1/2 and 3/4; beyond 1.5: 3/4
@@ -134,12 +134,12 @@ def test_the_curve_by_hand():
 
 
 def test_no_lesion_has_no_score_and_objects_that_merge_have_no_curve():
-    assert froc([SlideHits(0, (), (0.5,))]).score is None
+    assert Froc([SlideHits(0, (), (0.5,))]).score is None
     nuclei = lesions(*((x, y, x + 2, y + 2) for x in range(0, 60, 4) for y in range(0, 60, 4)))
-    curve = froc([match_detections(nuclei, MPP, [(5, 5, 0.9), (150, 150, 0.8)])])
+    curve = Froc([match_detections(nuclei, MPP, [(5, 5, 0.9), (150, 150, 0.8)])])
     assert (curve.score, curve.lesions, curve.detections) == (None, 1, 2)
     assert "225 annotated objects merge into 1" in curve.reason
-    assert "no lesion" in froc([match_detections(lesions((9, 9, 12, 12)), MPP, [])]).reason
+    assert "no lesion" in Froc([match_detections(lesions((9, 9, 12, 12)), MPP, [])]).reason
 
 
 def test_the_curve_is_that_of_another_implementation():
@@ -151,7 +151,7 @@ def test_the_curve_is_that_of_another_implementation():
         lesions[0] += 1
         found = [tuple(rng.random(rng.integers(0, count + 1)).round(1)) for count in lesions]
         false = [tuple(rng.random(rng.integers(0, 12)).round(1)) for _ in range(slides)]
-        ours = froc([SlideHits(int(n), tp, fp) for n, tp, fp in zip(lesions, found, false, strict=True)])
+        ours = Froc([SlideHits(int(n), tp, fp) for n, tp, fp in zip(lesions, found, false, strict=True)])
         theirs = monai.compute_froc_curve_data(np.concatenate(false), np.concatenate(found), lesions.sum(), slides)
         # From the highest threshold as ours is; the lowest, which only ours has, is its last.
         for own, their in zip((ours.fp_per_slide, ours.sensitivity), theirs, strict=True):

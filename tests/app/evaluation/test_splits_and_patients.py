@@ -8,7 +8,7 @@ import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
 from app.evaluation import classification
-from app.evaluation.classification import choose_split, labelled_slides, read_truth
+from app.evaluation.classification import ScoredSplit, labelled_slides, read_truth
 from app.evaluation.report_page import SHOWN, extreme_tiles
 from app.prediction.prediction_folder import PredictionFolder
 from pipelines.catalog.handles import SlideState
@@ -105,13 +105,13 @@ def test_the_default_split(counts, scored):
     rows = [{"slide": f"{split}{k}", "split": split} for split, count in counts.items() for k in range(count)]
     if scored is None:
         with pytest.raises(ValueError, match=r"all predicted slides are training slides.*--split train"):
-            choose_split(rows, None)
+            ScoredSplit(rows, None)
     else:
-        split = choose_split(rows, None)
+        split = ScoredSplit(rows, None)
         assert (split.name, [row["split"] for row in split.rows]) == (scored, [scored])
         assert any("training slides may be among" in line for line in split.lines()) == (scored == "unknown")
     with pytest.raises(ValueError, match="--split test has no predicted slide"):
-        choose_split(rows, "test")
+        ScoredSplit(rows, "test")
 
 
 @pytest.mark.parametrize(
