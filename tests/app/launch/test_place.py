@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from app.launch import place as module
-from app.launch.host import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
+from app.launch.host import CgroupLimits, cpu_model, memory_bytes, memory_kills, usable_cores
 from app.launch.place import autocast_of, choose_device, device_of, host_share, place, rank_cores
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
@@ -244,7 +244,7 @@ def test_limits_of_control_groups(groups, own, cores, limit, used, tmp_path):
     write_groups(tmp_path / "cgroup", groups)
     if own:
         (tmp_path / "own").write_text(own + "\n")
-    found = cgroup_limits(tmp_path / "cgroup", tmp_path / "own")
+    found = CgroupLimits(tmp_path / "cgroup", tmp_path / "own")
     assert (found.cores, found.memory_bytes) == (cores, limit)
     assert used is None or found.memory_used_bytes == used
 
