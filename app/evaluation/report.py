@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.evaluation.areas import AreaScores, Froc
+from app.evaluation.areas import AreaScores
 from app.evaluation.classification import (
     Estimate,
     LabelledPredictions,
@@ -156,8 +156,11 @@ class Evaluation:
         if self.areas is not None:
             lines.append(f"{counted(len(self.areas.slides), 'slide')} with annotations")
             for name in self.areas.classes:
-                overlap = f"Dice {self.dice[name]}, IoU {self.iou[name]}"
-                lines.append(f"{name}: {overlap}, {_froc_text(self.areas.froc[name])}")
+                curve = self.areas.froc[name]
+                counts = f"{counted(curve.lesions, 'lesion')}, {counted(curve.detections, 'detection')}"
+                froc = f"FROC {number_text(curve.score)} ({counts})"
+                froc = f"no FROC ({counts}: {curve.reason})" if curve.reason else froc
+                lines.append(f"{name}: Dice {self.dice[name]}, IoU {self.iou[name]}, {froc}")
             lines += self.areas.left_out
         return lines
 
@@ -198,11 +201,6 @@ def _estimates(
         for name, measure in MEASURES.items()
     }
     return estimates, notes
-
-
-def _froc_text(curve: Froc) -> str:
-    counts = f"{counted(curve.lesions, 'lesion')}, {counted(curve.detections, 'detection')}"
-    return f"no FROC ({counts}: {curve.reason})" if curve.reason else f"FROC {number_text(curve.score)} ({counts})"
 
 
 def _of_classes(areas: AreaScores, values: NDArray[np.float64], patients: dict[str, str]) -> dict[str, Estimate]:

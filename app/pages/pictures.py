@@ -146,8 +146,13 @@ def small_pictures(
     for (spec, picture), lines in map_isolated(outline, drawn, workers, slide_limits(1)) if drawn else ():
         if isinstance(lines, str | WorkerCrashed):
             pictures[spec.slide_id] = replace(picture, fault=str(lines))
-        else:
-            pictures[spec.slide_id] = _annotated(tissue / ANNOTATED / f"{spec.slide_id}.jpg", picture, lines)
+            continue
+        annotated, path = decoded(picture.path), tissue / ANNOTATED / f"{spec.slide_id}.jpg"
+        assert annotated is not None
+        for number, contours in lines.items():
+            cv2.drawContours(annotated, list(contours), -1, class_rgb(number)[::-1], 2, cv2.LINE_AA)
+        path.write_bytes(as_jpeg(annotated))
+        pictures[spec.slide_id] = replace(picture, path=path, classes=tuple(lines))
     return pictures
 
 
@@ -192,15 +197,6 @@ def _plain(tissue: Path, slide_id: str) -> SmallPicture | None:
         picture = shrunk(whole[:-CAPTION_PX], PICTURE_PX)
         path.write_bytes(as_jpeg(picture))
     return SmallPicture(path, picture.shape[1], picture.shape[0])
-
-
-def _annotated(path: Path, plain: SmallPicture, lines: Lines) -> SmallPicture:
-    picture = decoded(plain.path)
-    assert picture is not None
-    for number, contours in lines.items():
-        cv2.drawContours(picture, list(contours), -1, class_rgb(number)[::-1], 2, cv2.LINE_AA)
-    path.write_bytes(as_jpeg(picture))
-    return replace(plain, path=path, classes=tuple(lines))
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def this_machine(
     if where.type == "cuda" and lanes >= per_node:  # over NCCL
         cluster = dataclasses.replace(cluster, link_bytes=LINK_BYTES, communicator_bytes=COMMUNICATOR_BYTES)
     if not timed:
-        return Machine(cluster, _no_times, autocast, used)  # none of the layers takes time
+        none = LayerCost(0.0, 0.0, 0.0)
+        return Machine(cluster, lambda graph: lambda _: Costs((none,) * len(graph.layers), "none"), autocast, used)
     model = _calibrated(where, threads, together, used, channels_last)
     copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
     additions = model.forward[ADDITION]  # the largest of which moves bytes as an update does
@@ -204,11 +205,6 @@ def _linked_gpus(cluster: Cluster) -> Cluster:
         link_bytes=round(speed.link_bytes),
         communicator_bytes=round(speed.communicator_bytes),
     )
-
-
-def _no_times(graph: LayerGraph) -> Callable[[int], Costs]:
-    costs = Costs((LayerCost(0.0, 0.0, 0.0),) * len(graph.layers), "none")
-    return lambda tiles: costs
 
 
 def devices_named(text: str, ranks: int) -> list[DeviceSpec]:

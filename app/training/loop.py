@@ -13,6 +13,7 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from app.checkpoint.file import keep_as, not_resumable, resume_state
@@ -151,11 +152,11 @@ class TrainingLoop:
     def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
         """Return the error of a loss that is not finite, with the tiles of its microbatches on any rank."""
         session = self._session
-        samples = [first_sample + k for i in fault.microbatches for k in session.ranges[i]]
+        samples = np.array([first_sample + k for i in fault.microbatches for k in session.ranges[i]], np.int64)
         tiles = [
             f"{session.dataset.tiles.slide_id(row)} at level-0 ({session.dataset.tiles.l0_x[row]}, "
             f"{session.dataset.tiles.l0_y[row]})"
-            for row in session.train_rows_of(samples)
+            for row in session.train_rows[session.stream.source.rows_of(samples)].tolist()
         ]
         state = "The updates of this step's microbatches were made" if fault.updated else "Nothing was updated"
         return (

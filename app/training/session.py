@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -273,11 +273,6 @@ class Session:
     def slides(self) -> SlideColumns:
         """Split, patient and opening of each slide, as the checkpoint keeps them."""
         return slide_columns(self.config.data, self.dataset.specs, self.dataset.splits)
-
-    def train_rows_of(self, samples: Sequence[int]) -> list[int]:
-        """Rows of the dataset's tiles that training samples are drawn from, on whatever rank."""
-        rows: list[int] = self.train_rows[self.stream.source.rows_of(np.asarray(samples, np.int64))].tolist()
-        return rows
 
     def feed(
         self,
