@@ -62,38 +62,16 @@ def build_engine(
     if strategy.pushes is not None and device.type != "cpu":
         raise ValueError("--parallel async computes on CPUs, and this machine has a GPU: add --device cpu, or use ddp")
     shape = (-(-batch // strategy.m), 3, *((tile, tile) if isinstance(tile, int) else tile))
+    common: dict[str, Any] = {"batch": batch, "seed": seed, "device": device, "autocast": autocast}
+    parts = model, loss, make_optimizer, communicator
     if strategy.name == "fsdp":
         from parallel.engine.fully_sharded import FullyShardedEngine  # half a second that other strategies do not need
 
         refuse_updating_copies(model, shape, communicator, strategy.name)
-        return FullyShardedEngine(
-            model,
-            loss,
-            make_optimizer,
-            communicator,
-            batch=batch,
-            m=strategy.m,
-            device=device,
-            seed=seed,
-            autocast=autocast,
-            statistics=strategy.statistics,
-            recompute=strategy.policy.recompute == "block",
-            offload=Copies.for_device(device) if strategy.policy.optimizer else None,
-        )
-    return assemble(
-        model,
-        loss,
-        make_optimizer,
-        communicator,
-        strategy,
-        shape=shape,
-        batch=batch,
-        seed=seed,
-        autocast=autocast,
-        device=device,
-        observer=watchdog,
-        host=host,
-    )
+        offload, recompute = strategy.policy.optimizer, strategy.policy.recompute == "block"
+        common |= {"m": strategy.m, "statistics": strategy.statistics, "recompute": recompute}
+        return FullyShardedEngine(*parts, offload=Copies.for_device(device) if offload else None, **common)
+    return assemble(*parts, strategy, shape=shape, observer=watchdog, host=host, **common)
 
 
 def choose_algorithms(strategy: Strategy, device: torch.device, *, fixed: bool, limited: bool = False) -> None:

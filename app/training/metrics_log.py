@@ -116,17 +116,14 @@ class MlflowLog:
                 while self._last:
                     self._last[0](client, run)
                     del self._last[0]
+                failed = False
             except Exception as fault:  # clients raise anything, and a run does not end for it
                 if not self._warned:
                     log.warning("MLflow cannot be reached, and is tried again every %g s: %s", RETRY_S, fault)
-                self._warned = True
-                if self._closes:
-                    return
-                self._wakes.wait(RETRY_S)
-                continue
-            if self._closes and not self._last:
+                self._warned = failed = True
+            if self._closes and (failed or not self._last):
                 return
-            self._wakes.wait(SEND_EVERY_S)
+            self._wakes.wait(RETRY_S if failed else SEND_EVERY_S)
 
     def _open(self) -> tuple[Any, str]:
         """A client, and the number of the run: that of ``mlflow.json``, or of a new one with the settings."""
