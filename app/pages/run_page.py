@@ -83,31 +83,27 @@ def render(files: RunFiles) -> str:
     status = summary.get("status", "no summary: running, or ended without a word")
     return rendered(
         "run.html.j2",
+        files=files,
         name=name,
         status=status,
         look={"completed": "good", "failed": "bad"}.get(status, "fair"),
         what=_what(files),
-        error=summary.get("error"),
         cards=_cards(files),
         charts=curves(files.metrics, files.validation, _of_pictures(files)),
         advice=advice(files),
         forecast=forecast_table(files),
-        schedule=files.schedule,
         examples=_examples(files),
         legend=_legend(summary),
-        in_bags=bool(files.config.get("bag")),
         classes=class_table(files.predictions),
         slides=slide_table(files.predictions),
         splits=split_table(files.splits, summary.get("classes") or []),
         pictures=overlays(files.overlays),
-        overlays=len(files.overlays),
         failed=Table(COLUMNS, [[row.get(name, "") for name in COLUMNS] for row in files.failed]),
         figures=figures_of(files),
         scores=scores_of(files),
         commands=_commands(files),
         settings=flattened(files.config),
         environment=flattened(files.environment),
-        log=files.log_end,
     )
 
 
