@@ -100,7 +100,7 @@ def verify_engine(
     Returns:
         The errors on rank 0; None on the others.
     """
-    engine = make_engine(trial.fresh_module(), trial.minimised, trial.make_optimizer, communicator)
+    engine = make_engine(trial.fresh_module(), trial.loss, trial.make_optimizer, communicator)
     plain = None if communicator.rank else make_reference(trial, engine)
     errors = Errors()
     for step in range(trial.steps):

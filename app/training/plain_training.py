@@ -12,7 +12,7 @@ import copy
 import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -97,7 +97,6 @@ class ExactnessTrial:
         steps: optimiser steps, each of which is compared.
         channels_last: memory layout of images and model.
         by_boxes: the engine is given images of which it asks for boxes.
-        loss: what is minimised; None: ``RandomProjectionLoss``.
         classes: targets are ids of so many classes, of which every ninth row does not count; 0: numbers.
         shares: of the groups, round robin over the steps after the first; empty: they stay as they are.
     """
@@ -112,13 +111,9 @@ class ExactnessTrial:
     lr: float = 1e-3
     channels_last: bool = False
     by_boxes: bool = False
-    loss: Loss | None = None
+    loss: Loss = field(default_factory=RandomProjectionLoss)
     classes: int = 0
     shares: tuple[Shares, ...] = ()
-
-    @property
-    def minimised(self) -> Loss:
-        return self.loss or RandomProjectionLoss()
 
     def fresh_module(self) -> nn.Module:
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
@@ -213,7 +208,7 @@ class PlainTraining:
         images, targets, _ = self._trial.microbatch(step, i, NeededInputs(images=True, targets=True))
         assert targets is not None
         torch.manual_seed(microbatch_seed(self._trial.seed, step, i))
-        return self._trial.minimised(self.module(images), as_tensor(targets))
+        return self._trial.loss(self.module(images), as_tensor(targets))
 
     def outcome(self, loss: float) -> StepOutcome:
         """Return what the step left, whose mean loss was ``loss``."""

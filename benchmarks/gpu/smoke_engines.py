@@ -212,7 +212,7 @@ def _engine(
     communicator: Communicator, case: Row, trial: ExactnessTrial, autocast: torch.dtype | None = None
 ) -> MeasuredEngine:
     return _make_engine(case, trial, autocast)(
-        trial.fresh_module(), trial.minimised, trial.make_optimizer, communicator
+        trial.fresh_module(), trial.loss, trial.make_optimizer, communicator
     )
 
 

@@ -108,7 +108,7 @@ def steps(name, each):
 
     def run(communicator, _):
         strategy = Strategy(name, 2, 2, len(each.sizes))
-        engine = engine_of(strategy, each, each.fresh_module(), each.minimised, each.make_optimizer, communicator)
+        engine = engine_of(strategy, each, each.fresh_module(), each.loss, each.make_optimizer, communicator)
         losses = []
         for step in range(3):
             batch = (each.microbatch(step, i, engine.wants(i)) for i in engine.share)
@@ -155,7 +155,7 @@ def test_a_loss_that_is_not_finite_says_that_weights_were_updated():
 
     def run(communicator, _):
         strategy = Strategy("pipedream", 2, 2, 3)
-        engine = engine_of(strategy, each, each.fresh_module(), each.minimised, each.make_optimizer, communicator)
+        engine = engine_of(strategy, each, each.fresh_module(), each.loss, each.make_optimizer, communicator)
         before = {name: p.detach().clone() for s in engine._work.stages.values() for name, p in s.parameters.items()}
         batch = [each.microbatch(0, i, engine.wants(i)) for i in engine.share]
         if batch[1].images is not None:
