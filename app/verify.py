@@ -28,7 +28,7 @@ from parallel.units import number_text
 if TYPE_CHECKING:
     import torch
 
-    from app.training.plain_training import ExactnessTrial, MakeEngine
+    from app.training.plain_training import ExactnessTrial
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ def verify(command: VerifyCommand) -> dict[str, Any] | None:
     import torch
 
     from app.launch.place import connect, device_of
+    from app.training.engines import build_engine
     from app.training.exactness import TOLERANCE, Errors, verify_engine
     from app.training.plain_training import DelayedTraining
     from parallel.comm.communicator import Communicator
@@ -142,9 +143,11 @@ def verify(command: VerifyCommand) -> dict[str, Any] | None:
     asked = command.strategy
     set_tf32(False)
     trial = _trial(command, device_of(asked))
-    make_engine = _engine_maker(command, trial.device)
+    strategy = asked.to_strategy(trial.device.type).under(smallest=0)  # tiles are small: what is to be moved is moved
+    sizes = {"batch": asked.batch, "tile": command.tile}
+    make_engine = functools.partial(build_engine, strategy, **sizes, seed=command.seed, device=trial.device)
     compare = functools.partial(verify_engine, deferred=asked.norm_statistics == "deferred")
-    if asked.to_strategy(trial.device.type).stashes or asked.name == "async":
+    if strategy.stashes or asked.name == "async":
         compare = functools.partial(compare, make_reference=DelayedTraining)
 
     def run(communicator: Communicator, _: None = None) -> tuple[Errors | None, Errors | None]:
@@ -220,19 +223,6 @@ def _trial(command: VerifyCommand, device: torch.device) -> ExactnessTrial:
         channels_last=command.strategy.channels_last and takes_channels_last(model, shape),
         by_boxes=strategy.policy.stream is not None,
         shares=shares,
-    )
-
-
-def _engine_maker(command: VerifyCommand, device: torch.device) -> MakeEngine:
-    from app.training.engines import build_engine
-
-    return functools.partial(
-        build_engine,
-        command.strategy.to_strategy(device.type).under(smallest=0),  # tiles are small: what is to be moved is moved
-        batch=command.strategy.batch,
-        tile=command.tile,
-        seed=command.seed,
-        device=device,
     )
 
 
