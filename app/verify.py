@@ -144,8 +144,9 @@ def verify(command: VerifyCommand) -> dict[str, Any] | None:
     set_tf32(False)
     trial = _trial(command, device_of(asked))
     strategy = asked.to_strategy(trial.device.type).under(smallest=0)  # tiles are small: what is to be moved is moved
-    sizes = {"batch": asked.batch, "tile": command.tile}
-    make_engine = functools.partial(build_engine, strategy, **sizes, seed=command.seed, device=trial.device)
+    make_engine = functools.partial(
+        build_engine, strategy, batch=asked.batch, tile=command.tile, seed=command.seed, device=trial.device
+    )
     compare = functools.partial(verify_engine, deferred=asked.norm_statistics == "deferred")
     if strategy.stashes or asked.name == "async":
         compare = functools.partial(compare, make_reference=DelayedTraining)
