@@ -210,9 +210,10 @@ class Session:
             what: was done with the tile.
             step: what it was read for, as ``failed`` has it.
         """
+        failed = self.failed
 
         def on_fault(slide_id: str, region: Region | None, error: Exception) -> None:
-            if self.failed.add_once(slide_id, "open" if region is None else step, error):
+            if failed.add_once(slide_id, "open" if region is None else step, error):
                 log.warning("%s: a tile was %s: %s", slide_id, what, error)
 
         return on_fault
