@@ -202,9 +202,7 @@ class Holder:
 
     def is_restart_of(self, other: Holder) -> bool:
         """Return whether one launcher or job started both: it ends one before it starts the other."""
-        return (self.agent is not None and self.agent == other.agent) or (
-            self.job is not None and self.job == other.job
-        )
+        return other.agent == self.agent is not None or other.job == self.job is not None
 
 
 @contextlib.contextmanager

@@ -248,10 +248,8 @@ def _map(name: str, parameters: float, count: int, most: dict[int, float], title
     border, right = max(most.values()), math.sqrt(2)
     axes.axhspan(SMALLEST, LARGEST, color=COLOURS[1], alpha=0.2)
     for limit, size in most.items():
-        axes.fill_between((0.7, right), SMALLEST, max(size, SMALLEST), color=COLOURS[0], alpha=0.15, lw=0)
-        axes.fill_between(
-            (right, 1.4 * MOST_BRANCHES), SMALLEST, max(size, SMALLEST), color=COLOURS[2], alpha=0.15, lw=0
-        )
+        for colour, ends in ((COLOURS[0], (0.7, right)), (COLOURS[2], (right, 1.4 * MOST_BRANCHES))):
+            axes.fill_between(ends, SMALLEST, max(size, SMALLEST), color=colour, alpha=0.15, lw=0)
         if size > SMALLEST:
             axes.axhline(size, color="black", lw=1, ls="--")
             axes.text(1.35 * MOST_BRANCHES, 0.85 * size, f"fits {bytes_text(limit)} below", ha="right", va="top")

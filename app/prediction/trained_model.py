@@ -225,9 +225,7 @@ class TrainedModel:
 def _read_state(path: Path, named: str | None) -> dict[str, Any]:
     """Return the checked content of the checkpoint ``path``, whose model the user trusts."""
     if path.is_dir():
-        raise ValueError(
-            f"--checkpoint {path} is a folder; give a file, as {path / 'checkpoints' / 'best.pt'} of a run"
-        )
+        raise ValueError(f"--checkpoint {path} is a folder; give a file, as {path}/checkpoints/best.pt of a run")
     if not path.is_file():
         raise ValueError(f"--checkpoint {path}: there is no such file; give RUN/checkpoints/best.pt of app.train")
     state = load_checkpoint(path)

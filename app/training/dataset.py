@@ -240,9 +240,7 @@ def _class_areas(
 def _check_training_part(dataset: Dataset) -> None:
     train = dataset.rows("train")
     if len(train) == 0:
-        raise ValueError(
-            "the training split holds no tile: lower --validation or --test, lower --min-tissue, or add slides"
-        )
+        raise ValueError("the training split holds no tile: lower --validation, --test or --min-tissue, or add slides")
     if dataset.tile_labels is not None:
         present = np.unique(dataset.tile_labels[train])
         if len(present) < 2:

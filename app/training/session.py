@@ -282,9 +282,8 @@ class Session:
         beside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> DevicePrefetcher:
         """Return training batches of ``source`` as the model takes them, with the arguments of ``DevicePrefetcher``."""
-        return DevicePrefetcher(
-            source, ready, self.pixels, prefetch=self.config.stream.device_prefetch, thread_context=beside
-        )
+        prefetch = self.config.stream.device_prefetch
+        return DevicePrefetcher(source, ready, self.pixels, prefetch=prefetch, thread_context=beside)
 
     @contextlib.contextmanager
     def validation(self, rows: NDArray[np.int64] | None = None) -> Iterator[Iterator[Outputs]]:
