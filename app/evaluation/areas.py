@@ -121,13 +121,15 @@ class Froc:
     """
 
     def __init__(self, slides: Sequence[SlideHits]) -> None:
-        self.lesions, self.detections = (sum(getattr(s, name) for s in slides) for name in ("lesions", "detections"))
-        found, false = (np.sort([p for s in slides for p in getattr(s, name)]) for name in ("found", "false"))
+        self.lesions = sum(slide.lesions for slide in slides)
+        self.detections = sum(slide.detections for slide in slides)
+        found = np.sort([p for slide in slides for p in slide.found])
+        false = np.sort([p for slide in slides for p in slide.false])
         thresholds = np.unique(np.concatenate([found, false]))[::-1]
         alarms, hits = ((len(each) - np.searchsorted(each, thresholds)) for each in (false, found))
         self.fp_per_slide = np.array([0.0, *(alarms / max(1, len(slides)))])
         self.sensitivity = np.array([0.0, *(hits / max(1, self.lesions))])
-        objects, kept = sum(s.objects for s in slides), self.lesions + sum(s.isolated for s in slides)
+        objects, kept = sum(slide.objects for slide in slides), self.lesions + sum(slide.isolated for slide in slides)
         self.reason = ""
         if not self.lesions:
             self.reason = f"no lesion of {ISOLATED_UM:g} um or more"
