@@ -21,7 +21,6 @@ from typing import Any
 import yaml
 
 from app.launch.host import lock_folder
-from app.settings.cli import RunError
 from app.settings.fields import differing, flat, read_data, settings_of, write_json
 from app.settings.launcher import Attempts
 from app.settings.run import EPOCHS, DataSettings, RunConfig
@@ -98,20 +97,11 @@ class RunFolder:
             again: this is a further attempt of the start that opened it; what that wrote stays.
 
         Raises:
-            RunError: the folder cannot be written.
             ValueError: it holds a checkpoint and ``--resume`` was not given, or other settings were used for it.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".write-test"
-            probe.write_text("")
-            probe.unlink()
-            for fault_file in [] if again else self.path.glob("fault*.txt"):  # of starts before this one
-                fault_file.unlink()
-        except OSError as fault:
-            raise RunError(
-                f"run folder {self.path} cannot be written ({fault.strerror}); name another with --out"
-            ) from fault
+        self.path.mkdir(parents=True, exist_ok=True)
+        for fault_file in [] if again else self.path.glob("fault*.txt"):  # of starts before this one
+            fault_file.unlink()
         asked = flat(config)
         if self.last.exists():
             if not config.resume:
