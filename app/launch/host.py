@@ -202,7 +202,8 @@ class Holder:
 
     def is_restart_of(self, other: Holder) -> bool:
         """Return whether one launcher or job started both: it ends one before it starts the other."""
-        return other.agent == self.agent is not None or other.job == self.job is not None
+        pairs = (self.agent, other.agent), (self.job, other.job)
+        return any(own is not None and own == theirs for own, theirs in pairs)
 
 
 @contextlib.contextmanager
