@@ -80,8 +80,8 @@ def render(bench: Mapping[str, Any], name: str) -> str:
     headers = ("model", "tile px", "ranks", "tiles a step", HEADERS[0], HEADERS[-1], *HEADERS[1:-1])
     table = []
     for row in rows:
-        name, *figures, claim = cells(row)
-        table.append((row["model"], *(str(row[key]) for key in WORK), name, claim, *figures))
+        strategy, *figures, claim = cells(row)
+        table.append((row["model"], *(str(row[key]) for key in WORK), strategy, claim, *figures))
     return rendered(
         "bench.html.j2",
         what=[bench["created"][:16].replace("T", " "), *dict.fromkeys(row["model"] for row in rows)],
