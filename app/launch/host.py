@@ -114,7 +114,10 @@ class CgroupLimits:
                 if limit.isdigit() and int(limit) < NO_LIMIT_BYTES:
                     memory.append((int(limit), int(used) if used.isdigit() else None))
         self.cores = min(cores, default=None)
-        self.memory_bytes, self.memory_used_bytes = min(memory, key=lambda entry: entry[0], default=(None, None))
+        self.memory_bytes: int | None = None
+        self.memory_used_bytes: int | None = None
+        if memory:
+            self.memory_bytes, self.memory_used_bytes = min(memory, key=lambda entry: entry[0])
 
 
 def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path = VMSTAT) -> int | None:

@@ -211,9 +211,7 @@ def _trial(case: Row, device: torch.device, dtype: torch.dtype) -> ExactnessTria
 def _engine(
     communicator: Communicator, case: Row, trial: ExactnessTrial, autocast: torch.dtype | None = None
 ) -> MeasuredEngine:
-    return _make_engine(case, trial, autocast)(
-        trial.fresh_module(), trial.loss, trial.make_optimizer, communicator
-    )
+    return _make_engine(case, trial, autocast)(trial.fresh_module(), trial.loss, trial.make_optimizer, communicator)
 
 
 def _make_engine(case: Row, trial: ExactnessTrial, autocast: torch.dtype | None = None) -> MakeEngine:
