@@ -38,8 +38,8 @@ from pipelines.catalog.catalog import SlideSpec
 from pipelines.slides.geometry import Size
 from pipelines.slides.slide import Pixels, Slide, SlideError
 from pipelines.stream.device import allocate_pinned
-from pipelines.tiles.stain import StainFit
 from pipelines.tiles.overlay import caption_strip
+from pipelines.tiles.stain import StainFit
 from pipelines.tiles.windows import SlideWindows, WindowSettings, windows_of
 
 AREA_VALUES = 1 << 26
