@@ -24,10 +24,6 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.plan_accuracy.plan_speed --only one-node", "s on the cores"),
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
         ("benchmarks.tile_size.run rooms --slides 8 --steps 1 --seeds 1 --windows 'whole slide'", "| whole slide"),
-        (
-            "benchmarks.offload_study.run --models squeezenet1_1 --modes none naive --epochs 1 --pictures 12 --batch 4",
-            "to the host",
-        ),
     ],
 )
 def test_benchmark_runs(command: str, says: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.golden.regenerate import FLAGS, ROOT, flags
 
 BENCHMARKS = sorted(path.parent.name for path in (ROOT / "benchmarks").glob("*/README.md"))
-UNRUN = {"gpu", "offload_study"}
+UNRUN = {"gpu"}
 """Benchmarks without a committed run."""
 
 

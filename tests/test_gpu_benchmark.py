@@ -1,4 +1,4 @@
-"""The GPU benchmark and the study of offload on a CPU: parts give rows, faults are rows, files hold what there was."""
+"""The GPU benchmark on a CPU: parts give rows, faults are rows, files hold what there was."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ import torch
 
 from benchmarks.gpu import largest, offload_time, precision, report, run, smoke, smoke_engines, study
 from benchmarks.gpu.setting import Setting, attempt
-from benchmarks.offload_study.measure import measure_model
-from benchmarks.offload_study.pictures import made_pictures
 from tests.helpers.benchmark_run import run_on_forked_ranks
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
@@ -170,13 +168,13 @@ def test_precision_has_a_row_for_each_type() -> None:
 
 def test_every_mode_of_the_study_trains_alike() -> None:
     modes = ("none", "naive", "pinned", "nonblocking", "pinned-nonblocking", "overlap")
-    trained = measure_model("squeezenet1_1", modes, made_pictures(32, 10), epochs=2, batch=4, device=CPU)
+    pictures = study.Pictures.made(32, 10)
+    trained = study.measure_model(tiny(60), "squeezenet1_1", modes, pictures, epochs=2, batch=4)
     assert [one.mode for one in trained] == list(modes)
-    steps = min(len(one.losses) for one in trained)
-    assert all(one.losses[:steps] == trained[0].losses[:steps] for one in trained)
+    assert all(one.losses == trained[0].losses for one in trained)
     assert all(len(one.epochs_s) == 2 for one in trained)
-    assert not trained[0].copies
-    assert trained[1].copies["out"]["bytes"] == trained[1].copies["back"]["bytes"] > 0
+    assert trained[0].copies == {"out_bytes": 0, "back_bytes": 0, "out_bytes_per_s": None, "back_bytes_per_s": None}
+    assert trained[1].copies["out_bytes"] == trained[1].copies["back_bytes"] > 0
 
 
 def test_a_fault_is_a_row() -> None:

@@ -8,15 +8,16 @@ counted against it. The search begins at the predicted side and ends when its ti
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
 import torch
 
+from app.launch.host import memory_bytes
 from app.planning.workload import Workload
-from benchmarks.gpu.offload_time import USUAL
-from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, fault_line, forget, seconds_of
-from benchmarks.gpu.work import CLASSES, Problem, Work
+from benchmarks.gpu.setting import GIB, MIB, Row, Setting, attempt, fault_line, forget, shown
+from benchmarks.gpu.work import CLASSES, Problem, Work, offloading
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import rank_bytes
@@ -47,37 +48,33 @@ HEADER = ("limit, GiB", "model", "way", "predicted px", "trained px", "does not 
 
 
 def ways(setting: Setting) -> dict[str, ActivationPolicy]:
-    host = _host_bytes() if setting.full else None
-    offload = {"offload": "overlap", "ahead": setting.of(USUAL, 0), "smallest": setting.of(MIB, 1), "host_bytes": host}
+    offload = functools.partial(
+        offloading, not setting.full, host_bytes=round(HOST * memory_bytes()[1]) if setting.full else None
+    )
     return {
         "plain": ActivationPolicy(),
         "recompute": ActivationPolicy(recompute="block"),
-        "offload": ActivationPolicy(**offload),
-        "recompute, offload": ActivationPolicy(recompute="block", **offload),
+        "offload": offload(),
+        "recompute, offload": offload(recompute="block"),
     }
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     total = torch.cuda.mem_get_info(setting.device)[1] if setting.full else None
     limits = [limit or total for limit in setting.of(LIMITS, TINY_LIMITS) if limit is None or limit < (total or MOST)]
-    models, asked = setting.of(MODELS, TINY_MODELS), ways(setting)
-    left = len(limits) * len(models) * len(asked)
-    for limit in limits:
-        for model in models:
-            what = {"limit_bytes": limit, "model": model}
-            try:
-                problem = Problem(setting, model, setting.of(FIRST_PX, TINY_FIRST_PX))
-            except Exception as fault:  # see ``attempt``
-                yield {**what, "fault": fault_line(fault)}
-                left -= len(asked)
-                continue
-            for way, policy in asked.items():
-                part = setting.part(2 * setting.left_s / left)
-                left -= 1
-                search = functools.partial(_search, part, problem, limit, model, policy)
-                yield attempt({**what, "way": way, "host_bytes": policy.host_bytes}, search)
-            del problem, search
-            forget()
+    problems = list(itertools.product(limits, setting.of(MODELS, TINY_MODELS)))
+    for part, (limit, model) in setting.shared(problems, 2):
+        what = {"limit_bytes": limit, "model": model}
+        try:
+            problem = Problem(setting, model, setting.of(FIRST_PX, TINY_FIRST_PX))
+        except Exception as fault:  # see ``attempt``
+            yield {**what, "fault": fault_line(fault)}
+            continue
+        for share, (way, policy) in part.shared(list(ways(setting).items())):
+            search = functools.partial(_search, share, problem, limit, model, policy)
+            yield attempt({**what, "way": way, "host_bytes": policy.host_bytes}, search)
+        del problem, search
+        forget()
 
 
 def _search(setting: Setting, problem: Problem, limit: int, model: str, policy: ActivationPolicy) -> Row:
@@ -129,9 +126,7 @@ def _step_on_gpu(problem: Problem, limit: int, px: int, policy: ActivationPolicy
     try:
         problem.set_side(px)
         work = Work(problem, policy)
-        with seconds_of(problem.setting) as taken:
-            work.step()
-            step_s = taken()
+        step_s = problem.setting.seconds_of(work.step)
         work.close()
         return step_s
     finally:
@@ -143,10 +138,9 @@ def _step_counted(problem: Problem, limit: int, px: int, policy: ActivationPolic
     problem.optimizer.zero_grad(set_to_none=True)
     work = Work(problem, policy)
     state = [each["momentum_buffer"] for each in problem.optimizer.state.values()]
-    with LiveBytes() as live, seconds_of(problem.setting) as taken:
+    with LiveBytes() as live:
         live.add([*problem.traced.model.parameters(), *state, problem.microbatch.images])
-        work.step()
-        step_s = taken()
+        step_s = problem.setting.seconds_of(work.step)
     work.close()
     if live.peak_bytes > limit:
         raise MemoryError(f"{live.peak_bytes} bytes lived at a time")
@@ -180,20 +174,7 @@ def _whole(px: float) -> int:
     return max(STEP, round(px / STEP) * STEP)
 
 
-def _host_bytes() -> int:
-    from app.launch.host import memory_bytes
-
-    return round(HOST * memory_bytes()[1])
-
-
 def line(row: Row) -> tuple[str, ...]:
-    return (
-        f"{row['limit_bytes'] / GIB:.1f}",
-        row["model"],
-        row["way"],
-        str(row["predicted_px"]),
-        str(row["trained_px"]),
-        "-" if row["failed_px"] is None else str(row["failed_px"]),
-        row["why"] or "-",
-        f"{row['step_s']:.2f}",
-    )
+    cells = [row[key] for key in ("model", "way", "predicted_px", "trained_px", "failed_px", "why")]
+    texts = ("-" if cell in (None, "") else str(cell) for cell in cells)
+    return shown(row["limit_bytes"], GIB, 1), *texts, f"{row['step_s']:.2f}"

@@ -27,11 +27,11 @@ import torch
 
 from app.training.run_info import output_of
 from benchmarks.gpu import report
+from benchmarks.gpu.copies import link_peak
 from benchmarks.gpu.setting import GIB, Row, Setting, fault_line
-from benchmarks.results import ROOT, measured_on, write_results
+from benchmarks.results import OUT, ROOT, measured_on, parser_of, publish
 from parallel.profile.gpu import set_tf32
 
-HERE = Path(__file__).parent
 SHARES = {"copies": 0.04, "offload_time": 0.37, "study": 0.25, "precision": 0.09, "largest": 0.25}
 """Part -> of the time, in the order in which they run. What a part leaves goes to those after it."""
 PARTS = ("smoke", *SHARES)
@@ -56,28 +56,24 @@ def main() -> int:
     else:
         arguments.out.mkdir(parents=True, exist_ok=True)
         result = _measure(arguments, parts)
-    text = report.text_of(result, parts)
-    print(text)
     if arguments.write:
-        (HERE / "results").mkdir(exist_ok=True)
+        folder = Path(__file__).with_name("results")
+        folder.mkdir(exist_ok=True)
         name = "".join(letter if letter.isalnum() else "-" for letter in f"{result['device']}-{result['date']}".lower())
-        (HERE / "results" / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        write_results(HERE / "README.md", text)
+        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    publish(__file__, report.text_of(result, parts), arguments.write)
     return 1 if report.failures(result) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench-data" / "gpu", help="folder for gpu.json and gpu.md")
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=Path, default=OUT / "gpu", help="folder for gpu.json and gpu.md")
     parser.add_argument(
         "--seconds", type=float, help="of the timed parts together; default: 300, or 15 where sizes are tiny"
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes on the CPU, though there is a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--from", dest="published", type=Path, help="measure nothing: show a gpu.json made elsewhere")
-    parser.add_argument(
-        "--write", action="store_true", help="put the tables into README.md, and gpu.json into results/"
-    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
@@ -87,14 +83,14 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(arguments: argparse.Namespace, parts: dict[str, ModuleType]) -> dict[str, Any]:
     device = _device(arguments)
     smoke_s, seconds = SMOKE_CPU_S, arguments.seconds or QUICK_S
+    about = {"device": "cpu", "driver": "none", "link": "No link."}
     if device.type == "cuda":
         smoke_s = SMOKE_S if torch.cuda.device_count() == 1 else SEVERAL_S
         seconds = arguments.seconds or ALL_S - smoke_s
+        about = _about_gpu(device)
     result: dict[str, Any] = {
-        "device": _device_text(device),
-        "driver": _driver_text(device),
+        **about,
         "gpu": device.type == "cuda",
-        "link": _link_text(device),
         "date": date.today().isoformat(),
         "environment": measured_on(),
         "command": f"python -m benchmarks.gpu.run --seconds {seconds:g}",
@@ -129,7 +125,9 @@ def _one_part(
         limit_s = seconds + (GRACE_S if result["gpu"] else BUSY_GRACE_S)
         while child.poll() is None and time.perf_counter() - began < limit_s:
             time.sleep(0.2)
-            _take(rows, found, arguments.out, result, parts)
+            known, found["rows"] = len(found["rows"]), _rows(rows)
+            if len(found["rows"]) > known:
+                report.write(arguments.out, result, parts)
         if child.poll() is None:
             _end(child)
             found["fault"] = f"stopped after {limit_s:.0f} s"
@@ -137,23 +135,13 @@ def _one_part(
             last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
             found["fault"] = f"exit code {child.returncode}: {last[:300]}"
         found["log"] = log.read_text(errors="replace")[-MOST_LOG:]
-        found["taken_s"] = time.perf_counter() - began
-        _take(rows, found, arguments.out, result, parts, always=True)
+        found |= {"rows": _rows(rows), "taken_s": time.perf_counter() - began}
+        report.write(arguments.out, result, parts)
 
 
-def _take(
-    rows: Path,
-    found: dict[str, Any],
-    out: Path,
-    result: dict[str, Any],
-    parts: dict[str, ModuleType],
-    *,
-    always: bool = False,
-) -> None:
-    lines = [line for line in rows.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    if always or len(lines) > len(found["rows"]):
-        found["rows"] = [json.loads(line) for line in lines]
-        report.write(out, result, parts)
+def _rows(file: Path) -> list[Row]:
+    """Return the rows that a part has written so far."""
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -178,42 +166,26 @@ def _run_part(arguments: argparse.Namespace) -> None:
     with arguments.rows.open("a") as file:
         try:
             for row in part.rows(setting):
-                _put(file, row)
+                print(json.dumps(row), file=file, flush=True)
         except Exception as fault:
-            _put(file, {"part": arguments.part, "fault": fault_line(fault)})
+            print(json.dumps({"part": arguments.part, "fault": fault_line(fault)}), file=file, flush=True)
             raise
-
-
-def _put(file: Any, row: Row) -> None:
-    file.write(json.dumps(row) + "\n")
-    file.flush()
 
 
 def _device(arguments: argparse.Namespace) -> torch.device:
     return torch.device("cuda:0" if torch.cuda.is_available() and not arguments.quick else "cpu")
 
 
-def _device_text(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
+def _about_gpu(device: torch.device) -> dict[str, str]:
     memory = torch.cuda.get_device_properties(device).total_memory / GIB
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}, {memory:.0f} GiB"
-
-
-def _driver_text(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "none"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return f"{(output_of(query) or 'unknown').splitlines()[0]}, torch built for CUDA {torch.version.cuda}"
-
-
-def _link_text(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "No link."
-    from benchmarks.gpu.copies import link_peak
-
-    peak = link_peak()
-    return "The driver does not describe its link." if peak is None else f"Its link: {peak / 1e9:.1f} GB/s each way."
+    driver, peak = (output_of(query) or "unknown").splitlines()[0], link_peak()
+    unknown = "The driver does not describe its link."
+    return {
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}, {memory:.0f} GiB",
+        "driver": f"{driver}, torch built for CUDA {torch.version.cuda}",
+        "link": unknown if peak is None else f"Its link: {peak / 1e9:.1f} GB/s each way.",
+    }
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ result.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -49,9 +48,19 @@ class Setting:
         if self.full:
             torch.cuda.synchronize(self.device)
 
-    def part(self, seconds: float) -> Setting:
-        """Return the setting of one of several attempts: ``seconds`` from now, or the time that is left."""
-        return Setting(self.device, min(self.until_s, time.perf_counter() + seconds))
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        """Return the seconds until the device has done what ``call`` asks of it."""
+        self.settle()
+        began = time.perf_counter()
+        call()
+        self.settle()
+        return time.perf_counter() - began
+
+    def shared(self, items: Sequence[Value], shares: float = 1.0) -> Iterator[tuple[Setting, Value]]:
+        """Yield each of ``items`` with a setting of its own: so many equal shares of the time that is left then."""
+        for number, item in enumerate(items):
+            share_s = shares * self.left_s / (len(items) - number)
+            yield Setting(self.device, min(self.until_s, time.perf_counter() + share_s)), item
 
 
 def attempt(what: Row, run: Callable[[], Row]) -> Row:
@@ -78,14 +87,6 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-@contextlib.contextmanager
-def seconds_of(setting: Setting) -> Iterator[Callable[[], float]]:
-    """Seconds since the beginning of the block, once the device is done."""
-    setting.settle()
-    began = time.perf_counter()
-
-    def taken() -> float:
-        setting.settle()
-        return time.perf_counter() - began
-
-    yield taken
+def shown(value: float | None, unit: float, digits: int = 0) -> str:
+    """Return ``value`` in ``unit`` as text; a dash if there is none."""
+    return "-" if value is None else f"{value / unit:.{digits}f}"

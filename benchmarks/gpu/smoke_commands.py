@@ -14,16 +14,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.gpu.setting import Row, Setting
+from benchmarks.results import ROOT
 
-ROOT = Path(__file__).parents[2]
 MODEL = "benchmarks.gpu.smoke_engines:dropping"
-TILE_PX, STEPS = 64, 4
+STEPS = 4
+TRAIN = f"--model {MODEL} --tile 64 --batch 4 --microbatches 2 --precision fp32 --validation 0 --steps {STEPS}"
+TRAIN += " --checkpoint-every 1 --twin-steps=0"
 ALLOWED = 1e-3
 """Largest relative error of a loss, and error of a score, of two runs that should be the same: kernels may differ."""
-SLIDES, SLIDE_PX = 4, 512
 STOP_AFTER = "SMOKE_STOP_AFTER"
 """Variable with the number of updates after which ``smoke_engines.dropping`` asks its process to stop."""
-
+NONE: Mapping[str, str] = MappingProxyType({})
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -39,67 +40,45 @@ class Commands:
     def __init__(self, setting: Setting, folder: Path, env: Mapping[str, str], run: Run) -> None:
         self._setting, self._folder, self._env, self._run = setting, folder, env, run
 
-    def resume(self, name: str) -> Row:
-        """Train in one go; train, stop, and resume: the same losses."""
-        whole = self._trained("whole")
-        return self._resumed(name, whole, {})
+    def resume(self, name: str, of: str = "whole", env: Mapping[str, str] = NONE) -> Row:
+        """Train as ``of`` in one go; train, stop, and resume on one rank with variables ``env``: the same losses."""
+        whole, run = self._trained(of), self._folder / name
+        self._train(run, of, env={STOP_AFTER: str(STEPS // 2)})
+        self._train(run, "whole", "--resume", env=env)
+        return _compared(*(_columns(folder / "metrics.csv", "loss") for folder in (whole, run)))
 
     def resume_on_fewer(self, name: str) -> Row:
         """Train on all GPUs, and resume where only the first is visible."""
-        whole = self._trained("whole-ddp", "--ranks", "2", "--parallel", "ddp")
-        return self._resumed(name, whole, {"CUDA_VISIBLE_DEVICES": "0"}, "--ranks", "2", "--parallel", "ddp")
+        return self.resume(name, "whole-ddp", {"CUDA_VISIBLE_DEVICES": "0"})
 
     def predict(self, name: str, ranks: int) -> Row:
         """Predict on ranks that hold a stage each: the scores of one rank."""
         checkpoint = self._trained("whole") / "checkpoints" / "last.pt"
-        words = ("--slides", self._slides(), "--checkpoint", checkpoint, "--model", MODEL, "--device", self._device)
         found = []
         for out, more in (("predict-1", ()), (name, ("--ranks", str(ranks), "--stages", "2"))):
             if not (self._folder / out).exists():
-                self._call("app.predict", *words, "--out", self._folder / out, *more)
+                self._call("app.predict", *self._words(self._folder / out, checkpoint), *more)
             found.append(_columns(self._folder / out / "slides.csv", "score_"))
         return _compared(*found)
 
-    @property
-    def _device(self) -> str:
-        return self._setting.device.type
-
-    def _slides(self) -> Path:
-        folder = self._folder / "slides"
-        if not folder.exists():
-            self._call("app.synth", folder, "--slides", str(SLIDES), "--size", str(SLIDE_PX))
-        return folder
-
-    def _resumed(self, name: str, whole: Path, env: Mapping[str, str], *first: str) -> Row:
-        run = self._folder / name
-        self._train(run, *first, env={STOP_AFTER: str(STEPS // 2)})
-        self._train(run, "--resume", env=env)
-        return _compared(*(_columns(run / "metrics.csv", "loss") for run in (whole, run)))
-
-    def _trained(self, name: str, *words: str) -> Path:
+    def _trained(self, name: str) -> Path:
         run = self._folder / name
         if not run.exists():
-            self._train(run, *words)
+            self._train(run, name)
         return run
 
-    def _train(self, run: Path, *words: str, env: Mapping[str, str] = MappingProxyType({})) -> None:
-        settings: list[str | Path] = [
-            "--slides",
-            self._slides(),
-            "--model",
-            MODEL,
-            "--tile",
-            str(TILE_PX),
-            "--batch",
-            "4",
-        ]
-        settings += ["--microbatches", "2", "--precision", "fp32", "--device", self._device, "--validation", "0"]
-        settings += ["--steps", str(STEPS), "--checkpoint-every", "1", "--twin-steps=0", "--out", run]
-        if "--parallel" not in words:
-            settings += ["--parallel", "single"]
-        self._call("app.train", *settings, *words, env=env)
+    def _train(self, run: Path, way: str, *more: str, env: Mapping[str, str] = NONE) -> None:
+        parallel = "--parallel ddp --ranks 2" if way == "whole-ddp" else "--parallel single"
+        self._call("app.train", *self._words(run), *TRAIN.split(), *parallel.split(), *more, env=env)
 
-    def _call(self, module: str, *words: str | Path, env: Mapping[str, str] = MappingProxyType({})) -> None:
+    def _words(self, out: Path, checkpoint: Path | None = None) -> list[str | Path]:
+        slides = self._folder / "slides"
+        if not slides.exists():
+            self._call("app.synth", slides, "--slides", "4", "--size", "512")
+        words: list[str | Path] = ["--slides", slides, "--device", self._setting.device.type, "--out", out]
+        return words if checkpoint is None else [*words, "--checkpoint", checkpoint, "--model", MODEL]
+
+    def _call(self, module: str, *words: str | Path, env: Mapping[str, str] = NONE) -> None:
         done = self._run(module, *words, env={**self._env, **env}, limit_s=max(20.0, self._setting.left_s))
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "rror" in line] or done.stderr.splitlines()[-1:]
@@ -127,9 +106,8 @@ def run_process(
 def _columns(path: Path, beginning: str) -> list[float]:
     """Return the numbers of all columns whose names begin so."""
     with path.open() as file:
-        return [
-            float(value) for row in csv.DictReader(file) for name, value in row.items() if name.startswith(beginning)
-        ]
+        rows = list(csv.DictReader(file))
+    return [float(value) for row in rows for name, value in row.items() if name.startswith(beginning)]
 
 
 def _compared(expected: list[float], found: list[float]) -> Row:

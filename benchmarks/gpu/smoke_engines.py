@@ -32,6 +32,7 @@ from app.settings.strategy import StrategySettings
 from app.training.engines import build_engine
 from app.training.exactness import TOLERANCE, CroppedImages, Errors, compare, verify_engine
 from app.training.plain_training import ExactnessTrial, MakeEngine, MeasuredEngine, PlainTraining
+from benchmarks.exactness.odd.blocks import Head, block
 from benchmarks.gpu.setting import Row
 from benchmarks.gpu.smoke_commands import STOP_AFTER
 from models.registry import build_model
@@ -50,11 +51,9 @@ BF16_LOSS, BF16_ANGLE = 0.05, 0.1
 WARM_STEPS = 2
 
 
-def net(classes: int) -> nn.Module:
+def net(classes: int) -> nn.Sequential:
     """Return a classifier with batch norm, small enough for a CPU."""
-    return nn.Sequential(
-        _block(3, 8), _block(8, 16), _block(16, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, classes)
-    )
+    return nn.Sequential(block(3, 8, 2), block(8, 16, 2), block(16, 16, 2), Head(16, classes))
 
 
 def dropping(classes: int) -> nn.Module:
@@ -67,12 +66,8 @@ def dropping(classes: int) -> nn.Module:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         register_optimizer_step_post_hook(stop)
-    layers = list(net(classes).children())
-    return nn.Sequential(*layers[:2], nn.Dropout(0.2), *layers[2:5], nn.Dropout(0.2), layers[5])
-
-
-def _block(channels: int, out: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(channels, out, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
+    first, second, third, head = net(classes)
+    return nn.Sequential(first, second, nn.Dropout(0.2), third, nn.Dropout(0.2), head)
 
 
 def run_all(communicator: Communicator, argument: Mapping[str, Any]) -> None:
@@ -195,17 +190,9 @@ def _settings(case: Row) -> StrategySettings:
 def _trial(case: Row, device: torch.device, dtype: torch.dtype) -> ExactnessTrial:
     settings = _settings(case)
     torch.manual_seed(SEED)
-    return ExactnessTrial(
-        build_model(case["model"], classes=3),
-        tuple(map(len, split_batch(settings.batch, settings.m))),
-        case["px"],
-        dtype,
-        device,
-        STEPS,
-        SEED,
-        channels_last=True,
-        by_boxes=settings.stream_px is not None,
-    )
+    module, sizes = build_model(case["model"], classes=3), tuple(map(len, split_batch(settings.batch, settings.m)))
+    trial = ExactnessTrial(module, sizes, case["px"], dtype, device, STEPS, SEED, channels_last=True)
+    return dataclasses.replace(trial, by_boxes=settings.stream_px is not None)
 
 
 def _engine(
@@ -216,15 +203,11 @@ def _engine(
 
 def _make_engine(case: Row, trial: ExactnessTrial, autocast: torch.dtype | None = None) -> MakeEngine:
     settings = _settings(case)
-    return functools.partial(
-        build_engine,
-        settings.to_strategy(trial.device.type).under(smallest=0),  # tiles are small: what is to be moved is moved
-        batch=settings.batch,
-        tile=case["px"],
-        seed=SEED,
-        device=trial.device,
-        autocast=autocast,
-    )
+    strategy = settings.to_strategy(trial.device.type).under(
+        smallest=0
+    )  # tiles are small: what is to be moved is moved
+    sizes: Any = {"batch": settings.batch, "tile": case["px"]}
+    return functools.partial(build_engine, strategy, **sizes, seed=SEED, device=trial.device, autocast=autocast)
 
 
 def _step(engine: MeasuredEngine, trial: ExactnessTrial, step: int) -> float:
@@ -236,9 +219,7 @@ def _microbatches(engine: MeasuredEngine, trial: ExactnessTrial, step: int) -> l
     found = [trial.microbatch(step, i, engine.wants(i)) for i in engine.share]
     if not trial.by_boxes:
         return found
-    return [
-        part._replace(images=CroppedImages(part.images)) if isinstance(part.images, Tensor) else part for part in found
-    ]
+    return [m._replace(images=CroppedImages(m.images)) if isinstance(m.images, Tensor) else m for m in found]
 
 
 def _errors(communicator: Communicator, case: Row, device: torch.device, dtype: torch.dtype) -> Errors | None:

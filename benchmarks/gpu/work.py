@@ -6,18 +6,21 @@ the model: weights, optimizer and traced graph are those of a ``Problem``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import GIB, Row, Setting
 from models.registry import build_model
 from parallel.build import put_to_work
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import Partition
-from parallel.memory.policy import ActivationPolicy
+from parallel.memory.policy import SMALLEST, ActivationPolicy
 from parallel.offload.copies import CopyClock
 from parallel.offload.packing import ActivationMeter
 from parallel.strategy import Strategy
@@ -25,6 +28,9 @@ from parallel.trace.trace import trace
 
 CLASSES = 2
 RATE = 1e-4
+USUAL = GIB
+"""Window of offload, bytes."""
+LEAST_TURNS, MOST_TURNS = 2, 12
 
 
 class Problem:
@@ -68,7 +74,6 @@ class Work:
 
     Attributes:
         clock: of copies to the host and back.
-        losses: of all steps.
     """
 
     def __init__(
@@ -79,9 +84,7 @@ class Work:
         autocast: torch.dtype | None = None,
         meter: ActivationMeter | None = None,
     ) -> None:
-        self.losses: list[float] = []
-        self._problem = problem
-        device = problem.setting.device
+        self._problem, self._number = problem, 0
         program = put_to_work(
             problem.traced,
             problem.partition,
@@ -91,7 +94,7 @@ class Work:
             Strategy("single", 1, 1, 1, policy=policy),
             batch=problem.tiles,
             shape=problem.microbatch.shape,
-            device=device,
+            device=problem.setting.device,
             autocast=autocast,
             meter=meter,
         )
@@ -101,14 +104,48 @@ class Work:
 
     def step(self) -> None:
         """Forward, backward and update."""
-        step = len(self.losses)
-        self.losses.append(self._engine.step([self._problem.microbatch], step, RATE).loss)
+        self._engine.step([self._problem.microbatch], self._number, RATE)
+        self._number += 1
 
-    def gradients(self) -> dict[str, Tensor]:
-        return self._engine.gradients()
+    def peak_bytes(self) -> int | None:
+        """Return what the allocator gave out at most in a step; None on a CPU."""
+        setting = self._problem.setting
+        setting.settle()
+        if setting.full:
+            torch.cuda.reset_peak_memory_stats(setting.device)
+        self.step()
+        return torch.cuda.max_memory_allocated(setting.device) if setting.full else None
 
     def close(self) -> None:
         self._engine.close()
+
+
+def in_turns(setting: Setting, steps: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Return the seconds of steps that take turns until the time is over."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(MOST_TURNS):
+        if turn >= LEAST_TURNS and setting.left_s <= 0:
+            break
+        for name, step in steps.items():
+            taken[name].append(setting.seconds_of(step))
+    return taken
+
+
+def offloading(tiny: bool, **more: Any) -> ActivationPolicy:
+    """Return a policy that offloads. If ``tiny``, small tensors are moved too, as there are no others."""
+    return ActivationPolicy(
+        offload="overlap", **{"ahead": 0 if tiny else USUAL, "smallest": 1 if tiny else SMALLEST} | more
+    )
+
+
+def copied(clock: CopyClock) -> Row:
+    """Return bytes out to the host and back that the clock has noted, and their bandwidth; None: nothing was copied."""
+    found: Row = {}
+    for way in ("out", "back"):
+        own = [copy for copy in clock.times if copy.direction == way]
+        found[f"{way}_bytes"], seconds = sum(copy.bytes for copy in own), sum(copy.seconds for copy in own)
+        found[f"{way}_bytes_per_s"] = found[f"{way}_bytes"] / seconds if seconds else None
+    return found
 
 
 def kept_bytes(problem: Problem, policy: ActivationPolicy, autocast: torch.dtype | None = None) -> int:
