@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
-import resource
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,10 +27,11 @@ from segmentation_models_pytorch.losses import DiceLoss
 
 from app.evaluation.areas import AreaScores
 from app.prediction.prediction_folder import PredictionFolder
-from benchmarks.results import ROOT, markdown_table, parser_of, results, write_results
+from benchmarks.results import OUT as BENCH_DATA
+from benchmarks.results import ROOT, markdown_table, parser_of, publish, results
+from benchmarks.timing import run_app
 
-OUT = ROOT / "bench-data" / "nuclei"
-README = Path(__file__).with_name("README.md")
+OUT, NUCLEI = BENCH_DATA / "nuclei", ROOT / "data" / "nuclei"
 FOLDS, TILE, BATCH, RESAMPLES = 5, 256, 8, 1000
 MODEL = "unet_w16"
 TRAIN = ["--model", MODEL, "--tile", str(TILE), "--stride", "64", "--batch", str(BATCH), "--lr", "0.003"]
@@ -50,14 +48,6 @@ def folds_of(names: list[str]) -> list[list[str]]:
     return [sorted(map(str, order[fold::FOLDS])) for fold in range(FOLDS)]
 
 
-def cpu_seconds(command: list[str]) -> float:
-    """Run ``command``; seconds of the processor that it took with all of its processes."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def by_megatile(fold: int, held: list[str], images: Path, masks: Path, names: list[str], steps: int) -> dict[str, Any]:
     """Train on all but ``held``, predict those: Dice by name, seconds of the processor in training."""
     out = OUT / f"fold{fold}"
@@ -68,11 +58,11 @@ def by_megatile(fold: int, held: list[str], images: Path, masks: Path, names: li
             shutil.copy(images / f"{name}.png", out / "slides" / part)
     given = ["--slides", str(out / "slides"), "--annotations", str(masks)]
     run = [*given, *TRAIN, "--steps", str(steps), "--seed", str(fold), "--out", str(out / "run")]
-    seconds = cpu_seconds(["app.train", *run])
+    seconds = run_app("app.train", *run).cpu
     checkpoint = str(out / "run" / "checkpoints" / "last.pt")
     predicted = out / "predicted"
     where = ["--slides", str(out / "slides" / "val"), "--checkpoint", checkpoint, "--out", str(predicted)]
-    cpu_seconds(["app.predict", *where, "--slide-mpp", "0.5", "--overlap", "0.5"])
+    run_app("app.predict", *where, "--slide-mpp", "0.5", "--overlap", "0.5")
     folder = PredictionFolder(predicted)
     scores = AreaScores(folder, [row["slide"] for row in folder.rows()], ["foreground"], masks)
     assert len(scores.slides) == len(held), scores.left_out
@@ -139,11 +129,10 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, writes=False)
-    parser.add_argument("--images", type=Path, default=ROOT / "data" / "nuclei" / "images")
-    parser.add_argument("--masks", type=Path, default=ROOT / "data" / "nuclei" / "masks")
+    parser = parser_of(__doc__)
+    parser.add_argument("--images", type=Path, default=NUCLEI / "images")
+    parser.add_argument("--masks", type=Path, default=NUCLEI / "masks")
     parser.add_argument("--steps", type=int, default=400, help="of app.train; the peer gets its seconds")
-    parser.add_argument("--write", action="store_true", help="put the results into the README")
     given = parser.parse_args()
     names = [path.stem for path in given.images.glob("*.png")]
     read: Images = {}
@@ -155,7 +144,7 @@ def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     ours: dict[str, float] = {}
     theirs: dict[str, float] = {}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for fold, held in enumerate(folds_of(names)):
         own = by_megatile(fold, held, given.images, given.masks, names, given.steps)
         peer = by_smp(fold, held, read, own["cpu_s"])
@@ -176,11 +165,8 @@ def main() -> None:
     ]
     low, high = interval(differences)
     said.append(f"Difference image by image: {np.mean(differences):+.3f}, 95 % interval {low:+.3f} to {high:+.3f}.\n")
-    table = markdown_table(header, rows)
-    print(table, *said, sep="\n")
-    if given.write:
-        shown = f"python -m benchmarks.nuclei.run --steps {given.steps} --write"
-        write_results(README, results(shown, table, "\n".join(said)))
+    shown = f"python -m benchmarks.nuclei.run --steps {given.steps} --write"
+    publish(__file__, results(shown, markdown_table(header, rows), "\n".join(said)), given.write)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,10 @@ Takes nothing; gives the seconds of each command by the clock and on the cores, 
 from __future__ import annotations
 
 import os
-import resource
 import statistics
-import subprocess
-import sys
-import time
 
-from benchmarks.results import ROOT, finish, markdown_table, parser_of, publish, results, write_json
+from benchmarks.results import finish, markdown_table, parser_of, publish, results, write_json
+from benchmarks.timing import Took, run_app
 
 PLANS: dict[str, tuple[str, float | None]] = {
     "one-node": ("--model resnet50 --tile 512 --ranks 4 --device-spec v100-16gb", None),
@@ -26,18 +23,9 @@ PLANS: dict[str, tuple[str, float | None]] = {
 """Name -> arguments of app.plan, and the seconds that a user may wait, on a machine with nothing else to do."""
 
 
-def planned(arguments: str) -> tuple[float, float]:
-    """Return seconds by the clock and on the cores of one plan in a process of its own.
-
-    Raises:
-        CalledProcessError: the plan failed, or nothing fits.
-    """
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    command = [sys.executable, "-m", "app.plan", *arguments.split()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
-    taken, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return taken, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def planned(arguments: str) -> Took:
+    """Return the seconds of one plan in a process of its own."""
+    return run_app("app.plan", *arguments.split(), env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def main() -> None:

@@ -7,10 +7,9 @@ bound: libjpeg-turbo on the compressed tiles that the square touches, already in
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import openslide
@@ -19,16 +18,9 @@ import tifffile
 import zarr
 
 from benchmarks.tile_reading.slide import TILE
+from benchmarks.timing import Took, clocked
 from pipelines.backends.registry import open_slide
 from pipelines.slides.geometry import Region
-
-
-class Took(NamedTuple):
-    """Seconds by the clock on the wall, and seconds that the process computed: other processes do not count there."""
-
-    wall: float
-    cpu: float
-
 
 Reader: TypeAlias = Callable[[int, int, int], Took]
 """(l0_x, l0_y, side) in px to seconds."""
@@ -97,9 +89,3 @@ def bare_decoder(path: Path) -> Reader:
 
 def _timed(read: Callable[[int, int, int], object]) -> Reader:
     return lambda x, y, side: clocked(read, x, y, side)
-
-
-def clocked(call: Callable[..., object], *arguments: object) -> Took:
-    wall, cpu = time.perf_counter(), time.process_time()
-    call(*arguments)
-    return Took(time.perf_counter() - wall, time.process_time() - cpu)

@@ -13,16 +13,16 @@ import random
 import statistics
 import subprocess
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cv2
 
-from benchmarks.results import OUT, finish, markdown_table, measured_on, parser_of, write_json
-from benchmarks.tile_reading.readers import Reader, Took, bare_decoder, megatile, readers
+from benchmarks.results import OUT, ROOT, finish, markdown_table, measured_on, parser_of, write_json
+from benchmarks.tile_reading.readers import Reader, bare_decoder, megatile, readers
 from benchmarks.tile_reading.slide import make_slide
+from benchmarks.timing import Took, clocked
 
 ROUNDS = {512: 80, 2048: 30, 8192: 7}
 """Squares read by every reader, per side in px."""
@@ -39,24 +39,14 @@ ASKED_MEMORY = 1.35
 PEAK = """
 import sys
 from pathlib import Path
-import numpy as np
-def status(key):
-    return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) * 1024
-reader, path, side = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-if reader == "megatile":
-    from pipelines.slides.geometry import Region
-    from pipelines.backends.registry import open_slide
-    slide = open_slide(path, backend="tiled")
-    read = lambda side: slide.read(Region(101, 203, side, side, slide.mpp))
-else:
-    from openslide import OpenSlide
-    slide = OpenSlide(path)
-    read = lambda side: np.asarray(slide.read_region((101, 203), 0, (side, side)).convert("RGB"))
-read(300)
-Path("/proc/self/clear_refs").write_text("5")
-before = status("VmRSS")
-pixels = read(side)
-print(status("VmHWM") - before)
+from benchmarks.resident import resident, settle
+from benchmarks.tile_reading import readers
+read = getattr(readers, sys.argv[1])(Path(sys.argv[2]))
+read(101, 203, 300)
+settle()
+before = resident("VmRSS")
+read(101, 203, int(sys.argv[3]))
+print(resident("VmHWM") - before)
 """
 
 
@@ -87,13 +77,8 @@ def in_threads(path: Path, px: int, reads: int, rounds: int) -> dict[str, float]
             for _ in range(reads // len(workers)):
                 read(101, 203, px)
 
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.perf_counter() - start
+        with ThreadPoolExecutor(len(workers)) as pool:
+            return clocked(lambda: list(pool.map(work, workers))).wall
 
     one, decoders = megatile(path), [bare_decoder(path), bare_decoder(path)]
     wall([one, one])
@@ -106,7 +91,7 @@ def in_threads(path: Path, px: int, reads: int, rounds: int) -> dict[str, float]
 def peak_memory(reader: str, path: Path, px: int) -> int:
     """Return the bytes by which one read of ``px`` x ``px`` px grows the peak resident memory of a fresh process."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, reader, str(path), str(px)], check=True, capture_output=True, text=True
+        [sys.executable, "-c", PEAK, reader, str(path), str(px)], cwd=ROOT, check=True, capture_output=True, text=True
     )
     return int(done.stdout)
 
@@ -149,7 +134,7 @@ def main() -> None:
     path = make_slide(OUT / f"tissue_{given.side}_q80.tif", given.side)
     seconds = measure(path, given.side, given.rounds)
     result: dict[str, Any] = {"rows": speeds(seconds), "ratios": ratios(seconds), "environment": measured_on()}
-    result["memory"] = {reader: peak_memory(reader, path, 8192) for reader in ("megatile", "openslide")}
+    result["memory"] = {reader: peak_memory(reader, path, 8192) for reader in ("megatile", "openslide_rgb")}
     result["threads"] = in_threads(path, 2048, 12, max(1, round(THREAD_ROUNDS * given.rounds)))
     write_json("tile_reading", result)
     shown = [

@@ -8,14 +8,9 @@ small model they sleep, so that their speeds are known and no core is shared.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import itertools
-import json
-import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import OUT, markdown_table, measured_on, results, write_results
+from benchmarks.results import measured_on, parser_of, publish, results, write_json
+from benchmarks.workers.looks import Run, loss_table
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
@@ -141,8 +137,8 @@ def _loss(engine: TrainingEngine, task: Task) -> float:
     return float(F.cross_entropy(logits, classes))
 
 
-def measure(way: int, seeds: int, windows: int, unit_s: float) -> dict[str, Any]:
-    """Train with the best of ``RATES`` on a seed of its own, then on ``seeds`` others."""
+def measure(way: int, seeds: int, windows: int, unit_s: float) -> tuple[str, list[Run]]:
+    """Train with the best of ``RATES`` on a seed of its own, then on ``seeds`` others; return the rate and the runs."""
     argument = {"way": way, "windows": windows}
     ranks = max(1, len(WAYS[way].shares))
     run = functools.partial(run_on_ranks, ranks, "benchmarks.workers.asynchronous:train_all")
@@ -150,7 +146,7 @@ def measure(way: int, seeds: int, windows: int, unit_s: float) -> dict[str, Any]
     ends = [result["losses"][-1] for result in tuned]
     rate = RATES[ends.index(min(ends))]
     runs = run([argument | {"seed": seed, "rate": rate, "unit_s": unit_s} for seed in range(seeds)])[0]
-    return {"name": WAYS[way].name, "rate": rate, "runs": runs}
+    return f"{rate:g}", [Run(**result) for result in runs]
 
 
 def train_all(communicator: Communicator, arguments: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
@@ -158,51 +154,22 @@ def train_all(communicator: Communicator, arguments: list[dict[str, Any]]) -> li
     return [train(communicator, argument) for argument in arguments]
 
 
-def report(found: list[dict[str, Any]], unit_s: float) -> str:
-    """The table of the README."""
-    slowest_s = max(statistics.median(run["seconds"][-1] for run in way["runs"]) for way in found)
-    windows = len(found[0]["runs"][0]["losses"]) - 1
-    header = ["", "lr", "s", *(f"after {slowest_s * part:.1f} s" for part in POINTS)]
-    header += [f"after {round(windows * part) * M} minibatches" for part in POINTS]
-    rows = []
-    for way in found:
-        runs = way["runs"]
-        took_s = statistics.median(run["seconds"][-1] for run in runs)
-        by_time = [[_at(run, slowest_s * part) for run in runs] for part in POINTS]
-        by_tiles = [[run["losses"][round(windows * part)] for run in runs] for part in POINTS]
-        rows.append([way["name"], f"{way['rate']:g}", f"{took_s:.1f}", *map(_cell, by_time), *map(_cell, by_tiles)])
-    about = (
-        f"Two ranks over Gloo that sleep {unit_s * 1000:g} and {2 * unit_s * 1000:g} ms a minibatch of {SIZE} tiles; "
-        f"{windows} windows of {M} minibatches; SGD. Held-out loss, median and range of {len(found[0]['runs'])} seeds. "
-        "A way that has ended keeps its last loss.\n"
-    )
-    return results("python -m benchmarks.workers.asynchronous --write", about, markdown_table(header, rows))
-
-
-def _at(run: dict[str, list[float]], seconds: float) -> float:
-    """The last loss that was known after ``seconds`` of training."""
-    pairs = zip(run["seconds"], run["losses"], strict=True)
-    return [loss for _, loss in itertools.takewhile(lambda pair: pair[0] <= seconds, pairs)][-1]
-
-
-def _cell(losses: list[float]) -> str:
-    return f"{statistics.median(losses):.3f} ({min(losses):.3f}-{max(losses):.3f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--unit", type=float, default=0.02, help="seconds of a minibatch of the fast worker")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
-    arguments = parser.parse_args()
-    found = [measure(way, arguments.seeds, arguments.windows, arguments.unit) for way in range(len(WAYS))]
-    OUT.mkdir(exist_ok=True)
-    (OUT / "asynchronous.json").write_text(json.dumps({"ways": found, "environment": measured_on()}, indent=2) + "\n")
-    text = report(found, arguments.unit)
-    print(text)
-    if arguments.write:
-        write_results(Path(__file__).with_name("README.md"), text, "asynchronous")
+    asked = parser.parse_args()
+    found = {way.name: measure(k, asked.seeds, asked.windows, asked.unit) for k, way in enumerate(WAYS)}
+    write_json("asynchronous", {"ways": found, "environment": measured_on()})
+    about = (
+        f"Two ranks over Gloo that sleep {asked.unit * 1000:g} and {2 * asked.unit * 1000:g} ms a minibatch of {SIZE} "
+        f"tiles; {asked.windows} windows of {M} minibatches; SGD. Held-out loss, median and range of {asked.seeds} "
+        "seeds. A way that has ended keeps its last loss.\n"
+    )
+    table = loss_table(found, POINTS, asked.windows, M, "minibatches")
+    text = results("python -m benchmarks.workers.asynchronous --write", about, table)
+    publish(__file__, text, asked.write, "asynchronous")
 
 
 if __name__ == "__main__":

@@ -13,18 +13,15 @@ import csv
 import json
 import os
 import shutil
-import statistics
-import subprocess
-import sys
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.results import OUT, ROOT, markdown_table, parser_of, results, write_json, write_results
+from benchmarks.results import OUT, ROOT, parser_of, publish, results, write_json
+from benchmarks.timing import run_app
+from benchmarks.workers.looks import Run, loss_table
 
 NUCLEI = ROOT / "data" / "nuclei"
-README = Path(__file__).with_name("README.md")
 BATCH, M = 16, 4
 """Tiles of a step, and its minibatches in the ways that update after each."""
 LOOKS = 4
@@ -58,20 +55,12 @@ COMMON = ("--warmup", "5", "--min-tissue", "0", "--validation", "0.3", "--checkp
 COMMON += ("--twin-steps=0",)
 
 
-class Run(NamedTuple):
-    """Seconds of training before each look at the held-out loss, and these losses."""
-
-    seconds: list[float]
-    losses: list[float]
-
-
 def slides_of(task: str) -> list[str]:
     """Return the arguments that name the slides of ``task`` and their labels."""
     if task == "nuclei":
         return ["--slides", str(NUCLEI / "images"), "--annotations", str(NUCLEI / "masks")]
     folder = OUT / "delayed" / "slides"
-    made = [sys.executable, "-m", "app.synth", str(folder), "--slides", "24", "--size", "2048", "--task", "classify"]
-    subprocess.run(made, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    run_app("app.synth", str(folder), "--slides", "24", "--size", "2048", "--task", "classify")
     return ["--slides", str(folder)]
 
 
@@ -85,8 +74,7 @@ def train(task: str, slides: list[str], way: Way, rate: str, seed: int, steps: i
     arguments += ["--steps", str(steps * times), f"--validate-every={every}"]
     # A single rank has all cores, whatever this shell says.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "app.train", *arguments]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    run_app("app.train", *arguments, env=environment)
     trained_s = list(accumulate(float(row["step_s"]) for row in _rows(out / "metrics.csv")))
     looks = _rows(out / "validation.csv")
     return Run([trained_s[int(row["step"]) - 1] for row in looks], [float(row["loss"]) for row in looks])
@@ -95,33 +83,6 @@ def train(task: str, slides: list[str], way: Way, rate: str, seed: int, steps: i
 def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def table(runs: dict[str, tuple[str, list[Run]]], steps: int) -> str:
-    """The table of one task, losses as median and range over seeds."""
-    seconds = max(statistics.median(run.seconds[-1] for run in own) for _, own in runs.values())
-    parts = (0.5, 1.0)
-    header = ["", "lr", "s a step", *(f"after {part * seconds:.0f} s" for part in parts)]
-    looks = len(next(iter(runs.values()))[1][0].losses)
-    header += [f"after {round(part * looks) * max(1, steps // LOOKS) * BATCH} tiles" for part in parts]
-    lines = []
-    for name, (rate, own) in runs.items():
-        step_s = statistics.median(run.seconds[-1] for run in own) / steps
-        by_time = [[_last(run, part * seconds) for run in own] for part in parts]
-        by_tiles = [[run.losses[round(part * looks) - 1] for run in own] for part in parts]
-        lines.append([name, rate, f"{step_s:.2f}", *map(_cell, by_time), *map(_cell, by_tiles)])
-    return markdown_table(header, lines)
-
-
-def _last(run: Run, seconds: float) -> float | None:
-    """Return the last loss that was known after ``seconds`` of training."""
-    known = [loss for at, loss in zip(run.seconds, run.losses, strict=True) if at <= seconds]
-    return known[-1] if known else None
-
-
-def _cell(losses: Sequence[float | None]) -> str:
-    known = [loss for loss in losses if loss is not None]
-    return f"{statistics.median(known):.3f} ({min(known):.3f}-{max(known):.3f})" if known else "no look yet"
 
 
 def main() -> None:
@@ -145,10 +106,10 @@ def main() -> None:
         about = (
             f"{task}: {asked.steps} steps of {BATCH} tiles; held-out loss, median and range of {asked.seeds} seeds.\n"
         )
-        text = results(f"python -m benchmarks.workers.delayed {task} --write", about, table(runs, asked.steps))
-        print(text)
-        if asked.write:
-            write_results(README, text, f"delayed {task}")
+        looks = len(next(iter(runs.values()))[1][0].losses)
+        table = loss_table(runs, (0.5, 1.0), looks, max(1, asked.steps // LOOKS) * BATCH, "tiles")
+        text = results(f"python -m benchmarks.workers.delayed {task} --write", about, table)
+        publish(__file__, text, asked.write, f"delayed {task}")
 
 
 if __name__ == "__main__":
