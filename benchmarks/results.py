@@ -57,15 +57,11 @@ def read_json(name: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def publish(script: str, text: str, write: bool, part: str = "") -> None:
-    """Print ``text``, and with ``write`` put it into the README next to ``script``.
-
-    Args:
-        part: as for ``write_results``.
-    """
-    print(text)
+def publish(script: str, text: str, write: bool, part: str = "", page: str = "README.md") -> None:
+    """Print ``text``; with ``write`` put it between the markers of ``part`` on a page next to ``script``."""
+    print(text, flush=True)
     if write:
-        write_results(Path(script).with_name("README.md"), text, part)
+        write_results(Path(script).with_name(page), text, part)
 
 
 def finish(missed: Iterable[str]) -> NoReturn:

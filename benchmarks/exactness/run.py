@@ -13,14 +13,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.exactness.cells import TABLES, Cell
 from benchmarks.exactness.measure import ERRORS, FAULTS, Row, largest, measured
-from benchmarks.results import OUT, markdown_table, parser_of, results, write_results
+from benchmarks.results import OUT, finish, markdown_table, parser_of, publish, results
 
 STATUSES = ("passed", "refused", *FAULTS)
 PAGES = {"zoo": "ZOO.md", "deep": "ZOO.md", "families": "ZOO.md"}
@@ -104,12 +103,9 @@ def main() -> None:
     found = read(path)
     rows = [found[str(cell)] for cell in wanted if str(cell) in found]
     command = f"python -m benchmarks.exactness.run {arguments.table} --write"
-    text = results(command, summary(rows, len(wanted)))
-    print(f"\n{text}")
-    if arguments.write:
-        page = Path(__file__).with_name(PAGES.get(arguments.table, "README.md"))
-        write_results(page, text, arguments.table)
-    sys.exit(any(row["status"] in FAULTS for row in rows))
+    page = PAGES.get(arguments.table, "README.md")
+    publish(__file__, results(command, summary(rows, len(wanted))), arguments.write, arguments.table, page)
+    finish(row["cell"] for row in rows if row["status"] in FAULTS)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def all_entries() -> Iterator[Entry]:
     from torchvision import models
 
     for room in (sharing, state, flow, values):
-        yield from (Entry(f"{room.__name__}:{model.__name__}", "odd", 32) for model in room.MODELS)
+        yield from (Entry(f"{room.__name__}:{name}", "odd", 32) for name in room.MODELS)
     for name, side in ((name, SIDES.get(name, 32)) for name in NETWORKS):
         dtype: Literal["float64", "float32"] = "float32" if name in PLAIN_FLOAT else "float64"
         yield Entry(f"benchmarks.exactness.monai_nets:{name}", "MONAI", side, 1 if name in LARGE else 2, dtype)

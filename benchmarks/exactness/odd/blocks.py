@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 
@@ -23,6 +25,11 @@ class Framed(nn.Sequential):
 
     def __init__(self, odd: nn.Module, classes: int) -> None:
         super().__init__(block(3, 8, 2), odd, block(8, 8), block(8, 8, 2), Head(8, classes))
+
+
+def framed(make: Callable[[], nn.Module]) -> Callable[[int], Framed]:
+    """Return the factory of a model whose odd part is what ``make`` gives."""
+    return lambda classes: Framed(make(), classes)
 
 
 class Trunked(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
-from benchmarks.exactness.odd.blocks import Framed, Head, Trunked, block
+from benchmarks.exactness.odd.blocks import Framed, Head, Trunked, block, framed
 
 
 class EarlyReturn(Trunked):
@@ -209,16 +209,9 @@ class CallsItems(Trunked):
         return self.head(self.second(x / max(x.detach().abs().max().item(), 1e-3)))
 
 
-def branch_inside(classes: int) -> nn.Module:
-    return Framed(BranchInside(), classes)
-
-
-def tosses_coins(classes: int) -> nn.Module:
-    return Framed(TossesCoins(), classes)
-
-
-def function_inside(classes: int) -> nn.Module:
-    return Framed(FunctionInside(), classes)
+branch_inside = framed(BranchInside)
+tosses_coins = framed(TossesCoins)
+function_inside = framed(FunctionInside)
 
 
 def forward_hooks(classes: int) -> nn.Module:
@@ -244,7 +237,9 @@ def parameter_hooks(classes: int) -> nn.Module:
 
 
 MODELS = (
-    EarlyReturn, AssertsShape, AssertsValue, PadsToMultiple, BranchesOnData, branch_inside, AsksAtRoot, Checkpointed,
-    CheckpointedReentrant, DropsBlocks, tosses_coins, FunctionAtRoot, function_inside, Autocast, HooksOfTensors,
-    DeepSupervision, Routed, CallsItems, forward_hooks, backward_hooks, parameter_hooks,
+    "EarlyReturn", "AssertsShape", "AssertsValue", "PadsToMultiple", "BranchesOnData", "branch_inside", "AsksAtRoot",
+    "Checkpointed", "CheckpointedReentrant", "DropsBlocks", "tosses_coins", "FunctionAtRoot", "function_inside",
+    "Autocast", "HooksOfTensors", "DeepSupervision", "Routed", "CallsItems", "forward_hooks", "backward_hooks",
+    "parameter_hooks",
 )  # fmt: skip
+"""Names of the factories."""

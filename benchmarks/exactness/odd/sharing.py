@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from benchmarks.exactness.odd.blocks import Framed, Head, Trunked, block
+from benchmarks.exactness.odd.blocks import Framed, Head, Trunked, block, framed
 
 
 class TiedWeights(Trunked):
@@ -80,31 +80,17 @@ class Symmetric(nn.Module):
         return weight + weight.transpose(0, 1)
 
 
-def weight_norm(classes: int) -> nn.Module:
-    """Direction and length of a weight, by torch's parametrization."""
-    return Framed(parametrizations.weight_norm(nn.Conv2d(8, 8, 3, padding=1)), classes)
-
-
 def weight_norm_by_hook(classes: int) -> nn.Module:
-    """The same by the older hook."""
+    """Direction and length of a weight, by the older hook."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return Framed(nn.utils.weight_norm(nn.Conv2d(8, 8, 3, padding=1)), classes)
 
 
-def spectral_norm(classes: int) -> nn.Module:
-    """Convolution whose power iteration updates two buffers with each forward pass."""
-    return Framed(parametrizations.spectral_norm(nn.Conv2d(8, 8, 3, padding=1)), classes)
-
-
-def spectral_norm_by_hook(classes: int) -> nn.Module:
-    """The same by the older hook."""
-    return Framed(nn.utils.spectral_norm(nn.Conv2d(8, 8, 3, padding=1)), classes)
-
-
-def orthogonal(classes: int) -> nn.Module:
-    """A weight kept orthogonal by a matrix exponential."""
-    return Framed(parametrizations.orthogonal(nn.Conv2d(8, 8, 1), orthogonal_map="matrix_exp"), classes)
+weight_norm = framed(lambda: parametrizations.weight_norm(nn.Conv2d(8, 8, 3, padding=1)))
+spectral_norm = framed(lambda: parametrizations.spectral_norm(nn.Conv2d(8, 8, 3, padding=1)))
+spectral_norm_by_hook = framed(lambda: nn.utils.spectral_norm(nn.Conv2d(8, 8, 3, padding=1)))
+orthogonal = framed(lambda: parametrizations.orthogonal(nn.Conv2d(8, 8, 1), orthogonal_map="matrix_exp"))
 
 
 def symmetric(classes: int) -> nn.Module:
@@ -151,6 +137,8 @@ class HyperWeights(nn.Module):
 
 
 MODELS = (
-    TiedWeights, ReusedModule, SharedNorm, Siamese, TransposedTwin, ListedParameters, weight_norm, weight_norm_by_hook,
-    spectral_norm, spectral_norm_by_hook, orthogonal, symmetric, adapters, HyperWeights,
+    "TiedWeights", "ReusedModule", "SharedNorm", "Siamese", "TransposedTwin", "ListedParameters", "weight_norm",
+    "weight_norm_by_hook", "spectral_norm", "spectral_norm_by_hook", "orthogonal", "symmetric", "adapters",
+    "HyperWeights",
 )  # fmt: skip
+"""Names of the factories."""

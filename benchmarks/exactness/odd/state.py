@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from benchmarks.exactness.odd.blocks import Framed, Head, Trunked, block
+from benchmarks.exactness.odd.blocks import Head, Trunked, block, framed
 
 
 class RunningMean(nn.Module):
@@ -170,54 +170,18 @@ class Teacher(nn.Module):
         return logits, logits - taught
 
 
-def running_mean(classes: int) -> nn.Module:
-    return Framed(RunningMean(), classes)
-
-
-def detached_mean(classes: int) -> nn.Module:
-    return Framed(DetachedMean(), classes)
-
-
-def assigned_mean(classes: int) -> nn.Module:
-    return Framed(AssignedMean(), classes)
-
-
-def counter(classes: int) -> nn.Module:
-    return Framed(Counter(), classes)
-
-
-def first_batch_norm(classes: int) -> nn.Module:
-    return Framed(FirstBatchNorm(), classes)
-
-
-def queue(classes: int) -> nn.Module:
-    return Framed(Queue(), classes)
-
-
-def constants(classes: int) -> nn.Module:
-    return Framed(Constants(), classes)
-
-
-def channels_last_norm(classes: int) -> nn.Module:
-    return Framed(ChannelsLastNorm(), classes)
-
-
-def group_norm(classes: int) -> nn.Module:
-    return Framed(nn.GroupNorm(2, 8), classes)
-
-
-def instance_norm(classes: int) -> nn.Module:
-    return Framed(nn.InstanceNorm2d(8, affine=True), classes)
-
-
-def tracking_instance_norm(classes: int) -> nn.Module:
-    """Norm with running statistics."""
-    return Framed(nn.InstanceNorm2d(8, track_running_stats=True), classes)
-
-
-def cumulative_batch_norm(classes: int) -> nn.Module:
-    """Norm whose running statistics are the mean of all batches."""
-    return Framed(nn.BatchNorm2d(8, momentum=None), classes)
+running_mean = framed(RunningMean)
+detached_mean = framed(DetachedMean)
+assigned_mean = framed(AssignedMean)
+counter = framed(Counter)
+first_batch_norm = framed(FirstBatchNorm)
+queue = framed(Queue)
+constants = framed(Constants)
+channels_last_norm = framed(ChannelsLastNorm)
+group_norm = framed(lambda: nn.GroupNorm(2, 8))
+instance_norm = framed(lambda: nn.InstanceNorm2d(8, affine=True))
+tracking_instance_norm = framed(lambda: nn.InstanceNorm2d(8, track_running_stats=True))
+cumulative_batch_norm = framed(lambda: nn.BatchNorm2d(8, momentum=None))
 
 
 class Deep(nn.Sequential):
@@ -228,7 +192,8 @@ class Deep(nn.Sequential):
 
 
 MODELS = (
-    running_mean, detached_mean, assigned_mean, counter, first_batch_norm, queue, constants, channels_last_norm,
-    group_norm, instance_norm, tracking_instance_norm, cumulative_batch_norm, FrozenTrunk, TrunkWithoutGradients,
-    TrunkInEvaluation, Detached, Teacher, Deep,
+    "running_mean", "detached_mean", "assigned_mean", "counter", "first_batch_norm", "queue", "constants",
+    "channels_last_norm", "group_norm", "instance_norm", "tracking_instance_norm", "cumulative_batch_norm",
+    "FrozenTrunk", "TrunkWithoutGradients", "TrunkInEvaluation", "Detached", "Teacher", "Deep",
 )  # fmt: skip
+"""Names of the factories."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.exactness.odd.blocks import Framed, Head, Trunked, block
+from benchmarks.exactness.odd.blocks import Head, Trunked, block, framed
 
 
 class Pyramid(nn.Module):
@@ -293,12 +293,11 @@ class Noise(nn.Module):
         return x + 0.1 * torch.randn_like(x) if self.training else x
 
 
-def noise(classes: int) -> nn.Module:
-    """Draws in several ways."""
-    return Framed(nn.Sequential(Noise(), nn.RReLU(), nn.AlphaDropout(0.1)), classes)
-
+noise = framed(lambda: nn.Sequential(Noise(), nn.RReLU(), nn.AlphaDropout(0.1)))
 
 MODELS = (
-    Lists, Dicts, Dataclasses, InPlaceSkips, WritesByIndex, FillsCanvas, Fourier, ComplexWeights, RowsThroughLSTM,
-    SteppedGRU, Attention, GatedPooling, TopPixels, Unpools, Quantized, Warps, Shuffles, GivesItsInput, noise,
+    "Lists", "Dicts", "Dataclasses", "InPlaceSkips", "WritesByIndex", "FillsCanvas", "Fourier", "ComplexWeights",
+    "RowsThroughLSTM", "SteppedGRU", "Attention", "GatedPooling", "TopPixels", "Unpools", "Quantized", "Warps",
+    "Shuffles", "GivesItsInput", "noise",
 )  # fmt: skip
+"""Names of the factories."""
