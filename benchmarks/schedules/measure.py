@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.resident import resident, settle
 from benchmarks.schedules.on_paper import simulated_steps_s
 from benchmarks.schedules.ours import Ours
-from benchmarks.schedules.peers import DataParallel, PlainLoop, TorchPipeline
+from benchmarks.schedules.peers import DataParallel, TorchPipeline
 from benchmarks.schedules.workload import Contender, Workload
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import LocalCommunicator
@@ -38,7 +38,7 @@ def contenders(model: str, px: int, m: int, communicator: Communicator) -> Itera
         yield Ours(schedule, whole, communicator)
     if communicator.rank == 0:
         yield Ours("mp-basic", whole, LocalCommunicator())
-        yield PlainLoop(whole)
+        yield DataParallel(whole)
     else:
         yield StandBy("engine on one rank")
         yield StandBy("plain loop")
@@ -49,7 +49,6 @@ class StandBy:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ranks: tuple[int, ...] = (0,)
 
     def step(self, number: int) -> None:
         """Do nothing; the barrier after it waits."""

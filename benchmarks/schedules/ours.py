@@ -22,15 +22,10 @@ class Ours:
     """The engine. With one rank it is given a communicator of one, and the others stand by."""
 
     def __init__(
-        self,
-        schedule: str,
-        work: Workload,
-        communicator: Communicator,
-        meter: ActivationMeter | None = None,
+        self, schedule: str, work: Workload, communicator: Communicator, meter: ActivationMeter | None = None
     ) -> None:
         whole = schedule == "ddp"
         self.name = f"{'engine ' * whole}{schedule} m={work.m}" if communicator.world > 1 else "engine on one rank"
-        self.ranks = tuple(range(communicator.world))
         self.work = work
         depth, chunks = 1 if whole else communicator.world, 2 if schedule == "interleaved" else 1
         self.strategy = Strategy(schedule, communicator.world, depth, work.m, chunks=chunks)
@@ -45,14 +40,10 @@ class Ours:
             device=CPU,
             meter=meter,
         )
-        images, labels = work.batch()
+        wants = [self.engine.wants(i) for i in self.engine.share]
         self._microbatches = [
-            Microbatch(
-                images[i : i + 1] if self.engine.wants(i).images else None,
-                labels[i : i + 1] if self.engine.wants(i).targets else None,
-                work.shape,
-            )
-            for i in self.engine.share
+            Microbatch(image if want.images else None, label if want.targets else None, work.shape)
+            for want, (image, label) in zip(wants, work.tiles(self.engine.share), strict=True)
         ]
         self.rounds: list[Durations] = []
 

@@ -67,7 +67,6 @@ class TorchPipeline:
         self, schedule: str, work: Workload, communicator: Communicator, meter: ActivationMeter | None = None
     ) -> None:
         self.name = f"torch {schedule}"
-        self.ranks = tuple(range(communicator.world))
         rank, depth = communicator.rank, communicator.world
         partition = work.partition(depth)
         stage = cut_stage(trace(work.build(), work.shape), partition, rank).train()
@@ -105,41 +104,22 @@ class TorchPipeline:
 
 
 class DataParallel:
-    """DistributedDataParallel: each rank computes its share one microbatch after the other, and sums gradients once."""
+    """DistributedDataParallel: each rank computes its share one microbatch after the other, and sums gradients once.
+    Without a communicator, gradient accumulation on one rank, written out."""
 
-    def __init__(self, work: Workload, communicator: Communicator) -> None:
-        self.name = f"ddp m={work.m}"
-        self.ranks = tuple(range(communicator.world))
+    def __init__(self, work: Workload, communicator: Communicator | None = None) -> None:
+        self.name = f"ddp m={work.m}" if communicator else "plain loop"
+        rank, world = (communicator.rank, communicator.world) if communicator else (0, 1)
         model = work.build().train()
-        self._model: Any = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self._optimizer = work.make_optimizer(model.named_parameters())
-        self._weight = communicator.world / work.m  # it divides by the number of ranks
-        images, labels = work.batch()
-        self._parts = [
-            (images[i : i + 1], labels[i : i + 1]) for i in share_of(communicator.rank, communicator.world, work.m)
-        ]
+        self._model: Any = DistributedDataParallel(model, gradient_as_bucket_view=True) if communicator else model
+        self._delay: Any = self._model.no_sync if communicator else nullcontext
+        self._weight = world / work.m  # sums are divided by the number of ranks
+        self._parts = work.tiles(share_of(rank, world, work.m))
 
     def step(self, number: int) -> None:
         self._optimizer.zero_grad()
         for n, (image, label) in enumerate(self._parts, 1):
-            with nullcontext() if n == len(self._parts) else self._model.no_sync():
+            with nullcontext() if n == len(self._parts) else self._delay():
                 (loss(self._model(image), label) * self._weight).backward()
-        self._optimizer.step()
-
-
-class PlainLoop:
-    """Gradient accumulation written out, on rank 0."""
-
-    def __init__(self, work: Workload) -> None:
-        self.name = "plain loop"
-        self.ranks: tuple[int, ...] = (0,)
-        self._model = work.build().train()
-        self._optimizer = work.make_optimizer(self._model.named_parameters())
-        images, labels = work.batch()
-        self._parts = [(images[i : i + 1], labels[i : i + 1]) for i in range(work.m)]
-
-    def step(self, number: int) -> None:
-        self._optimizer.zero_grad()
-        for image, label in self._parts:
-            (loss(self._model(image), label) / len(self._parts)).backward()
         self._optimizer.step()

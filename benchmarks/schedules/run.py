@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.ranks import run_on_ranks
@@ -23,32 +22,16 @@ Rounds = Sequence[Mapping[str, float]]
 """Per round, the step time of each contender."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Speed of ``ours`` over that of ``theirs``, both measured in every round.
-
-    Attributes:
-        asked: at least; None where nothing is asked.
-        note: what to know about it.
-    """
-
-    ours: str
-    theirs: str
-    asked: float | None
-    note: str = ""
-
-    def ratios(self, rounds: Rounds) -> list[float]:
-        return [times[self.theirs] / times[self.ours] for times in rounds]
-
-
-COMPARISONS = (
-    *(Comparison(f"{schedule} m={M}", f"torch {schedule}", 1.0) for schedule in PIPELINES),
-    Comparison("bidirectional m=2", "ddp m=2", 0.95),
-    Comparison(f"bidirectional m={M}", f"ddp m={M}", 0.95),
-    Comparison("mast m=2", "ddp m=2", None, "at most D(F + B) / (D(F + 2B) + F), 0.55 for B = 2F"),
-    Comparison(f"engine ddp m={M}", f"ddp m={M}", 0.98),
-    Comparison("engine on one rank", "plain loop", 0.97),
+COMPARISONS: tuple[tuple[str, str, float | None], ...] = (
+    *((f"{schedule} m={M}", f"torch {schedule}", 1.0) for schedule in PIPELINES),
+    ("bidirectional m=2", "ddp m=2", 0.95),
+    (f"bidirectional m={M}", f"ddp m={M}", 0.95),
+    ("mast m=2", "ddp m=2", None),
+    (f"engine ddp m={M}", f"ddp m={M}", 0.98),
+    ("engine on one rank", "plain loop", 0.97),
 )
+"""Ours, theirs, and what is asked of the speed of ours over that of theirs."""
+OF_MAST = "at most D(F + B) / (D(F + 2B) + F), 0.55 for B = 2F"
 SIMULATED_ASKED = 0.90
 
 
@@ -66,14 +49,8 @@ def step_times(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
 def compare(rounds: Rounds) -> list[dict[str, Any]]:
     """A row for each comparison: median of the ratios of the rounds, and their range."""
     return [
-        {
-            "ours": each.ours,
-            "theirs": each.theirs,
-            "asked": each.asked,
-            "note": each.note,
-            **_spread(each.ratios(rounds)),
-        }
-        for each in COMPARISONS
+        {"ours": ours, "theirs": theirs, "asked": asked, **_spread([times[theirs] / times[ours] for times in rounds])}
+        for ours, theirs, asked in COMPARISONS
     ]
 
 
@@ -99,12 +76,9 @@ def memory(model: str, px: int, pipelines: Sequence[str]) -> list[dict[str, Any]
     """A row for each pipeline and rank: bytes of ours and of torch's, each measured in processes of its own."""
     rows = []
     for schedule in pipelines:
+        argument = {"model": model, "px": px, "m": M, "schedule": schedule}
         of = {
-            whose: run_on_ranks(
-                RANKS,
-                f"{MEASURE}:measure_memory",
-                {"model": model, "px": px, "m": M, "schedule": schedule, "whose": whose},
-            )
+            whose: run_on_ranks(RANKS, f"{MEASURE}:measure_memory", {**argument, "whose": whose})
             for whose in ("ours", "torch")
         }
         for rank in range(RANKS):
@@ -141,7 +115,7 @@ def report(result: Mapping[str, Any]) -> str:
                 row["theirs"],
                 f"{median_s[row['theirs']]:.2f}",
                 _ratio(row),
-                f"{row['asked']:.2f}" if row["asked"] else row["note"],
+                f"{row['asked']:.2f}" if row["asked"] else OF_MAST,
             )
             for row in result["comparisons"]
         ],
@@ -151,8 +125,7 @@ def report(result: Mapping[str, Any]) -> str:
         [
             (
                 row["schedule"],
-                f"{row['simulated_s']:.2f}",
-                f"{row['measured_s']:.2f}",
+                *(f"{row[key]:.2f}" for key in ("simulated_s", "measured_s")),
                 _ratio(row),
                 f"{row['asked']:.2f}",
             )

@@ -25,14 +25,9 @@ CPU = torch.device("cpu")
 
 
 class Contender(Protocol):
-    """Something that does optimizer steps on the workload it was built for; every rank builds its own part.
-
-    Attributes:
-        ranks: of the two, those that take part; the others stand by.
-    """
+    """Something that does optimizer steps on the workload it was built for; every rank builds its own part."""
 
     name: str
-    ranks: tuple[int, ...]
 
     def step(self, number: int) -> None: ...
 
@@ -69,6 +64,11 @@ class Workload:
         """Return images (m, 3, px, px) and labels (m,)."""
         generator = torch.Generator().manual_seed(1)
         return torch.randn(self.m, *self.shape[1:], generator=generator), torch.arange(self.m) % CLASSES
+
+    def tiles(self, share: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return image (1, 3, px, px) and label (1,) of each microbatch of ``share``."""
+        images, labels = self.batch()
+        return [(images[i : i + 1], labels[i : i + 1]) for i in share]
 
     def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         return SGD(parameters, lr=LEARNING_RATE)
