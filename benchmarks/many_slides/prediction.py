@@ -13,36 +13,37 @@ import json
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import tifffile
+import torch
+from monai.inferers import sliding_window_inference  # type: ignore[attr-defined]
 
-from benchmarks.many_slides.run import resident
-from benchmarks.results import ROOT, markdown_table, parser_of, results, write_results
+from app.checkpoint.file import save_checkpoint
+from app.settings.fields import flat
+from app.settings.optimization import ModelSettings
+from app.settings.run import DataSettings, RunConfig
+from benchmarks.many_slides.run import sampled
+from benchmarks.results import OUT as BENCH_DATA
+from benchmarks.results import markdown_table, parser_of, publish, results
+from benchmarks.timing import run_app
+from models.registry import build_model
+from pipelines.backends.registry import open_slide
+from pipelines.slides.geometry import Region
+from pipelines.stream.augment import AugmentSettings
+from pipelines.stream.device_pixels import PixelMaker
+from pipelines.tiles.tiling import IndexSettings
 
-OUT = ROOT / "bench-data" / "prediction"
-README = Path(__file__).with_name("README.md")
+OUT = BENCH_DATA / "prediction"
 MODEL, MPP, BATCH = "unet_w4", 0.5, 4
-EVERY_S = 0.1
 
 
 def write_checkpoint(path: Path, tile: int) -> None:
     """A checkpoint of the model with random weights, as ``app.train`` writes it, that looks at every window."""
-    import torch
-
-    from app.checkpoint.file import save_checkpoint
-    from app.settings.fields import flat
-    from app.settings.optimization import ModelSettings
-    from app.settings.run import DataSettings, RunConfig
-    from models.registry import build_model
-    from pipelines.tiles.tiling import IndexSettings
-
     torch.manual_seed(0)
     net = build_model(MODEL, classes=2)
     index = IndexSettings(tile=tile, mpp=MPP, min_tissue=0)
@@ -56,34 +57,18 @@ def predicted(slides: Path, checkpoint: Path, out: Path, overlap: float) -> dict
     """Run ``app.predict`` on the one slide of a folder: seconds of the slide, and resident bytes of all processes of
     the command, and of the largest."""
     words = ["--slides", slides, "--checkpoint", checkpoint, "--out", out, "--overlap", overlap, "--batch", BATCH]
-    command = subprocess.Popen(
-        [sys.executable, "-m", "app.predict", *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    root, total, largest = psutil.Process(command.pid), 0, 0
-    while command.poll() is None:
-        now = resident(root) if root.is_running() else []
-        total, largest = max(total, sum(now)), max(largest, *now, 0)
-        time.sleep(EVERY_S)
-    assert command.stdout is not None
-    printed = command.stdout.read()
-    if command.returncode or "failed" in printed:
-        sys.exit(f"app.predict failed: {printed}")
+    log = out.with_suffix(".log")
+    sizes = [of_processes for _, of_processes in sampled(["app.predict", *words], log)]
+    printed = log.read_text()
     told = re.search(r": (\d+) windows, .* ([\d.]+) s\n", printed)
-    assert told, printed
-    return {"windows": int(told[1]), "seconds": float(told[2]), "total_bytes": total, "largest_bytes": largest}
+    if "failed" in printed or not told:
+        sys.exit(f"app.predict failed: {printed}")
+    most = {"total_bytes": max(map(sum, sizes)), "largest_bytes": max(max(each, default=0) for each in sizes)}
+    return {"windows": int(told[1]), "seconds": float(told[2]), **most}
 
 
 def by_monai(slide: Path, checkpoint: Path, tile: int, overlap: float) -> tuple[float, np.ndarray]:
     """Seconds that MONAI takes for the whole slide, reading included, and its map of class 1."""
-    import torch
-    from monai.inferers import sliding_window_inference  # type: ignore[attr-defined]
-
-    from models.registry import build_model
-    from pipelines.backends.registry import open_slide
-    from pipelines.slides.geometry import Region
-    from pipelines.stream.augment import AugmentSettings
-    from pipelines.stream.device_pixels import PixelMaker
-
     module = build_model(MODEL, classes=2).to(memory_format=torch.channels_last).eval()
     module.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     pixel_maker = PixelMaker(torch.device("cpu"), AugmentSettings(augment="none"), 0, channels_last=True)
@@ -106,11 +91,10 @@ def by_monai(slide: Path, checkpoint: Path, tile: int, overlap: float) -> tuple[
 
 
 def main() -> None:
-    parser = parser_of(__doc__, writes=False)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", type=int, default=50_000, help="px of the large slide's side; 0: none")
     parser.add_argument("--peer-size", type=int, default=4096, help="px of the side of the slide that MONAI predicts")
     parser.add_argument("--rounds", type=int, default=5, help="of the small slide, alternating")
-    parser.add_argument("--write", action="store_true", help="put the results into the README")
     parser.add_argument("--tile", type=int, default=512, help="px of a window")
     parser.add_argument("--overlap", type=float, default=0.25, help="of windows")
     given = parser.parse_args()
@@ -120,8 +104,7 @@ def main() -> None:
     write_checkpoint(checkpoint, given.tile)
     rows: list[dict[str, Any]] = []
     for name, size in (("small", given.peer_size), ("large", given.size))[: 2 if given.size else 1]:
-        synth = ["app.synth", str(OUT / name), "--slides", "1", "--size", str(size), "--task", "segment"]
-        subprocess.run([sys.executable, "-m", *synth], cwd=ROOT, check=True)
+        run_app("app.synth", str(OUT / name), "--slides", "1", "--size", str(size), "--task", "segment")
     (slide,) = (OUT / "small").glob("*.tif")
     ratios = []
     for round_ in range(given.rounds):
@@ -158,10 +141,8 @@ def main() -> None:
         f"Over {given.rounds} rounds, alternating, app.predict did {median:.2f} times as many px a second as MONAI "
         f"({each}); its time has tissue, areas and files in it.\n"
     )
-    command = f"python -m benchmarks.many_slides.prediction --size {given.size} --peer-size {given.peer_size}"
-    if given.write:
-        write_results(README, results(f"{command} --write", table, said), "prediction")
-    print(table, said, sep="\n")
+    command = f"python -m benchmarks.many_slides.prediction --size {given.size} --peer-size {given.peer_size} --write"
+    publish(__file__, results(command, table, said), given.write, "prediction")
 
 
 if __name__ == "__main__":

@@ -10,21 +10,22 @@ Takes nothing (slides are made); runs ``app.index``, ``app.train`` for an epoch 
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
-import benchmarks.results
+from benchmarks.results import OUT as BENCH_DATA
 from benchmarks.results import ROOT, markdown_table, parser_of, publish, results
 
-OUT = benchmarks.results.OUT / "many_slides"
+OUT = BENCH_DATA / "many_slides"
 EVERY_S = 0.25
 MODEL, BATCH = "unet_w4", 4
 
@@ -50,35 +51,29 @@ class Stage:
         return self.name, f"{self.wall_s:.0f}", f"{slides / self.wall_s:.1f}", *shown, f"{late / early:.2f}"
 
 
-def resident(root: psutil.Process) -> list[int]:
-    """Return the resident bytes of a process and of all its descendants that still live."""
-    sizes = []
-    for process in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            sizes.append(process.memory_info().rss)
-    return sizes
-
-
-def watched(name: str, *arguments: str) -> Stage:
-    """Run ``python -m`` with ``arguments``, its memory sampled; or what an earlier call has sampled to its end."""
-    samples = OUT / f"{name}.csv"
-    if samples.exists():
-        with samples.open(newline="") as file:
-            kept = [(float(row["s"]), int(row["bytes"])) for row in csv.DictReader(file)]
-        return Stage(name, kept[-1][0], tuple(kept))
-    begun_s = time.perf_counter()
-    with (OUT / f"{name}.log").open("w") as log:
-        command = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, stdout=log, stderr=log)
-        root, held = psutil.Process(command.pid), []
+def sampled(words: Sequence[object], log: Path) -> list[tuple[float, list[int]]]:
+    """Run ``python -m words``, its output in ``log``; return seconds and the resident bytes of each process, often."""
+    begun_s, samples = time.perf_counter(), []
+    with log.open("w") as out:
+        command = subprocess.Popen([sys.executable, "-m", *map(str, words)], cwd=ROOT, stdout=out, stderr=out)
+        root = psutil.Process(command.pid)
         while command.poll() is None:
+            sizes = []
             with contextlib.suppress(psutil.NoSuchProcess):
-                held.append((time.perf_counter() - begun_s, sum(resident(root))))
+                for process in (root, *root.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        sizes.append(process.memory_info().rss)
+            samples.append((time.perf_counter() - begun_s, sizes))
             time.sleep(EVERY_S)
     if command.returncode:
-        sys.exit(f"{' '.join(arguments)} ended with {command.returncode}: {OUT / f'{name}.log'} says why")
-    stage = Stage(name, time.perf_counter() - begun_s, tuple(held))
-    with samples.open("w", newline="") as file:
-        csv.writer(file).writerows([("s", "bytes"), *stage.held])
+        sys.exit(f"{' '.join(map(str, words))} ended with {command.returncode}: {log} says why")
+    return [*samples, (time.perf_counter() - begun_s, samples[-1][1])]
+
+
+def watched(name: str, *arguments: object) -> Stage:
+    """Run ``python -m`` with ``arguments``, its memory sampled."""
+    held = [(at, sum(sizes)) for at, sizes in sampled(arguments, OUT / f"{name}.log")]
+    stage = Stage(name, held[-1][0], tuple(held))
     print(*stage.cells(1), flush=True)
     return stage
 
@@ -88,31 +83,25 @@ def main() -> None:
     parser.add_argument("--slides", type=int, default=500)
     parser.add_argument("--size", type=int, default=1536, help="px of a slide's side")
     parser.add_argument("--part", type=int, default=2, help="an epoch is one in so many training tiles")
-    parser.add_argument("--go-on", action="store_true", help="keep the commands that an earlier call has finished")
     parser.add_argument("--tile", type=int, default=512, help="px")
     parser.add_argument("--steps", type=int, help="of training, in place of the part of an epoch")
     given = parser.parse_args()
-    if not given.go_on:
-        shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
     slides, run, predicted = OUT / "slides", OUT / "run", OUT / "predicted"
-    made = ["app.synth", str(slides), "--slides", str(given.slides), "--size", str(given.size), "--task", "segment"]
-    stages = [
-        watched("synth", *made),
-        watched("index", "app.index", "--slides", str(slides), "--tile", str(given.tile), "--out", str(run)),
-    ]
-    length = ["--steps", str(given.steps)] if given.steps else ["--epochs", str(1 / given.part)]
+    length = ["--steps", given.steps] if given.steps else ["--epochs", 1 / given.part]
     batch, validation = (BATCH, []) if given.slides > 1 else (1, ["--validation", "0"])
-    training = ["--slides", str(slides), "--model", MODEL, "--tile", str(given.tile), "--batch", str(batch)]
-    training += [*validation, *length, "--lr", "0.003", "--parallel", "single", "--out", str(run)]
-    training += ["--twin-steps=0", "--validation-tiles=1"]
-    stages.append(watched("train", "app.train", *training))
-    checkpoint = str(run / "checkpoints" / "last.pt")
-    where = ["--slides", str(slides), "--checkpoint", checkpoint, "--out", str(predicted)]
-    stages.append(watched("predict", "app.predict", *where))
-    truth = ["--annotations", str(slides / "annotations"), "--slides", str(slides)]
-    truth += ["--split", "train"] if given.slides == 1 else []
-    stages.append(watched("evaluate", "app.evaluate", "--predictions", str(predicted), *truth))
+    training = ["--model", MODEL, "--tile", given.tile, "--batch", batch, *validation, *length, "--lr", "0.003"]
+    training += ["--parallel", "single", "--twin-steps=0", "--validation-tiles=1", "--out", run]
+    checkpoint, split = run / "checkpoints" / "last.pt", ["--split", "train"] if given.slides == 1 else []
+    where, truth = ["--slides", slides], ["--annotations", slides / "annotations", *split]
+    stages = [
+        watched("synth", "app.synth", slides, "--slides", given.slides, "--size", given.size, "--task", "segment"),
+        watched("index", "app.index", *where, "--tile", given.tile, "--out", run),
+        watched("train", "app.train", *where, *training),
+        watched("predict", "app.predict", *where, "--checkpoint", checkpoint, "--out", predicted),
+        watched("evaluate", "app.evaluate", "--predictions", predicted, *truth, *where),
+    ]
     header = ("command", "s", "slides/s", "held, 2nd quarter", "held, last quarter", "most", "last / 2nd quarter")
     table = markdown_table(header, [stage.cells(given.slides) for stage in stages])
     summary = json.loads((run / "summary.json").read_text())
