@@ -32,10 +32,10 @@ import app.training.session
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import auc, slide_scores
 from benchmarks.bags.slides import PX, TILES, make_noise_slides, make_tissue_slides
+from benchmarks.results import OUT as BENCH_DATA
 from benchmarks.results import ROOT, markdown_table, parser_of, results, write_results
 
-OUT = ROOT / "bench-data" / "bags"
-README = Path(__file__).with_name("README.md")
+OUT = BENCH_DATA / "bags"
 NUCLEI = ROOT / "data" / "nuclei"
 MODEL = "benchmarks.bags.run:Network"
 TILE_LABELS, MAXIMUM = "labels for every tile, mean of tiles", "labels for every tile, maximum of tiles"
@@ -157,7 +157,7 @@ def main() -> int:
         print(text, flush=True)
         if arguments.write:
             command = f"python -m benchmarks.bags.run {arguments.kind} --seeds {seed + 1} --write"
-            write_results(README, results(command, text), arguments.kind)
+            write_results(Path(__file__).with_name("README.md"), results(command, text), arguments.kind)
     return 0
 
 

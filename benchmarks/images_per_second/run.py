@@ -19,13 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.benchmark.page import write_page
+from app.benchmark.page import HEADERS, cells, write_page
 from app.benchmark.row import compare
+from benchmarks.results import OUT as BENCH_DATA
 from benchmarks.results import ROOT, markdown_table, parser_of, publish, results
+from benchmarks.timing import run_app
 from demo.run import collect_slides
-from parallel.units import bytes_text
 
-OUT = ROOT / "bench-data" / "images_per_second"
+OUT = BENCH_DATA / "images_per_second"
 MEMORY, BATCH = "2GiB", 4
 CORES = os.cpu_count() or 1
 WHOLE = ("single", "single+recompute", "single+recompute+offload", "ddp", "ddp+recompute", "fsdp")
@@ -36,10 +37,8 @@ LENGTH = {512: (5, 3), 1024: (4, 2), 2048: (3, 1)}
 """By tile side: steps, runs. A step of the largest tiles takes minutes."""
 LONGEST_S = "900"
 """Of one run: more, and it counts as failed."""
-HEADER = (
-    *("model", "px", "ranks", "strategy", "images/s", "range", "Mpx/s", "data wait"),
-    *("bubble", "sent", "fullest rank", "claim"),
-)
+HEADER = ("model", "px", "ranks", *(header for header in HEADERS if header != "from memory"))
+"""No step is measured from memory here."""
 
 
 def slides_for(model: str) -> list[str]:
@@ -50,8 +49,7 @@ def slides_for(model: str) -> list[str]:
             _label(collect_slides(folder))
         return ["--slides", str(folder / "slides")]
     folder = OUT / "segment"
-    synth = [sys.executable, "-m", "app.synth", str(folder), "--slides", "4", "--size", "4096", "--task", "segment"]
-    subprocess.run(synth, cwd=ROOT, check=True)
+    run_app("app.synth", str(folder), "--slides", "4", "--size", "4096", "--task", "segment", quiet=False)
     return ["--slides", str(folder), "--annotations", str(folder / "annotations")]
 
 
@@ -109,23 +107,10 @@ def joined(model: str) -> dict[str, Any] | None:
     return whole
 
 
-def line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    name = (row["model"], str(row["tile_px"]), str(row["ranks"]), row["strategy"])
-    if row["status"] != "ok":
-        told = row["reason"].splitlines()[0] if row["status"] in ("cannot", "killed") else row["claim"]
-        return (*name, *[""] * (len(HEADER) - len(name) - 1), told)
-    low, high = row["images_per_second_range"]
-    return (
-        *name,
-        f"{row['images_per_second']:.3g}",
-        f"{low:.3g}-{high:.3g}",
-        f"{row['pixels_per_second'] / 1e6:.3g}",
-        f"{row['data_wait_fraction']:.1%}",
-        "" if row["bubble"] is None else f"{row['bubble']:.0%} ({row['bubble_predicted']:.0%})",
-        bytes_text(max(row["bytes_sent"])) if row["bytes_sent"] else "",
-        bytes_text(max(row["device_bytes"])),
-        row["claim"],
-    )
+def line(row: Mapping[str, Any]) -> list[str]:
+    """Return what stands under ``HEADER``."""
+    figures = (cell for header, cell in zip(HEADERS, cells(row), strict=True) if header in HEADER)
+    return [row["model"], str(row["tile_px"]), str(row["ranks"]), *figures]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ the median of the rounds', with the range. Exit code 1 if a model is slower than
 from __future__ import annotations
 
 import copy
-import time
+import functools
 from statistics import median
 from typing import Any
 
@@ -19,18 +19,17 @@ from torch import nn
 
 from benchmarks.in_boxes import streamed
 from benchmarks.results import finish, markdown_table, measured_on, parser_of, publish, results, spread, write_json
+from benchmarks.timing import in_turns
 from models.registry import build_model
 
 MODELS = ("resnet18", "resnet50", "unet")
 ASKED = 1.25
 
 
-def seconds(module: nn.Module, images: torch.Tensor) -> float:
-    """Return the processor seconds of one forward and backward pass."""
+def step(module: nn.Module, images: torch.Tensor) -> None:
+    """Compute a forward and a backward pass."""
     module.zero_grad()
-    start = time.process_time()
     module(images).mean().backward()
-    return time.process_time() - start
 
 
 def measure(model: str, tile: int, boxes: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -38,21 +37,17 @@ def measure(model: str, tile: int, boxes: list[int], rounds: int) -> list[dict[s
     torch.manual_seed(0)
     plain = build_model(model, classes=2, norm="frozen").train()
     images = torch.randn(1, 3, tile, tile)
-    ways = {0: plain} | {box: streamed(copy.deepcopy(plain), box, (1, 3, tile, tile)) for box in boxes}
-    took: dict[int, list[float]] = {box: [] for box in ways}
-    for k in range(rounds + 1):
-        for box in sorted(ways, reverse=bool(k % 2)):
-            spent = seconds(ways[box], images)
-            if k:  # the first round warms up
-                took[box].append(spent)
+    modules = {"plain": plain} | {str(box): streamed(copy.deepcopy(plain), box, (1, 3, tile, tile)) for box in boxes}
+    taken = in_turns({way: functools.partial(step, module, images) for way, module in modules.items()}, rounds)
+    took = {way: [each.cpu for each in of_way] for way, of_way in taken.items()}
     return [
         {
             "model": model,
             "tile_px": tile,
             "box_px": box,
-            "ratios": [ours / theirs for ours, theirs in zip(took[box], took[0], strict=True)],
-            "plain_s_per_mpx": median(took[0]) / tile**2 * 1e6,
-            "streamed_s_per_mpx": median(took[box]) / tile**2 * 1e6,
+            "ratios": [ours / theirs for ours, theirs in zip(took[str(box)], took["plain"], strict=True)],
+            "plain_s_per_mpx": median(took["plain"]) / tile**2 * 1e6,
+            "streamed_s_per_mpx": median(took[str(box)]) / tile**2 * 1e6,
         }
         for box in boxes
     ]

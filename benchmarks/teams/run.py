@@ -9,7 +9,6 @@ within one run, so that a busy machine slows them alike. Exit code 1 if a team i
 from __future__ import annotations
 
 import copy
-import time
 from statistics import median
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from app.launch.place import take_cores
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import finish, markdown_table, parser_of, publish, results, spread, write_json
+from benchmarks.timing import in_turns
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
@@ -31,11 +31,10 @@ from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_exclusively
 
 CLASSES, GRID, ASKED = 3, Grid(2, 1), 1.0
-WAYS = ("team", "alone")
 
 
-def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, list[float]]:
-    """Return seconds of each round by the clock and of this rank's processor: of the team, and of rank 0 alone with as
+def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
+    """Return seconds of all rounds by the clock, and of this rank's processor: of the team, and of rank 0 alone with as
     many threads as the team has ranks."""
     take_cores(torch.device("cpu"))  # as app.train does
     torch.manual_seed(0)
@@ -65,24 +64,16 @@ def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, l
                 loss = _sums(output, targets) if stage.counts else output
         (loss.sum() * (stage.counts / targets.numel())).backward()
         link.finish()
+        communicator.barrier()
 
-    took: dict[str, list[float]] = {key: [] for way in WAYS for key in (way, f"{way} cpu")}
-    for k in range(argument["rounds"] + 1):
-        for way in WAYS if k % 2 else reversed(WAYS):
-            communicator.barrier()
-            start, cpu = time.perf_counter(), time.process_time()
-            if way == "team":
-                team_pass()
-                communicator.barrier()
-            elif communicator.rank == 0:
-                torch.set_num_threads(communicator.world)
-                plain_pass()
-                torch.set_num_threads(1)
-            used, wall = time.process_time() - cpu, time.perf_counter() - start
-            if k:  # the first round warms up
-                took[way].append(wall)
-                took[f"{way} cpu"].append(used)
-    return took
+    def alone() -> None:
+        if communicator.rank == 0:
+            torch.set_num_threads(communicator.world)
+            plain_pass()
+            torch.set_num_threads(1)
+
+    took = in_turns({"team": team_pass, "alone": alone}, argument["rounds"], communicator.barrier)
+    return {way: list(zip(*of_way, strict=True)) for way, of_way in took.items()}
 
 
 def _sums(output: Any, targets: Tensor) -> Tensor:
@@ -100,10 +91,10 @@ def main() -> None:
         model, _, side = each.rpartition(":")
         argument = {"model": model, "side": int(side), "rounds": asked.rounds}
         ranks = found[each] = run_on_ranks(GRID.members, "benchmarks.teams.run:on_rank", argument)
-        first, cpu = ranks[0], [sum(both) for both in zip(*(rank["team cpu"] for rank in ranks), strict=True)]
-        ratio = median(first["alone"]) / median(first["team"])
-        of_cpu = median(first["alone cpu"]) / median(cpu)
-        shown = [spread(first["alone"]), spread(first["team"]), f"**{ratio:.2f}**", spread(first["alone cpu"])]
+        (alone, alone_cpu), team = ranks[0]["alone"], ranks[0]["team"][0]
+        cpu = [sum(both) for both in zip(*(rank["team"][1] for rank in ranks), strict=True)]
+        ratio, of_cpu = median(alone) / median(team), median(alone_cpu) / median(cpu)
+        shown = [spread(alone), spread(team), f"**{ratio:.2f}**", spread(alone_cpu)]
         lines.append([f"{model}, {int(side):,} px", *shown, spread(cpu), f"{of_cpu:.2f}"])
         if min(ratio, of_cpu) < ASKED:
             missed.append(f"{model}: {ratio:.2f}x by the clock, {of_cpu:.2f}x of processor time, asked {ASKED}x")

@@ -13,15 +13,14 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import OUT, ROOT, finish, markdown_table, measured_on, parser_of, publish, results, write_json
+from benchmarks.results import OUT, finish, markdown_table, measured_on, parser_of, publish, results, write_json
 from benchmarks.tile_size import context_slides, row_slides
+from benchmarks.timing import run_app
 
 FOLDER = OUT / "tile_size"
 SIDE = 4096
@@ -86,8 +85,7 @@ def train(slides: Path, out: Path, *arguments: str) -> dict[str, Any]:
     """Return the summary of one run of ``app.train``."""
     if not _completed(out):
         shutil.rmtree(out, ignore_errors=True)
-        command = [sys.executable, "-m", "app.train", "--slides", str(slides), "--out", str(out), *arguments]
-        subprocess.run(command, cwd=ROOT, check=True)
+        run_app("app.train", "--slides", str(slides), "--out", str(out), *arguments, quiet=False)
         if not _completed(out):  # app.train exits with 0 when it is asked to stop
             raise SystemExit(f"{out} was interrupted; run the same command again")
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
