@@ -8,19 +8,17 @@ another order, as by teams, so is the plain step on two threads: a yardstick of 
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.out_of_core.peaks import ROOM
-from benchmarks.out_of_core.problem import BATCH, least, planner
+from benchmarks.out_of_core.problem import BATCH, ROOM, alone, least, planner
 from benchmarks.out_of_core.trial import largest_error
 from benchmarks.ranks import run_on_ranks
 from parallel.plan.candidates import PLAIN, MemoryOptions
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tile
-from parallel.plan.plan import PlanRow
-from parallel.strategy import Strategy
 
 AGAIN = MemoryOptions(("stage", "block"), (False,))
 BOTH = MemoryOptions(("block",), (True,))
@@ -46,10 +44,8 @@ ORDER_KEPT = 1e-5
 
 def rows(model: str, budget: int, worlds: list[int]) -> Iterator[tuple[str, int, LargestTile]]:
     """(name, ranks, what is planned)."""
-    for ranks in worlds:
-        for name, strategy, savings in ROWS:
-            if (strategy == "single") != (ranks == 1):
-                continue
+    for ranks, (name, strategy, savings) in itertools.product(worlds, ROWS):
+        if (strategy == "single") == (ranks == 1):
             found = largest_tile(
                 strategy, savings, lambda px, one, open_to, ranks=ranks: least(model, px, ranks, budget, one, open_to)
             )
@@ -95,15 +91,10 @@ def measure(model: str, budget: int, name: str, ranks: int, planned: LargestTile
 def _errors(model: str, px: int, ours: Path, folder: Path) -> tuple[float | None, float | None]:
     """Return the error of our gradients, and if it is beyond the rounding of one operation, that of the plain step on
     two threads."""
-    made = planner(model, px, 1, 1)
-    candidate = Strategy("single", 1, 1, BATCH)
-    partition = made.stages.partition(candidate, within=False)
-    assert partition is not None
-    rank = made.stages.rank_bytes(candidate, partition, 0)
-    if rank.total > ROOM:
+    case, device, _ = alone(model, px, BATCH)
+    if device.total > ROOM:
         return None, None
     plain, other_order = folder / "plain.pt", folder / "threads.pt"
-    case = {"model": model, "px": px, "batch": BATCH, "row": PlanRow(candidate).to_json(), "state_on_host": False}
     run_on_ranks(1, "benchmarks.out_of_core.trial:run", case | {"gradients": str(plain)})
     error = largest_error(ours, plain)
     if error < ORDER_KEPT:

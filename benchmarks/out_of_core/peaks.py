@@ -6,14 +6,13 @@ device at most but parameters and the optimizer's state, and growth of the resid
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.out_of_core.problem import GIB, planner
+from benchmarks.out_of_core.problem import ROOM, alone
 from benchmarks.ranks import run_on_ranks
 from parallel.memory.policy import KEEP_ALL, ActivationPolicy
-from parallel.plan.plan import PlanRow
-from parallel.strategy import Strategy
 
 WAYS = {
     "none": KEEP_ALL,
@@ -21,36 +20,17 @@ WAYS = {
     "offload": ActivationPolicy(offload="overlap"),
     "both": ActivationPolicy("block", offload="overlap"),
 }
-ROOM = 19 * GIB
-"""Bytes of this machine that a case may take, on the device and on the host, which are one here."""
 
 
-def cases(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield cases with their predictions."""
-    for model in models:
-        for px in sizes:
-            for way, policy in WAYS.items():
-                made = planner(model, px, 1, 2 * GIB, batch=1)
-                candidate = Strategy("single", 1, 1, 1, policy=policy)
-                partition = made.stages.partition(candidate, within=False)
-                assert partition is not None
-                rank = made.stages.rank_bytes(candidate, partition, 0)
-                yield {
-                    "model": model,
-                    "px": px,
-                    "way": way,
-                    "batch": 1,
-                    "row": PlanRow(candidate).to_json(),
-                    "state_on_host": False,
-                    "predicted": rank.total - rank.parameters - rank.optimizer,
-                    "predicted_device": rank.total,
-                    "predicted_host": made.stages.host_bytes(candidate, partition),
-                }
-
-
-def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """The case and what it took; only what is predicted where this machine has no room for it."""
-    if case["predicted_device"] + case["predicted_host"] > ROOM:
-        return {**case, "measured": None}
-    (found,) = run_on_ranks(1, "benchmarks.out_of_core.trial:run", {**case, "gradients": ""})
-    return {**case, "measured": found}
+def rows(models: list[str], sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield what is predicted of each case, and what it took where this machine has room for it."""
+    for model, px, (way, policy) in itertools.product(models, sizes, WAYS.items()):
+        case, device, host_bytes = alone(model, px, 1, policy)
+        fits = device.total + host_bytes <= ROOM
+        yield {
+            **case,
+            "way": way,
+            "predicted": device.total - device.parameters - device.optimizer,
+            "predicted_host": host_bytes,
+            "measured": run_on_ranks(1, "benchmarks.out_of_core.trial:run", case)[0] if fits else None,
+        }

@@ -16,6 +16,8 @@ from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import equal_cost
 from parallel.graph.scale import with_tiles
+from parallel.memory.policy import KEEP_ALL, ActivationPolicy
+from parallel.memory.rank_bytes import RankBytes
 from parallel.plan.candidates import MemoryOptions
 from parallel.plan.plan import PlanRow
 from parallel.plan.search import Planner
@@ -28,6 +30,8 @@ CLASSES = 2
 GIB = 2**30
 LINK = LinkSpec("shared memory", 4.5e9, 1e-4)
 """Orders plans that fit; which do, and what they take, does not depend on it."""
+ROOM = 19 * GIB
+"""Bytes of this machine that a case of one rank may take, on the device and on the host, which are one here."""
 HOST = {1: 15.5, 2: 7.75, 4: 4.5}
 """Ranks -> GiB of this machine that each may fill as a host: it has 23, and the ranks' devices are in them, too."""
 
@@ -53,6 +57,18 @@ def _nominal(graph: LayerGraph) -> Callable[[int], Costs]:
         return Costs(tuple(LayerCost(s / 3, 2 * s / 3, s / 3) for s in seconds), "nominal")
 
     return costs
+
+
+def alone(
+    model: str, px: int, batch: int, policy: ActivationPolicy = KEEP_ALL
+) -> tuple[dict[str, Any], RankBytes, int]:
+    """Return a step of one rank without a limit, as ``trial`` takes it, and the bytes predicted of it there and on the
+    host."""
+    made, candidate = planner(model, px, 1, 2 * GIB, batch), Strategy("single", 1, 1, batch, policy=policy)
+    partition = made.stages.partition(candidate, within=False)
+    assert partition is not None
+    case = {"model": model, "px": px, "batch": batch, "row": PlanRow(candidate).to_json(), "state_on_host": False}
+    return case, made.stages.rank_bytes(candidate, partition, 0), made.stages.host_bytes(candidate, partition)
 
 
 def strategy_of(case: dict[str, Any]) -> Strategy:

@@ -16,6 +16,7 @@ from benchmarks.results import markdown_table, measured_on, parser_of, publish, 
 
 MIB = 2**20
 PARTS = ("peaks", "largest")
+HEADER = ("model", "ranks", "strategy", "px", "area over plain", "planned px", "fullest rank, MiB", "predicted")
 
 
 def _peak_line(row: dict[str, Any]) -> tuple[str, ...]:
@@ -68,20 +69,7 @@ def report(found: dict[str, dict[str, Any]], budget: str) -> str:
     rows = found["largest"].values()
     plain = {row["model"]: row for row in rows if row["name"] == "plain"}
     second = markdown_table(
-        (
-            "model",
-            "ranks",
-            "strategy",
-            "px",
-            "area over plain",
-            "planned px",
-            "fullest rank, MiB",
-            "predicted",
-            "host, all ranks, MiB",
-            "step, s",
-            "gradients",
-            "in the way of twice the side",
-        ),
+        (*HEADER, "host, all ranks, MiB", "step, s", "gradients", "in the way of twice the side"),
         [_largest_line(row, plain.get(row["model"])) for row in rows],
     )
     return results(
@@ -98,9 +86,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
     parser.add_argument("--px", type=int, nargs="+", default=[1024, 2048], help="tile sides of the peaks")
-    parser.add_argument("--ways", nargs="+", default=list(peaks.WAYS), choices=list(peaks.WAYS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--names", nargs="+", default=[row[0] for row in largest.ROWS], help="of the largest tiles")
     parser.add_argument("--budget", default="2GiB", help="device bytes of each rank")
     parser.add_argument("--write", action="store_true", help="add to the tables of README.md")
     asked = parser.parse_args()
@@ -116,18 +102,15 @@ def main() -> None:
             write_json("out_of_core", {**found, "environment": measured_on()})
 
     if "peaks" in asked.parts:
-        for case in peaks.cases(asked.models, asked.px):
-            if case["way"] in asked.ways:
-                row = peaks.measure(case)
-                note("peaks", (row["model"], row["px"], row["way"]), row)
-                print(*_peak_line(row), flush=True)
+        for row in peaks.rows(asked.models, asked.px):
+            note("peaks", (row["model"], row["px"], row["way"]), row)
+            print(*_peak_line(row), flush=True)
     if "largest" in asked.parts:
         for model in asked.models:
             for name, ranks, planned in largest.rows(model, budget, asked.ranks):
-                if name in asked.names:
-                    row = largest.measure(model, budget, name, ranks, planned)
-                    note("largest", (model, ranks, name), row)
-                    print(*_largest_line(row, found["largest"].get(f"{model}|1|plain")), flush=True)
+                row = largest.measure(model, budget, name, ranks, planned)
+                note("largest", (model, ranks, name), row)
+                print(*_largest_line(row, found["largest"].get(f"{model}|1|plain")), flush=True)
     text = report(found, asked.budget)
     publish(__file__, text, asked.write)
 
