@@ -16,9 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -51,29 +49,28 @@ class Stage:
         return self.name, f"{self.wall_s:.0f}", f"{slides / self.wall_s:.1f}", *shown, f"{late / early:.2f}"
 
 
-def sampled(words: Sequence[object], log: Path) -> list[tuple[float, list[int]]]:
-    """Run ``python -m words``, its output in ``log``; return seconds and the resident bytes of each process, often."""
-    begun_s, samples = time.perf_counter(), []
-    with log.open("w") as out:
-        command = subprocess.Popen([sys.executable, "-m", *map(str, words)], cwd=ROOT, stdout=out, stderr=out)
-        root = psutil.Process(command.pid)
-        while command.poll() is None:
-            sizes = []
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in (root, *root.children(recursive=True)):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        sizes.append(process.memory_info().rss)
-            samples.append((time.perf_counter() - begun_s, sizes))
-            time.sleep(EVERY_S)
-    if command.returncode:
-        sys.exit(f"{' '.join(map(str, words))} ended with {command.returncode}: {log} says why")
-    return [*samples, (time.perf_counter() - begun_s, samples[-1][1])]
+def resident(root: psutil.Process) -> int:
+    """Return the resident bytes of a process and of all its descendants that still live."""
+    total = 0
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
+    return total
 
 
 def watched(name: str, *arguments: object) -> Stage:
     """Run ``python -m`` with ``arguments``, its memory sampled."""
-    held = [(at, sum(sizes)) for at, sizes in sampled(arguments, OUT / f"{name}.log")]
-    stage = Stage(name, held[-1][0], tuple(held))
+    begun_s, held, log = time.perf_counter(), [], OUT / f"{name}.log"
+    with log.open("w") as out:
+        command = subprocess.Popen([sys.executable, "-m", *map(str, arguments)], cwd=ROOT, stdout=out, stderr=out)
+        root = psutil.Process(command.pid)
+        while command.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                held.append((time.perf_counter() - begun_s, resident(root)))
+            time.sleep(EVERY_S)
+    if command.returncode:
+        sys.exit(f"{' '.join(map(str, arguments))} ended with {command.returncode}: {log} says why")
+    stage = Stage(name, time.perf_counter() - begun_s, tuple(held))
     print(*stage.cells(1), flush=True)
     return stage
 
