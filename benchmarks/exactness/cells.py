@@ -7,7 +7,7 @@ stages, d groups of D ranks, m microbatches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from app.settings.strategy import StrategySettings
@@ -95,16 +95,12 @@ def schedule_cells() -> Iterator[Cell]:
                     settings = (("parallel", schedule), ("ranks", groups * depth), ("stages", depth))
                     batch = tiles * m + (name in SMALL)
                     cell = Cell("schedules", name, schedule, f"{groups}x{depth}", factory, tile, batch, m, settings)
-                    yield _changed(cell, over=over, steps=STEPS)
+                    yield replace(cell, over=over, steps=STEPS)
                     if name in SMALL:
-                        yield _changed(cell, over=over, steps=STEPS, model=f"{name}, float32", dtype="float32")
+                        yield replace(cell, over=over, steps=STEPS, model=f"{name}, float32", dtype="float32")
                         if (groups, depth) == (1, 3):
                             model = f"{name}, {MANY_STEPS} steps"
-                            yield _changed(cell, over=over, steps=MANY_STEPS, model=model)
-
-
-def _changed(cell: Cell, **fields: Any) -> Cell:
-    return Cell(**{**vars(cell), **fields})
+                            yield replace(cell, over=over, steps=MANY_STEPS, model=model)
 
 
 KEPT: dict[str, tuple[str, int, int, int, str]] = {
@@ -140,7 +136,7 @@ def keeping_cells() -> Iterator[Cell]:
                 settings = (("parallel", schedule), ("ranks", 2), *own.items())
                 planned = ("recompute_runs",) if fields.get("recompute") == "optimal" else ()
                 cell = Cell("keeping", kept, schedule, name, factory, tile, batch, 3, settings)
-                yield _changed(cell, steps=steps, planned=planned)
+                yield replace(cell, steps=steps, planned=planned)
 
 
 DIVIDED: dict[str, tuple[str, int, int]] = {
@@ -189,7 +185,7 @@ def team_cells() -> Iterator[Cell]:
                     everywhere = name in EVERYWHERE or (over == "threads" and (not more or way == "spatial"))
                     if everywhere and not (boxed and (more or over != "threads")):
                         cell = Cell("teams", name, way, saved, factory, tile, 4 * tiles, 4, (*own, *more))
-                        yield _changed(cell, over=over)
+                        yield replace(cell, over=over)
 
 
 WAYS: dict[str, Settings] = {

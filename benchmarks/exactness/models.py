@@ -9,30 +9,22 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision import models
 
 
 def googlenet(classes: int) -> nn.Module:
     """torchvision's GoogLeNet with both auxiliary heads, which are outputs in training and nothing in evaluation."""
-    from torchvision.models import GoogLeNet
-
-    network: nn.Module = GoogLeNet(num_classes=classes, aux_logits=True, init_weights=True)
-    return network
+    return models.GoogLeNet(num_classes=classes, aux_logits=True, init_weights=True)
 
 
 def inception_v3(classes: int) -> nn.Module:
     """Inception v3 for 299 px and larger: outputs (n, classes) of both heads in training, of the main one otherwise."""
-    from torchvision.models import Inception3
-
-    network: nn.Module = Inception3(num_classes=classes, aux_logits=True, init_weights=True)
-    return network
+    return models.Inception3(num_classes=classes, aux_logits=True, init_weights=True)
 
 
 def fcn_resnet50(classes: int) -> nn.Module:
     """FCN: an ordered dict of the logits (n, classes, h, w) of its two heads."""
-    from torchvision.models.segmentation import fcn_resnet50
-
-    network: nn.Module = fcn_resnet50(weights=None, weights_backbone=None, num_classes=classes, aux_loss=True)
-    return network
+    return models.segmentation.fcn_resnet50(weights=None, weights_backbone=None, num_classes=classes, aux_loss=True)
 
 
 def _block(channels: int, out: int, stride: int = 1) -> nn.Sequential:

@@ -21,6 +21,7 @@ import torch
 
 from app import synth
 from benchmarks.results import OUT, ROOT, measured_on, parser_of
+from benchmarks.timing import run_app
 
 FOLDER = OUT / "kill_resume"
 WAYS = {
@@ -42,20 +43,20 @@ Weights = dict[str, torch.Tensor]
 def command(out: Path, *more: str) -> list[str]:
     """Return the command of a run, which goes on from the last checkpoint in ``out``."""
     resume = ["--resume"] if (out / "checkpoints" / "last.pt").exists() else []
-    words = ["--slides", str(FOLDER / "slides"), "--out", str(out), *SETTINGS, *more, *resume]
-    return [sys.executable, "-m", "app.train", *words]
+    return ["app.train", "--slides", str(FOLDER / "slides"), "--out", str(out), *SETTINGS, *more, *resume]
 
 
 def finish(out: Path, *more: str) -> Weights:
     """Run to the end, from the beginning or from the last checkpoint; return the weights."""
-    subprocess.run(command(out, *more), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    run_app(*command(out, *more))
     weights: Weights = torch.load(out / "checkpoints" / "last.pt", weights_only=True)["model"]
     return weights
 
 
 def kill_after(seconds: float, out: Path, *more: str) -> int:
     """Begin a run, kill it or its rank 1 after so many seconds, and return the step of its last checkpoint."""
-    process = subprocess.Popen(command(out, *more), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words, null = [sys.executable, "-m", *command(out, *more)], subprocess.DEVNULL
+    process = subprocess.Popen(words, cwd=ROOT, stdout=null, stderr=null)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -38,11 +38,7 @@ ENCODINGS = {
 }
 """Format -> what tifffile is told for it."""
 
-COPIED = {
-    "svs": "CMU-1-Small-Region.svs",
-    "ndpi": "test3-DAPI-2-387.ndpi",
-    "dicom": "highdicom_sm_image.dcm",
-}
+COPIED = {"svs": "CMU-1-Small-Region.svs", "ndpi": "test3-DAPI-2-387.ndpi", "dicom": "highdicom_sm_image.dcm"}
 """Format -> real slide."""
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -52,12 +52,9 @@ def rate(setting: Setting, way: str, size: int, *, pinned: bool) -> float:
 
 
 def _seconds(copies: list[Callable[[int], None]], count: int) -> float:
-    threads = [threading.Thread(target=copy, args=(count,)) for copy in copies]
     began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(copies)) as pool:
+        list(pool.map(lambda copy: copy(count), copies))
     return time.perf_counter() - began
 
 

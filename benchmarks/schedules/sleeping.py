@@ -19,17 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ranks import run_on_ranks
-from benchmarks.results import (
-    OUT,
-    ROOT,
-    finish,
-    markdown_table,
-    measured_on,
-    parser_of,
-    publish,
-    results,
-    write_json,
-)
+from benchmarks.results import OUT, ROOT, finish, markdown_table, measured_on, parser_of, publish, results, write_json
 from benchmarks.schedules.sleeping_model import SleepingModel
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator

@@ -9,8 +9,6 @@ add up to half of what two fields and two empty rooms do.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.tile_size.row_slides import write_slides
 from pipelines.slides.geometry import Size
-from pipelines.synthetic.tissue import VARIANTS, Arrangement, Gland, Scene, cell_rng
+from pipelines.synthetic.tissue import VARIANTS, Arrangement, Gland, cell_rng
 
 SIZE = Size(8192, 4096)
 APART = 6000
@@ -88,10 +86,6 @@ def _disc(rng: np.random.Generator) -> NDArray[np.float64]:
 
 def make_slides(out: Path, count: int, seed: int = 0) -> Path:
     """Write ``count`` slides and their labels into ``out``; slides that are there are kept."""
-    slides: list[tuple[str, Callable[[], Scene]]] = []
-    for number in range(count):
-        fields = fields_of(seed, number)
-        slide_seed = int(cell_rng(seed, 0x51D3, number).integers(1 << 31))
-        arrangement = TwoRooms(1.0, (36.0, 44.0), fields=fields)
-        slides.append((fields.label, functools.partial(Scene, seed, slide_seed, SIZE, arrangement)))
-    return write_slides(out, slides)
+    every = [fields_of(seed, number) for number in range(count)]
+    slides = [(fields.label, TwoRooms(1.0, (36.0, 44.0), fields=fields)) for fields in every]
+    return write_slides(out, slides, SIZE, seed)

@@ -7,8 +7,7 @@ sees nothing or one row, equally often and of the same make in both classes.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,22 +71,20 @@ GROUPED = Rows(1.0, (36.0, 44.0), middles=(768 - ROWS_APART, 768, 768 + ROWS_APA
 
 def make_slides(out: Path, count: int, side: int, seed: int = 0) -> Path:
     """Write ``count`` slides of ``side`` px and their labels into ``out``; slides that are there are kept."""
-    slides: list[tuple[str, Callable[[], Scene]]] = []
-    for number in range(count):
-        label, rows = (("even", EVEN), ("grouped", GROUPED))[number % 2]
-        slide_seed = int(cell_rng(seed, 0x51D3, number).integers(1 << 31))
-        slides.append((label, functools.partial(Scene, seed, slide_seed, Size(side, side), rows)))
-    return write_slides(out, slides)
+    kinds = ("even", EVEN), ("grouped", GROUPED)
+    return write_slides(out, [kinds[number % 2] for number in range(count)], Size(side, side), seed)
 
 
-def write_slides(out: Path, slides: Sequence[tuple[str, Callable[[], Scene]]]) -> Path:
-    """Write slides, each with its label and a patient of its own, and ``labels.csv``; those that are there are kept."""
+def write_slides(out: Path, slides: Sequence[tuple[str, Arrangement]], size: Size, seed: int) -> Path:
+    """Write slides, each of a label and glands, with a patient of its own, and ``labels.csv``; those that are there are
+    kept."""
     out.mkdir(parents=True, exist_ok=True)
     lines = ["slide,label,patient"]
-    for number, (label, scene) in enumerate(slides):
+    for number, (label, glands) in enumerate(slides):
         name = f"slide_{number:03d}"
         lines.append(f"{name},{label},patient_{number:03d}")
         if not (out / f"{name}.tif").exists():
-            paint(scene(), out / f"{name}.tif", None, mpp=0.5, description=f"megatile {out.name} {number}")
+            scene = Scene(seed, int(cell_rng(seed, 0x51D3, number).integers(1 << 31)), size, glands)
+            paint(scene, out / f"{name}.tif", None, mpp=0.5, description=f"megatile {out.name} {number}")
     (out / "labels.csv").write_text("\n".join(lines) + "\n")
     return out
