@@ -22,7 +22,6 @@ from app.launch.host import cpu_model, usable_cores
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "bench-data"
-BEGIN, END = "<!-- results: written by the run -->\n", "<!-- end of results -->"
 
 
 def measured_on() -> str:
@@ -94,7 +93,7 @@ def results(command: str, *parts: str) -> str:
 def write_results(readme: Path, text: str, part: str = "") -> None:
     """Put ``text`` between the markers of ``readme``, or between those of ``part`` if the page has several tables."""
     of_part = f"results of {part}" if part else "results"
-    opening, closing = BEGIN.replace("results", of_part), END.replace("results", of_part)
+    opening, closing = f"<!-- {of_part}: written by the run -->\n", f"<!-- end of {of_part} -->"
     before, begin, rest = readme.read_text().partition(opening)
     _, end, after = rest.partition(closing)
     assert begin, f"{readme} has no line {opening.strip()}"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.gpu.setting import GIB, Row, Setting
 from models.registry import build_model
@@ -88,7 +87,7 @@ class Work:
         program = put_to_work(
             problem.traced,
             problem.partition,
-            _loss,
+            F.cross_entropy,
             lambda _: problem.optimizer,
             LocalCommunicator(),
             Strategy("single", 1, 1, 1, policy=policy),
@@ -155,7 +154,3 @@ def kept_bytes(problem: Problem, policy: ActivationPolicy, autocast: torch.dtype
     work.step()
     work.close()
     return meter.peak_bytes
-
-
-def _loss(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output, targets)

@@ -71,11 +71,6 @@ def alone(
     return case, made.stages.rank_bytes(candidate, partition, 0), made.stages.host_bytes(candidate, partition)
 
 
-def strategy_of(case: dict[str, Any]) -> Strategy:
-    """Return what ``case["row"]`` was planned as, with the optimizer's state where ``case["state_on_host"]`` has it."""
-    return PlanRow.from_json(case["row"]).strategy.under(optimizer=case["state_on_host"])
-
-
 def least(model: str, px: int, ranks: int, budget: int, name: str, savings: MemoryOptions) -> PlanRow | None:
     """The fewest_bytes candidate of a strategy with microbatches of one tile, its stages spread over all ranks. Where
     activations go to the host, the optimizer is there, too."""

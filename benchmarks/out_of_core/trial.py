@@ -20,7 +20,7 @@ from torch import Tensor
 from app.settings.optimization import OptimizerSettings
 from app.training.engines import build_engine, build_optimizer
 from app.training.outcome import peak_resident_bytes
-from benchmarks.out_of_core.problem import CLASSES, strategy_of
+from benchmarks.out_of_core.problem import CLASSES
 from benchmarks.resident import resident, settle
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
@@ -29,18 +29,11 @@ from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.step import Microbatch, NeededInputs, TrainingEngine, microbatch_seed
 from parallel.offload.live_bytes import LiveBytes
+from parallel.plan.plan import PlanRow
 
 LR = 1e-3
 SMALL = 64
 """Px of the tiles of a first step."""
-
-
-def loss(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output, targets)
-
-
-def targets_of(output_is_pixels: bool, px: int) -> Tensor:
-    return torch.zeros((1, px, px) if output_is_pixels else (1,), dtype=torch.int64)
 
 
 def microbatches(engine: Any, case: dict[str, Any]) -> Iterator[Microbatch]:
@@ -53,8 +46,8 @@ def _microbatch(i: int, wants: NeededInputs, case: dict[str, Any]) -> Microbatch
     if wants.images:
         generator = torch.Generator().manual_seed(microbatch_seed(0, 0, i) >> 1)
         images = torch.randn(shape, generator=generator).contiguous(memory_format=torch.channels_last)
-    targets = targets_of(case["model"].startswith("unet"), case["px"]) if wants.targets else None
-    return Microbatch(images, targets, shape)
+    labels = torch.zeros((1, *shape[2:]) if case["model"].startswith("unet") else (1,), dtype=torch.int64)
+    return Microbatch(images, labels if wants.targets else None, shape)
 
 
 def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
@@ -78,9 +71,9 @@ def run(communicator: Communicator, case: dict[str, Any]) -> dict[str, Any]:
     with live:
         model = build_model(case["model"], classes=CLASSES).to(memory_format=torch.channels_last)
         engine = build_engine(
-            strategy_of(case),
+            PlanRow.from_json(case["row"]).strategy.under(optimizer=case["state_on_host"]),
             model,
-            loss,
+            F.cross_entropy,
             functools.partial(build_optimizer, OptimizerSettings(lr=LR)),
             communicator,
             batch=case["batch"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.resident import resident, settle
 from benchmarks.schedules.on_paper import simulated_steps_s
@@ -44,11 +44,10 @@ def contenders(model: str, px: int, m: int, communicator: Communicator) -> Itera
         yield StandBy("plain loop")
 
 
-class StandBy:
+class StandBy(NamedTuple):
     """The part of a rank in what another does alone."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def step(self, number: int) -> None:
         """Do nothing; the barrier after it waits."""

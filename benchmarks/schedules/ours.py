@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from benchmarks.schedules.workload import CPU, LEARNING_RATE, Workload, loss
+import torch.nn.functional as F
+
+from benchmarks.schedules.workload import CPU, LEARNING_RATE, Workload
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch
@@ -31,7 +33,7 @@ class Ours:
         self.strategy = Strategy(schedule, communicator.world, depth, work.m, chunks=chunks)
         self.engine = assemble(
             work.build(),
-            loss,
+            F.cross_entropy,
             work.make_optimizer,
             communicator,
             self.strategy,

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.schedules.workload import CPU, Workload, loss
+from benchmarks.schedules.workload import CPU, Workload
 from parallel.comm.communicator import Communicator
 from parallel.offload.packing import ActivationMeter
 from parallel.schedule.shares import share_of
@@ -83,7 +84,7 @@ class TorchPipeline:
         def weighted_loss(output: Tensor, labels: Tensor) -> Tensor:
             # As ours, which spares them the pass over all gradients that scale_grads is.
             with counted():
-                return loss(output, labels) / work.m
+                return F.cross_entropy(output, labels) / work.m
 
         self._first, self._last = rank == 0, rank == depth - 1
         self._optimizer = work.make_optimizer(stage.named_parameters())
@@ -121,5 +122,5 @@ class DataParallel:
         self._optimizer.zero_grad()
         for n, (image, label) in enumerate(self._parts, 1):
             with nullcontext() if n == len(self._parts) else self._delay():
-                (loss(self._model(image), label) * self._weight).backward()
+                (F.cross_entropy(self._model(image), label) * self._weight).backward()
         self._optimizer.step()

@@ -16,11 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import OUT, ROOT, finish, markdown_table, measured_on, parser_of, publish, results, write_json
-from benchmarks.schedules.sleeping_model import SleepingModel
+from benchmarks.schedules.sleeping_model import SHAPE, SleepingModel, mean
 from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.draw.schedule_svg import schedule_svg
@@ -36,7 +35,6 @@ from parallel.strategy import Strategy
 PICTURES = ROOT / "docs" / "pictures"
 DEPTH, FORWARD, BACKWARD = 4, 1, 2
 WARM_UP = 1
-SHAPE = (1, 3, 2, 2)
 DEVIATION = 0.02
 PICTURED = ("1f1b", "master", "bidirectional", "pipedream")
 
@@ -92,7 +90,7 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[s
         model = SleepingModel(DEPTH * case.chunks, FORWARD * unit_s, BACKWARD * unit_s)
         engine = assemble(
             model,
-            _mean,
+            mean,
             partial(torch.optim.SGD, lr=0.0),
             communicator,
             case.strategy(model.cuts),
@@ -115,10 +113,6 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[s
                 }
             )
     return measured
-
-
-def _mean(output: Tensor, targets: Tensor) -> Tensor:
-    return output.mean()
 
 
 def _spans(timeline: Timeline) -> Spans:

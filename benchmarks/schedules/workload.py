@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -72,7 +71,3 @@ class Workload:
 
     def make_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         return SGD(parameters, lr=LEARNING_RATE)
-
-
-def loss(output: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output, labels)

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from app.training.resharing import Resharing
 from app.training.run_folder import RunFolder
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import finish, markdown_table, measured_on, parser_of, publish, results, write_json
-from benchmarks.schedules.sleeping_model import SleepingModel
+from benchmarks.schedules.sleeping_model import SHAPE, SleepingModel, mean
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, StepResult
@@ -33,7 +32,6 @@ from parallel.schedule.shares import WINDOW, best_counts, consecutive, share_of,
 from parallel.strategy import Strategy
 
 WORLD, M = 3, 24
-SHAPE = (1, 3, 2, 2)
 FORMULA_UNITS, DRIFT_UNITS = (0.5, 1.0, 2.0), (1, 2)
 """Of ``--unit``: what the engine adds to a step does not grow with what a microbatch takes."""
 
@@ -55,7 +53,7 @@ class Workers:
         shares = () if isinstance(kind, str) else consecutive(kind)
         self.strategy = Strategy("ddp", WORLD, 1, m, shares=shares, rebalanced=kind == "auto")
         rule = functools.partial(torch.optim.SGD, lr=0.0)
-        self.engine = whole_engine(self.model, _mean, rule, communicator, batch=m, m=m, shape=SHAPE, shares=shares)
+        self.engine = whole_engine(self.model, mean, rule, communicator, batch=m, m=m, shape=SHAPE, shares=shares)
         self.resharing = Resharing(self.strategy, communicator, RunFolder(folder), 0, None)
         self.changes: list[tuple[int, list[int]]] = []
 
@@ -72,10 +70,6 @@ class Workers:
             self.changes.append((number + 1, list(map(len, self.resharing.shares))))
             self.engine.reshare(self.resharing.shares)
         return took_s
-
-
-def _mean(output: Tensor, targets: Tensor) -> Tensor:
-    return output.mean()
 
 
 def measure(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:
