@@ -50,9 +50,10 @@ def in_turns(
     Args:
         before: called before each call of a way, such as a barrier.
     """
-    took: dict[str, list[Took]] = {name: [] for name in ways}
+    names = list(ways)
+    took: dict[str, list[Took]] = {name: [] for name in names}
     for number in range(1 + rounds):
-        for name in ways if number % 2 else reversed(ways):
+        for name in names if number % 2 else names[::-1]:
             before()
             spent = clocked(ways[name])
             if number:

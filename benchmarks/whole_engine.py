@@ -1,4 +1,4 @@
-"""Build the engine in which every rank computes the whole model, from a model and a loss."""
+"""Build engines from a model and a loss: of a strategy, and the one in which every rank computes the whole model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ from parallel.stage.stage import Loss
 from parallel.strategy import Strategy
 
 CPU = torch.device("cpu")
+
+
+def cpu_engine(
+    model: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    communicator: Communicator,
+    strategy: Strategy,
+    shape: tuple[int, ...],
+    batch: int,
+    meter: ActivationMeter | None = None,
+) -> Engine:
+    """Return the engine of ``strategy`` on a CPU; ``shape`` (n, 3, h, w) is that of a usual microbatch."""
+    sizes: Any = {"shape": shape, "batch": batch, "device": CPU}
+    return assemble(model, loss, make_optimizer, communicator, strategy, **sizes, meter=meter)
 
 
 def whole_engine(

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.results import finish, markdown_table, measured_on, parser_of, publish, results, write_json
+from benchmarks.whole_engine import cpu_engine
 from models.registry import build_model
-from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.engine.step import Microbatch
@@ -72,17 +72,8 @@ def stage_bytes(model: str, px: int, stages: int) -> list[int]:
 def peak_bytes(strategy: Strategy, model: str, px: int, communicator: Communicator, _: Any) -> tuple[int, Any]:
     """Return the peak on this rank in one step, and the schedule that was run."""
     shape, meter = (1, 3, px, px), ActivationMeter()
-    engine = assemble(
-        build(model),
-        F.cross_entropy,
-        partial(torch.optim.SGD, lr=0.0),
-        communicator,
-        strategy,
-        shape=shape,
-        batch=strategy.m,
-        device=torch.device("cpu"),
-        meter=meter,
-    )
+    rule = partial(torch.optim.SGD, lr=0.0)
+    engine = cpu_engine(build(model), F.cross_entropy, rule, communicator, strategy, shape, strategy.m, meter)
     labels = torch.zeros(strategy.m, 1, dtype=torch.int64)
     engine.step([Microbatch(torch.randn(shape), labels[i], shape) for i in engine.share], 0, 0.0)
     return meter.peak_bytes, engine.schedule

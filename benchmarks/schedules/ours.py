@@ -9,8 +9,8 @@ from collections import defaultdict
 
 import torch.nn.functional as F
 
-from benchmarks.schedules.workload import CPU, LEARNING_RATE, Workload
-from parallel.build import assemble
+from benchmarks.schedules.workload import LEARNING_RATE, Workload
+from benchmarks.whole_engine import cpu_engine
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch
 from parallel.offload.packing import ActivationMeter
@@ -31,17 +31,8 @@ class Ours:
         self.work = work
         depth, chunks = 1 if whole else communicator.world, 2 if schedule == "interleaved" else 1
         self.strategy = Strategy(schedule, communicator.world, depth, work.m, chunks=chunks)
-        self.engine = assemble(
-            work.build(),
-            F.cross_entropy,
-            work.make_optimizer,
-            communicator,
-            self.strategy,
-            shape=work.shape,
-            batch=work.m,
-            device=CPU,
-            meter=meter,
-        )
+        rules = work.build(), F.cross_entropy, work.make_optimizer
+        self.engine = cpu_engine(*rules, communicator, self.strategy, work.shape, work.m, meter)
         wants = [self.engine.wants(i) for i in self.engine.share]
         self._microbatches = [
             Microbatch(image if want.images else None, label if want.targets else None, work.shape)

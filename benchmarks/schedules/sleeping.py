@@ -20,7 +20,7 @@ import torch
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import OUT, ROOT, finish, markdown_table, measured_on, parser_of, publish, results, write_json
 from benchmarks.schedules.sleeping_model import SHAPE, SleepingModel, mean
-from parallel.build import assemble
+from benchmarks.whole_engine import cpu_engine
 from parallel.comm.communicator import Communicator
 from parallel.draw.schedule_svg import schedule_svg
 from parallel.engine.recorded import gather_timeline
@@ -88,16 +88,8 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> list[dict[s
     for case in CASES:
         unit_s = argument["unit_s"] / case.chunks
         model = SleepingModel(DEPTH * case.chunks, FORWARD * unit_s, BACKWARD * unit_s)
-        engine = assemble(
-            model,
-            mean,
-            partial(torch.optim.SGD, lr=0.0),
-            communicator,
-            case.strategy(model.cuts),
-            shape=SHAPE,
-            batch=case.m,
-            device=torch.device("cpu"),
-        )
+        rule = partial(torch.optim.SGD, lr=0.0)
+        engine = cpu_engine(model, mean, rule, communicator, case.strategy(model.cuts), SHAPE, case.m)
         timelines = []
         for step in range(WARM_UP + argument["steps"]):
             engine.step([Microbatch(torch.ones(SHAPE), torch.zeros(1), SHAPE) for _ in engine.share], step, 0.0)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.ranks import run_on_ranks
 from benchmarks.results import measured_on, parser_of, publish, results, write_json
+from benchmarks.whole_engine import cpu_engine
 from benchmarks.workers.looks import Run, loss_table
-from parallel.build import assemble
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, TrainingEngine
 from parallel.schedule.shares import consecutive
@@ -99,16 +99,8 @@ def train(communicator: Communicator, argument: dict[str, Any]) -> dict[str, lis
     """Seconds of training before each look at the held-out loss, and these losses."""
     way, task = WAYS[argument["way"]], Task(argument["seed"])
     rule = functools.partial(torch.optim.SGD, lr=argument["rate"])
-    engine: TrainingEngine = assemble(
-        task.model,
-        F.cross_entropy,
-        rule,
-        communicator,
-        way.strategy(),
-        shape=(SIZE, 3, SIDE, SIDE),
-        batch=way.m * SIZE,
-        device=torch.device("cpu"),
-    )
+    shape, batch = (SIZE, 3, SIDE, SIDE), way.m * SIZE
+    engine = cpu_engine(task.model, F.cross_entropy, rule, communicator, way.strategy(), shape, batch)
     unit_s, steps = argument["unit_s"] * SLOWNESS[communicator.rank], argument["windows"] * M // way.m
     seconds, losses, trained_s = [0.0], [_loss(engine, task)], 0.0
     for step in range(steps):

@@ -39,7 +39,7 @@ def loss_table(
     lines = []
     for name, (rate, runs) in ways.items():
         cells = [[run.loss_at(part * slowest_s) for run in runs] for part in parts]
-        cells += [[run.losses[look - looks - 1] for run in runs] for look in at]
+        cells += [[run.losses[max(look - looks - 1, -len(run.losses))] for run in runs] for look in at]
         known = [[loss for loss in losses if loss is not None] for losses in cells]
         lines.append([name, rate, f"{took_s[name]:.1f}", *(spread(own, 3) if own else "no look yet" for own in known)])
     return markdown_table(header, lines)

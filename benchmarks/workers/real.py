@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,9 +96,11 @@ def _in_turns(communicator: Communicator, tile: int, tiles: int, rounds: int) ->
     counts = best_counts(tiles, of_ranks([each for _ in range(3) for each in step(engines["equal"])]))
     engines["shares"] = engine_of(communicator, shares=consecutive(counts))
     own: list[float] = []
-    ways = {kind: functools.partial(step, engines[kind]) if kind in engines else lambda: None for kind in KINDS}
-    took = in_turns(ways | {"equal": lambda: own.extend(step(engines["equal"]))}, rounds, communicator.barrier)
-    walls = {kind: [each.wall for each in took[kind]] for kind in KINDS}
+    ways: dict[str, Callable[[], object]] = dict.fromkeys(KINDS, lambda: None)
+    ways |= {kind: functools.partial(step, engine) for kind, engine in engines.items()}
+    ways["equal"] = lambda: own.extend(step(engines["equal"]))
+    took = in_turns(ways, rounds, communicator.barrier)
+    walls = {kind: [each.wall for each in of_kind] for kind, of_kind in took.items()}
     return {"took_s": walls, "counts": counts, "seconds": of_ranks(own)}
 
 
