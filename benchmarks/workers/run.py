@@ -108,28 +108,17 @@ def _slower(communicator: Communicator, unit_s: float, rank: int, folder: Path) 
     best = best_counts(M, after)
     at_best = Workers(communicator, best, folder)
     settled = SLOWER_AT + 2 * WINDOW
-    before: list[float] = []
-    took: list[float] = []
-    optimum: list[float] = []
+    took: list[tuple[float, float]] = []
     for number in range(settled + 2 * WINDOW):
         own_s = unit_s * (1 + (rank == WORLD - 1 and number >= SLOWER_AT))
         of_step = workers.step(number, own_s)
-        if WINDOW <= number < SLOWER_AT:
-            before.append(of_step)
         if number >= settled:  # in turns, so that both meet the same machine
-            took.append(of_step)
-            optimum.append(at_best.step(number, own_s))
-    formula_s = step_seconds(best, after)
+            took.append((of_step, at_best.step(number, own_s)))
     return {
         "unit_s": unit_s,
         "changes": workers.changes,
-        "best": best,
-        "before_s": statistics.median(before),
-        "settled_s": statistics.median(took),
-        "optimum_s": statistics.median(optimum),
-        "formula_s": formula_s,
-        "over_optimum": statistics.median(each / other for each, other in zip(took, optimum, strict=True)),
-        "over_formula": statistics.median(took) / formula_s,
+        "over_optimum": statistics.median(own / best_s for own, best_s in took),
+        "over_formula": statistics.median(own for own, _ in took) / step_seconds(best, after),
     }
 
 
