@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
 from benchmarks.fuzz import run
-from pipelines.backends.registry import BACKENDS
+from pipelines.backends import image, openslide, tiled, zarr
 
-__all__ = ["run"]
-
-for name in BACKENDS:
-    importlib.import_module(f"pipelines.backends.{name}")
+__all__ = ["image", "openslide", "run", "tiled", "zarr"]

@@ -28,7 +28,7 @@ from benchmarks.schedules.sleeping_model import SHAPE, SleepingModel, mean
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch, StepResult
-from parallel.schedule.shares import WINDOW, best_counts, consecutive, share_of, step_seconds
+from parallel.schedule.shares import WINDOW, best_counts, consecutive, step_seconds
 from parallel.strategy import Strategy
 
 WORLD, M = 3, 24
@@ -150,13 +150,9 @@ def _drift(communicator: Communicator, unit_s: float, steps: int, folder: Path) 
         ideal_s += M / sum(1 / t for t in own)
         for name, each in workers.items():
             took[name] += each.step(number, own[communicator.rank])
-    counts = {name: [len(share_of(g, WORLD, M)) for g in range(WORLD)] for name in kinds}
-    counts["best shares"] = list(kinds["best shares"])  # type: ignore[arg-type]
-    return {
-        "unit_s": unit_s,
-        "steps": steps,
-        "kinds": [{"name": name, "counts": counts[name], "over_ideal": took[name] / ideal_s} for name in kinds],
-    }
+    counts = {name: [len(each.strategy.share_of(g)) for g in range(WORLD)] for name, each in workers.items()}
+    rows = [{"name": name, "counts": counts[name], "over_ideal": took[name] / ideal_s} for name in kinds]
+    return {"unit_s": unit_s, "steps": steps, "kinds": rows}
 
 
 def report(found: dict[str, Any], unit_s: float) -> str:
