@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,10 @@ class MemoryLimit:
 
     def __init__(self, limit: int | None, device: torch.device, *, counts: bool = True, stops: bool = False) -> None:
         self.limit = limit
-        self._stop_at, self._device = limit if stops else None, device
+        self._device = device
         self._left = CHECKED if device.type == "cpu" and counts else 0
-        self._live: LiveBytes | None = None
-        self._peak: int | None = None
+        # One count for all steps: fsdp gathers parameters by resizing storages that its first step made.
+        self._live = LiveBytes(limit if stops else None)
         if limit is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
@@ -65,28 +66,20 @@ class MemoryLimit:
             yield
             return
         self._left -= 1
-        self._live = live = LiveBytes(self._stop_at)
-        try:
-            live.add(held)
-            with live:
-                yield
-        finally:
-            self._live = None
-            self._peak = max(self._peak or 0, live.peak_bytes)
-
-    @contextlib.contextmanager
-    def on_other_thread(self) -> Iterator[None]:
-        """Count tensors that another thread makes on the device inside this block, in a step that is watched."""
-        live = self._live
-        with live.on_other_thread() if live is not None else contextlib.nullcontext():
+        self._live.add(held)
+        with self._live:
             yield
+
+    def on_other_thread(self) -> AbstractContextManager[None]:
+        """Count tensors that another thread makes on the device inside this block, in a step that is watched."""
+        return self._live.on_other_thread()
 
     @property
     def device_bytes(self) -> int | None:
         """The most that tensors took on the device at a time; None where that was not counted."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return self._peak
+        return self._live.peak_bytes or None
 
     def fault(self) -> str:
         """Return the error message when a device has no memory left."""

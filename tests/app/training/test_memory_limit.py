@@ -66,6 +66,18 @@ def test_the_first_steps_are_counted_on_a_cpu_which_stops_where_a_gpu_of_that_si
     assert "out of memory on cpu within --memory 4 MiB" in stopped.fault()
 
 
+def test_storages_that_a_step_resizes_count_again():
+    """As those of the parameters that fsdp gathers: made in the first step, empty between two steps."""
+    memory = MemoryLimit(None, CPU)
+    with memory.watching([]):
+        gathered = torch.ones(NUMBERS)
+    gathered.untyped_storage().resize_(0)
+    with memory.watching([torch.ones(NUMBERS)]):
+        gathered.untyped_storage().resize_(MIB)
+        torch.ones(NUMBERS)
+    assert memory.device_bytes == 3 * MIB
+
+
 def test_a_run_that_takes_more_than_its_memory_stops(train, classify_slides, tmp_path):
     """One rank is started here; runs of two ranks stop in tests/test_readme.py."""
     asked = ("--memory", "2MiB", "--memory-excess=stop", "--parallel", "single", "--steps", "3")
