@@ -12,7 +12,7 @@ from parallel.comm.thread_comm import LocalCommunicator
 from parallel.graph.partition import Partition
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.rng import get_random_state, set_random_state
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import PlannedRegion
 from parallel.team.team_comm import TeamComm
@@ -60,7 +60,7 @@ def streamed(
         BoxedParts(box, stored_bytes, host),
     )
     whole = Partition(traced.graph, (0,))
-    stage = team_stages(traced, whole, [0], Grid(), comm, plans, parameter.device, boxed=boxed)[0]
+    stage = team_stages(traced, whole, [0], TeamGrid(), comm, plans, parameter.device, boxed=boxed)[0]
     stage.__class__ = BoxedModel
     assert isinstance(stage, BoxedModel)
     stage.train()

@@ -17,7 +17,7 @@ from torch import nn
 
 from parallel.comm.communicator import Communicator
 from parallel.comm.grad_reducer import GradReducer, broadcast_tensors
-from parallel.comm.sharded_reducer import Piece, ShardedReducer
+from parallel.comm.sharded_reducer import ParameterPiece, ShardedReducer
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.cost.stage_cost import nominal_costs
 from parallel.engine.async_engine import AsyncEngine
@@ -328,7 +328,7 @@ def _update(
 ) -> OptimizerStep:
     """The optimizer of this rank: over the stages it holds, and over its pieces of those that are divided."""
     held = {name: parameter for stage in stages.values() for name, parameter in stage.parameters.items()}
-    owned, pieces = dict(held), dict[str, Piece]()
+    owned, pieces = dict(held), dict[str, ParameterPiece]()
     shards = {number: each for number, each in sorted(reducers.items()) if isinstance(each, ShardedReducer)}
     for number, shard in shards.items():
         own = {piece.parameter: piece for piece in shard.pieces}

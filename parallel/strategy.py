@@ -24,7 +24,7 @@ from parallel.schedule.registry import PIPEDREAM, SPATIAL, SUBGRAPH, build_sched
 from parallel.schedule.shares import Changes, Shares, share_of
 from parallel.schedule.text import PushRule, from_csv
 from parallel.schedule.timeline import StageCost
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 
 WHOLE = ("single", "ddp", "fsdp", "async")
 """Strategies that do not split the model into stages: each rank computes all of it."""
@@ -78,7 +78,7 @@ class Strategy:
     statistics: Literal["per-microbatch", "deferred"] = "per-microbatch"
     compile: bool = False
     gradient_bytes: int | None = None
-    grid: Grid | None = None
+    grid: TeamGrid | None = None
     shares: Shares = ()
     changes: Changes = ()
     rebalanced: bool = False

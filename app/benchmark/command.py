@@ -19,7 +19,7 @@ from app.settings.run import DataSettings
 from app.settings.strategy import Parallel, StrategySettings
 from app.settings.strategy_errors import strategy_errors
 from parallel.schedule.registry import SPATIAL
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import WHOLE
 from pipelines import Rare
 
@@ -45,7 +45,7 @@ class StrategySpec(NamedTuple):
 
     name: str
     savings: tuple[str, ...] = ()
-    grid: Grid | None = None
+    grid: TeamGrid | None = None
 
     @classmethod
     def parse(cls, text: str) -> StrategySpec:
@@ -68,7 +68,7 @@ class StrategySpec(NamedTuple):
             )
         if at:
             try:
-                grid = Grid.parse(written)
+                grid = TeamGrid.parse(written)
             except ValueError as fault:
                 raise ValueError(f"--strategies {text}: {fault}") from None
         if grid and grid.members < 2:

@@ -30,8 +30,8 @@ from parallel.plan.largest_tile import LIMIT
 from parallel.plan.part_costs import Divisible
 from parallel.plan.stages import Task
 from parallel.plan.streamed import Streamed
-from parallel.space.spatial_plan import PaperRegion
-from parallel.space.team import Grid
+from parallel.space.spatial_plan import RegionSpec
+from parallel.space.team import TeamGrid
 from parallel.stage.split_backward import DeferredWeights
 from parallel.streaming.box_sums import with_sums
 from parallel.streaming.read_region import read_region
@@ -54,7 +54,7 @@ class Recorded:
 
     records: Mapping[str, StepRecord]
     side: int
-    hints: dict[tuple[int, Grid | None], int] = field(default_factory=dict)
+    hints: dict[tuple[int, TeamGrid | None], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Workload:
             ops[paper.steps[-1].name] = tuple(op for layer in layers for op in layer.ops)
         return Streamed(paper, ops, known.side, estimate, whole, known.hints), ""
 
-    def _in_boxes(self) -> tuple[PaperRegion, bool]:
+    def _in_boxes(self) -> tuple[RegionSpec, bool]:
         """The region that goes box by box, as recorded, and whether the loss is in it."""
         traced = self._traced
         model, nodes = traced.model, list(traced.training.graph.nodes)

@@ -18,7 +18,7 @@ from parallel.memory.policy import ActivationPolicy, Offload, Recompute
 from parallel.schedule.registry import default_microbatches
 from parallel.schedule.shares import FINE, Changes, parse_counts, read_changes
 from parallel.schedule.text import PushRule, read_pushes
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import WHOLE, Strategy
 from pipelines import Rare
 
@@ -184,12 +184,12 @@ class StrategySettings:
         return self.stages or max(1, self.world // (self.team.members if self.team else 1))
 
     @property
-    def team(self) -> Grid | None:
+    def team(self) -> TeamGrid | None:
         """Grid of the teams in the D stages' places; None: one rank there, or a grid that cannot be read."""
         if self.grid:
             with contextlib.suppress(ValueError):
-                return Grid.parse(self.grid)
-        return Grid(self.world, 1) if self.name == "spatial" else None
+                return TeamGrid.parse(self.grid)
+        return TeamGrid(self.world, 1) if self.name == "spatial" else None
 
     @property
     def ways(self) -> int:

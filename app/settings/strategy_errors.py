@@ -11,7 +11,7 @@ from app.settings.share_errors import async_errors, mixed_errors, share_errors
 from app.settings.strategy import StrategySettings
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.registry import kind_of
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import STREAMED, Strategy
 
 OPTIMAL_OFFLOAD = "--recompute optimal is planned for what stays on the device: use --recompute block with --offload"
@@ -140,7 +140,7 @@ def _of_microbatches(settings: StrategySettings) -> list[str]:
 def _of_teams(settings: StrategySettings) -> list[str]:
     """Return errors of ``--grid`` under a strategy that is named, and of ``--parallel spatial``."""
     name, world = settings.name, settings.world
-    if settings.grid and (unread := error_of(lambda: Grid.parse(settings.grid))):
+    if settings.grid and (unread := error_of(lambda: TeamGrid.parse(settings.grid))):
         return [f"--grid: {unread[0]}"]
     if not settings.splits:
         return [

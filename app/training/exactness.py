@@ -20,7 +20,7 @@ from app.training.plain_training import ExactnessTrial, MakeEngine, MeasuredEngi
 from parallel.comm.communicator import Communicator
 from parallel.comm.objects import gather_objects
 from parallel.engine.step import Microbatch, TrainingEngine
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.trace.stage_module import as_tensor
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

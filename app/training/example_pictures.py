@@ -23,7 +23,7 @@ from app.training.metrics import Example
 from app.training.session import Session
 from models.losses import IGNORE
 from parallel.offload.copies import read_later
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from pipelines.catalog.handles import SlidePool
 from pipelines.labels.annotations import SlideAnnotations
 from pipelines.slides.geometry import Region

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.blocks import Norm
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import WHOLE, Strategy
 
 MIB = 1 << 20
@@ -62,7 +62,7 @@ class Problem:
         assert match, f"{self.name}: {way!r} is not of the form {WAY.pattern}"
         name, stages, grid, m, option, value = match.groups()
         whole = name in (*WHOLE, "spatial")
-        depth, team = int(stages or (1 if whole else self.ranks)), Grid.parse(grid) if grid else None
+        depth, team = int(stages or (1 if whole else self.ranks)), TeamGrid.parse(grid) if grid else None
         strategy = Strategy(name, self.ranks, depth, int(m), chunks=2 if name == "interleaved" else 1, grid=team)
         if not option:
             return strategy

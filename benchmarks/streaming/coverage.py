@@ -73,7 +73,7 @@ def _refusal(traced: Traced, tile: int) -> str:
         region = read_region(whole, list(traced.training.graph.nodes), {whole.inputs[0]: image})
     except ValueError as fault:
         return str(fault)
-    maps = {name: region.sides[name] for name in region.leaving if name in region.dims}
+    maps = {name: region.sides[name] for name in region.live_out if name in region.dims}
     if all(max(sides) <= CELLS for sides in maps.values()):
         return ""
     return ": ".join(region.ends_at) if region.ends_at else f"its output {', '.join(maps)} has rows"

@@ -23,14 +23,14 @@ from benchmarks.timing import in_turns
 from models.registry import build_model
 from parallel.comm.communicator import Communicator
 from parallel.graph.partition import Partition
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import team_plans
 from parallel.team.team_stages import team_stages
 from parallel.trace.trace import trace_exclusively
 
-CLASSES, GRID, ASKED = 3, Grid(2, 1), 1.0
+CLASSES, GRID, ASKED = 3, TeamGrid(2, 1), 1.0
 
 
 def on_rank(communicator: Communicator, argument: dict[str, Any]) -> dict[str, Any]:

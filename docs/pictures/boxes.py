@@ -79,7 +79,7 @@ def picture() -> str:
 
 def _part(run: RegionRun, part: PartPlan, number: int, left: float) -> Iterator[str]:
     """A tile with the boxes of a part, one of them with what it fetches."""
-    region, first = run.region, part.given[0]
+    region, first = run.region, part.live_steps[0]
     row, column = len(part.rows) // 2, len(part.columns) // 2
     yield svg_text(left, TOP - 44, f"{number + 1}. {_name(part.steps[0].name)}", 14, bold=True)
     yield svg_text(left, TOP - 26, f"    to {_name(part.steps[-1].name)}", 14, bold=True)
@@ -92,7 +92,7 @@ def _part(run: RegionRun, part: PartPlan, number: int, left: float) -> Iterator[
     own_rows, own_columns = part.box(first.name, row, column)
     yield _square(left, own_columns, own_rows, first.sides, f"f{number}", "")
     for axis in (0, 1):
-        for span in part.cells[first.name][axis][1:]:
+        for span in part.box_spans[first.name][axis][1:]:
             at = SIDE * span.start / first.sides[axis]
             where = f"M{left:.1f} {TOP + at:.1f}h{SIDE:.1f}" if axis == 0 else f"M{left + at:.1f} {TOP:.1f}v{SIDE:.1f}"
             yield f'<path class="bracket" stroke-width="0.6" d="{where}"/>'
@@ -123,7 +123,7 @@ def _phase(run: RegionRun, phase: Phase, number: int) -> Iterator[str]:
     left, wide = MARGIN + number * step, CARD
     entering = dict.fromkeys(name for part in phase.parts for name in part.entering)
     steps = [each for part in phase.parts for each in part.steps if not each.sums]
-    given = [each for part in phase.parts for each in part.given]
+    given = [each for part in phase.parts for each in part.live_steps]
     stored = [each for each in given if not each.sums]
     words = [("reads", [_name(name) for name in entering], "ink")]
     words.append(("computes", [_name(each.name) for each in steps], "ink"))

@@ -24,7 +24,7 @@ from parallel.memory.rank_bytes import IN_FLIGHT
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ParameterPiece:
     """Part of a parameter that lies in this rank's slice.
 
     Attributes:
@@ -92,13 +92,13 @@ class SlicedBucket(Bucket):
         self.own: Tensor | None = None
         self.unused: set[int] = set()
         self._filled: set[int] = set()
-        self.pieces: dict[int, Piece] = {}
+        self.pieces: dict[int, ParameterPiece] = {}
         first = self._rank * self.size
         for number, (parameter, offset) in enumerate(zip(self.parameters, self.offsets, strict=False)):
             begin, end = max(first - offset, 0), min(first + self.size - offset, parameter.numel())
             if begin < end:
                 value = nn.Parameter(_elements(parameter, begin, end))
-                self.pieces[number] = Piece(parameter, begin, offset + begin - first, value)
+                self.pieces[number] = ParameterPiece(parameter, begin, offset + begin - first, value)
 
     @property
     def length(self) -> int:
@@ -197,7 +197,7 @@ class ShardedReducer(GradReducer):
         return self._slices[-1]
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ParameterPiece]:
         """Parts of the parameters that this rank updates."""
         return (piece for bucket in self._slices for piece in bucket.pieces.values())
 

@@ -1,4 +1,4 @@
-"""Place the parts of a model, the wires between them and its stages on paper, in px.
+"""Place the parts of a model, the wires between them and its stages, in px.
 
 Each part stands in a row below all that it uses, as in layered drawings (Sugiyama, Tagawa and Toda 1981). Each stage
 has rows of its own, so that a cut is a straight line. Chains of parts stand below each other. Every other value runs

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel.comm.sharded_reducer import Piece, ShardedReducer
+from parallel.comm.sharded_reducer import ParameterPiece, ShardedReducer
 from parallel.offload.copies import Copies
 from parallel.offload.host_optimizer import HostOptimizer, nothing, set_learning_rate
 
@@ -117,7 +117,7 @@ class OptimizerStep:
         owned: Mapping[str, nn.Parameter],
         unshared: Iterable[nn.Parameter],
         held: Iterable[nn.Parameter],
-        pieces: Mapping[str, Piece] = MappingProxyType({}),
+        pieces: Mapping[str, ParameterPiece] = MappingProxyType({}),
         shards: Sequence[ShardedReducer] = (),
         offload: Copies | None = None,
         resident: bool = False,

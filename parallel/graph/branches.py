@@ -29,7 +29,7 @@ class BranchRegion:
         branches: positions of the layers of each branch.
         members: of each branch, the member that computes it.
         entering: names of the values made before the region that its layers use, parameters not counted.
-        leaving: names of the values made in the region that later layers use.
+        live_out: names of the values made in the region that later layers use.
         seconds: of each member's branches, on a nominal device.
     """
 
@@ -38,7 +38,7 @@ class BranchRegion:
     branches: tuple[tuple[int, ...], ...]
     members: tuple[int, ...]
     entering: tuple[str, ...]
-    leaving: tuple[str, ...]
+    live_out: tuple[str, ...]
     seconds: tuple[float, ...]
 
 
@@ -113,10 +113,10 @@ def _regions(graph: LayerGraph, block: Block, seconds: Sequence[float], members:
             branches = groups.branches()
             if sum(not heavy.isdisjoint(branch) for branch in branches) < 2:
                 continue
-            entering, leaving = _crossing(graph, start, stop)
-            if all(carries_data(graph.by_name[name]) for name in (*entering, *leaving)):
+            entering, live_out = _crossing(graph, start, stop)
+            if all(carries_data(graph.by_name[name]) for name in (*entering, *live_out)):
                 loads, owners = _longest_first([sum(seconds[k] for k in branch) for branch in branches], members)
-                yield BranchRegion(start, stop, branches, owners, entering, leaving, loads)
+                yield BranchRegion(start, stop, branches, owners, entering, live_out, loads)
 
 
 class _Groups:
@@ -184,5 +184,5 @@ def _exchanged(graph: LayerGraph, region: BranchRegion, held: Sequence[int]) -> 
         seconds[new[member]] = load
     members = tuple(new[member] for member in region.members)
     return BranchRegion(
-        region.start, region.stop, region.branches, members, region.entering, region.leaving, tuple(seconds)
+        region.start, region.stop, region.branches, members, region.entering, region.live_out, tuple(seconds)
     )

@@ -1,6 +1,6 @@
-"""Pieces of memory that are live while consecutive layers run forward and backward.
+"""Storages that are live while consecutive layers run forward and backward.
 
-Takes a ``LayerGraph``; gives spans of positions over which pieces of memory are live. A value is freed after its last
+Takes a ``LayerGraph``; gives spans of positions over which storages are live. A value is freed after its last
 use, a saved tensor after the backward pass of the layer that saved it. A gradient is freed once the layer that made the
 value has used it. Gradients that are handed on unchanged, as by an addition, take no memory, and a second one is added
 in place where torch's autograd does so. No torch here.
@@ -27,7 +27,7 @@ NEVER = 1 << 40
 
 
 class LiveRange(NamedTuple):
-    """A piece of memory that is live while the layers at positions ``first`` to ``last``, both included, run."""
+    """A storage that is live while the layers at positions ``first`` to ``last``, both included, run."""
 
     first: int
     last: int
@@ -35,8 +35,8 @@ class LiveRange(NamedTuple):
 
 
 @dataclass
-class Piece:
-    """A piece of memory.
+class Storage:
+    """Memory of one tensor, or of several that share it.
 
     Attributes:
         made: positions at which values that lie in it are made.
@@ -50,46 +50,46 @@ class Piece:
     made: list[int] = field(default_factory=list)
 
 
-def pieces(graph: LayerGraph) -> list[Piece]:
+def storages(graph: LayerGraph) -> list[Storage]:
     """Return all memory that layers make or keep, parameters and buffers left out."""
-    by_key: dict[int | str, Piece] = {}
+    by_key: dict[int | str, Storage] = {}
     held = [_value(layer) for layer in graph.layers]
     for position, layer in enumerate(graph.layers):
         for number, size in layer.saved:
-            piece = by_key.setdefault(number, Piece(size))
-            piece.bytes = max(piece.bytes, size)
-            piece.saved.append(position)
+            storage = by_key.setdefault(number, Storage(size))
+            storage.bytes = max(storage.bytes, size)
+            storage.saved.append(position)
         for key, size in held[position]:
-            by_key.setdefault(key, Piece(size)).made.append(maker(graph, position))
+            by_key.setdefault(key, Storage(size)).made.append(maker(graph, position))
         for name in layer.inputs:
             source = graph.position[name]
             for key, _ in held[source]:
                 by_key[key].used.append((maker(graph, source), position))
     at_work = ((layer.forward_work, position) for position, layer in enumerate(graph.layers))
-    return [*by_key.values(), *(Piece(size, made=[position]) for size, position in at_work if size)]
+    return [*by_key.values(), *(Storage(size, made=[position]) for size, position in at_work if size)]
 
 
-class PieceTable:
-    """Pieces of memory as arrays.
+class StorageTable:
+    """Storages as arrays.
 
     Attributes:
-        entries: (6, n), a column for each piece and each position at which it is made, kept or used, in this order. Its
-            rows: number of the piece; position; made or kept there; kept there; where what is used there was made
+        entries: (6, n), a column for each storage and each position at which it is made, kept or used, in this order.
+            Its rows: number of the storage; position; made or kept there; kept there; where what is used there was made
             first; where what is made there is used last.
-        bytes: of each piece. ``made``, ``used``: where it is made first, and used last. ``first``, ``last``: positions
-            of its entries.
+        bytes: of each storage. ``made``, ``used``: where it is made first, and used last. ``first``, ``last``:
+            positions of its entries.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, storages: Sequence[Storage]) -> None:
         entries: list[tuple[int, int, bool, bool, int, int]] = []
         ends: list[tuple[int, int]] = []
-        for number, piece in enumerate(pieces):
+        for number, storage in enumerate(storages):
             makers: dict[int, int] = {}
             users: dict[int, int] = {}
-            for made, use in piece.used:
+            for made, use in storage.used:
                 makers[use] = min(made, makers.get(use, NEVER))
                 users[made] = max(use, users.get(made, -1))
-            made_at, saved_at = set(piece.made), set(piece.saved)
+            made_at, saved_at = set(storage.made), set(storage.saved)
             places = sorted(made_at | saved_at | makers.keys())
             ends.append((places[0], places[-1]))
             entries += [
@@ -98,10 +98,10 @@ class PieceTable:
             ]
         self.first, self.last = np.array(ends, dtype=np.int64).reshape(-1, 2).T
         self.entries: Ints = np.array(entries, dtype=np.int64).reshape(-1, 6).T
-        self.bytes: Ints = np.array([piece.bytes for piece in pieces], dtype=np.int64)
-        self.made: Ints = np.array([min(piece.made, default=NEVER) for piece in pieces], dtype=np.int64)
+        self.bytes: Ints = np.array([storage.bytes for storage in storages], dtype=np.int64)
+        self.made: Ints = np.array([min(storage.made, default=NEVER) for storage in storages], dtype=np.int64)
         self.used: Ints = np.array(
-            [max((use for _, use in piece.used), default=-1) for piece in pieces], dtype=np.int64
+            [max((use for _, use in storage.used), default=-1) for storage in storages], dtype=np.int64
         )
 
     def within(self, start: int, stop: int) -> Ints:
@@ -111,16 +111,16 @@ class PieceTable:
         return found
 
     def kept_alone(self, start: int, stop: int) -> int:
-        """Return bytes that are held more, at least, where layers are kept and not recomputed: pieces that no others
+        """Return bytes that are held more, at least, where layers are kept and not recomputed: storages that no others
         make, keep or use, without those that are held for their recomputation alone."""
         number, _, _, saved, maker, _ = self.within(start, stop)
         heads = np.flatnonzero(np.diff(number, prepend=-1))
         if not len(heads):
             return 0
         keeps, enters = (np.logical_or.reduceat(found, heads) for found in (saved > 0, maker < start))
-        pieces = number[heads]
-        alone = keeps & (self.first[pieces] >= start) & (self.last[pieces] < stop)
-        return int(self.bytes[pieces] @ (alone.astype(np.int64) - (enters & ~keeps)))
+        storages = number[heads]
+        alone = keeps & (self.first[storages] >= start) & (self.last[storages] < stop)
+        return int(self.bytes[storages] @ (alone.astype(np.int64) - (enters & ~keeps)))
 
 
 def maker(graph: LayerGraph, position: int) -> int:
@@ -159,7 +159,7 @@ class _Root:
 
 
 class _Gradients:
-    """One backward pass on paper. ``roots``: name of a value -> where its gradient lies, while it is waited for;
+    """One simulated backward pass. ``roots``: name of a value -> where its gradient lies, while it is waited for;
     ``found``: spans so far."""
 
     def __init__(self, graph: LayerGraph, start: int, stop: int) -> None:

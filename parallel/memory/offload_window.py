@@ -1,7 +1,7 @@
-"""Moments at which offloaded pieces of memory are on the device: the rules of ``overlap``, without the time of copies.
+"""Moments at which offloaded storages are on the device: the rules of ``overlap``, without the time of copies.
 
-Takes the pieces of one microbatch that move, by their uses in each segment; gives the spans of moments over which each
-is on the device, and bytes on the host. A piece that is recomputed is another storage than the one made at first.
+Takes the storages of one microbatch that move, by their uses in each segment; gives the spans of moments over which
+each is on the device, and bytes on the host. A storage that is recomputed is another storage than the one made at first.
 After the forward pass everything leaves; on a GPU what is being copied is counted by the window. No torch here.
 """
 
@@ -32,7 +32,7 @@ class HostBytes:
 
 
 class Use(NamedTuple):
-    """A piece in one segment, by moments of the forward pass.
+    """A storage in one segment, by moments of the forward pass.
 
     Attributes:
         begin, last: when it is first and last needed while the segment runs forward.
@@ -65,8 +65,8 @@ class OffloadInterval(NamedTuple):
     asked: tuple[tuple[int, int], ...]
 
 
-class OffloadedPieces:
-    """Pieces of memory that one stage moves to the host.
+class OffloadedStorages:
+    """Storages that one stage moves to the host.
 
     Args:
         recompute_at, backward_at: forward moment of a layer -> moments of its recomputation and its backward pass.
@@ -80,7 +80,7 @@ class OffloadedPieces:
         self._host_again: Counter[int | None] = Counter()
 
     def add(self, size: int, begin: int, last: int, uses: Sequence[Use], *, entered: bool) -> None:
-        """Count a piece that the forward pass needs from ``begin`` to ``last``; ``entered``: it enters the stage."""
+        """Count a storage that the forward pass needs from ``begin`` to ``last``; ``entered``: it enters the stage."""
         self._inputs += buffer_bytes(size) * entered
         kept = [place for use in uses if use.segment is None for place in use.saved]
         entering = [use for use in uses if use.segment is not None and use.enters]

@@ -1,8 +1,8 @@
 """Bytes that a stage takes for one microbatch: held between its passes, and live at most while one runs.
 
-Takes a graph that was traced with its loss, the bounds of a stage and the pieces of memory that it touches
-(``liveness``); gives ``StageBytes`` for any segments and policy, by arithmetic over all pieces together. What moves to
-the host is followed piece by piece (``offload_window``). Buffers of modules, a few numbers per channel, are not
+Takes a graph that was traced with its loss, the bounds of a stage and the storages that it touches
+(``liveness``); gives ``StageBytes`` for any segments and policy, by arithmetic over all storages together. What moves
+to the host is followed storage by storage (``offload_window``). Buffers of modules, a few numbers per channel, are not
 counted. ``StageMemory`` remembers stages, since a search asks for the same ones again and again. No torch here.
 """
 
@@ -19,8 +19,8 @@ import numpy.typing as npt
 from parallel import remembered
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
-from parallel.memory.liveness import NEVER, Ints, LiveRange, Piece, PieceTable, gradient_spans, pieces
-from parallel.memory.offload_window import HostBytes, OffloadedPieces, Use
+from parallel.memory.liveness import NEVER, Ints, LiveRange, Storage, StorageTable, gradient_spans, storages
+from parallel.memory.offload_window import HostBytes, OffloadedStorages, Use
 from parallel.memory.policy import KEEP_ALL, SMALLEST, ActivationPolicy, Segment, segments_of
 
 
@@ -61,7 +61,7 @@ class Moments:
     """Moments of a stage's layers in the two passes of a microbatch, by position behind the stage's first.
 
     First every layer runs forward, at the moment of its position; then segment by segment, the last first, forward
-    again where it is recomputed, and backward.
+    again where it is recomputed, and backward. Layers a b c d, of which c d are recomputed: a b c d, then c d d c b a.
 
     Attributes:
         backward_start: the first moment of the backward pass.
@@ -98,21 +98,21 @@ class StageArrays:
     """Bytes of the layers from position ``start`` to ``stop``, not included, for any choice of segments.
 
     Args:
-        table: of the pieces of the graph's memory.
+        table: of the storages of the graph's memory.
     """
 
-    def __init__(self, graph: LayerGraph, start: int, stop: int, table: PieceTable) -> None:
+    def __init__(self, graph: LayerGraph, start: int, stop: int, table: StorageTable) -> None:
         self._start, self._stop = start, stop
         self._last_layer = len(graph.layers) - 1
         if not (found := table.within(start, stop)).size:
-            table = PieceTable([Piece(0, made=[start])])
+            table = StorageTable([Storage(0, made=[start])])
             found = table.within(start, stop)
         number, self._at, here, saved, self._first_maker, self._last_user = found
-        touched, self._piece = np.unique(number, return_inverse=True)
+        touched, self._storage = np.unique(number, return_inverse=True)
         self._here = np.where(here > 0, self._at, NEVER)
         self._saved = np.where(saved > 0, self._at, NEVER)
         self._bytes = table.bytes[touched]
-        heads = np.searchsorted(self._piece, np.arange(len(touched)))
+        heads = np.searchsorted(self._storage, np.arange(len(touched)))
         self._entered = np.logical_or.reduceat(self._first_maker < start, heads)
         self._sent = table.used[touched] >= stop
         self._counted = self._entered | (table.made[touched] < stop)
@@ -157,12 +157,12 @@ class StageArrays:
         """Return the bytes on the device over both passes."""
         starts, stops, again = self._parts(segments)
         moments = _moments(starts, stops, again)
-        # Runs of entries of one piece in one segment: a use.
+        # Runs of entries of one storage in one segment: a use.
         number = np.searchsorted(starts, self._at, side="right") - 1
         new = np.ones(len(self._at), dtype=bool)
-        new[1:] = (self._piece[1:] != self._piece[:-1]) | (number[1:] != number[:-1])
+        new[1:] = (self._storage[1:] != self._storage[:-1]) | (number[1:] != number[:-1])
         entry = np.flatnonzero(new)
-        piece, segment = self._piece[entry], number[entry]
+        storage, segment = self._storage[entry], number[entry]
         runs_again, stop = again[segment], stops[segment]
         enters = np.logical_or.reduceat(self._first_maker < starts[number], entry)
         begin = np.where(enters, starts[segment], np.minimum.reduceat(self._here, entry)) - self._start
@@ -173,8 +173,8 @@ class StageArrays:
         keeps = saved < NEVER - self._start
         done = np.where(keeps, moments.backward_at[np.where(keeps, saved, 0)], moments.recompute_at[last])
         needed = np.where(np.where(runs_again, enters, keeps), done, -1)
-        # Pieces, of one use or more.
-        heads = np.flatnonzero(np.concatenate([[True], piece[1:] != piece[:-1]]))
+        # Storages, of one use or more.
+        heads = np.flatnonzero(np.concatenate([[True], storage[1:] != storage[:-1]]))
         begins = np.where(self._entered, 0, begin[heads])
         lasts = np.maximum.reduceat(last, heads)
         lasts = np.where(self._entered | self._sent, self._stop - 1 - self._start, lasts)
@@ -188,8 +188,8 @@ class StageArrays:
         spans: list[LiveRange] = []
         host = HostBytes(0, 0, 0)
         if moves.any():
-            offloaded = OffloadedPieces(moments.recompute_at.tolist(), moments.backward_at.tolist())
-            run_ends, use_ends = [*heads.tolist(), len(piece)], [*entry.tolist(), len(number)]
+            offloaded = OffloadedStorages(moments.recompute_at.tolist(), moments.backward_at.tolist())
+            run_ends, use_ends = [*heads.tolist(), len(storage)], [*entry.tolist(), len(number)]
             uses_of = list(zip(begin.tolist(), last.tolist(), enters.tolist(), segment.tolist(), strict=True))
             saved_of, again_of = (self._saved - self._start).tolist(), runs_again.tolist()
             for k in np.flatnonzero(moves).tolist():
@@ -207,7 +207,7 @@ class StageArrays:
         live = _running(
             moments.end,
             (begins, np.where(given, moments.end - 1, np.where(held >= 0, held, lasts)), stays),
-            (moments.recompute_at[begin[anew]], done[anew], stays[piece[anew]]),
+            (moments.recompute_at[begin[anew]], done[anew], stays[storage[anew]]),
             (np.where(messages, moments.backward_start, back[final - self._start]), back[first], size_of_gradient),
             tuple(np.array(spans, dtype=np.int64).reshape(-1, 3).T),
         )
@@ -264,12 +264,12 @@ class StageMemory:
     """Bytes that stages of ``graph`` hold, worked out once for each.
 
     Attributes:
-        pieces: of the graph's memory.
+        storages: of the graph's memory.
     """
 
     def __init__(self, graph: LayerGraph) -> None:
         self.graph = graph
-        self.pieces = pieces(graph)
+        self.storages = storages(graph)
         self._known: dict[object, tuple[StageBytes, HostBytes]] = {}
 
     def kept(self, partition: Partition, policy: ActivationPolicy = KEEP_ALL) -> list[StageBytes]:
@@ -309,16 +309,16 @@ class StageMemory:
         return StageArrays(self.graph, *bound, self.table)
 
     @remembered
-    def touched(self, bound: Bound) -> list[Piece]:
-        """Return the pieces that these layers make, keep or use."""
-        return [self.pieces[number] for number in np.unique(self.table.within(*bound)[0]).tolist()]
+    def touched(self, bound: Bound) -> list[Storage]:
+        """Return the storages that these layers make, keep or use."""
+        return [self.storages[number] for number in np.unique(self.table.within(*bound)[0]).tolist()]
 
     @functools.cached_property
-    def table(self) -> PieceTable:
-        """Return the pieces as arrays."""
-        return PieceTable(self.pieces)
+    def table(self) -> StorageTable:
+        """Return the storages as arrays."""
+        return StorageTable(self.storages)
 
     @functools.cached_property
     def saved_bytes(self) -> int:
-        """Return the bytes of the pieces that autograd keeps, without those too small to be moved."""
-        return sum(piece.bytes for piece in self.pieces if piece.saved and piece.bytes >= SMALLEST)
+        """Return the bytes of the storages that autograd keeps, without those too small to be moved."""
+        return sum(storage.bytes for storage in self.storages if storage.saved and storage.bytes >= SMALLEST)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import bytes_across, cut_positions
-from parallel.memory.liveness import Piece, gradient_spans, pieces
+from parallel.memory.liveness import Storage, gradient_spans, storages
 
 Matrix = npt.NDArray[np.int64]
 Rectangle = tuple[int, int, int, int, int]
@@ -37,14 +37,14 @@ class Windows:
         seconds: of each layer, forward and backward.
         positions: increasing, where stages may begin, with both ends: 0 and the number of layers. All places where a
             cut may fall unless given; of more than ``FINEST``, those with the fewest bytes across.
-        held: pieces of the graph's memory, or those that the layers of the windows asked for touch; all unless given.
+        held: storages of the graph's memory, or those that the layers of the windows asked for touch; all unless given.
 
     Attributes:
         seconds: (P, P), of the layers in the window.
         received_bytes: (P, P), of values made before the window and used in it, each once; the model's input is not
             received.
         returned_bytes: (P, P), of those whose gradients go back.
-        kept_bytes: (P, P), of memory saved for backward, each piece once, with what was received and the model's input.
+        kept_bytes: (P, P), of storages saved for backward, each once, with what was received and the model's input.
         entered_bytes: (P, P), of what recomputation keeps: values received, and the model's input.
         peak_bytes: (P, P), live at most while one microbatch goes through the window forward and backward: kept, on the
             way, gradients of values, and of a layer's parameters before they are added. An estimate where skips pass
@@ -57,7 +57,7 @@ class Windows:
         graph: LayerGraph,
         seconds: Sequence[float],
         positions: Sequence[int] | None = None,
-        held: Iterable[Piece] | None = None,
+        held: Iterable[Storage] | None = None,
     ) -> None:
         count = len(graph.layers)
         if positions is None:
@@ -68,7 +68,7 @@ class Windows:
         self._begin = np.asarray(self.positions)
         self._end = self._begin - 1  # the last layer of a window that ends at a position; -1 picks nothing that counts
         self._seconds = np.asarray(seconds, dtype=np.float64)
-        self._pieces = pieces(graph) if held is None else list(held)
+        self._storages = storages(graph) if held is None else list(held)
         self._remembered: dict[object, npt.NDArray[np.float64]] = {}
 
     def remembered(self, key: object, make: Callable[[], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
@@ -102,7 +102,7 @@ class Windows:
 
     @functools.cached_property
     def entered_bytes(self) -> Matrix:
-        return self._at_ends(r for piece in self._pieces for r in _kept(piece, len(self.graph.layers), saved=False))
+        return self._at_ends(r for each in self._storages for r in _kept(each, len(self.graph.layers), saved=False))
 
     @functools.cached_property
     def kept_bytes(self) -> Matrix:
@@ -111,7 +111,7 @@ class Windows:
 
     @functools.cached_property
     def peak_bytes(self) -> Matrix:
-        forward = self._rows(r for piece in self._pieces for r in _unsaved(piece))
+        forward = self._rows(r for storage in self._storages for r in _unsaved(storage))
         own, borrowed = _gradients(self.graph)
         backward = self._rows(own)
         backward += np.asarray(self.graph.owned_bytes)
@@ -126,7 +126,7 @@ class Windows:
     @functools.cached_property
     def _kept(self) -> Matrix:
         """(P, layers), as ``_rows`` gives."""
-        return self._rows(r for piece in self._pieces for r in _kept(piece, len(self.graph.layers)))
+        return self._rows(r for storage in self._storages for r in _kept(storage, len(self.graph.layers)))
 
     def _peak(self, more: Matrix) -> Matrix:
         """The most of what is kept and of ``more``, up to the end of each window."""
@@ -216,26 +216,26 @@ def _sent(graph: LayerGraph) -> Iterator[Rectangle]:
             yield 0, position, position, last - 1, graph.layers[position].output_bytes
 
 
-def _kept(piece: Piece, count: int, *, saved: bool = True) -> Iterator[Rectangle]:
-    """Windows that receive ``piece``, or keep it for backward if ``saved`` asks for that, too."""
-    makers = sorted({-1, *(made for made, _ in piece.used)})
+def _kept(storage: Storage, count: int, *, saved: bool = True) -> Iterator[Rectangle]:
+    """Windows that receive ``storage``, or keep it for backward if ``saved`` asks for that, too."""
+    makers = sorted({-1, *(made for made, _ in storage.used)})
     for made, until in pairwise([*makers, count]):
         # Of windows that begin behind ``made`` and not behind ``until``.
-        at = {use for maker, use in piece.used if maker <= made}
+        at = {use for maker, use in storage.used if maker <= made}
         if saved:
-            at |= set(piece.saved)
+            at |= set(storage.saved)
         before = made
         for use in sorted(each for each in at if each > made):
-            yield before + 1, min(use, until), use, count - 1, piece.bytes
+            yield before + 1, min(use, until), use, count - 1, storage.bytes
             before = use
 
 
-def _unsaved(piece: Piece) -> Iterator[Rectangle]:
+def _unsaved(storage: Storage) -> Iterator[Rectangle]:
     """Values on their way from layer to layer that are not saved for backward, or not yet."""
-    if piece.made and min(piece.made) >= 0:
-        first = min(piece.made)
-        last = max([*piece.made, *(use for _, use in piece.used)])
-        yield 0, first, first, min([last, *(position - 1 for position in piece.saved)]), piece.bytes
+    if storage.made and min(storage.made) >= 0:
+        first = min(storage.made)
+        last = max([*storage.made, *(use for _, use in storage.used)])
+        yield 0, first, first, min([last, *(position - 1 for position in storage.saved)]), storage.bytes
 
 
 def _gradients(graph: LayerGraph) -> tuple[list[Rectangle], list[Rectangle]]:
@@ -253,7 +253,7 @@ class SegmentWindows:
     later segment keeps nothing of it after all, that is too much.
 
     Args:
-        touched: pieces of memory that the stage's layers make, keep or use.
+        touched: storages that the stage's layers make, keep or use.
         places: increasing positions, both ends of the stage among them.
         forward_s: of each layer of the graph.
 
@@ -266,28 +266,28 @@ class SegmentWindows:
     """
 
     def __init__(
-        self, graph: LayerGraph, touched: Sequence[Piece], places: Sequence[int], forward_s: Sequence[float]
+        self, graph: LayerGraph, touched: Sequence[Storage], places: Sequence[int], forward_s: Sequence[float]
     ) -> None:
         self.places = tuple(places)
         at = np.asarray(places)
         start, stop = places[0], places[-1]
         again, kept, self.inputs = [], [], 0
-        for piece in touched:
-            if any(start <= use < stop and made < start for made, use in piece.used):
-                self.inputs += piece.bytes
+        for storage in touched:
+            if any(start <= use < stop and made < start for made, use in storage.used):
+                self.inputs += storage.bytes
                 continue
-            saved = [place for place in piece.saved if start <= place < stop]
-            inside = [place for place in (*piece.made, *saved) if start <= place < stop]
+            saved = [place for place in storage.saved if start <= place < stop]
+            inside = [place for place in (*storage.made, *saved) if start <= place < stop]
             if not inside:
                 continue
             first = min(inside)
-            last = max((use for _, use in piece.used if first < use < stop), default=first)
-            again.append((start, first, first + 1, last, piece.bytes))
+            last = max((use for _, use in storage.used if first < use < stop), default=first)
+            again.append((start, first, first + 1, last, storage.bytes))
             if saved and min(saved) <= last:
-                kept.append((start, first, first + 1, stop, piece.bytes))
+                kept.append((start, first, first + 1, stop, storage.bytes))
             else:
-                kept.append((start, first, first + 1, last, piece.bytes))
-                kept += [(start, first, min(saved) + 1, stop, piece.bytes)] if saved else []
+                kept.append((start, first, first + 1, last, storage.bytes))
+                kept += [(start, first, min(saved) + 1, stop, storage.bytes)] if saved else []
         windows = Windows(graph, forward_s, sorted({0, *places, len(graph.layers)}), touched).among(places)
         self.held_again = _summed(at, at, again)
         self.held_kept = _summed(at, at, kept)

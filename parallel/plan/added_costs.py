@@ -1,4 +1,4 @@
-"""Costs that teams, recomputation and offload add to the layers and stages of a model, on paper.
+"""Costs that teams, recomputation and offload add to the layers and stages of a model.
 
 Teams exchange halos and sums of a layer. On a GPU copies to the host overlap the computation, so that only longer
 copies count; on a CPU they are computed by the same cores and hide behind nothing. What goes out and what comes back at
@@ -21,7 +21,7 @@ from parallel.graph.branches import Branches, BranchRegion, find_branches
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.graph.partition import Partition
 from parallel.graph.scale import with_tiles
-from parallel.memory.liveness import Piece
+from parallel.memory.liveness import Storage
 from parallel.memory.policy import ActivationPolicy, Segment, segments_of
 from parallel.memory.stage_bytes import StageMemory
 from parallel.schedule.timeline import StageCost
@@ -147,7 +147,7 @@ def traffic_of(branches: Branches, region: BranchRegion, sizes: Callable[[str], 
             for taker in takers - {source}:
                 forks[source][0] += rows[source] * sizes(name)
                 forks[taker][1] += rows[source] * sizes(name)
-    for name in region.leaving:
+    for name in region.live_out:
         maker = branches.member_of[name]
         for target in set(range(members)) - {maker}:
             joins[maker][0] += rows[target] * sizes(name)
@@ -298,29 +298,29 @@ def policy_costs(
     return result
 
 
-def moved_bytes(pieces: Iterable[Piece], segments: Sequence[Segment], policy: ActivationPolicy) -> tuple[int, int]:
+def moved_bytes(storages: Iterable[Storage], segments: Sequence[Segment], policy: ActivationPolicy) -> tuple[int, int]:
     """Return what offloading moves of a stage, whose layers ``segments`` cover: bytes that go out in a forward pass and
     come back before its backward pass, and bytes that do so within the backward pass, of layers that are recomputed.
 
     Args:
-        pieces: of memory of the model's graph; those that the stage does not touch change nothing.
+        storages: of memory of the model's graph; those that the stage does not touch change nothing.
     """
     start, stop = segments[0].start, segments[-1].stop
     if policy.stagewise:
         segments = (Segment(start, stop, True),)
     begins = [segment.start for segment in segments]
     kept = again = 0
-    for piece in pieces:
-        if piece.bytes < policy.smallest:
+    for storage in storages:
+        if storage.bytes < policy.smallest:
             continue
-        saved = {bisect.bisect(begins, layer) - 1 for layer in piece.saved if start <= layer < stop}
+        saved = {bisect.bisect(begins, layer) - 1 for layer in storage.saved if start <= layer < stop}
         entered = {
             number
-            for made, use in piece.used
+            for made, use in storage.used
             if start <= use < stop and made < segments[number := bisect.bisect(begins, use) - 1].start
         }
         if any(not segments[number].recompute for number in saved) or any(segments[n].recompute for n in entered):
-            kept += piece.bytes
+            kept += storage.bytes
         elif saved:
-            again += piece.bytes
+            again += storage.bytes
     return kept, again

@@ -7,7 +7,7 @@ programming as in PipeDream (Harlap et al., 2018, section 3.2), without replicat
 
 Pairs of stages on one rank are searched over at most ``PLACES`` places, spread over the model, and the cuts that
 balance each stage alone. With no more places than that the result is exact, too. ``best_replicated`` gives stages
-several replicas (Narayanan et al., SOSP 2019, section 3.1), on paper: the engine has one rank a stage.
+several replicas (Narayanan et al., SOSP 2019, section 3.1), to compare: the engine has one rank a stage.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parallel.schedule.registry import PIPEDREAM, kind_of
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import WHOLE, Strategy
 
 MAX_TEAM = 8
@@ -96,11 +96,11 @@ def in_branches(
                 yield Strategy("subgraph", ranks, 1, n, ways=members)
 
 
-def grids_of(members: int) -> list[Grid]:
+def grids_of(members: int) -> list[TeamGrid]:
     """Return the grids worth trying: rows alone, whose pieces lie in memory as they are sent, and nearly square
     grids, which have the shortest borders."""
     columns = max(c for c in range(1, math.isqrt(members) + 1) if members % c == 0)
-    return [Grid(members, 1)] + [Grid(members // columns, columns)] * (columns > 1)
+    return [TeamGrid(members, 1)] + [TeamGrid(members // columns, columns)] * (columns > 1)
 
 
 def fewest_bytes(strategies: Iterable[Strategy]) -> list[Strategy]:

@@ -1,6 +1,6 @@
 """Costs of a team: the part of its largest member, as a graph of the same layers, and the exchanges of each layer.
 
-Takes the region of a model on paper and the graph that costs are estimated of; returns graph and costs by grid, so that
+Takes the specification of a region and the graph that costs are estimated of; gives graph and costs by grid, so that
 cuts, bytes and simulation follow as of whole tiles. All exchanges are those of the plan that runs (``SpatialPlan``).
 A convolution keeps the halo that it fetched. It needs a padded copy if it is not split into own part and halos; other
 windows keep the copy that they are given. Member 0 computes what follows the region. Not counted: halos that wait on a
@@ -21,8 +21,8 @@ from parallel.graph.layers import OUTPUT, Convolution, Layer, LayerGraph, Op
 from parallel.graph.scale import cast_parameters, on_part, with_tiles
 from parallel.plan.added_costs import Halo, HaloTraffic, Sum, with_traffic
 from parallel.space.rule import Step
-from parallel.space.spatial_plan import Borders, BoundaryStrip, PaperRegion, SpatialPlan, divide_among, overlap_pays
-from parallel.space.team import Exchange, Grid, box_px
+from parallel.space.spatial_plan import Borders, BoundaryStrip, RegionSpec, SpatialPlan, divide_among, overlap_pays
+from parallel.space.team import Exchange, TeamGrid, box_px
 
 COUNT_BYTES = 8
 """Of the numbers that statistics are summed in."""
@@ -76,7 +76,7 @@ class Divisible:
         estimate: returns what the layers of a graph cost, by tiles of a microbatch.
     """
 
-    region: PaperRegion
+    region: RegionSpec
     timed: LayerGraph
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
 
@@ -94,22 +94,22 @@ class TeamParts:
         self._divisible, self._graph, self._cluster = divisible, graph, cluster
 
     @remembered
-    def plan(self, grid: Grid) -> SpatialPlan:
+    def plan(self, grid: TeamGrid) -> SpatialPlan:
         """Return the region that a team computes side by side."""
         return divide_among(self._divisible.region, grid)
 
     @remembered
-    def part(self, grid: Grid) -> PartGraph:
+    def part(self, grid: TeamGrid) -> PartGraph:
         """Return the part of the largest member, for one tile."""
         return _Parts(self._graph, self.plan(grid)).divided()
 
     @remembered
-    def _estimate(self, grid: Grid) -> Callable[[int], Costs]:
+    def _estimate(self, grid: TeamGrid) -> Callable[[int], Costs]:
         same = self._divisible.timed is self._graph
         timed = self.part(grid) if same else _Parts(self._divisible.timed, self.plan(grid)).divided()
         return self._divisible.estimate(timed.graph)
 
-    def microbatch(self, grid: Grid, tiles: int) -> tuple[LayerGraph, Costs]:
+    def microbatch(self, grid: TeamGrid, tiles: int) -> tuple[LayerGraph, Costs]:
         """Return the graph of the largest member for microbatches of ``tiles``, and what its layers cost."""
         part, costs = self.part(grid), self._estimate(grid)(tiles)
         pairs = zip(costs.layers, part.traffic, strict=True)

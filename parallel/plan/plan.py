@@ -15,7 +15,7 @@ from parallel.cost.cluster import Cluster
 from parallel.graph.layers import Layer, LayerGraph
 from parallel.memory.policy import ActivationPolicy
 from parallel.memory.rank_bytes import RankBytes
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from parallel.units import bytes_text
 
@@ -100,7 +100,7 @@ class PlanRow:
             map_bytes=row.get("map_bytes"),
         )
         ranks, depth, m, chunks = (row[name] for name in ("ranks", "depth", "m", "chunks"))
-        grid = Grid.parse(row["grid"]) if row["grid"] else None
+        grid = TeamGrid.parse(row["grid"]) if row["grid"] else None
         cuts, zero, ways = tuple(row["cuts"]), row.get("zero", 0), row.get("ways", 1)
         shares = tuple(map(tuple, row.get("shares", ())))
         return cls(

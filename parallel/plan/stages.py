@@ -33,7 +33,7 @@ from parallel.plan.plan import Limit
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.plan.streamed import Streamed, StreamedStages
 from parallel.schedule.timeline import StageCost
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import STREAMED, Strategy
 
 MANY = 400
@@ -45,7 +45,7 @@ OWN_MAPS = 0.95
 LEAST_S = 1e-12
 """Of a layer's forward pass."""
 
-_Size = tuple[int, Grid | int | None]
+_Size = tuple[int, TeamGrid | int | None]
 """Tiles of a microbatch, and the grid of the teams that divide each of them, or the members that share branches."""
 
 
@@ -148,7 +148,7 @@ class StageCache:
         return -(-self.task.batch // candidate.m)
 
     @remembered
-    def microbatch(self, tiles: int, grid: Grid | int | None = None) -> tuple[LayerGraph, Costs]:
+    def microbatch(self, tiles: int, grid: TeamGrid | int | None = None) -> tuple[LayerGraph, Costs]:
         """Return the graph for microbatches of ``tiles`` tiles, and what its layers cost.
 
         Args:
@@ -226,7 +226,7 @@ class StageCache:
     def _ahead(self, candidate: Strategy) -> int:
         if not candidate.policy.moves or self.cluster.kind != "cuda":
             return 0
-        ahead = WINDOW * max((piece.bytes for piece in self._memory_of(candidate).pieces if piece.saved), default=0)
+        ahead = WINDOW * max((each.bytes for each in self._memory_of(candidate).storages if each.saved), default=0)
         return -(-ahead // MIB) * MIB  # for people to read
 
     @remembered
@@ -313,7 +313,7 @@ class StageCache:
     @remembered
     def _windows(self, size: _Size) -> Windows:
         graph, costs = self.microbatch(*size)
-        return Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)], self._memory(size).pieces)
+        return Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)], self._memory(size).storages)
 
     def _windows_of(self, size: _Size, positions: Sequence[int] | None) -> Windows:
         assert positions is not None  # of all places that ``partition_optimal`` is given

@@ -1,6 +1,6 @@
 """Estimate seconds, device bytes and host bytes of a step whose tiles are computed box by box.
 
-Takes the region of a model (``PaperRegion``), the operations of its steps, and the graph of the whole model; gives
+Takes the region of a model (``RegionSpec``), the operations of its steps, and the graph of the whole model; gives
 what a search asks of a candidate. Each part's operations are timed at the size of its box, by the same costs as any
 other candidate's, and count as often as the boxes compute them: once without gradients, and once more with them before
 they go back. What follows the region is a stage of its own. No torch here.
@@ -28,8 +28,8 @@ from parallel.schedule.timeline import StageCost
 from parallel.space.boxes import Boxes, plan_boxes
 from parallel.space.phases import peak_stored_bytes, phases_of
 from parallel.space.rule import Step
-from parallel.space.spatial_plan import PaperRegion, divided_region
-from parallel.space.team import Grid
+from parallel.space.spatial_plan import RegionSpec, divided_region
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 
 SIDES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -43,7 +43,7 @@ STORED_PASSES = 3
 NEIGHBOURS = 2
 """Members that one fetches halos of a map from."""
 
-_Key = tuple[int, int, int | None, Grid | None]
+_Key = tuple[int, int, int | None, TeamGrid | None]
 """Side of the boxes, tiles of a microbatch, bytes of maps that are stored, and the grid of the team."""
 
 
@@ -60,12 +60,12 @@ class Streamed:
             change what it finds: boxes take about as much on tiles of any size.
     """
 
-    region: PaperRegion
+    region: RegionSpec
     ops: Mapping[str, tuple[Op, ...]]
     side: int
     estimate: Callable[[LayerGraph], Callable[[int], Costs]]
     whole: bool = False
-    hints: dict[tuple[int, Grid | None], int] = field(default_factory=dict)
+    hints: dict[tuple[int, TeamGrid | None], int] = field(default_factory=dict)
 
 
 class StreamedStages:
@@ -79,18 +79,18 @@ class StreamedStages:
     def __init__(self, streamed: Streamed, cluster: Cluster) -> None:
         self._streamed, self._cluster = streamed, cluster
 
-    def divides(self, grid: Grid | None) -> bool:
+    def divides(self, grid: TeamGrid | None) -> bool:
         """Return whether there is anything to compute box by box: for members of a team, that it can divide."""
         return self._region(grid) is not None
 
-    def sides(self, grid: Grid | None) -> list[int]:
+    def sides(self, grid: TeamGrid | None) -> list[int]:
         """Return the sides of boxes to try: smaller than the tile, or the part of a member of a team of ``grid``."""
         rows, columns = self._streamed.region.side
         largest = max(rows, columns) if grid is None else max(-(-rows // grid.rows), -(-columns // grid.columns))
         return [side for side in SIDES if side < largest]
 
     @remembered
-    def _region(self, grid: Grid | None) -> PaperRegion | None:
+    def _region(self, grid: TeamGrid | None) -> RegionSpec | None:
         """Region that is computed box by box; for members of a team, as far as every one has a part."""
         return self._streamed.region if grid is None else divided_region(self._streamed.region, grid)
 
@@ -105,10 +105,10 @@ class StreamedStages:
     @remembered
     def _planned(self, key: _Key) -> Boxes:
         side, tiles, stored, grid = key
-        return plan_boxes(self._model(tiles, grid), side, grid or Grid(), stored)
+        return plan_boxes(self._model(tiles, grid), side, grid or TeamGrid(), stored)
 
     @remembered
-    def _model(self, tiles: int, grid: Grid | None) -> PaperRegion:
+    def _model(self, tiles: int, grid: TeamGrid | None) -> RegionSpec:
         region = self._region(grid)
         assert region is not None, grid
         return region.of_tiles(tiles)
@@ -127,7 +127,7 @@ class StreamedStages:
             rest = memory.of_layers((start, len(graph.layers)))
             of_rest, after, forward = max(rest.first_backward, rest.forward), rest.parameters, rest.forward
         # What leaves the region as a map waits on the device for its gradient while boxes go back.
-        leaving = sum(2 * boxes.own_bytes(name) for name in boxes.region.leaving if name in boxes.region.sides)
+        leaving = sum(2 * boxes.own_bytes(name) for name in boxes.region.live_out if name in boxes.region.sides)
         own = boxes.entering_bytes + boxes.peak_bytes(here)
         first = own + max(of_rest, after + leaving + box)
         # Gradients that a team sums lie in buckets, which is counted elsewhere.
@@ -153,10 +153,10 @@ class StreamedStages:
         return least + self.tile_bytes(tiles) <= limit and self.host_bytes(strategy, tiles) <= limit
 
     @remembered
-    def _crossing(self, tiles: int, grid: Grid | None) -> int:
+    def _crossing(self, tiles: int, grid: TeamGrid | None) -> int:
         """Return the bytes of all maps between phases."""
         model = self._model(tiles, grid)
-        return peak_stored_bytes(phases_of(model.steps, model.leaving), model.sizes, model.images)
+        return peak_stored_bytes(phases_of(model.steps, model.live_out), model.sizes, model.images)
 
     def tile_bytes(self, tiles: int) -> int:
         """Return the bytes of the tiles of a microbatch, on the host."""
@@ -213,7 +213,7 @@ class StreamedStages:
         link = self._cluster.link(0, members - 1)
         assert link is not None
         fetched = [size for size in boxes.fetched_of_others.values() if size]
-        sums = [step for phase, part in boxes.parts() for step in phase.outputs(part) if step.sums]
+        sums = [step for phase, part in boxes.parts() for step in phase.live_steps(part) if step.sums]
         halos = sum(NEIGHBOURS * link.latency_s + size / link.bandwidth for size in fetched)
         return halos + sum(sum_in_team_s(Sum(step.value_bytes, True), members, self._cluster) for step in sums)
 

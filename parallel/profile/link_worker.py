@@ -29,7 +29,7 @@ from parallel.comm.torch_comm import TorchCommunicator
 from parallel.comm.torch_shard import shard_module
 from parallel.graph.partition import Partition
 from parallel.profile.cache import keep_freed_memory
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import team_plans
 from parallel.team.team_stages import team_stages
@@ -196,7 +196,7 @@ class MemberPass:
         self._net = _member_net().to(memory_format=torch.channels_last).train()
         self._link = TeamComm(team)
         traced = trace_exclusively(copy.deepcopy(self._net), shape, team)
-        grid, partition = Grid(team.world, 1), Partition(traced.graph, (0,))
+        grid, partition = TeamGrid(team.world, 1), Partition(traced.graph, (0,))
         plans = team_plans(traced, grid)
         self._stage = team_stages(traced, partition, [0], grid, self._link, plans, CPU)[0]
         self._stage.train()

@@ -1,4 +1,4 @@
-"""A step on paper: how long it takes, how long ranks idle, and how many bytes of activations they keep at most.
+"""A simulated step: how long it takes, how long ranks idle, and how many bytes of activations they keep at most.
 
 A rank does its actions in order, each as soon as what it needs is there. Sends never block. The link from one rank to
 another carries one message at a time, in the order of the sends and not before its receive is posted; gradients are

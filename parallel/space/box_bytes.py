@@ -14,9 +14,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from parallel.space.grid import Span, cell
+from parallel.space.cuts import Span, box_span
 from parallel.space.rule import SAME, Step
-from parallel.space.spatial_plan import PaperRegion
+from parallel.space.spatial_plan import RegionSpec
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 """Of rows and of columns, in px of the tile, ends included."""
@@ -44,7 +44,7 @@ class AxisNeeds:
     """Rows of every map that boxes in one row need, of a part that ends at some step and grows towards the start.
 
     Args:
-        across: steps whose values leave the part.
+        live_out: steps whose values leave the part.
         sides: rows and columns of every map.
         cuts: of the tile, along the axis.
         axis: 0 of rows, 1 of columns.
@@ -57,7 +57,7 @@ class AxisNeeds:
 
     def __init__(
         self,
-        across: Sequence[Step],
+        live_out: Sequence[Step],
         sides: Sides,
         cuts: tuple[int, ...],
         axis: int,
@@ -65,10 +65,10 @@ class AxisNeeds:
         last: int | None = None,
     ) -> None:
         self._sides, self._axis = sides, axis
-        self.spans = {step.name: cell(cuts, step.sides[axis], number, last) for step in across}
+        self.spans = {step.name: box_span(cuts, step.sides[axis], number, last) for step in live_out}
         self.own = {name: span.size for name, span in self.spans.items()}
 
-    def begin_with(self, step: Step) -> Needed:
+    def prepend(self, step: Step) -> Needed:
         """Let the part begin with ``step``, before all that it has."""
         axis, spans = self._axis, self.spans
         own = spans.get(step.name)
@@ -92,10 +92,10 @@ class AxisNeeds:
             of_maps.append(need[1] - need[0])
         return Needed(own[1] - own[0], tuple(of_maps), lopsided)
 
-    def begin_with_all(self, steps: Sequence[Step]) -> dict[str, Span]:
+    def prepend_all(self, steps: Sequence[Step]) -> dict[str, Span]:
         """Let the part begin with all of ``steps``; return the rows, by name, of the maps that have any."""
         for step in reversed(steps):
-            self.begin_with(step)
+            self.prepend(step)
         return {name: span for name, span in self.spans.items() if span.stop > span.start}
 
 
@@ -103,19 +103,19 @@ class BoxBytes:
     """Peak bytes of one box, of a part that ends at some step and grows towards the start.
 
     Args:
-        across: steps whose values leave the part.
+        live_out: steps whose values leave the part.
         needs: (rows, columns) of the box, before any step.
 
     Attributes:
         fetched: bytes of the maps that the part fetches, by name; ``fetched_bytes``: of all of them.
     """
 
-    def __init__(self, across: Sequence[Step], region: PaperRegion, needs: tuple[AxisNeeds, AxisNeeds]) -> None:
+    def __init__(self, live_out: Sequence[Step], region: RegionSpec, needs: tuple[AxisNeeds, AxisNeeds]) -> None:
         self._sides, self._sizes, self._images = region.sides, region.sizes, region.images
         sizes = region.sizes
-        own = {step.name: needs[0].own[step.name] * needs[1].own[step.name] for step in across}
+        own = {step.name: needs[0].own[step.name] * needs[1].own[step.name] for step in live_out}
         self._given = {
-            step.name: sizes[step.name] * own[step.name] / math.prod(step.sides) for step in across if own[step.name]
+            step.name: sizes[step.name] * own[step.name] / math.prod(step.sides) for step in live_out if own[step.name]
         }
         self._pulled = sum(self._given.values())
         self.fetched: dict[str, float] = {}
@@ -124,7 +124,7 @@ class BoxBytes:
         self._resident = self._peak = self._params = 0.0
         self.fetched_bytes = self._all_waiting = 0.0
 
-    def begin_with(self, step: Step, rows: Needed, columns: Needed) -> float:
+    def prepend(self, step: Step, rows: Needed, columns: Needed) -> float:
         """Let the part begin with ``step``, before all that it has; return the share of the step's whole value, or of
         what it sums, that the box computes."""
         own_high, highs, uneven = rows
@@ -193,8 +193,8 @@ class BoxBytes:
 
 def fullest_box_bytes(
     steps: Sequence[Step],
-    across: Sequence[Step],
-    region: PaperRegion,
+    live_out: Sequence[Step],
+    region: RegionSpec,
     cuts: Cuts,
     places: Iterable[tuple[int, int]],
     square: bool = False,
@@ -203,14 +203,14 @@ def fullest_box_bytes(
 
     Args:
         steps: of the part, from the last to the first.
-        across, places, square: as ``PartNeeds`` takes them.
+        live_out, places, square: as ``PartNeeds`` takes them.
     """
     known: dict[object, tuple[AxisNeeds, tuple[Needed, ...]]] = {}
 
     @functools.cache
     def along(axis: int, number: int) -> tuple[AxisNeeds, tuple[Needed, ...]]:
-        needs = AxisNeeds(across, region.sides, cuts[axis], axis, number)
-        walked = tuple(map(needs.begin_with, steps))
+        needs = AxisNeeds(live_out, region.sides, cuts[axis], axis, number)
+        walked = tuple(map(needs.prepend, steps))
         return known.setdefault((axis, *needs.own.values(), walked), (needs, walked))
 
     most, seen = 0.0, set[tuple[int, int]]()
@@ -220,9 +220,9 @@ def fullest_box_bytes(
         if pair in seen:
             continue
         seen |= {pair, (pair[1], pair[0])} if square else {pair}
-        box = BoxBytes(across, region, (rows[0], columns[0]))
+        box = BoxBytes(live_out, region, (rows[0], columns[0]))
         for step, high, wide in zip(steps, rows[1], columns[1], strict=True):
-            box.begin_with(step, high, wide)
+            box.prepend(step, high, wide)
         most = max(most, box.bytes)
     return most
 
@@ -237,23 +237,23 @@ class PartNeeds:
 
     def __init__(
         self,
-        across: Sequence[Step],
-        region: PaperRegion,
+        live_out: Sequence[Step],
+        region: RegionSpec,
         cuts: Cuts,
         places: Sequence[tuple[int, int]],
         square: bool = False,
     ) -> None:
         pairs = [((0, row), (0 if square else 1, column)) for row, column in places]
         keys = list(dict.fromkeys(key for pair in pairs for key in pair))
-        self._lines = [AxisNeeds(across, region.sides, cuts[axis], axis, k) for axis, k in keys]
+        self._lines = [AxisNeeds(live_out, region.sides, cuts[axis], axis, k) for axis, k in keys]
         self._numbers = [(keys.index(row), keys.index(column)) for row, column in pairs]
-        self.boxes = [BoxBytes(across, region, (self._lines[r], self._lines[c])) for r, c in self._numbers]
+        self.boxes = [BoxBytes(live_out, region, (self._lines[r], self._lines[c])) for r, c in self._numbers]
 
-    def begin_with(self, step: Step) -> list[float]:
+    def prepend(self, step: Step) -> list[float]:
         """Let the part begin with ``step``; return the share of it that each box computes."""
-        needed = [line.begin_with(step) for line in self._lines]
+        needed = [line.prepend(step) for line in self._lines]
         pairs = zip(self.boxes, self._numbers, strict=True)
-        return [box.begin_with(step, needed[row], needed[column]) for box, (row, column) in pairs]
+        return [box.prepend(step, needed[row], needed[column]) for box, (row, column) in pairs]
 
     @property
     def bytes(self) -> float:

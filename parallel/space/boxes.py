@@ -1,4 +1,4 @@
-"""A region planned in boxes, on paper: phases, their parts, and the bytes that they take of device and host.
+"""A region planned in boxes, from shapes alone: phases, their parts, and the bytes that they take of device and host.
 
 Takes the steps of a region at one size of tile, and the grid of a team, which may be of one rank; returns ``Boxes``,
 for the runner and the planner alike. Phases and parts are those of the whole tile, so that all members come to the same
@@ -19,8 +19,8 @@ from parallel import remembered
 from parallel.space.box_bytes import AxisNeeds, Cuts, fullest_box_bytes
 from parallel.space.parts import divide, worst_case_boxes
 from parallel.space.phases import Part, Phase, peak_stored_bytes, phases_of
-from parallel.space.spatial_plan import PaperRegion
-from parallel.space.team import Grid, SpatialMesh
+from parallel.space.spatial_plan import RegionSpec
+from parallel.space.team import TeamGrid, SpatialMesh
 
 EXCHANGE_COPIES = 2
 """Of what a member fetches of others: the room it arrives in, and what it sends meanwhile, which is about as much."""
@@ -37,7 +37,7 @@ class Boxes:
         mesh: the members' parts of the tile.
     """
 
-    region: PaperRegion
+    region: RegionSpec
     phases: tuple[Phase, ...]
     mesh: SpatialMesh
 
@@ -83,7 +83,7 @@ class Boxes:
             return {}
         for name in {
             *self.region.inputs,
-            *(step.name for phase, part in self.parts() for step in phase.outputs(part) if not step.sums),
+            *(step.name for phase, part in self.parts() for step in phase.live_steps(part) if not step.sums),
         }:
             sides = self.region.sides[name]
             rows = [self.mesh.owned(row * grid.columns, sides)[0] for row in range(grid.rows)]
@@ -96,12 +96,12 @@ class Boxes:
 
     def _look(self, phase: Phase, part: Part, spans: dict[str, list[list[tuple[int, int]]]]) -> None:
         """Widen what members hold to where their boxes of a part look."""
-        steps, across, cuts, grid = phase.steps_of(part), phase.outputs(part), self.cuts(part), self.mesh.grid
+        steps, live_out, cuts, grid = phase.steps_of(part), phase.live_steps(part), self.cuts(part), self.mesh.grid
         for axis, count in enumerate((grid.rows, grid.columns)):
             for number in range(count):
                 boxes = self.places(number * grid.columns if axis == 0 else number, part)[axis]
-                needs = AxisNeeds(across, self.region.sides, cuts[axis], axis, boxes[0], boxes[-1])
-                for name, span in needs.begin_with_all(steps).items():
+                needs = AxisNeeds(live_out, self.region.sides, cuts[axis], axis, boxes[0], boxes[-1])
+                for name, span in needs.prepend_all(steps).items():
                     if name in spans:
                         start, stop = spans[name][axis][number]
                         spans[name][axis][number] = min(start, span.start), max(stop, span.stop)
@@ -141,7 +141,7 @@ class Boxes:
             steps = phase.steps_of(part)
             made = {step.name for step in steps}
             fetched = {name for step in steps for name in step.maps} - made
-            parts.append(({step.name for step in phase.outputs(part)}, fetched - self.region.images))
+            parts.append(({step.name for step in phase.live_steps(part)}, fetched - self.region.images))
         return frozenset().union(*(given & other for given, _ in parts for _, other in parts)), parts
 
     def peak_bytes(self, names: Collection[str]) -> int:
@@ -192,8 +192,8 @@ class Boxes:
         """Return the bytes of the fullest box of a part."""
         rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
         boxes = ((r, c) for r in rows for c in columns if r <= c or not self.square)
-        steps, across = phase.steps_of(part)[::-1], phase.outputs(part)
-        return fullest_box_bytes(steps, across, self.region, self.cuts(part), boxes, self.square)
+        steps, live_out = phase.steps_of(part)[::-1], phase.live_steps(part)
+        return fullest_box_bytes(steps, live_out, self.region, self.cuts(part), boxes, self.square)
 
     @functools.cached_property
     def copied_bytes(self) -> int:
@@ -209,26 +209,26 @@ class Boxes:
     def work(self, phase: Phase, part: Part) -> tuple[dict[str, float], dict[str, float]]:
         """Return by step the share of it that a usual box computes, and that all boxes compute together: 1 and what
         their halos add."""
-        steps, across = phase.steps_of(part), phase.outputs(part)
+        steps, live_out = phase.steps_of(part), phase.live_steps(part)
         usual, of_all = ({step.name: 1.0 for step in steps} for _ in range(2))
         for axis, (cuts, middle) in enumerate(zip(self.cuts(part), self._middle_box(part), strict=True)):
             counts = self.counts(part, axis)
-            needs = {kind: AxisNeeds(across, self.region.sides, cuts, axis, kind) for kind in {*counts, middle}}
+            needs = {kind: AxisNeeds(live_out, self.region.sides, cuts, axis, kind) for kind in {*counts, middle}}
             for step in reversed(steps):
-                sizes = {kind: need.begin_with(step).size for kind, need in needs.items()}
+                sizes = {kind: need.prepend(step).size for kind, need in needs.items()}
                 usual[step.name] *= sizes[middle] / step.sides[axis]
                 of_all[step.name] *= sum(count * sizes[kind] for kind, count in counts.items()) / step.sides[axis]
         return {name: share for name, share in usual.items() if share}, of_all
 
     def stored_by(self, phase: Phase, part: Part) -> set[str]:
         """Return names of the maps that a part gives to later ones."""
-        return {step.name for step in phase.outputs(part) if not step.sums} - set(self.region.leaving)
+        return {step.name for step in phase.live_steps(part) if not step.sums} - set(self.region.live_out)
 
     def fetched_bytes(self, phase: Phase, part: Part, here: frozenset[str] = frozenset()) -> float:
         """Return the bytes that all boxes of a part fetch, of maps that are not ``here``."""
-        steps, across, region = phase.steps_of(part), phase.outputs(part), self.region
+        steps, live_out, region = phase.steps_of(part), phase.live_steps(part), self.region
         rows, columns = (
-            AxisNeeds(across, region.sides, cuts, axis, usual).begin_with_all(steps)
+            AxisNeeds(live_out, region.sides, cuts, axis, usual).prepend_all(steps)
             for axis, (cuts, usual) in enumerate(zip(self.cuts(part), self._middle_box(part), strict=True))
         )
         fetched = (rows.keys() & columns.keys()) - here.union(step.name for step in steps)
@@ -247,7 +247,7 @@ def _kinds(cuts: Sequence[int]) -> list[int]:
     return sorted({0, len(sizes) - 1, *([max(inner, key=lambda k: sizes[k])] if inner else [])})
 
 
-def plan_boxes(region: PaperRegion, box: int, grid: Grid, stored_bytes: int | None = None) -> Boxes:
+def plan_boxes(region: RegionSpec, box: int, grid: TeamGrid, stored_bytes: int | None = None) -> Boxes:
     """Return the region in boxes of ``box`` px of the members' parts of a tile, larger where maps are small.
 
     Args:
@@ -259,7 +259,7 @@ def plan_boxes(region: PaperRegion, box: int, grid: Grid, stored_bytes: int | No
     """
     stored_bytes = None if stored_bytes is None else stored_bytes * grid.members
     recomputed = () if stored_bytes is None else region.maps_to_recompute(stored_bytes)
-    phases = phases_of(region.steps, region.leaving, recomputed)
+    phases = phases_of(region.steps, region.live_out, recomputed)
     left: float = STORED_PER_PX * math.prod(region.side) * region.tiles
     if stored_bytes is not None:
         # Maps within a phase may all have their gradients beside them.
@@ -274,14 +274,14 @@ def plan_boxes(region: PaperRegion, box: int, grid: Grid, stored_bytes: int | No
             raise ValueError(f"--stream: {min(several)} is several maps, which are used on both sides of a sum")
         parts = divide(region, phase, box, box_bytes, left, barred) if phase.steps else []
         planned.append(replace(phase, parts=tuple(parts)))
-        within = {step.name: step.value_bytes for part in parts for step in phase.outputs(part)}
-        left = max(0, left - sum(size for name, size in within.items() if name not in phase.leaving))
+        within = {step.name: step.value_bytes for part in parts for step in phase.live_steps(part)}
+        left = max(0, left - sum(size for name, size in within.items() if name not in phase.live_out))
     return Boxes(region, tuple(planned), SpatialMesh(grid, region.side))
 
 
-def _whole_tile_bytes(region: PaperRegion) -> float:
+def _whole_tile_bytes(region: RegionSpec) -> float:
     """Bytes of one box that is the whole tile; smaller boxes without halos take their share of it."""
     steps = [step for step in region.steps if not step.global_op]
     rows, columns = region.side
-    across = [step for step in steps if step.name in region.leaving]
-    return fullest_box_bytes(steps[::-1], across, region, ((0, rows), (0, columns)), [(0, 0)])
+    live_out = [step for step in steps if step.name in region.live_out]
+    return fullest_box_bytes(steps[::-1], live_out, region, ((0, rows), (0, columns)), [(0, 0)])

@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from parallel.space.box_bytes import Cuts, PartNeeds
-from parallel.space.grid import Span, tile_cuts
-from parallel.space.phases import Part, Phase, wanted_from
+from parallel.space.cuts import Span, tile_cuts
+from parallel.space.phases import Part, Phase, live_steps
 from parallel.space.rule import Step
-from parallel.space.spatial_plan import PaperRegion
+from parallel.space.spatial_plan import RegionSpec
 
 MULTIPLES = (1, 2, 4, 8, 16)
 """Sides of boxes, in those that are asked for."""
@@ -34,7 +34,7 @@ are stored fit."""
 
 
 def divide(
-    region: PaperRegion, phase: Phase, box: int, box_bytes: float, stored_bytes: float, barred: Collection[str] = ()
+    region: RegionSpec, phase: Phase, box: int, box_bytes: float, stored_bytes: float, barred: Collection[str] = ()
 ) -> list[Part]:
     """Return the parts of a phase.
 
@@ -69,12 +69,12 @@ def _places(phase: Phase, barred: Collection[str]) -> list[int]:
     count, last = len(phase.steps), {name: k for k, step in enumerate(phase.steps) for name in step.maps}
     sizes, bars = [0] * (count + 2), [0] * (count + 2)  # more, or fewer, than at the position before
     for k, step in enumerate(phase.steps):
-        until = count if step.name in phase.leaving else last.get(step.name, k)
+        until = count if step.name in phase.live_out else last.get(step.name, k)
         for at, sign in ((k + 1, 1), (until + 1, -1)):
             sizes[at] += sign * step.value_bytes
             bars[at] += sign * (step.name in barred)
-    across = zip(accumulate(sizes), accumulate(bars), strict=True)
-    crossing = [math.inf if barring else size for size, barring in across][1:count]
+    sums = zip(accumulate(sizes), accumulate(bars), strict=True)
+    crossing = [math.inf if barring else size for size, barring in sums][1:count]
     dips = [
         k + 1
         for k, size in enumerate(crossing)
@@ -88,12 +88,12 @@ def _places(phase: Phase, barred: Collection[str]) -> list[int]:
 
 
 def _costs(
-    region: PaperRegion, phase: Phase, stop: int, ends: Sequence[int], asked: int, box_bytes: float
+    region: RegionSpec, phase: Phase, stop: int, ends: Sequence[int], asked: int, box_bytes: float
 ) -> dict[int, tuple[float, float, int]]:
     """Return by start of the part that ends at ``stop``: (flops of all boxes, bytes that it stores, box side)."""
     steps, side = phase.steps, region.side
-    across = wanted_from(steps, stop, phase.leaving)
-    stored_names = {step.name for step in across if not step.sums}
+    live = live_steps(steps, stop, phase.live_out)
+    stored_names = {step.name for step in live if not step.sums}
     best: dict[int, tuple[float, float, int]] = {}
     for multiple in MULTIPLES:
         box = multiple * asked
@@ -101,11 +101,11 @@ def _costs(
             break
         cuts = (tile_cuts(side[0], box), tile_cuts(side[1], box))
         count = math.prod(len(axis) - 1 for axis in cuts)
-        boxes = PartNeeds(across, region, cuts, worst_case_boxes(cuts), region.square)
+        boxes = PartNeeds(live, region, cuts, worst_case_boxes(cuts), region.square)
         flops = stored = 0.0
         for position in range(stop - 1, -1, -1):
             step = steps[position]
-            share, *_ = boxes.begin_with(step)
+            share, *_ = boxes.prepend(step)
             flops += step.flops * share * count
             stored += step.value_bytes if step.name in stored_names else 0
             if multiple > 1 and boxes.least_bytes > box_bytes:

@@ -1,9 +1,11 @@
 """Phases of a region, and which maps are stored between them; the others are recomputed from those.
 
-A phase holds the steps that can be computed box by box once all sums before it are known. A map that a later phase
-takes is stored, or recomputed there. The output of a block, which the next block adds its own to, is a few cheap
-operations away from convolutions' outputs that are stored anyway. A recomputed convolution costs its time: those
-that save most bytes for their time are recomputed first, until the rest fits into the memory of the host.
+A phase holds the steps that can be computed box by box once all sums before it are known: of a convolution, a batch
+norm and a ReLU, the first phase has the convolution and the sums of the norm, the second the normalised map and the
+ReLU. A map that a later phase takes is stored, or recomputed there. The output of a block, which the next block adds
+its own to, is a few cheap operations away from convolutions' outputs that are stored anyway. A recomputed convolution
+costs its time: those that save most bytes for their time are recomputed first, until the rest fits into the memory of
+the host.
 """
 
 from __future__ import annotations
@@ -34,39 +36,39 @@ class Phase:
     Attributes:
         global_steps: steps without rows, computed once.
         steps: computed box by box, recomputed ones among them.
-        leaving: names of those that later phases fetch, or that leave the region, and of sums.
+        live_out: names of those that later phases fetch, or that leave the region, and of sums.
         fetched: names of the maps of earlier phases, and of what enters the region, that it takes.
         parts: of ``steps``, in order; empty until boxes are planned.
     """
 
     global_steps: tuple[Step, ...]
     steps: tuple[Step, ...]
-    leaving: frozenset[str]
+    live_out: frozenset[str]
     fetched: frozenset[str]
     parts: tuple[Part, ...] = ()
 
     def steps_of(self, part: Part) -> tuple[Step, ...]:
         return self.steps[part.start : part.stop]
 
-    def outputs(self, part: Part) -> list[Step]:
+    def live_steps(self, part: Part) -> list[Step]:
         """Return the steps whose values leave a part."""
-        return wanted_from(self.steps, part.stop, self.leaving, part.start)
+        return live_steps(self.steps, part.stop, self.live_out, part.start)
 
 
-def wanted_from(steps: Sequence[Step], stop: int, leaving: Collection[str], start: int = 0) -> list[Step]:
+def live_steps(steps: Sequence[Step], stop: int, live_out: Collection[str], start: int = 0) -> list[Step]:
     """Return those of ``steps[start:stop]`` whose values are used at ``stop`` or after it."""
-    later = {name for step in steps[stop:] for name in step.maps}.union(leaving)
+    later = {name for step in steps[stop:] for name in step.maps}.union(live_out)
     return [step for step in steps[start:stop] if step.name in later]
 
 
-def phases_of(steps: Sequence[Step], leaving: Collection[str], recomputed: Collection[str] = ()) -> list[Phase]:
+def phases_of(steps: Sequence[Step], live_out: Collection[str], recomputed: Collection[str] = ()) -> list[Phase]:
     """Return the phases of a region.
 
     Args:
-        leaving: names that are used after it.
+        live_out: names that are used after it.
         recomputed: names of maps that are not stored for later phases.
     """
-    return _Separated(steps, leaving).phases(recomputed)
+    return _Separated(steps, live_out).phases(recomputed)
 
 
 class _Closure(NamedTuple):
@@ -79,18 +81,18 @@ class _Closure(NamedTuple):
 
 class _Separated:
     """Steps that ``in_phases`` has separated; a phase is looked into once for all choices of what is recomputed that do
-    not differ in it. ``across``: names of the maps that a later phase uses than the one that makes them."""
+    not differ in it. ``crossing``: names of the maps that a later phase uses than the one that makes them."""
 
-    def __init__(self, steps: Sequence[Step], leaving: Collection[str]) -> None:
-        self._base, self._leaving = in_phases(steps), leaving
+    def __init__(self, steps: Sequence[Step], live_out: Collection[str]) -> None:
+        self._base, self._live_out = in_phases(steps), live_out
         self._order = {step.name: k for k, step in enumerate(steps)}
         self._makers = {step.name: step for _, local in self._base for step in local if not step.sums}
-        self.across = _crossing(steps, self._base)
+        self.crossing = _crossing(steps, self._base)
         self._known: list[list[_Closure]] = [[] for _ in self._base]
 
     def phases(self, recomputed: Collection[str]) -> list[Phase]:
         """Return the phases where maps are recomputed that have these names."""
-        again, later = self.across.intersection(recomputed), set(self._leaving)
+        again, later = self.crossing.intersection(recomputed), set(self._live_out)
         phases = []
         for k, (plain, local) in reversed(list(enumerate(self._base))):
             closure = self._closed(k, again)
@@ -110,7 +112,7 @@ class _Separated:
             name = asked.pop()
             if name in there:
                 continue
-            if name not in self._makers or (name in self.across and name not in again):
+            if name not in self._makers or (name in self.crossing and name not in again):
                 fetched.add(name)
                 continue
             there[name] = self._makers[name]
@@ -131,7 +133,7 @@ def _crossing(steps: Sequence[Step], base: Sequence[tuple[Sequence[Step], Sequen
 
 def peak_stored_bytes(phases: Sequence[Phase], sizes: Mapping[str, int], images: Collection[str]) -> int:
     """Return the bytes of maps between phases, and of their gradients, at the fullest moment, going back."""
-    made = set().union(*(phase.leaving for phase in phases)) & set().union(*(phase.fetched for phase in phases))
+    made = set().union(*(phase.live_out for phase in phases)) & set().union(*(phase.fetched for phase in phases))
     gradients: set[str] = set()
     most, now = 0, sum(sizes[name] for name in made)
     for phase in reversed(phases):
@@ -139,18 +141,18 @@ def peak_stored_bytes(phases: Sequence[Phase], sizes: Mapping[str, int], images:
         gradients |= arrive
         now += sum(sizes[name] for name in arrive)
         most = max(most, now)
-        now -= sum(sizes[name] for held in (made, gradients) for name in held & phase.leaving)
-        made -= phase.leaving
-        gradients -= phase.leaving
+        now -= sum(sizes[name] for held in (made, gradients) for name in held & phase.live_out)
+        made -= phase.live_out
+        gradients -= phase.live_out
     return most
 
 
 def maps_to_recompute(
-    steps: Sequence[Step], leaving: Collection[str], sizes: Mapping[str, int], images: Collection[str], limit: float
+    steps: Sequence[Step], live_out: Collection[str], sizes: Mapping[str, int], images: Collection[str], limit: float
 ) -> frozenset[str]:
     """Return names of the maps to recompute so that the others take no more than ``limit`` bytes, those first that
     cost least for each byte; all that help where even that is too much."""
-    separated = _Separated(steps, leaving)
+    separated = _Separated(steps, live_out)
 
     def cost_of(chosen: Collection[str]) -> tuple[float, int]:
         phases = separated.phases(chosen)
@@ -161,12 +163,12 @@ def maps_to_recompute(
     if least <= limit:
         return chosen
     by_name = {step.name: step for step in steps}
-    across = separated.across
-    of_px = (by_name[name] for name in across if by_name[name].rules == (SAME, SAME))
+    crossing = separated.crossing
+    of_px = (by_name[name] for name in crossing if by_name[name].rules == (SAME, SAME))
     cheap = {step.name for step in of_px if step.flops / max(1, step.value_bytes) <= CHEAP_FLOPS_PER_BYTE}
     chosen, (flops, least) = frozenset(cheap), cost_of(cheap)
     gains = []
-    for name in across - cheap if least > limit else ():
+    for name in crossing - cheap if least > limit else ():
         more, stored = cost_of(chosen | {name})
         if stored < least:
             gains.append(((more - flops) / (least - stored), name))

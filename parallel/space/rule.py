@@ -2,8 +2,8 @@
 
 A window moves over its input: convolutions, pools, pads, crops, strides, pixel unshuffle, and all that works row by
 row. A transposed window spreads each row: transposed convolutions and pixel shuffle. Resampling looks rows up, and so
-do pads that mirror or repeat rows of the map. Cells share the map out. Rows outside the map are padded where they are
-needed, at that operation, and never computed.
+do pads that mirror or repeat rows of the map. Adaptive pooling divides it into cells. Rows outside the map are padded
+where they are needed, at that operation, and never computed.
 
 A step gives a *map*, whose rows are rows of the tile, or a *sum* over all rows of one, as pooling does. What is made of
 sums alone, as the gate of a squeeze-and-excitation, has no rows: it is computed once, between two phases.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 
 
 class Rule(Protocol):
@@ -150,7 +150,7 @@ class Mirrored:
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class AdaptivePool:
     """Adaptive pooling: ``size`` cells, which overlap where they do not divide the rows."""
 
     size: int

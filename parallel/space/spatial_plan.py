@@ -1,4 +1,4 @@
-"""Regions on paper: one that can be computed in boxes, and what members of a team exchange that compute it in parallel.
+"""A region that can be computed in boxes, from shapes alone, and what members of a team exchange that compute it.
 
 Takes the steps of a region at one size of tile, and a grid. The planner costs these exchanges, and the runner adds to
 the same plan how each step is computed (``parallel.team``). A convolution is split into a member's own part, whose pads
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from parallel import remembered
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.space.phases import maps_to_recompute
 from parallel.space.rule import PRIOR, Step, Window
-from parallel.space.team import Box, Exchange, Grid, SpatialMesh
+from parallel.space.team import Box, Exchange, TeamGrid, SpatialMesh
 
 
 @dataclass(frozen=True)
-class PaperRegion:
+class RegionSpec:
     """Region of a model that can be computed in boxes, for tiles of one size.
 
     Attributes:
@@ -29,7 +29,7 @@ class PaperRegion:
         sides: rows and columns of every map.
         side: rows and columns of the tile.
         inputs: bytes of the maps that enter, by name.
-        leaving: names that are used after the region.
+        live_out: names that are used after the region.
         whole: names of values that cannot be stored.
         images: names of what enters without a gradient.
         tiles: of the microbatch.
@@ -40,13 +40,13 @@ class PaperRegion:
     sides: Mapping[str, tuple[int, int]]
     side: tuple[int, int]
     inputs: Mapping[str, int]
-    leaving: tuple[str, ...]
+    live_out: tuple[str, ...]
     whole: frozenset[str] = frozenset()
     images: frozenset[str] = frozenset()
     tiles: int = 1
     ends_at: tuple[str, str] | None = None
 
-    def of_tiles(self, tiles: int) -> PaperRegion:
+    def of_tiles(self, tiles: int) -> RegionSpec:
         """Return the region of one tile for microbatches of ``tiles``."""
         assert self.tiles == 1, self.tiles
         if tiles == 1:
@@ -67,7 +67,7 @@ class PaperRegion:
     @remembered
     def maps_to_recompute(self, limit: int) -> frozenset[str]:
         """Return names of the maps to recompute so that the others take no more than ``limit`` bytes on the host."""
-        return maps_to_recompute(self.steps, self.leaving, self.sizes, self.images, limit)
+        return maps_to_recompute(self.steps, self.live_out, self.sizes, self.images, limit)
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -274,7 +274,7 @@ class SpatialPlan:
         return self.mesh.gathered(self.sides[name])
 
 
-def divide_among(region: PaperRegion, grid: Grid) -> SpatialPlan:
+def divide_among(region: RegionSpec, grid: TeamGrid) -> SpatialPlan:
     """Return the region as far as a team of ``grid`` computes it side by side."""
     mesh = SpatialMesh(grid, region.side)
     steps, ends_at = list(region.steps), region.ends_at
@@ -291,11 +291,11 @@ def divide_among(region: PaperRegion, grid: Grid) -> SpatialPlan:
     return SpatialPlan(mesh, tuple(steps), region.sides, ends_at)
 
 
-def divided_region(region: PaperRegion, grid: Grid) -> PaperRegion | None:
+def divided_region(region: RegionSpec, grid: TeamGrid) -> RegionSpec | None:
     """Return the region as far as a team of the grid computes it; None where nothing can be divided so."""
     plan = divide_among(region, grid)
     if not plan.steps or len(plan.steps) == len(region.steps):
         return region if plan.steps else None
-    later = {name for step in region.steps[len(plan.steps) :] for name in step.inputs}.union(region.leaving)
-    leaving = tuple(step.name for step in plan.steps if step.name in later)
-    return replace(region, steps=plan.steps, leaving=leaving, ends_at=plan.ends_at)
+    later = {name for step in region.steps[len(plan.steps) :] for name in step.inputs}.union(region.live_out)
+    live_out = tuple(step.name for step in plan.steps if step.name in later)
+    return replace(region, steps=plan.steps, live_out=live_out, ends_at=plan.ends_at)

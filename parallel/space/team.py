@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from parallel.space.grid import ALIGNED, Span, cell, cells, tile_cuts
+from parallel.space.cuts import ALIGNED, Span, box_span, box_spans, tile_cuts
 from parallel.space.rule import Rule
 
 Box = tuple[Span, Span]
@@ -34,7 +34,7 @@ def is_small_all_reduce(size: int, members: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class TeamGrid:
     """Members of a team, ``rows`` x ``columns`` of them: member r * columns + c has row r and column c of boxes."""
 
     rows: int = 1
@@ -48,7 +48,7 @@ class Grid:
         return f"{self.rows}x{self.columns}"
 
     @classmethod
-    def parse(cls, text: str) -> Grid:
+    def parse(cls, text: str) -> TeamGrid:
         """Return the grid that ``2x4`` says: two rows of four boxes.
 
         Raises:
@@ -141,7 +141,7 @@ class Exchange:
 class SpatialMesh:
     """A tile of ``side`` px (rows, columns), divided among a team."""
 
-    grid: Grid
+    grid: TeamGrid
     side: Sides
 
     @functools.cached_property
@@ -152,7 +152,7 @@ class SpatialMesh:
     def owned(self, member: int, sides: Sides) -> Box:
         """Return the box of ``member`` in a map of ``sides``."""
         row, column = divmod(member, self.grid.columns)
-        return cell(self.cuts[0], sides[0], row), cell(self.cuts[1], sides[1], column)
+        return box_span(self.cuts[0], sides[0], row), box_span(self.cuts[1], sides[1], column)
 
     def all_owned(self, sides: Sides) -> tuple[Box, ...]:
         """Return the box of every member in a map of ``sides``."""
@@ -165,7 +165,7 @@ class SpatialMesh:
 
     def _axes(self, sides: Sides) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """Return the rows of each row of members, and the columns of each column."""
-        return cells(self.cuts[0], sides[0]), cells(self.cuts[1], sides[1])
+        return box_spans(self.cuts[0], sides[0]), box_spans(self.cuts[1], sides[1])
 
     def fits(self, sides: Sides) -> bool:
         """Return whether every member has a part of a map of ``sides``."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, fx
 
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.space.rule import Step
 from parallel.streaming.operation import DIMS, Operation
 from parallel.streaming.patch import Box, Patch
@@ -94,7 +94,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
     """
     (output,) = (node for node in nodes if node.op == "output")
     source = output.args[0]
-    if not isinstance(source, fx.Node) or region.leaving != (source.name,) or region.dims.get(source.name) != DIMS:
+    if not isinstance(source, fx.Node) or region.live_out != (source.name,) or region.dims.get(source.name) != DIMS:
         return None
     made, kind, _ = region.forms[source.name]
     if len(made) != 4 or (made[0], *made[2:]) != tuple(shape):
@@ -115,7 +115,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
         steps=(*region.steps, step),
         operations={**region.operations, name: operation},
         nodes={**region.nodes, name: output},
-        leaving=(name,),
+        live_out=(name,),
         flows=region.flows | ({name} if source.name in region.flows else set()),
     )
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.grid import Span
-from parallel.space.rule import Cells, Chained, Mirrored, Resample, Window
+from parallel.space.cuts import Span
+from parallel.space.rule import AdaptivePool, Chained, Mirrored, Resample, Window
 from parallel.streaming.patch import Patch
 
 Rules = tuple[Any, Any]
@@ -199,7 +199,7 @@ def convolve_mirrored(
     return F.conv2d(wide, weight, bias, stride, 0, dilation, groups)
 
 
-def pool_cells(patch: Patch, rules: tuple[Cells, Cells]) -> Tensor:
+def pool_adaptive(patch: Patch, rules: tuple[AdaptivePool, AdaptivePool]) -> Tensor:
     """Return the box of an average pool to cells, which may overlap."""
     value = patch.tensor
     for axis, rule in enumerate(rules):

@@ -13,10 +13,9 @@ from typing import NamedTuple
 from torch import fx
 
 from parallel.space.box_bytes import AxisNeeds, Cuts
-from parallel.space.grid import Span
-from parallel.space.grid import cells as cells_of
+from parallel.space.cuts import Span, box_spans
 from parallel.space.parts import partition_faults, rule_faults, span_faults
-from parallel.space.phases import Part, wanted_from
+from parallel.space.phases import Part, live_steps
 from parallel.space.rule import Step
 from parallel.streaming.operation import Operation
 from parallel.streaming.patch import Box, Cut, available, cut_of, padded_need
@@ -71,7 +70,7 @@ class StepRun(NamedTuple):
     Attributes:
         finished: names of the values that it is the last to use.
         may_change: no other step uses the memory of the map it takes.
-        leaves: its value leaves the part.
+        live_out: its value is used after the part.
         looked_at: a step of the box uses its value, which is no sum.
     """
 
@@ -81,7 +80,7 @@ class StepRun(NamedTuple):
     uses: tuple[MapUse, ...]
     finished: tuple[str, ...]
     may_change: bool
-    leaves: bool
+    live_out: bool
     looked_at: bool
     pieces: Pieces | None
 
@@ -117,10 +116,10 @@ class PartPlan:
         region: that it is of.
         steps: of the part.
         entering: names of the maps that it fetches.
-        given: steps whose values leave it.
+        live_steps: steps whose values are used after it.
         rows: for each row of boxes the rows of every map that it computes or fetches.
         columns: likewise.
-        cells: (rows, columns) of each box in what is given, by name.
+        box_spans: (rows, columns) of each box in the value of a live step, by name.
         lines: of the rows, and of the columns, of boxes.
         finished: names of the values that a step is the last to use, by its name.
         users: steps that use a map, by its name.
@@ -131,10 +130,10 @@ class PartPlan:
     region: Region
     steps: tuple[Step, ...]
     entering: tuple[str, ...]
-    given: tuple[Step, ...]
+    live_steps: tuple[Step, ...]
     rows: tuple[Spans, ...]
     columns: tuple[Spans, ...]
-    cells: Mapping[str, tuple[tuple[Span, ...], tuple[Span, ...]]]
+    box_spans: Mapping[str, tuple[tuple[Span, ...], tuple[Span, ...]]]
     lines: tuple[tuple[Line, ...], tuple[Line, ...]]
     finished: Mapping[str, tuple[str, ...]]
     users: Mapping[str, tuple[Step, ...]]
@@ -143,8 +142,8 @@ class PartPlan:
     _programs: dict[Hashable, BoxProgram] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def box(self, name: str, row: int, column: int) -> Box:
-        """Return the box of what is given."""
-        rows, columns = self.cells[name]
+        """Return the box of the value of a live step."""
+        rows, columns = self.box_spans[name]
         return rows[row], columns[column]
 
     def program(self, row: int, column: int) -> BoxProgram:
@@ -162,7 +161,7 @@ def plan_part(
     region: Region,
     steps: Sequence[Step],
     part: Part,
-    leaving: Collection[str],
+    live_out: Collection[str],
     cuts: Cuts,
     mine: tuple[range, range] | None = None,
 ) -> PartPlan:
@@ -173,24 +172,24 @@ def plan_part(
         mine: rows and columns of boxes that are computed here; None: all.
     """
     own = tuple(steps[part.start : part.stop])
-    given = tuple(wanted_from(steps, part.stop, leaving, part.start))
-    cells = {step.name: (cells_of(cuts[0], step.sides[0]), cells_of(cuts[1], step.sides[1])) for step in given}
+    live = tuple(live_steps(steps, part.stop, live_out, part.start))
+    spans_of = {step.name: (box_spans(cuts[0], step.sides[0]), box_spans(cuts[1], step.sides[1])) for step in live}
     by_axis = []
     for axis in (0, 1):
-        needs = [AxisNeeds(given, region.sides, cuts[axis], axis, k) for k in range(len(cuts[axis]) - 1)]
-        by_axis.append(tuple(need.begin_with_all(own) for need in needs))
+        needs = [AxisNeeds(live, region.sides, cuts[axis], axis, k) for k in range(len(cuts[axis]) - 1)]
+        by_axis.append(tuple(need.prepend_all(own) for need in needs))
     faults = [
         fault for axis in (0, 1) for spans in by_axis[axis] for fault in span_faults(own, spans, region.sides, axis)
     ]
     faults += rule_faults(own, region.sides)
-    for step in given:
+    for step in live:
         for axis in (0, 1):
-            faults += partition_faults(step.name, cells[step.name][axis], step.sides[axis])
+            faults += partition_faults(step.name, spans_of[step.name][axis], step.sides[axis])
     assert not faults, "; ".join(faults[:3])
     made = {step.name for step in own}
     entering = tuple(dict.fromkeys(name for step in own for name in step.maps if name not in made))
     last = {name: step.name for step in own for name in step.maps}
-    kept = {step.name for step in given}
+    kept = {step.name for step in live}
     finished: dict[str, tuple[str, ...]] = {}
     for name, user in last.items():
         if name not in kept:
@@ -202,7 +201,7 @@ def plan_part(
             users[name] = (*users.get(name, ()), step)
     rows, columns = (
         tuple(
-            _line(own, entering, spans, {name: places[axis][k] for name, places in cells.items()}, region, axis)
+            _line(own, entering, spans, {name: places[axis][k] for name, places in spans_of.items()}, region, axis)
             for k, spans in enumerate(by_axis[axis])
         )
         for axis in (0, 1)
@@ -212,25 +211,27 @@ def plan_part(
         region,
         own,
         entering,
-        given,
+        live,
         by_axis[0],
         by_axis[1],
-        cells,
+        spans_of,
         (rows, columns),
         finished,
         users,
         alone,
-        places_of(cells, numbers),
+        places_of(spans_of, numbers),
     )
 
 
-def places_of(cells: Mapping[str, tuple[Sequence[Span], ...]], numbers: tuple[range, range]) -> list[tuple[int, int]]:
+def places_of(
+    box_spans: Mapping[str, tuple[Sequence[Span], ...]], numbers: tuple[range, range]
+) -> list[tuple[int, int]]:
     """Return (row, column) of the boxes in these rows and columns of boxes that give something."""
     return [
         (row, column)
         for row in numbers[0]
         for column in numbers[1]
-        if any(rows[row].size and columns[column].size for rows, columns in cells.values())
+        if any(rows[row].size and columns[column].size for rows, columns in box_spans.values())
     ]
 
 
@@ -262,8 +263,8 @@ def _compiled(part: PartPlan, row: int, column: int) -> BoxProgram:
     """Return the program of boxes shaped as this one."""
     region, rows, columns = part.region, part.rows[row], part.columns[column]
     boxes: dict[str, Box] = {name: (rows[name], columns[name]) for name in rows if name in columns}
-    leaves = {step.name: part.box(step.name, row, column) for step in part.given}
-    leaves = {name: box for name, box in leaves.items() if box[0].size and box[1].size}
+    live = {step.name: part.box(step.name, row, column) for step in part.live_steps}
+    live = {name: box for name, box in live.items() if box[0].size and box[1].size}
     lines = part.lines[0][row].needs, part.lines[1][column].needs
     haves: dict[str, dict[str, Box]] = {}  # of each map: by step that takes it
     numbers: dict[str, int] = {}
@@ -275,7 +276,7 @@ def _compiled(part: PartPlan, row: int, column: int) -> BoxProgram:
                 (_, have_rows), (_, have_columns) = lines[0][k], lines[1][k]  # type: ignore[misc]
                 haves.setdefault(name, {})[step.name] = have_rows, have_columns
         count += len(step.maps)
-    split = {name: _split(region, name, boxes[name], haves.get(name, {}), leaves.get(name)) for name in boxes}
+    split = {name: _split(region, name, boxes[name], haves.get(name, {}), live.get(name)) for name in boxes}
 
     def taken(name: str, have: Box) -> tuple[Cut | None, int | None]:
         cut = None if have == boxes[name] else cut_of(have, boxes[name])
@@ -297,7 +298,7 @@ def _compiled(part: PartPlan, row: int, column: int) -> BoxProgram:
             uses,
             part.finished.get(step.name, ()),
             step.name in part.alone and all(use.cut is None for use in uses),
-            step.name in leaves,
+            step.name in live,
             not step.sums and step.name in haves,
             pieces(step.name),
         )
@@ -309,17 +310,17 @@ def _compiled(part: PartPlan, row: int, column: int) -> BoxProgram:
             Result(name, region.dims[name], *taken(name, box))
             if name in region.dims
             else Result(name, None, None, None)
-            for name, box in leaves.items()
+            for name, box in live.items()
         ),
-        frozenset(leaves),
+        frozenset(live),
     )
 
 
-def _split(region: Region, name: str, has: Box, haves: Mapping[str, Box], leaves: Box | None) -> list[Box]:
+def _split(region: Region, name: str, has: Box, haves: Mapping[str, Box], live: Box | None) -> list[Box]:
     """Return the parts that a map is split into; none where all of it is needed or its gradient is shared."""
-    if name not in region.dims or leaves == has:
+    if name not in region.dims or live == has:
         return []
-    smaller = [*haves.values(), *([] if leaves is None else [leaves])]
+    smaller = [*haves.values(), *([] if live is None else [live])]
     if not all(region.operations[step].fresh for step, have in haves.items() if have == has):
         return []
     return [have for have in dict.fromkeys(smaller) if have != has]

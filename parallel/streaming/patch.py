@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.trace.stage_module import layout_of
 
 Cut = tuple[tuple[int, int], tuple[int, int]]

@@ -257,13 +257,13 @@ class _Reader:
             raise NothingTileable(*(self.ends_at or ("the model", "has no layer that takes maps")))
         by_name = {node.name: node for node in nodes}
         inside = {step.name for step in steps} | self.constants.keys()
-        leaving = tuple(
+        live_out = tuple(
             step.name
             for step in steps
             if step.name in by_name and any(user.name not in inside for user in by_name[step.name].users)
         )
         values = {name: value for name, value in reading.values.items() if name in reading.dims}
-        whole = [name for name in leaving if isinstance(values.get(name), (tuple, list))]
+        whole = [name for name in live_out if isinstance(values.get(name), (tuple, list))]
         if whole and not once:
             raise ValueError(f"--stream: {whole[0]} is several maps, which leave what is computed box by box together")
         nodes_of = by_name | self.nodes
@@ -282,7 +282,7 @@ class _Reader:
             forms=_forms({**values, **tensors}),
             constants=self.constants,
             fixed=frozenset(self.fixed),
-            leaving=leaving,
+            live_out=live_out,
             inputs=tuple(entering),
             given=tuple(tensors),
             flows=frozenset(flows),

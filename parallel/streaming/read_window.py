@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.space.rule import Cells, Chained, Mirrored, Resample, Rule, Transposed, Window
+from parallel.space.rule import AdaptivePool, Chained, Mirrored, Resample, Rule, Transposed, Window
 from parallel.streaming.layer import Layer
 from parallel.streaming.local_ops import (
     convolve,
@@ -19,7 +19,7 @@ from parallel.streaming.local_ops import (
     convolve_mirrored,
     convolve_transposed,
     mirrored,
-    pool_cells,
+    pool_adaptive,
     pool_max,
     pool_mean,
     resample,
@@ -229,8 +229,8 @@ def adaptive_pool(layer: Layer) -> Operation:
     if size == [1, 1]:
         return summed(layer, set(layer.dims), keep=True, mean=True)
     if any(sides[k] % size[k] for k in (0, 1)):
-        cells = (Cells(size[0]), Cells(size[1]))
-        return Operation(lambda given: pool_cells(given.patch, cells), cells, flops_each=100.0)
+        cells = (AdaptivePool(size[0]), AdaptivePool(size[1]))
+        return Operation(lambda given: pool_adaptive(given.patch, cells), cells, flops_each=100.0)
     kernel = [sides[k] // size[k] for k in (0, 1)]
     return _mean_of(windows(kernel, kernel, 0))
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from parallel.space.rule import Step
-from parallel.space.spatial_plan import PaperRegion
+from parallel.space.spatial_plan import RegionSpec
 from parallel.streaming.operation import Operation
 
 WHOLE_TILE = (Fraction(1), Fraction(1))
@@ -33,7 +33,7 @@ class Region:
         forms: (shape, type, device) of every map.
         constants: values that are known without computing, by name: sizes, and what is made of them.
         fixed: names of plain steps that no gradient flows back through: computed once, random numbers among them.
-        leaving: names that are used after the region.
+        live_out: names that are used after the region.
         inputs: names of the maps that enter.
         given: names of the tensors without rows that enter, as a gate that an earlier stage made.
         flows: names of steps that gradients flow back through, to parameters or to what enters.
@@ -49,7 +49,7 @@ class Region:
     forms: Forms
     constants: Mapping[str, Any]
     fixed: frozenset[str]
-    leaving: tuple[str, ...]
+    live_out: tuple[str, ...]
     inputs: tuple[str, ...]
     given: tuple[str, ...]
     flows: frozenset[str]
@@ -63,8 +63,8 @@ class Region:
             return False
         return len(self.nodes[source].users) == 1 and not self.operations[source].shares
 
-    def on_paper(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> PaperRegion:
-        """Return what a plan of boxes asks for.
+    def spec(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> RegionSpec:
+        """Return the specification that boxes are planned by.
 
         Args:
             scale: rows and columns of the tile for each of the largest map that enters.
@@ -74,12 +74,12 @@ class Region:
         sizes = {name: math.prod(self.forms[name][0]) * self.forms[name][1].itemsize for name in self.inputs}
         whole = frozenset(name for name in self.dims if name not in self.forms)
         tiles = self.forms[self.inputs[0]][0][0]
-        return PaperRegion(
+        return RegionSpec(
             self.steps,
             self.sides,
             (rows, columns),
             sizes,
-            self.leaving,
+            self.live_out,
             whole,
             frozenset(self.inputs) - self.flows,
             tiles,

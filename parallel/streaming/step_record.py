@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.graph.layers import Op
 from parallel.offload.live_bytes import LiveBytes
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.space.rule import Step, Window
 from parallel.streaming.operation import Arguments, module_of
 from parallel.streaming.part_run import resolver, run_plain

@@ -244,9 +244,9 @@ def column_cuts(parts: Iterable[PartPlan]) -> dict[str, set[int]]:
     cuts: dict[str, set[int]] = {}
     for part in parts:
         for spans in part.columns:
-            for name in (*part.entering, *(step.name for step in part.given)):
+            for name in (*part.entering, *(step.name for step in part.live_steps)):
                 if name in spans and name in part.region.dims:
                     cuts.setdefault(name, set()).update(spans[name])
-        for name, (_, columns) in part.cells.items():
+        for name, (_, columns) in part.box_spans.items():
             cuts.setdefault(name, set()).update(*columns)
     return cuts

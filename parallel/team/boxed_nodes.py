@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from parallel.space.rule import Step
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.streaming.box_sums import BoxSums, sums_by_name, with_sums
 from parallel.streaming.operation import attribute
 from parallel.streaming.read_region import NothingTileable, read_region
@@ -92,7 +92,7 @@ class _InBoxes(torch.autograd.Function):
         with _precision(ctx):
             leaving, kept = run.forward(stage, maps, wants, others)
         ctx.kept = kept if wants else None
-        silent = [value for name, value in zip(region.leaving, leaving, strict=True) if name not in region.flows]
+        silent = [value for name, value in zip(region.live_out, leaving, strict=True) if name not in region.flows]
         ctx.mark_non_differentiable(*silent)
         return leaving
 
@@ -132,7 +132,7 @@ class BoxedNodes(NodeRun):
         outputs: tuple[str, ...],
         random: Collection[str],
         boxed: BoxedParts,
-        grid: Grid,
+        grid: TeamGrid,
         comm: TeamComm,
         device: torch.device,
         updated: Collection[str] = (),
@@ -153,7 +153,7 @@ class BoxedNodes(NodeRun):
         leaving = planned.leaving(stage, context, known, sums)
         if planned.sums:
             return leaving
-        known.update(zip(region.leaving, leaving, strict=True))
+        known.update(zip(region.live_out, leaving, strict=True))
         rest = [planned.for_rest(name, known[name]) for name in planned.rest_inputs]
         return planned.rest.run(stage, context, rest, asked)
 
@@ -194,7 +194,7 @@ class BoxedNodes(NodeRun):
         made = {step.name for step in region.steps}.union(region.constants)
         rest = [node for node in self._nodes if node.name not in made and not targets]
         used = {argument.name for node in rest for argument in node.all_input_nodes}.union(self._outputs)
-        inputs = tuple(name for name in dict.fromkeys((*self._inputs, *region.leaving)) if name in used)
+        inputs = tuple(name for name in dict.fromkeys((*self._inputs, *region.live_out)) if name in used)
         filled = {argument.name for node in rest if not _takes_shape(node) for argument in node.all_input_nodes}
         nodes = [region.nodes[step.name] for step in region.steps if step.name in region.nodes]
         paths = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
@@ -250,7 +250,7 @@ def region_of_stage(region: Region, nodes: Iterable[fx.Node], inputs: Sequence[s
         region,
         steps=steps,
         forms={**region.forms, **{name: region.pooled[name] for name in given}},
-        leaving=leaving,
+        live_out=leaving,
         inputs=tuple(name for name in inputs if name in maps),
         given=given,
     )

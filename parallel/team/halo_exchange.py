@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel.space.boxes import Boxes as PlannedBoxes
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.space.team import Box, Exchange, overlap
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, places_of
@@ -227,12 +227,12 @@ class RegionExchange:
         looked_at = {name: [[box] for box in mesh.all_owned(sides[name])] for name in self._region.inputs}
         for phase, planned in zip(parts, self._boxes.phases, strict=True):
             for part, paper in zip(phase, planned.parts, strict=True):
-                given = [step.name for step in part.given if not step.sums]
-                looked_at |= {name: [[box] for box in mesh.all_owned(sides[name])] for name in given}
+                live = [step.name for step in part.live_steps if not step.sums]
+                looked_at |= {name: [[box] for box in mesh.all_owned(sides[name])] for name in live}
                 # In its backward pass a part finds what it gave, with rims, where its own steps look at it.
-                names = (*part.entering, *(name for name in given if name in part.users))
+                names = (*part.entering, *(name for name in live if name in part.users))
                 for member in members:
-                    for row, column in places_of(part.cells, self._boxes.places(member, paper)):
+                    for row, column in places_of(part.box_spans, self._boxes.places(member, paper)):
                         rows, columns = part.rows[row], part.columns[column]
                         for name in names:
                             if name in rows and name in columns:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.space.team import box_px
 from parallel.streaming.moments import merged, moments, normalised_part
 from parallel.streaming.operation import Arguments, ChannelNorm, Operation, module_of

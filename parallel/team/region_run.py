@@ -24,7 +24,7 @@ from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.space.boxes import plan_boxes
 from parallel.space.rule import Step
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, plan_part
 from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plain
@@ -46,7 +46,7 @@ class Phase:
     @functools.cached_property
     def sums(self) -> list[str]:
         """Return names of the sums that it ends with, in order."""
-        return [step.name for part in self.parts for step in part.given if step.sums]
+        return [step.name for part in self.parts for step in part.live_steps if step.sums]
 
 
 @dataclass
@@ -84,20 +84,20 @@ class RegionRun:
         self,
         region: Region,
         boxed: BoxedParts,
-        grid: Grid,
+        grid: TeamGrid,
         comm: TeamComm,
         *,
         scale: tuple[Fraction, Fraction] = WHOLE_TILE,
         random: Collection[str] = (),
     ) -> None:
         self.region, self._comm, self._host, self._random = region, comm, boxed.host, random
-        self.boxes = boxes = plan_boxes(region.on_paper(scale), boxed.box, grid, boxed.stored_bytes)
+        self.boxes = boxes = plan_boxes(region.spec(scale), boxed.box, grid, boxed.stored_bytes)
         self.phases = [
             Phase(
                 phase.global_steps,
                 tuple(
                     plan_part(
-                        region, phase.steps, part, phase.leaving, boxes.cuts(part), boxes.places(comm.member, part)
+                        region, phase.steps, part, phase.live_out, boxes.cuts(part), boxes.places(comm.member, part)
                     )
                     for part in phase.parts
                 ),
@@ -111,7 +111,7 @@ class RegionRun:
         last_use = {name: part for phase in self.phases for part in phase.parts for name in part.entering}
         self._fetched, self._last_uses = last_use.keys(), dict[int, list[str]]()
         for name, part in last_use.items():
-            if name not in region.leaving:
+            if name not in region.live_out:
                 self._last_uses.setdefault(id(part), []).append(name)
 
     def _maps(self, device: torch.device, here: frozenset[str]) -> Maps:
@@ -130,7 +130,7 @@ class RegionRun:
             others: values without rows that enter, by name.
         """
         region, exchange, device = self.region, self._exchange, entering[0].device
-        kept = Kept(self._maps(device, frozenset(region.leaving)), dict(others))
+        kept = Kept(self._maps(device, frozenset(region.live_out)), dict(others))
         for name, value in zip(region.inputs, entering, strict=True):
             exchange.put(kept.maps, name, value)
             if name in exchange.names:
@@ -141,7 +141,7 @@ class RegionRun:
                     kept.known[step.name] = self._plain_forward(module, step, kept.known)
                 for part in phase.parts:
                     self._part_forward(module, part, kept)
-                    for step in part.given:
+                    for step in part.live_steps:
                         if step.name in exchange.names:
                             exchange.fetch(kept.maps, step.name)
                     if not keep:
@@ -150,7 +150,7 @@ class RegionRun:
                 if self._comm.members > 1:
                     self._merge_sums(phase, kept)
         results = []
-        for name in region.leaving:
+        for name in region.live_out:
             if name in kept.maps:
                 value = exchange.own_part(kept.maps, name)
                 # What follows may change it in place.
@@ -188,7 +188,7 @@ class RegionRun:
                 fetched[name] = kept.maps.fetch(name, (rows[name], columns[name]))
             for name, value in run_box(module, part, program, place, fetched, kept.known, resolve).items():
                 if name in self.region.dims:
-                    lines = part.cells[name]
+                    lines = part.box_spans[name]
                     kept.maps.write(name, (lines[0][place[0]], lines[1][place[1]]), value)
                 elif name in kept.known:
                     merge = self.region.operations[name].merge
@@ -214,7 +214,7 @@ class RegionRun:
         region, exchange = self.region, self._exchange
         device = next(tensor.device for tensor in (*parameters, *gradients) if tensor is not None)
         back = Gradients(self._maps(device, frozenset(asked)), {}, list(parameters), [None] * len(parameters))
-        for name, gradient in zip(region.leaving, gradients, strict=True):
+        for name, gradient in zip(region.live_out, gradients, strict=True):
             if gradient is None:
                 continue
             if name in region.dims:
@@ -226,11 +226,11 @@ class RegionRun:
             if self._comm.members > 1:
                 self._sum_gradients_of_sums(phase, kept, back)
             for part in reversed(phase.parts):
-                for step in part.given:
+                for step in part.live_steps:
                     if step.name in exchange.names and step.name in region.flows:
                         exchange.send_back(back.maps, step.name, kept.maps)
                 self._part_backward(module, part, kept, back, silent)
-                for step in part.given:
+                for step in part.live_steps:
                     kept.maps.take(step.name)
                     back.maps.take(step.name)
             self._plain_backward(module, phase, kept, back)
@@ -258,7 +258,7 @@ class RegionRun:
         known = dict(kept.known)
         leaves = {name: known[name].detach().requires_grad_() for name in others}
         known.update(leaves)
-        names = {step.name for step in part.given if step.name in back.maps or step.name in back.known}
+        names = {step.name for step in part.live_steps if step.name in back.maps or step.name in back.known}
         resolve = resolver(module, region, known)
         for place, following in zip_longest(part.places, part.places[1:]):
             program = part.program(*place)
@@ -280,7 +280,7 @@ class RegionRun:
                 if name in names and value.requires_grad:
                     outputs.append(value)
                     if name in region.dims:
-                        lines = part.cells[name]
+                        lines = part.box_spans[name]
                         pulled.append(back.maps.fetch(name, (lines[0][place[0]], lines[1][place[1]])))
                     else:
                         pulled.append(back.known[name])

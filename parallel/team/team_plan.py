@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel.offload.host_memory import HostMemory
 from parallel.space.spatial_plan import SpatialPlan
-from parallel.space.team import Grid, SpatialMesh
+from parallel.space.team import TeamGrid, SpatialMesh
 from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
 from parallel.trace.trace import Traced
@@ -70,10 +70,10 @@ class BoxedParts:
 
 def plan_alone(shape: tuple[int, ...], training: bool) -> TeamPlan:
     """Return the plan of a team of one, for tiles of ``shape`` (n, 3, h, w): nothing is divided."""
-    return TeamPlan(SpatialMesh(Grid(), (shape[2], shape[3])), (), {}, None, None)
+    return TeamPlan(SpatialMesh(TeamGrid(), (shape[2], shape[3])), (), {}, None, None)
 
 
-def team_plans(traced: Traced, grid: Grid, once: bool = True) -> Callable[[tuple[int, ...], bool], TeamPlan]:
+def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Callable[[tuple[int, ...], bool], TeamPlan]:
     """Return (shape (n, 3, h, w) of tiles, in training) -> the plan of a model, made when it is first asked for.
 
     Args:

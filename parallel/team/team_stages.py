@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment, segments_of
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from parallel.streaming.layer import Reading
 from parallel.streaming.read_region import NothingTileable
@@ -62,7 +62,7 @@ def stages_of_rank(
         layer, reason = plan.ends_at or ("the model", "")
         raise ValueError(f"--parallel spatial finds nothing to divide: {layer} {reason}; use --parallel ddp")
     segments = {number: segments_of(partition, number, strategy.policy) for number in numbers}
-    grid = strategy.grid or Grid()
+    grid = strategy.grid or TeamGrid()
     stages = team_stages(traced, partition, numbers, grid, comm, plans, device, segments, boxed)
     if boxed is not None:
         others = [number for number in range(partition.depth) if number not in stages]
@@ -109,7 +109,7 @@ def team_stages(
     traced: Traced,
     partition: Partition,
     numbers: Iterable[int],
-    grid: Grid,
+    grid: TeamGrid,
     comm: TeamComm,
     plans: Plans,
     device: torch.device,

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from parallel.graph.partition import Partition
 from parallel.memory.policy import Segment
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.space.team import Box
 
 T = TypeVar("T")

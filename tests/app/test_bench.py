@@ -15,7 +15,7 @@ from app.benchmark import row as trials
 from app.benchmark.command import BenchCommand, Case, StrategySpec
 from app.benchmark.row import Trial, compare, row_of, run_trial
 from app.settings.run import DataSettings
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from tests.app.conftest import CLASSIFIER, begin
 from tests.helpers.in_process import call
 
@@ -51,7 +51,7 @@ def labels(found):
     ("text", "spec"),
     [
         ("master+offload+recompute", ("master", ("recompute", "offload"), None)),
-        ("1f1b@4x1+recompute", ("1f1b", ("recompute",), Grid(4, 1))),
+        ("1f1b@4x1+recompute", ("1f1b", ("recompute",), TeamGrid(4, 1))),
         ("dpp", r"knows auto, single.*got 'dpp'"),
         ("ddp+speed", "recompute or offload; got 'speed'"),
     ],

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel.comm.thread_comm import run_on_threads
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.team.team_stage import TeamStage
 from tests.contracts.kernel_calls import KERNELS, PRODUCT, RecordedCalls, form_faults
 from tests.helpers import team_error as team_errors
@@ -140,7 +140,7 @@ def team_calls(kind, layout):
         patch.setattr(TeamStage, "forward", in_precision)
         patch.setattr(team_errors, "run_on_threads", recorded)
         module = Layers().to(dtype_of(kind)).to(memory_format=layout)
-        team_errors.team_error(module, SHAPE, Grid(2, 1))
+        team_errors.team_error(module, SHAPE, TeamGrid(2, 1))
     return calls
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from parallel.comm.thread_comm import LocalCommunicator
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.team.boxed_nodes import BoxedNodes, PlannedRegion
 from parallel.team.region_run import RegionRun
 from parallel.team.team_comm import ForwardContext, TeamComm
@@ -48,7 +48,7 @@ def in_boxes(module: nn.Module, box: int, device: torch.device = CPU) -> InBoxes
     graph = _Tracer().trace(module)
     (name,) = (node.name for node in graph.nodes if node.op == "placeholder")
     comm = TeamComm(LocalCommunicator())
-    nodes = BoxedNodes(list(graph.nodes), (name,), ("output",), (), BoxedParts(box), Grid(), comm, device)
+    nodes = BoxedNodes(list(graph.nodes), (name,), ("output",), (), BoxedParts(box), TeamGrid(), comm, device)
     return InBoxes(nodes)
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.graph.partition import Partition
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.team.team_comm import TeamComm
 from parallel.team.team_plan import BoxedParts, team_plans
 from parallel.team.team_stages import team_stages
@@ -58,7 +58,7 @@ class TeamErrors:
 def team_error(
     model: nn.Module,
     shape: Sequence[int],
-    grid: Grid,
+    grid: TeamGrid,
     training: bool = True,
     patience_s: float = PATIENCE_S,
     boxed: BoxedParts | None = None,

@@ -17,7 +17,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidates import MemoryOptions
 from parallel.plan.evaluate import step_shares
 from parallel.plan.plan import PlanRow, best_of
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from parallel.units import bytes_text, seconds_text
 from tests.helpers.planned_once import planned_once
@@ -148,8 +148,8 @@ def test_equal_layers_cost_what_the_planner_forecasts(plans, rows):
         Strategy("ddp", 4, 1, 8, zero=2),
         Strategy("1f1b", 4, 2, 8, policy=ActivationPolicy("block", offload="overlap")),
         Strategy("master", 4, 4, 8),
-        Strategy("spatial", 4, 1, 2, grid=Grid(2, 1), policy=ActivationPolicy(stream=512)),
-        Strategy("1f1b", 4, 2, 8, grid=Grid(2, 1), policy=ActivationPolicy("stage")),
+        Strategy("spatial", 4, 1, 2, grid=TeamGrid(2, 1), policy=ActivationPolicy(stream=512)),
+        Strategy("1f1b", 4, 2, 8, grid=TeamGrid(2, 1), policy=ActivationPolicy("stage")),
         Strategy("subgraph", 4, 1, 4, ways=2),
         Strategy("single", 1, 1, 4, policy=ActivationPolicy("optimal", (("a", "b"),))),
     ],

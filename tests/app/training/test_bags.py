@@ -23,7 +23,7 @@ from parallel.engine.step import Microbatch, NonFiniteLoss, microbatch_seed
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.live_bytes import LiveBytes
 from parallel.offload.rng import drawing
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def error(expected, found):
     return max(float((found[k] - v).abs().max() / v.abs().max().clamp(min=1e-3)) for k, v in expected.items())
 
 
-TEAM = Grid(2, 1)
+TEAM = TeamGrid(2, 1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine.step import Microbatch
 from parallel.offload import saved_tensors
 from parallel.offload.host_memory import HostMemory
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from pipelines.stream.augment import AugmentSettings
 from pipelines.stream.batch import Batch
@@ -185,7 +185,7 @@ def default(monkeypatch):
         (DDP.under(parameters=True), {}, False),
         (DDP.under(stream=512), {}, False),
         (Strategy("1f1b", 2, 2, 2), {}, False),
-        (Strategy("spatial", 2, 1, 2, grid=Grid(2, 1)), {}, False),
+        (Strategy("spatial", 2, 1, 2, grid=TeamGrid(2, 1)), {}, False),
         (Placement().strategy(), {}, True),
         (Placement(stream=512).strategy(), {}, False),
     ],

@@ -30,7 +30,7 @@ from app.training.validation import Outputs, evaluate
 from models.losses import IGNORE, PixelClassLoss, TileClassLoss
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.step import Microbatch
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from tests.app.conftest import QUICK, summary_of
 from tests.helpers.sim_gpu import simulated
 

@@ -20,7 +20,7 @@ from parallel.engine.step import EngineFault, NonFiniteLoss
 from parallel.graph.partition import cut_positions
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.registry import SCHEDULES
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from parallel.trace.trace import trace
 from tests.helpers.engine_runs import (
@@ -97,7 +97,7 @@ RESIZED = [batch_of([3, 3, 3, 3, 1], px, px, torch.float64) for px in (12, 20, 1
         ("averaging", Strategy("ddp", 2, 1, 5, gradient_bytes=0), UNEVEN),
         ("skips", Strategy("ddp", 3, 1, 5, zero=1), UNEVEN),
         ("skips", Strategy("ddp", 3, 1, 5, zero=2), UNEVEN),
-        ("skips", Strategy("1f1b", 4, 2, 5, grid=Grid(1, 2)), RESIZED),
+        ("skips", Strategy("1f1b", 4, 2, 5, grid=TeamGrid(1, 2)), RESIZED),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from parallel.comm.communicator import Communicator
 from parallel.engine.step import Microbatch
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.copies import CudaCopies
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from tests.helpers.branched_nets import BRANCHED_NETS, steps_for
 from tests.helpers.engine_runs import (
@@ -43,7 +43,7 @@ from tests.helpers.ranks import run_on_ranks
 from tests.helpers.small_nets import ALL_NETS, NETS
 
 RANKS, M = 4, 8
-STRIPS, COLUMNS, QUARTERS = Grid(2, 1), Grid(1, 2), Grid(2, 2)
+STRIPS, COLUMNS, QUARTERS = TeamGrid(2, 1), TeamGrid(1, 2), TeamGrid(2, 2)
 KEEP, BLOCK, BOXES = ActivationPolicy(), ActivationPolicy("block"), ActivationPolicy(stream=4)
 POLICIES = {"keep": KEEP, "recompute": BLOCK, "host": ActivationPolicy(optimizer=True)}
 OF_RANKS = POLICIES | {"parameters": ActivationPolicy(parameters=True)}
@@ -72,7 +72,7 @@ SHARDED = {f"fsdp, {how}": Strategy("fsdp", RANKS, 1, M, policy=POLICIES[how]) f
 
 
 def of_teams(
-    schedule: str, grid: Grid, depth: int = 2, groups: int = 1, m: int = 3, policy: ActivationPolicy = KEEP
+    schedule: str, grid: TeamGrid, depth: int = 2, groups: int = 1, m: int = 3, policy: ActivationPolicy = KEEP
 ) -> Strategy:
     depth = 1 if schedule == "spatial" else depth
     chunks = 2 if schedule == "interleaved" else 1

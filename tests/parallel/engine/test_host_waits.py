@@ -26,7 +26,7 @@ from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
 from parallel.engine import step
 from parallel.engine.step import Microbatch, StepResult
 from parallel.memory.policy import ActivationPolicy
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import SGD, build, steps_of, train
 from tests.helpers.sim_gpu import simulated
@@ -76,7 +76,7 @@ def by_file(waits: Counter[str]) -> Counter[str]:
 WAITING = {
     "ddp": Strategy("ddp", 2, 1, 2),
     "master": Strategy("master", 2, 2, 2),
-    "spatial": Strategy("spatial", 2, 1, 2, grid=Grid(2, 1)),
+    "spatial": Strategy("spatial", 2, 1, 2, grid=TeamGrid(2, 1)),
     "streaming": Strategy("single", 1, 1, 2, policy=ActivationPolicy(stream=8)),
     "deferred statistics": Strategy("1f1b", 4, 2, 2, statistics="deferred"),
     "zero-bubble": Strategy("zero-bubble", 2, 2, 2),

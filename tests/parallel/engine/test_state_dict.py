@@ -20,7 +20,7 @@ from parallel.engine import state_dict as full_state
 from parallel.engine.engine import Engine
 from parallel.engine.step import TrainingEngine
 from parallel.memory.policy import ActivationPolicy
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import (
     CPU,
@@ -49,8 +49,8 @@ STRATEGIES = {
     "interleaved": Strategy("interleaved", 2, 2, 4, chunks=2),
     "pairs": Strategy("bidirectional", 3, 3, 4, zero=1),
     "groups of pairs": Strategy("master", 4, 2, 4, zero=1),
-    "a team": Strategy("spatial", 2, 1, 4, grid=Grid(1, 2)),
-    "teams": Strategy("1f1b", 4, 2, 4, grid=Grid(2, 1)),
+    "a team": Strategy("spatial", 2, 1, 4, grid=TeamGrid(1, 2)),
+    "teams": Strategy("1f1b", 4, 2, 4, grid=TeamGrid(2, 1)),
 }
 NET = "two-outputs"
 

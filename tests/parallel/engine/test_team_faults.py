@@ -20,13 +20,13 @@ from parallel.engine.engine import Engine
 from parallel.engine.step import EngineFault
 from parallel.schedule.action import Schedule
 from parallel.space import team
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from tests.helpers.engine_runs import build, steps_of, train
 from tests.helpers.forked import run_ranks
 from tests.helpers.watched_comm import WatchedCommunicator
 
-SPATIAL = Strategy("spatial", 2, 1, 2, grid=Grid(2, 1))
+SPATIAL = Strategy("spatial", 2, 1, 2, grid=TeamGrid(2, 1))
 MOMENTS = [("irecv", 1, "0F0"), ("iall_reduce", 2, "0F0"), ("iall_reduce", 5, "0B0")]
 """(operation, its number, action that it is in) of what member 1 does not come to."""
 

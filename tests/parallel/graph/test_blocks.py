@@ -108,7 +108,7 @@ def test_the_branches_of_googlenet_are_those_of_its_modules() -> None:
         names = [{graph.layers[k].scope.split(".")[1] for k in branch} for branch in region.branches]
         assert names == [{"branch1"}, {"branch2"}, {"branch3"}, {"branch4"}]
         assert len(region.entering) == 1
-        assert len(region.leaving) == 4
+        assert len(region.live_out) == 4
         assert graph.layers[region.stop].kind == "cat"
     held = [0, 0]  # of nine modules with one heavy branch each no member holds all of these
     for name, member in branches.member_of.items():

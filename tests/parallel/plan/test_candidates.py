@@ -20,7 +20,7 @@ from parallel.plan.plan import Plan, PlanRow, limit_of, working_set
 from parallel.plan.search import Planner
 from parallel.plan.step_time import schedule_of, weights_of
 from parallel.schedule.registry import SCHEDULES
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import WHOLE, Strategy
 from tests.helpers.lanes import long_where
 
@@ -145,14 +145,14 @@ def test_teams_take_the_place_of_ranks() -> None:
     assert all(each.group_ranks * each.groups == 4 for each in made)
     assert all(each.mesh for each in made)
     assert [str(grid) for grid in grids_of(8)] == ["8x1", "4x2"]  # rows alone, then the shortest borders
-    assert grids_of(3) == [Grid(3, 1)]
+    assert grids_of(3) == [TeamGrid(3, 1)]
 
 
 def test_where_a_region_ends_is_named_and_rims_are_counted_as_work() -> None:
     parts = planner("resnet18", 64, 4, 2**30, 2).stages.teams
-    assert "not every member of a 4x1 team has a part" in parts.plan(Grid(4, 1)).ends_at[1]
-    assert parts.plan(Grid(2, 1)).ends_at is None
-    graph = planner("resnet18", 256, 2, 2**30, 2).stages.teams.part(Grid(2, 1)).graph
+    assert "not every member of a 4x1 team has a part" in parts.plan(TeamGrid(4, 1)).ends_at[1]
+    assert parts.plan(TeamGrid(2, 1)).ends_at is None
+    graph = planner("resnet18", 256, 2, 2**30, 2).stages.teams.part(TeamGrid(2, 1)).graph
     own, *rims = (op.convolution for op in graph.by_name["layer1_0_conv1"].ops if op.convolution)
     assert (own.size_out, [rim.size_out for rim in rims]) == ((32, 64), [(1, 64)])
 
@@ -205,7 +205,7 @@ PLAN = Plan({"model": "resnet18"}, PlanRow(MASTER, 1.5, 5.3, 0.1, (10, 20)), "ca
 
 def test_round_trip() -> None:
     assert Plan.loads(PLAN.dumps()) == PLAN
-    row = PlanRow(Strategy("master", 8, 2, 4, grid=Grid(2, 2)))
+    row = PlanRow(Strategy("master", 8, 2, 4, grid=TeamGrid(2, 2)))
     assert PlanRow.from_json(row.to_json()) == row
     assert not PlanRow(row.strategy, over_bytes=1).fits
     assert not PlanRow(row.strategy, refused="no").fits

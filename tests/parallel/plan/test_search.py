@@ -18,7 +18,7 @@ from parallel.plan.plan import PlanRow, best_of, too_small
 from parallel.plan.search import Planner
 from parallel.plan.stages import Task, communication_bytes
 from parallel.schedule.registry import SCHEDULES
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import WHOLE, Strategy
 from tests.helpers.lanes import long_where
 
@@ -257,7 +257,7 @@ def test_what_takes_too_long_to_move_is_left_out_of_no_answer(
 
 GPUS = Cluster("GPUs", 1 << 34, 8, 8, LINK, LINK, 1e12, link_bytes=1, communicator_bytes=1000)
 """Counts links in ones, communicators in thousands."""
-TWO = Grid(2, 1)
+TWO = TeamGrid(2, 1)
 
 
 @pytest.mark.parametrize(

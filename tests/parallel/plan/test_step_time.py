@@ -19,7 +19,7 @@ from parallel.cost.cluster import Cluster, LinkSpec
 from parallel.cost.stage_cost import Costs, LayerCost, stage_costs
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, partition_equal
-from parallel.memory.liveness import pieces
+from parallel.memory.liveness import storages
 from parallel.memory.policy import MIB, ActivationPolicy, segments_of
 from parallel.plan.added_costs import moved_bytes, policy_costs
 from parallel.plan.plan import PlanRow, best_of
@@ -162,7 +162,7 @@ def test_computing_again_is_part_of_the_backward_pass() -> None:
 
 
 def moved(policy: ActivationPolicy, starts: tuple[int, ...] = (0,)) -> tuple[int, int]:
-    return moved_bytes(pieces(GRAPH), segments_of(Partition(GRAPH, starts), 0, policy), policy)
+    return moved_bytes(storages(GRAPH), segments_of(Partition(GRAPH, starts), 0, policy), policy)
 
 
 def test_what_is_moved() -> None:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.space.box_bytes import AxisNeeds
-from parallel.space.grid import Span, cells, tile_cuts
+from parallel.space.cuts import Span, box_spans, tile_cuts
 from parallel.space.parts import MULTIPLES, divide, partition_faults, rule_faults, span_faults
 from parallel.space.phases import Part, phases_of
 from parallel.space.rule import SAME, Resample, Rule, Step, Transposed, Window, in_phases
-from parallel.space.spatial_plan import PaperRegion
+from parallel.space.spatial_plan import RegionSpec
 
 
 def windows() -> st.SearchStrategy[Window]:
@@ -92,9 +92,9 @@ def test_known_needs(rule: Rule, side: int, rows: Span, need: Span) -> None:
 @given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 400))
 def test_cells_partition_every_map_and_follow_the_tile(tile: int, box: int, side: int) -> None:
     cuts = tile_cuts(tile, box)
-    parts = cells(cuts, side)
+    parts = box_spans(cuts, side)
     assert [row for part in parts for row in range(*part)] == list(range(side))
-    assert cells(cuts, tile) == tuple(Span(a, b) for a, b in pairwise(cuts))
+    assert box_spans(cuts, tile) == tuple(Span(a, b) for a, b in pairwise(cuts))
     assert max(b - a for a, b in pairwise(cuts)) <= box + 32
 
 
@@ -113,8 +113,8 @@ WIDE, NARROW = 64_000, 4_000
 
 def divided(steps: list[Step], side: int, box_bytes: float, stored: float) -> list[Part]:
     sides = {"image": (side, side), **{step.name: step.sides for step in steps}}
-    region = PaperRegion(tuple(steps), sides, (side, side), {"image": 0}, (steps[-1].name,))
-    (phase,) = phases_of(region.steps, region.leaving)
+    region = RegionSpec(tuple(steps), sides, (side, side), {"image": 0}, (steps[-1].name,))
+    (phase,) = phases_of(region.steps, region.live_out)
     return divide(region, phase, 64, box_bytes, stored)
 
 
@@ -173,7 +173,7 @@ STEPS = [CONV, Step("relu", ("conv",), sides=(31, 31)), Step("sum", ("relu", "co
 
 
 def test_faults_of_plans_are_named() -> None:
-    spans = AxisNeeds(STEPS[-1:], SIDES, (0, 30, 61), 0, 1).begin_with_all(STEPS)
+    spans = AxisNeeds(STEPS[-1:], SIDES, (0, 30, 61), 0, 1).prepend_all(STEPS)
     assert spans == {"sum": Span(15, 31), "relu": Span(15, 31), "conv": Span(15, 31), "image": Span(27, 61)}
     assert not span_faults(STEPS, spans, SIDES, 0)
     narrow = {**spans, "image": Span(28, 61)}

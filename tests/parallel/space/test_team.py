@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from parallel.space.grid import Span
-from parallel.space.rule import SAME, Cells, Mirrored, Resample, Rule, Transposed, Window
+from parallel.space.cuts import Span
+from parallel.space.rule import SAME, AdaptivePool, Mirrored, Resample, Rule, Transposed, Window
 from parallel.space.spatial_plan import borders
-from parallel.space.team import Exchange, Grid, SpatialMesh, overlap, team_cuts
+from parallel.space.team import Exchange, TeamGrid, SpatialMesh, overlap, team_cuts
 
 Px = tuple[int, int]
 
@@ -25,13 +25,13 @@ def random_rule(draw: random.Random, side: int) -> Rule:
         Transposed(kernel, stride, dilation),
         Resample(draw.randint(1, 3 * side), None, draw.choice(["linear", "corners", "nearest"])),
         Mirrored(*pads, "reflect"),
-        Cells(draw.randint(1, side)),
+        AdaptivePool(draw.randint(1, side)),
     ]
     return draw.choice([window if window.out(side) > 0 else SAME, *others])
 
 
 def random_mesh(draw: random.Random) -> SpatialMesh:
-    mesh = SpatialMesh(Grid(draw.randint(1, 4), draw.randint(1, 3)), (draw.randint(5, 40), draw.randint(5, 40)))
+    mesh = SpatialMesh(TeamGrid(draw.randint(1, 4), draw.randint(1, 3)), (draw.randint(5, 40), draw.randint(5, 40)))
     cuts = [
         (0, *sorted(draw.randint(0, side) for _ in range(parts - 1)), side)
         for side, parts in zip(mesh.side, (mesh.grid.rows, mesh.grid.columns), strict=True)
@@ -88,7 +88,7 @@ def test_pieces_partition_what_each_member_needs() -> None:
 
 
 def test_what_a_member_needs_comes_from_corners_too() -> None:
-    exchange = SpatialMesh(Grid(3, 3), (30, 30)).exchange((Window(3, 1, 1, 1, 1),) * 2, (30, 30), (30, 30))
+    exchange = SpatialMesh(TeamGrid(3, 3), (30, 30)).exchange((Window(3, 1, 1, 1, 1),) * 2, (30, 30), (30, 30))
     sizes = {piece.owner: len(px_of(piece.box)) for piece in exchange.recvs[4]}
     assert sizes == {0: 1, 1: 10, 2: 1, 3: 10, 5: 10, 6: 1, 7: 10, 8: 1}
     assert [piece.owner for piece in exchange.recvs[0]] == [1, 3, 4]
@@ -97,7 +97,7 @@ def test_what_a_member_needs_comes_from_corners_too() -> None:
 def test_a_halo_wider_than_a_part_comes_from_several_members() -> None:
     """Dilation 12 in parts of 8 rows: the second of five needs rows of the first, and of the two behind it."""
     rule = Window(3, 1, 12, 12, 12)
-    exchange = SpatialMesh(Grid(5, 1), (40, 6)).exchange((rule, SAME), (40, 6), (40, 6))
+    exchange = SpatialMesh(TeamGrid(5, 1), (40, 6)).exchange((rule, SAME), (40, 6), (40, 6))
     assert exchange.needs[1][0] == Span(-4, 28)
     assert [(piece.owner, piece.box[0]) for piece in exchange.pieces[1]] == [
         (0, Span(0, 8)), (1, Span(8, 16)), (2, Span(16, 24)), (3, Span(24, 28)),
@@ -107,20 +107,20 @@ def test_a_halo_wider_than_a_part_comes_from_several_members() -> None:
 def test_cuts_boxes_and_grids() -> None:
     assert team_cuts(2048, 3) == (0, 672, 1376, 2048)  # where strides do
     assert team_cuts(61, 2) == (0, 30, 61)
-    mesh = SpatialMesh(Grid(4, 1), (64, 64))
+    mesh = SpatialMesh(TeamGrid(4, 1), (64, 64))
     assert mesh.fits((4, 1))
     assert not mesh.fits((3, 64))  # every member has a part
     box = Span(2, 5), Span(0, 4)
     assert overlap(box, (Span(4, 9), Span(1, 2))) == (Span(4, 5), Span(1, 2))
     assert overlap(box, (Span(5, 9), Span(1, 2))) is None  # they only touch
-    gathered = SpatialMesh(Grid(2, 2), (11, 9)).gathered((7, 5))
+    gathered = SpatialMesh(TeamGrid(2, 2), (11, 9)).gathered((7, 5))
     assert len(px_of(gathered.boxes[0])) == 35
     assert not any(gathered.recvs[member] for member in (1, 2, 3))
     assert gathered.sends[0] == ()
-    assert (str(Grid.parse("10x3")), Grid.parse("10x3").members) == ("10x3", 30)
+    assert (str(TeamGrid.parse("10x3")), TeamGrid.parse("10x3").members) == ("10x3", 30)
     for text in ("2", "0x2", "2x", "2 x 2", "-1x2", "2x2x2", ""):
         with pytest.raises(ValueError, match="ROWSxCOLUMNS"):
-            Grid.parse(text)
+            TeamGrid.parse(text)
 
 
 def seen(rules: tuple[Window, Window], row: int, column: int) -> set[tuple[int, int]]:
@@ -143,7 +143,7 @@ def test_every_number_is_made_of_its_part_or_in_a_rim(seed: int) -> None:
     for _ in range(60):
         rules, taken = (window(draw), window(draw)), (draw.randrange(20, 50), draw.randrange(20, 50))
         made = rules[0].out(taken[0]), rules[1].out(taken[1])
-        mesh = SpatialMesh(draw.choice([Grid(2, 1), Grid(1, 2), Grid(2, 2)]), taken)
+        mesh = SpatialMesh(draw.choice([TeamGrid(2, 1), TeamGrid(1, 2), TeamGrid(2, 2)]), taken)
         if min(made) < 2 or not mesh.fits(made):
             continue
         exchange = mesh.exchange(rules, made, taken)

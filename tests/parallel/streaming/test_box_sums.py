@@ -26,7 +26,7 @@ from parallel.offload.copies import Copies
 from parallel.offload.host_memory import HostMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.boxes import Boxes, _whole_tile_bytes
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.streaming import step_record
 from parallel.streaming.maps import Maps
 from parallel.streaming.patch import Box
@@ -214,7 +214,7 @@ FULLEST += [("resnet18", "batch", 192, 64, 0.15)]  # a box that is the whole map
 @pytest.mark.parametrize(("name", "norm", "tile", "box", "within"), long_where(FULLEST, FULLEST[-1]))
 def test_the_bytes_of_the_fullest_box_are_foreseen(name: str, norm: str, tile: int, box: int, within: float) -> None:
     boxes, measured = living(name, norm, tile, box)
-    leaving = sum(boxes.region.sizes[each] for each in boxes.region.leaving if each in boxes.region.sides)
+    leaving = sum(boxes.region.sizes[each] for each in boxes.region.live_out if each in boxes.region.sides)
     assert boxes.device_bytes + 2 * leaving == pytest.approx(measured, rel=within)
 
 

@@ -19,7 +19,7 @@ from models.resnet import BasicBlock
 from parallel.build import _plans
 from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_memory import HostMemory
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.strategy import Strategy
 from parallel.team.boxed_nodes import PlannedRegion
 from parallel.trace.stage_module import Boxes

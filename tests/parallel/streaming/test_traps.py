@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.in_boxes import streamed
 from models.blocks import FrozenBatchNorm2d
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.space.rule import Resample
 from parallel.streaming import part_plan
 from parallel.streaming.local_ops import resample

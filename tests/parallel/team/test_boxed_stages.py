@@ -23,7 +23,7 @@ from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
 from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
-from parallel.space.team import Grid
+from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from parallel.streaming.read_region import NothingTileable
 from parallel.team.boxed_nodes import PlannedRegion
@@ -38,7 +38,7 @@ from tests.helpers.tiny_models import classifier
 from tests.parallel.engine.test_exactness import PIPELINE
 
 SHAPE, M = (1, 3, 40, 56), 4
-STRIPS, QUARTERS = Grid(2, 1), Grid(2, 2)
+STRIPS, QUARTERS = TeamGrid(2, 1), TeamGrid(2, 2)
 
 
 def test_tiles_of_another_size_in_a_later_step() -> None:
@@ -81,7 +81,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def staged(name: str, ranks: int, grid: Grid | None = None, policy: Any = None, **more: Any) -> Strategy:
+def staged(name: str, ranks: int, grid: TeamGrid | None = None, policy: Any = None, **more: Any) -> Strategy:
     members, chunks = (grid.members if grid else 1), 2 if name == "interleaved" else 1
     boxes = ActivationPolicy(stream=16, **(policy or {}))
     return Strategy(name, ranks * members, 2, M, chunks, policy=boxes, grid=grid, **more)

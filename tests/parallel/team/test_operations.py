@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.space.team import Grid, SpatialMesh
+from parallel.space.team import TeamGrid, SpatialMesh
 from parallel.team.team_plan import BoxedParts
 from tests.helpers.small_nets import Made
 from tests.helpers.team_error import team_error
 from tests.helpers.team_operations import OPERATIONS, Call, Network
 
 EXACT, SHAPE, SQUARE = 1e-12, (2, 2, 37, 29), (2, 2, 20, 20)
-HALVES, QUARTERS = Grid(2, 1), Grid(2, 2)
+HALVES, QUARTERS = TeamGrid(2, 1), TeamGrid(2, 2)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_one_operation_on_uneven_parts(name: str, uneven: Callable[[str], None]) -> None:
     uneven(name)
-    grid = random.Random(name).choice([HALVES, Grid(1, 2), Grid(3, 1), QUARTERS])
+    grid = random.Random(name).choice([HALVES, TeamGrid(1, 2), TeamGrid(3, 1), QUARTERS])
     torch.manual_seed(0)
     errors = team_error(OPERATIONS[name].network().double(), SHAPE, grid)
     assert errors.largest <= EXACT, errors
@@ -118,10 +118,10 @@ def certain(p: float) -> list[nn.Module]:
 
 FLATTENED = ("flatten", "makes other dims of rows and columns")
 ONE_PX = ("_1 (1)", "gives maps of 1 x 1 px, of which not every member of a 2x1 team has a part")
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Grid, Any, Any]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], TeamGrid, Any, Any]] = {
     # The others have not drawn, and go on from where it is: else their masks would be of other numbers.
     "member 0 alone draws between draws of all": (Branches, (2, 2, 24, 20), QUARTERS, {}, FLATTENED),
-    **{f"draws after {name}": (drawing(name), (2, 2, 16, 4), Grid(1, 3), {}, None) for name in (
+    **{f"draws after {name}": (drawing(name), (2, 2, 16, 4), TeamGrid(1, 3), {}, None) for name in (
         "convolution 3x3", "bilinear, factor 2", "batch norm", "layer norm and linear layer by px")},
     **{f"dropout of {p}": (sequence(functools.partial(certain, p)), SQUARE, HALVES, {}, None) for p in (0.0, 1.0)},
     **{f"evaluation of {name}": (OPERATIONS[name].network, SHAPE, QUARTERS, {"training": False}, None) for name in (
@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Grid, Any, Any]
             nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5, inplace=True), nn.Conv2d(4, 3, 1))),
         SQUARE, HALVES, {}, ...),
     **{f"boxes of {grid}": (Skips, (2, 3, 36, 48), grid, {"training": training, "boxed": BoxedParts(8, 0)}, ...)
-       for grid, training in ((HALVES, True), (QUARTERS, True), (Grid(1, 3), False))},
+       for grid, training in ((HALVES, True), (QUARTERS, True), (TeamGrid(1, 3), False))},
     "a whole map that leaves is gathered": (
         sequence(lambda: (nn.Conv2d(3, 4, 5, padding=2), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3, dilation=3))),
         (1, 3, 40, 33), HALVES, {"boxed": BoxedParts(7)}, ...),

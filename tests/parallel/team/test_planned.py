@@ -32,7 +32,7 @@ from parallel.engine.step import Microbatch
 from parallel.offload.live_bytes import LiveBytes, not_counted
 from parallel.plan.candidates import BOXES
 from parallel.space.rule import Window
-from parallel.space.team import Box, Grid, SpatialMesh
+from parallel.space.team import Box, TeamGrid, SpatialMesh
 from parallel.strategy import Strategy
 from parallel.streaming.patch import cut_of, narrowed
 from parallel.streaming.read_region import read_region
@@ -95,7 +95,7 @@ def step(model: str, px: int, strategy: Strategy, communicator: Communicator, _:
     ],
 )
 def test_bytes_are_those_planned(model: str, px: int, grid: str, recompute: str, within: float) -> None:
-    team = Grid.parse(grid)
+    team = TeamGrid.parse(grid)
     strategy = Strategy("spatial", team.members, 1, 2, grid=team).under(recompute=recompute)
     plans = planner(model, px, 2, 2 * GIB, strategy.m)
     row = plans.forecast(strategy)
@@ -116,7 +116,7 @@ def test_bytes_are_those_planned(model: str, px: int, grid: str, recompute: str,
     ],
 )
 def test_bytes_in_boxes_and_of_draws_are_those_planned(model: str, px: int, grid: str, box: int | None) -> None:
-    team = Grid.parse(grid)
+    team = TeamGrid.parse(grid)
     strategy = Strategy("spatial", team.members, 1, BATCH, grid=team)
     row = planner(model, px, team.members, 2 * GIB, BATCH).forecast(
         strategy if box is None else strategy.under(stream=box)
@@ -125,8 +125,8 @@ def test_bytes_in_boxes_and_of_draws_are_those_planned(model: str, px: int, grid
     assert max(row.peak_bytes) == pytest.approx(max(peak for _, peak in members), rel=0.1)
 
 
-@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2), Grid(1, 3)])
-def test_members_hold_as_much_of_each_map_as_on_paper(grid: Grid) -> None:
+@pytest.mark.parametrize("grid", [TeamGrid(2, 1), TeamGrid(2, 2), TeamGrid(1, 3)])
+def test_members_hold_as_much_of_each_map_as_on_paper(grid: TeamGrid) -> None:
     network = nn.Sequential(
         nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3, dilation=2)
     )
@@ -151,7 +151,7 @@ def test_a_team_is_tried_in_boxes_where_its_parts_do_not_fit() -> None:
     plans = planner("resnet18", 1024, 2, 300 * 2**20, BATCH)
     row = plans.smallest_memory("spatial", 2, BOXES)
     assert row.fits, row
-    assert row.strategy.grid == Grid(2, 1)
+    assert row.strategy.grid == TeamGrid(2, 1)
     assert row.strategy.policy.stream is not None
     assert row.step_s is None
     assert plans.with_time(row).step_s
@@ -186,7 +186,7 @@ def calls_of_a_step(communicator: Communicator, strategy: Strategy) -> Counter[t
     return calls
 
 
-TEAM = Strategy("spatial", 2, 1, 4, grid=Grid(2, 1))
+TEAM = Strategy("spatial", 2, 1, 4, grid=TeamGrid(2, 1))
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def left_waiting(orders: list[list[tuple[int, int]]]) -> int:
             orders[member].pop(0)
 
 
-@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2), Grid(3, 2)], ids=str)
-def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: Grid) -> None:
+@pytest.mark.parametrize("grid", [TeamGrid(2, 1), TeamGrid(2, 2), TeamGrid(3, 2)], ids=str)
+def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: TeamGrid) -> None:
     rule = Window(5, 1, 1, 2, 2)
     exchange = SpatialMesh(grid, SIDES).exchange((rule, rule), SIDES, SIDES)
 
@@ -272,7 +272,7 @@ def test_nobody_waits_in_a_circle_even_where_messages_go_one_by_one(grid: Grid) 
 
 def test_halos_travel_while_a_member_computes() -> None:
     rule, sides = Window(3, 1, 1, 1, 1), (24, 16)
-    exchange = SpatialMesh(Grid(2, 1), sides).exchange((rule, rule), sides, sides)
+    exchange = SpatialMesh(TeamGrid(2, 1), sides).exchange((rule, rule), sides, sides)
     torch.manual_seed(0)
     whole, weight = torch.randn(1, 4, *sides), torch.randn(4, 4, 3, 3)
 

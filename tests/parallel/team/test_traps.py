@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from parallel.comm.communicator import Communicator
 from parallel.comm.thread_comm import run_on_threads
 from parallel.offload.rng import DRAWING
-from parallel.space.grid import Span
+from parallel.space.cuts import Span
 from parallel.space.rule import SAME, Step, Window
-from parallel.space.team import Exchange, Grid, SpatialMesh
+from parallel.space.team import Exchange, TeamGrid, SpatialMesh
 from parallel.streaming import local_ops, read_region, read_window
 from parallel.streaming.patch import Patch
 from parallel.team import node_compiler, program
@@ -27,7 +27,7 @@ from tests.helpers.team_error import team_error
 from tests.helpers.team_operations import OPERATIONS, Call, Network, Together
 
 EXACT, WRONG = 1e-12, 1e-7
-SHAPE, GRID = (2, 2, 37, 29), Grid(2, 1)
+SHAPE, GRID = (2, 2, 37, 29), TeamGrid(2, 1)
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -38,7 +38,7 @@ def _plans_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(SpatialMesh, name, getattr(SpatialMesh, name).__wrapped__)
 
 
-def error(network: nn.Module, grid: Grid = GRID) -> float:
+def error(network: nn.Module, grid: TeamGrid = GRID) -> float:
     """Of one pass; infinite where it cannot even be computed."""
     torch.manual_seed(0)
     for parameter in network.parameters():
@@ -101,7 +101,7 @@ def padded_by_ones(
     return y
 
 
-TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
+TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, TeamGrid]] = {
     # MPI4DL detaches halos: what its neighbours made of a row never reaches who computed it.
     "gradients of halos are handed back": (
         OPERATIONS["convolution 3x3"].make, replaced(TeamComm, "send_halo_grads", kept_gradients), GRID),
@@ -135,16 +135,16 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, Grid]] = {
         OPERATIONS["convolution 3x3, stride 2, no pad"].make,
         replaced(Window, "need", around_the_part), GRID),
     "needed rows may lie wholly outside": (
-        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(node_compiler, "patch_of", naive_patch), Grid(3, 1)),
+        lambda: nn.Conv2d(4, 4, 1, padding=40), replaced(node_compiler, "patch_of", naive_patch), TeamGrid(3, 1)),
     "even 'same' kernels pad at the end": (
         OPERATIONS["convolution 4x4, 'same'"].make,
         replaced(read_window, "same_pads", lambda k, d: ((d * (k - 1) + 1) // 2, d * (k - 1) // 2)), GRID),
     # XLA's halos ended at the neighbour.
     "halos reach beyond the neighbour": (
-        OPERATIONS["convolution, dilation 12"].make, replaced(SpatialMesh, "needed", without_far_owners), Grid(4, 1)),
+        OPERATIONS["convolution, dilation 12"].make, replaced(SpatialMesh, "needed", without_far_owners), TeamGrid(4, 1)),
     # DistConv loses them where backward overlaps.
     "corners are fetched": (
-        OPERATIONS["convolution 3x3"].make, replaced(SpatialMesh, "needed", without_corners), Grid(2, 2)),
+        OPERATIONS["convolution 3x3"].make, replaced(SpatialMesh, "needed", without_corners), TeamGrid(2, 2)),
 }  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def test_what_is_sent_may_be_overwritten_at_once() -> None:
 def test_no_padded_copy_is_kept() -> None:
     """The backward pass of a convolution keeps this member's part and what it fetched: a padded copy doubled maps."""
     window = Window(3, 1, 1, 1, 1)
-    exchange = SpatialMesh(Grid(2, 1), (16, 8)).exchange((window, window), (16, 8), (16, 8))
+    exchange = SpatialMesh(TeamGrid(2, 1), (16, 8)).exchange((window, window), (16, 8), (16, 8))
 
     def rank(communicator: Communicator, _: None) -> int:
         member = TeamComm(communicator)

@@ -58,7 +58,7 @@ def tile_cuts(side: int, box: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(8192)
-def cell(cuts: tuple[int, ...], side: int, number: int, last: int | None = None) -> Span:
+def box_span(cuts: tuple[int, ...], side: int, number: int, last: int | None = None) -> Span:
     """Return the rows of box ``number``, or of those from it to ``last``, in a map of ``side`` rows; none in some maps
     of fewer rows than boxes."""
     tile, ends = cuts[-1], (cuts[number], cuts[(number if last is None else last) + 1])
@@ -67,6 +67,6 @@ def cell(cuts: tuple[int, ...], side: int, number: int, last: int | None = None)
 
 
 @functools.lru_cache(8192)
-def cells(cuts: tuple[int, ...], side: int) -> tuple[Span, ...]:
+def box_spans(cuts: tuple[int, ...], side: int) -> tuple[Span, ...]:
     """Return the rows of each box in a map of ``side`` rows."""
-    return tuple(cell(cuts, side, number) for number in range(len(cuts) - 1))
+    return tuple(box_span(cuts, side, number) for number in range(len(cuts) - 1))
