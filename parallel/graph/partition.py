@@ -10,13 +10,17 @@ from __future__ import annotations
 import bisect
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
+
+
+Loads = npt.NDArray[np.float64]
 
 
 def carries_data(layer: Layer) -> bool:
@@ -219,22 +223,50 @@ def partition_equal(graph: LayerGraph, stages: int, costs: Sequence[float] | Non
     costs = equal_cost(graph) if costs is None else costs
     ends = [0, *allowed, len(graph.layers)]
     upto = np.array(list(accumulate(costs, initial=0.0)))[ends]
-    loads = np.where(np.tri(len(ends), k=-1, dtype=bool), upto[:, None] - upto, np.inf)  # [j, i]: of blocks i to j
-    slowest = upto  # of the first j blocks in so many stages
-    for _ in range(stages - 1):
-        slowest = np.maximum(slowest, loads).min(1)
-    fits, crossing = loads <= slowest[-1], np.array(bytes_across(graph), float)[ends]
-    sent = np.where(np.arange(len(ends)) == 0, 0.0, np.inf)
-    begins = []
-    for _ in range(stages):
-        sums = np.where(fits, sent + crossing, np.inf)
-        begins.append(sums.argmin(1))
-        sent = sums.min(1)
-    starts, end = [], len(ends) - 1
-    for begin in reversed(begins):
+    loads = np.where(np.tri(len(ends), dtype=bool), np.inf, upto - upto[:, None])
+    crossing = np.broadcast_to(np.array(bytes_across(graph), float)[ends, None], loads.shape)
+    _, starts = best_chain(lambda _, rows: loads[rows], stages, crossing)
+    return Partition(graph, tuple(ends[start] for start in starts))
+
+
+def best_chain(loads: Callable[[int, slice], Loads], stages: int, bytes_: Loads) -> tuple[float, list[int]]:
+    """Return the cuts of places in line into ``stages`` windows [i, j): first the smallest possible largest load, then,
+    among all cuts that reach it, the fewest bytes.
+
+    Args:
+        loads: takes a stage and places, gives those rows of its (P, P) matrix; infinite where i >= j, and
+            for windows that may not be used.
+        bytes_: (P, P); the sum over the stages breaks ties.
+
+    Returns:
+        The largest load, infinite where no cuts will do, and the place where each stage begins.
+    """
+    best = loads(0, slice(0, 1))[0]
+    for stage in range(1, stages):
+        reached = _reached(best)
+        if reached.start == reached.stop:
+            return np.inf, []
+        best = np.maximum(best[reached, None], loads(stage, reached)).min(axis=0)
+    limit = float(best[-1])
+    if not np.isfinite(limit):
+        return limit, []
+    total, chosen = np.where(loads(0, slice(0, 1))[0] <= limit, bytes_[0], np.inf), []
+    for stage in range(1, stages):
+        reached = _reached(total)
+        sums = np.where(loads(stage, reached) <= limit, total[reached, None] + bytes_[reached], np.inf)
+        chosen.append(reached.start + sums.argmin(axis=0))
+        total = sums.min(axis=0)
+    starts, end = [], bytes_.shape[0] - 1
+    for begin in reversed(chosen):
         end = int(begin[end])
-        starts.append(ends[end])
-    return Partition(graph, tuple(reversed(starts)))
+        starts.append(end)
+    return limit, [0, *reversed(starts)]
+
+
+def _reached(best: Loads) -> slice:
+    """Return the places from the first to the last that the stages so far can end at; nothing begins beyond."""
+    places = np.flatnonzero(np.isfinite(best))
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
 
 
 def too_many(graph: LayerGraph, most: int, stages: int) -> str:

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Partition, cut_positions, too_many
+from parallel.graph.partition import Loads, Partition, best_chain, cut_positions, too_many
 from parallel.memory.windows import Windows, thinned
-from parallel.plan.bottleneck import Loads, Pair, best_chain, best_pairs
+from parallel.plan.bottleneck import Pair, best_pairs
 
 PLACES = 96
 """Where the stages of a pair may begin, ends included; the search takes the fourth power of it at worst."""

@@ -1,59 +1,20 @@
-"""The cuts of a line whose largest load is smallest, by dynamic programming over matrices of windows.
+"""The cuts of a line into pairs of stages whose largest load is smallest, by dynamic programming over matrices.
 
-Takes, for every stage, the load of each window [i, j) of places in line as a matrix; gives the places of the cuts. In
-``best_chain`` every stage is a load of its own; in ``best_pairs`` stages k and D-1-k together are one, as on the ranks
-of inverted replicas. Both are exact: first the smallest possible largest load, then, among all that reach it, the
-fewest bytes. Infinite entries are windows that may not be used. No torch here.
+Takes, for stages k and D-1-k together, as on the ranks of inverted replicas, the load of each window [i, j) of places
+in line as a matrix; gives the places of the cuts. As exact as ``graph.partition.best_chain``, in which every stage is a
+load of its own. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-Loads = npt.NDArray[np.float64]
-
-
-def best_chain(loads: Callable[[int, slice], Loads], stages: int, bytes_: Loads) -> tuple[float, list[int]]:
-    """Return the cuts into ``stages`` windows.
-
-    Args:
-        loads: takes a stage and places, gives those rows of its (P, P) matrix; infinite where i >= j.
-        bytes_: (P, P); the sum over the stages breaks ties.
-
-    Returns:
-        The largest load, infinite where no cuts will do, and the place where each stage begins.
-    """
-    best = loads(0, slice(0, 1))[0]
-    for stage in range(1, stages):
-        reached = _reached(best)
-        if reached.start == reached.stop:
-            return np.inf, []
-        best = np.maximum(best[reached, None], loads(stage, reached)).min(axis=0)
-    limit = float(best[-1])
-    if not np.isfinite(limit):
-        return limit, []
-    total, chosen = np.where(loads(0, slice(0, 1))[0] <= limit, bytes_[0], np.inf), []
-    for stage in range(1, stages):
-        reached = _reached(total)
-        sums = np.where(loads(stage, reached) <= limit, total[reached, None] + bytes_[reached], np.inf)
-        chosen.append(reached.start + sums.argmin(axis=0))
-        total = sums.min(axis=0)
-    starts, end = [], bytes_.shape[0] - 1
-    for begin in reversed(chosen):
-        end = int(begin[end])
-        starts.append(end)
-    return limit, [0, *reversed(starts)]
-
-
-def _reached(best: Loads) -> slice:
-    """Return the places from the first to the last that the stages so far can end at; nothing begins beyond."""
-    places = np.flatnonzero(np.isfinite(best))
-    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
+from parallel.graph.partition import Loads
 
 
 @dataclass(frozen=True)
