@@ -5,20 +5,8 @@ one by one: what microbatches in flight keep, what is live only while an action 
 which are received one action ahead and leave during the next. Buffers of modules, a few numbers per channel,
 are not counted. No torch here.
 
-Of a stage with P bytes of parameters, K values kept by the optimizer for each and N holders, between two steps
-(Rajbhandari et al. 2020, ZeRO, section 5; stage 3 is ``sharded_bytes``):
-
-====  ==========  =========  =========
-zero  parameters  gradients  optimizer
-====  ==========  =========  =========
-0     P           P          K P
-1     P           P / N      K P / N
-2     P           P / N      K P / N
-3     P / N       P / N      K P / N
-====  ==========  =========  =========
-
-While backward passes add to them, gradients take P with stage 1 and with inverted replicas, whose sums wait for
-each other; with stage 2 two buckets besides the slice.
+With ZeRO (Rajbhandari et al. 2020, section 5; stage 3 is ``sharded_bytes``) holders of a stage divide gradients and
+optimizer state as in the table of docs/design/memory.md.
 """
 
 from __future__ import annotations

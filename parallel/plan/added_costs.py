@@ -24,6 +24,7 @@ from parallel.graph.scale import with_tiles
 from parallel.memory.liveness import Storage
 from parallel.memory.policy import ActivationPolicy, Segment, segments_of
 from parallel.memory.stage_bytes import StageMemory
+from parallel.schedule.shares import even_parts
 from parallel.schedule.timeline import StageCost
 from parallel.space.team import Exchange, is_small_all_reduce
 
@@ -61,6 +62,15 @@ class Sum:
 
     bytes: int
     gathered: bool = False
+
+
+MOMENTS, COUNT_BYTES = 3, 8
+"""Numbers of each channel that a member gives of a norm in a forward pass, and bytes of each; two come back."""
+
+
+def norm_sums(channels: int) -> tuple[Sum, Sum]:
+    """Return the sums of a norm, in a forward and in a backward pass."""
+    return Sum(MOMENTS * channels * COUNT_BYTES, gathered=True), Sum((MOMENTS - 1) * channels * COUNT_BYTES)
 
 
 @dataclass
@@ -108,52 +118,29 @@ def sum_in_team_s(summed: Sum, members: int, cluster: Cluster) -> float:
 
 
 NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
-MOMENTS, COUNT_BYTES = 3, 8
-"""Numbers of each channel that a member gives of a norm in a forward pass, and bytes of each; two come back."""
 FREE = 1_000_000
 """Numbers of storages from which on those of regions are numbered, so many for each."""
 
 
-@dataclass(frozen=True)
-class ForkTraffic:
-    """Bytes that one member sends, and is sent, at the fork and at the join of a region, in a forward pass; in the
-    backward pass it is sent what it sends here.
-
-    Attributes:
-        fork, join: the larger of both ways, of the member with most.
-        sent: by all members together.
-    """
-
-    fork: int
-    join: int
-    sent: int
-
-
-def traffic_of(branches: Branches, region: BranchRegion, sizes: Callable[[str], int], samples: int) -> ForkTraffic:
-    """Return the bytes of a region for microbatches of ``samples``.
-
-    Args:
-        sizes: bytes of a sample of a value.
-    """
-    members = len(region.seconds)
-    count, larger = divmod(samples, members)
-    rows = [count + (member < larger) for member in range(members)]
-    graph, all_sent = branches.graph, 0
+def traffic_of(branches: Branches, region: BranchRegion, samples: int) -> tuple[int, int]:
+    """Return the bytes of a region in a forward pass on ``samples``: what the member with most sends or is sent, at the
+    fork and at the join, and what all members send. In the backward pass they are sent what they send here."""
+    members, graph = len(region.seconds), branches.graph
+    rows = [len(own) for own in even_parts(samples, members)]
     forks, joins = [[0, 0] for _ in rows], [[0, 0] for _ in rows]
     for name in region.entering:
         layers = (graph.layers[k] for branch in region.branches for k in branch)
         takers = {branches.member_of[layer.name] for layer in layers if name in layer.inputs}
         for source in range(members):
             for taker in takers - {source}:
-                forks[source][0] += rows[source] * sizes(name)
-                forks[taker][1] += rows[source] * sizes(name)
+                forks[source][0] += rows[source] * graph.by_name[name].output_bytes
+                forks[taker][1] += rows[source] * graph.by_name[name].output_bytes
     for name in region.live_out:
         maker = branches.member_of[name]
         for target in set(range(members)) - {maker}:
-            joins[maker][0] += rows[target] * sizes(name)
-            joins[target][1] += rows[target] * sizes(name)
-    all_sent = sum(sent for sent, _ in (*forks, *joins))
-    return ForkTraffic(max(map(max, forks)), max(map(max, joins)), all_sent)
+            joins[maker][0] += rows[target] * graph.by_name[name].output_bytes
+            joins[target][1] += rows[target] * graph.by_name[name].output_bytes
+    return max(map(max, forks)) + max(map(max, joins)), sum(sent for sent, _ in (*forks, *joins))
 
 
 class BranchedParts:
@@ -192,7 +179,9 @@ class BranchedParts:
         layers, seconds = list(few.layers), list(costs.layers)
         for position, layer in enumerate(self._graph.layers):
             if layer.kind in NORMS and layer.name not in branches.member_of:
-                seconds[position] = self._with_sums(seconds[position], layer, members)
+                ahead, back = norm_sums(layer.param_bytes // (2 * 4))  # scale and shift, in float32
+                sums = HaloTraffic(forward_sums=[ahead], backward_sums=[back])
+                seconds[position] = with_traffic(seconds[position], sums, shared, members, self._cluster)
         for number, region in enumerate(branches.regions):
             slowest = region.seconds.index(max(region.seconds))
             for branch, member in zip(region.branches, region.members, strict=True):
@@ -222,15 +211,9 @@ class BranchedParts:
     def _exchange_s(self, branches: Branches, region: BranchRegion, tiles: int) -> float:
         """Return the seconds of the exchanges at the fork and at the join, in one pass."""
         members = len(region.seconds)
-        traffic = traffic_of(branches, region, lambda name: self._graph.by_name[name].output_bytes, tiles)
+        sent, _ = traffic_of(branches, region, tiles)
         bandwidth = self._cluster.team_link(members).bandwidth
-        return 2 * self._cluster.exchange_s(members - 1, members) + (traffic.fork + traffic.join) / bandwidth
-
-    def _with_sums(self, cost: LayerCost, layer: Layer, members: int) -> LayerCost:
-        channels = layer.param_bytes // (2 * 4)  # scale and shift, in float32
-        forward = sum_in_team_s(Sum(MOMENTS * channels * COUNT_BYTES, gathered=True), members, self._cluster)
-        backward = sum_in_team_s(Sum((MOMENTS - 1) * channels * COUNT_BYTES), members, self._cluster)
-        return LayerCost(cost.forward_s + forward, cost.backward_s + backward, cost.backward_input_s + backward)
+        return 2 * self._cluster.exchange_s(members - 1, members) + sent / bandwidth
 
 
 def _renumbered(layer: Layer, region: int) -> Layer:

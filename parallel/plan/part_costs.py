@@ -19,17 +19,13 @@ from parallel.cost.cluster import Cluster
 from parallel.cost.stage_cost import Costs
 from parallel.graph.layers import OUTPUT, Convolution, Layer, LayerGraph, Op
 from parallel.graph.scale import cast_parameters, on_part, with_tiles
-from parallel.plan.added_costs import Halo, HaloTraffic, Sum, with_traffic
+from parallel.plan.added_costs import COUNT_BYTES, Halo, HaloTraffic, Sum, norm_sums, with_traffic
 from parallel.space.rule import Step
 from parallel.space.spatial_plan import Borders, BoundaryStrip, RegionSpec, SpatialPlan, divide_among, overlap_pays
 from parallel.space.team import Exchange, TeamGrid, box_px
 
-COUNT_BYTES = 8
-"""Of the numbers that statistics are summed in."""
 FLOAT_BYTES = 4
 """Of the numbers that are normalised."""
-MOMENTS = 3
-"""Numbers of each channel that every member gives in one message: count, mean, M2; two come back for the gradient."""
 DRAWN_COPIES = 3
 """Of a whole map, while numbers are drawn for each of its px: ones, what is drawn, and their product."""
 NORM_PASSES = 3
@@ -172,9 +168,10 @@ class _Parts:
             traffic.backward_sums.append(Sum(step.value_bytes))
             return
         channels = self._px_bytes(step.maps[0]) // FLOAT_BYTES
-        traffic.forward_sums.append(Sum(MOMENTS * channels * COUNT_BYTES, gathered=True))
+        ahead, back = norm_sums(channels)
+        traffic.forward_sums.append(ahead)
         if self._graph.flows_back(layer.name):
-            traffic.backward_sums.append(Sum((MOMENTS - 1) * channels * COUNT_BYTES))
+            traffic.backward_sums.append(back)
             traffic.backward_copied += round(NORM_PASSES * layer.output_bytes * self._share(layer))
 
     def _draw(self, layer: Layer, change: _Change) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from parallel.cost.cluster import Cluster, LinkSpec
 from parallel.cost.stage_cost import link_costs
 from parallel.graph.partition import Partition
+from parallel.memory.rank_bytes import BUCKET_BYTES
 from parallel.schedule.action import Kind, Schedule
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_recompute
@@ -25,8 +26,6 @@ from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, StageCost, Timeline
 from parallel.strategy import Strategy
 
-DDP_BUCKET = 25 << 20
-"""Bytes of gradients of one sum of DistributedDataParallel; the last of them has nothing left to hide behind."""
 LONG = 4
 """Times the depth of a pipeline: microbatches of a step that is simulated whole."""
 UPDATE_PASSES = (6, 11, 20, 25)
@@ -280,7 +279,7 @@ def _whole_exchange_s(
     """Return the seconds that sums of gradients add where each rank, or team that shares branches, computes the whole
     model.
 
-    A GPU's backward pass hides the sums of ddp but for the last bucket. With fsdp every microbatch gathers parameters
+    A GPU's backward pass hides the sums of ddp but for the last bucket, which has nothing left to hide behind. With fsdp every microbatch gathers parameters
     for forward and for backward and scatters gradients, half of a ring sum each.
     """
     ranks, ways, hides = candidate.ranks, candidate.ways, cluster.slowdown(candidate.ranks)
@@ -294,7 +293,7 @@ def _whole_exchange_s(
         passes = sum(weights_of(candidate, batch))
         return passes * twice + gather_s * (passes if cluster.kind == "cpu" else 1)
     sum_s *= cluster.beside_backward * _rounds(candidate, cluster)
-    return max(sum_s - hides * stage.backward_s, sum_s * min(1.0, DDP_BUCKET / max(1, param_bytes)))
+    return max(sum_s - hides * stage.backward_s, sum_s * min(1.0, BUCKET_BYTES / max(1, param_bytes)))
 
 
 def _update_s(param_bytes: float, slots: int, cluster: Cluster, ranks: int) -> float:

@@ -46,8 +46,14 @@ def split_batch(batch: int, m: int) -> tuple[range, ...]:
             f"{batch} tiles cannot be cut into {m} microbatches of at least one tile: "
             "raise --batch or lower --microbatches"
         )
-    size, larger = divmod(batch, m)
-    starts = [i * size + min(i, larger) for i in range(m + 1)]
+    return even_parts(batch, m)
+
+
+def even_parts(count: int, parts: int) -> tuple[range, ...]:
+    """Return consecutive ranges of sizes that differ by at most one, larger ones first; the last are empty where there
+    are more of them than ``count``."""
+    size, larger = divmod(count, parts)
+    starts = [k * size + min(k, larger) for k in range(parts + 1)]
     return tuple(range(a, b) for a, b in itertools.pairwise(starts))
 
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from parallel import remembered
 from parallel.space.box_bytes import AxisNeeds, Cuts, fullest_box_bytes
 from parallel.space.parts import divide, worst_case_boxes
-from parallel.space.phases import Part, Phase, peak_stored_bytes, phases_of
+from parallel.space.phases import Part, Phase, peak_map_bytes, peak_stored_bytes, phases_of
 from parallel.space.spatial_plan import RegionSpec
 from parallel.space.team import TeamGrid, SpatialMesh
 
@@ -145,18 +145,8 @@ class Boxes:
         return frozenset().union(*(given & other for given, _ in parts for _, other in parts)), parts
 
     def peak_bytes(self, names: Collection[str]) -> int:
-        """Return the peak bytes of some maps between parts, and of their gradients. Maps are there when the forward
-        pass ends; gradients come as parts go back; both go with the part that made them."""
-        left, gradients = set(names), set[str]()
-        most = now = sum(map(self.map_bytes, left))
-        for given, fetched in reversed(self._stored[1]):
-            now += sum(map(self.map_bytes, (fetched & left) - gradients))
-            gradients |= fetched & left
-            most = max(most, now)
-            now -= sum(map(self.map_bytes, (*(left & given), *(gradients & given))))
-            left -= given
-            gradients -= given
-        return most
+        """Return the peak bytes of some maps between parts, and of their gradients."""
+        return peak_map_bytes(names, self._stored[1], self.map_bytes)
 
     def on_device(self, most: int) -> frozenset[str]:
         """Return names of maps between parts, the largest first, that take at most ``most`` bytes of a device, with

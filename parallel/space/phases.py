@@ -10,7 +10,8 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,24 +132,35 @@ def _crossing(steps: Sequence[Step], base: Sequence[tuple[Sequence[Step], Sequen
     return {name for step in steps for name in step.maps if name in maps and phase_of[name] < phase_of[step.name]}
 
 
-def peak_stored_bytes(phases: Sequence[Phase], sizes: Mapping[str, int], images: Collection[str]) -> int:
-    """Return the bytes of maps between phases, and of their gradients, at the fullest moment, going back."""
-    made = set().union(*(phase.live_out for phase in phases)) & set().union(*(phase.fetched for phase in phases))
-    gradients: set[str] = set()
-    most, now = 0, sum(sizes[name] for name in made)
-    for phase in reversed(phases):
-        arrive = (phase.fetched & made) - gradients - set(images)
-        gradients |= arrive
-        now += sum(sizes[name] for name in arrive)
+def peak_map_bytes(
+    names: Iterable[str], parts: Sequence[tuple[AbstractSet[str], AbstractSet[str]]], size: Callable[[str], int]
+) -> int:
+    """Return the peak bytes of some maps and of their gradients in a backward pass. The maps are there when the forward
+    pass ends; gradients come as parts go back; both go with the part that made the map.
+
+    Args:
+        parts: (names of the maps that it gives, of those that it fetches and that get a gradient) of each, in order.
+    """
+    left, gradients = set(names), set[str]()
+    most = now = sum(map(size, left))
+    for given, fetched in reversed(parts):
+        now += sum(map(size, (fetched & left) - gradients))
+        gradients |= fetched & left
         most = max(most, now)
-        now -= sum(sizes[name] for held in (made, gradients) for name in held & phase.live_out)
-        made -= phase.live_out
-        gradients -= phase.live_out
+        now -= sum(map(size, (*(left & given), *(gradients & given))))
+        left -= given
+        gradients -= given
     return most
 
 
+def peak_stored_bytes(phases: Sequence[Phase], sizes: Mapping[str, int], images: AbstractSet[str]) -> int:
+    """Return the peak bytes of maps between phases, and of their gradients."""
+    made = set().union(*(phase.live_out for phase in phases)) & set().union(*(phase.fetched for phase in phases))
+    return peak_map_bytes(made, [(phase.live_out, phase.fetched - images) for phase in phases], sizes.__getitem__)
+
+
 def maps_to_recompute(
-    steps: Sequence[Step], live_out: Collection[str], sizes: Mapping[str, int], images: Collection[str], limit: float
+    steps: Sequence[Step], live_out: Collection[str], sizes: Mapping[str, int], images: AbstractSet[str], limit: float
 ) -> frozenset[str]:
     """Return names of the maps to recompute so that the others take no more than ``limit`` bytes, those first that
     cost least for each byte; all that help where even that is too much."""

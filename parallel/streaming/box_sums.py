@@ -14,8 +14,9 @@ from torch import Tensor, fx
 
 from parallel.space.cuts import Span
 from parallel.space.rule import Step
+from parallel.space.team import Box
 from parallel.streaming.operation import DIMS, Operation
-from parallel.streaming.patch import Box, Patch
+from parallel.streaming.patch import Patch
 from parallel.streaming.region import Region
 from parallel.trace.stage_module import Boxes
 

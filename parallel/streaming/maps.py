@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel.offload.host_memory import HostMemory
-from parallel.streaming.patch import Box
+from parallel.space.team import Box
 from parallel.trace.stage_module import Boxes, layout_of
 
 Dims = Mapping[str, tuple[int, int]]

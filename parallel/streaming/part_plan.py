@@ -17,8 +17,9 @@ from parallel.space.cuts import Span, box_spans
 from parallel.space.parts import partition_faults, rule_faults, span_faults
 from parallel.space.phases import Part, live_steps
 from parallel.space.rule import Step
+from parallel.space.team import Box
 from parallel.streaming.operation import Operation
-from parallel.streaming.patch import Box, Cut, available, cut_of, padded_need
+from parallel.streaming.patch import Cut, available, cut_of, padded_need
 from parallel.streaming.region import Region
 
 Spans = Mapping[str, Span]

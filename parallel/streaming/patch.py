@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.space.cuts import Span
+from parallel.space.team import Box
 from parallel.trace.stage_module import layout_of
 
 Cut = tuple[tuple[int, int], tuple[int, int]]
@@ -55,10 +56,6 @@ class _Parts(torch.autograd.Function):
             if part is not None:
                 narrowed(whole, ctx.dims, cut).add_(part)
         return whole, None, None
-
-
-Box = tuple[Span, Span]
-"""(rows, columns)"""
 
 
 @dataclass(slots=True)

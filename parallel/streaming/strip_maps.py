@@ -19,9 +19,9 @@ from torch import Tensor
 
 from parallel.offload.copies import Mark
 from parallel.offload.host_memory import HostMemory
+from parallel.space.team import Box
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan
-from parallel.streaming.patch import Box
 from parallel.trace.stage_module import layout_of
 
 UNDER_WAY = 2

@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parallel.graph.branches import Branches, find_branches
 from parallel.graph.partition import Partition
 from parallel.memory.policy import segments_of
+from parallel.schedule.shares import even_parts
 from parallel.strategy import Strategy
 from parallel.streaming.box_sums import BoxSums
 from parallel.team.program import NodeRun
-from parallel.team.sample_exchange import Form, SampleExchange, agreed_forms, fork, join, rows_of_members
+from parallel.team.sample_exchange import Form, SampleExchange, agreed_forms, fork, join
 from parallel.team.samplewise import DROPOUTS, SampleContext, dropped, normalise, samplewise_fault
 from parallel.team.team_comm import ForwardContext, TeamComm, all_reduce_sum
 from parallel.team.team_plan import MOST_PLANS
@@ -239,7 +240,7 @@ class BranchStage(TeamStage):
         return SampleContext(self.plans(shape, self.training), self.link, self.device, random, samples=shape[0])
 
     def samples(self, count: int) -> range:
-        return rows_of_members(count, self.link.members)[self.link.member]
+        return even_parts(count, self.link.members)[self.link.member]
 
     def tiles(self, images: Tensor | Boxes, shape: tuple[int, ...]) -> Tensor:
         return self._own(as_tensor(images), shape[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,14 +36,6 @@ DTYPES = (
 )
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 Wait = Callable[[], list[Tensor | None]]
-
-
-def rows_of_members(samples: int, members: int) -> tuple[range, ...]:
-    """Return the samples of each member: consecutive, counts differing by at most one, larger ones first; none for the
-    last members of more than there are samples."""
-    size, larger = divmod(samples, members)
-    starts = [k * size + min(k, larger) for k in range(members + 1)]
-    return tuple(range(*pair) for pair in itertools.pairwise(starts))
 
 
 @dataclass(frozen=True)

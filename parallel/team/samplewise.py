@@ -31,9 +31,9 @@ from torch.nn.modules import (
 )
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from parallel.schedule.shares import even_parts
 from parallel.streaming.moments import merged, moments, next_share, normalised_part, update_running
 from parallel.streaming.read_norm import HALVES
-from parallel.team.sample_exchange import rows_of_members
 from parallel.team.team_comm import ForwardContext, TeamComm
 from parallel.trace.stage_module import layout_of
 
@@ -166,7 +166,7 @@ class SampleContext(ForwardContext):
     @property
     def rows(self) -> tuple[range, ...]:
         """Return the samples of each member."""
-        return rows_of_members(self.samples, self.comm.members)
+        return even_parts(self.samples, self.comm.members)
 
 
 def normalise(comm: TeamComm, module: _BatchNorm, own: Tensor, context: SampleContext) -> Tensor:

@@ -20,11 +20,12 @@ from parallel.cost.stage_cost import Costs, LayerCost, stage_costs
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, partition_equal
 from parallel.memory.liveness import storages
+from parallel.memory.rank_bytes import BUCKET_BYTES
 from parallel.memory.policy import MIB, ActivationPolicy, segments_of
 from parallel.plan.added_costs import moved_bytes, policy_costs
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
-from parallel.plan.step_time import ADDING_PASSES, DDP_BUCKET, UPDATE_PASSES, step_time
+from parallel.plan.step_time import ADDING_PASSES, UPDATE_PASSES, step_time
 from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
 
@@ -79,12 +80,12 @@ def test_slices_take_as_many_messages_as_sums_of_whole_gradients() -> None:
     assert two == pytest.approx(whole + 3 * 0.5)  # with 4 microbatches on each rank
 
 
-def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * DDP_BUCKET) -> float:
+def whole(name: str, ranks: int, m: int, on: Cluster, batch: int = 8, params: int = 4 * BUCKET_BYTES) -> float:
     costs = [StageCost(1.0, 2.0, 1.0, 1.0, 10)]
     return step_time(Strategy(name, ranks, 1, m), batch, costs, {}, [params], 2, on).step_s
 
 
-SLOW = LinkSpec("slow", 4 * DDP_BUCKET, 0.0)
+SLOW = LinkSpec("slow", 4 * BUCKET_BYTES, 0.0)
 """1 s for all gradients."""
 BUSY = dataclasses.replace(cluster(), kind="cpu", sums=SLOW, beside_backward=1.5, gathering=4.0)
 

@@ -91,7 +91,7 @@ def test_bytes_sent_are_those_of_the_formula(ways: int, groups: int) -> None:
     branches = find_branches(graph, ways)
     samples = [sum(len(images) for images, _ in [batch]) for batch in steps[0]]
     expected = sum(
-        2 * traffic_of(branches, region, lambda name: graph.by_name[name].output_bytes, n).sent
+        2 * traffic_of(branches, region, n)[1]
         for region in branches.regions
         for n in samples
     )
