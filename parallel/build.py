@@ -39,12 +39,10 @@ from parallel.offload.live_bytes import not_counted
 from parallel.offload.packing import ActivationMeter
 from parallel.offload.saved_tensors import SavedTensors
 from parallel.schedule.action import Action, Kind, Schedule, held
-from parallel.schedule.dependencies import Links
 from parallel.schedule.mesh import Mesh
 from parallel.schedule.passes import add_communication
 from parallel.schedule.shares import Shares
 from parallel.schedule.text import PushRule
-from parallel.schedule.timeline import StageCost
 from parallel.stage.microbatch_state import WeightVersions
 from parallel.stage.split_backward import DeferredWeights
 from parallel.stage.stage import Compute, Loss, Stage
@@ -141,7 +139,10 @@ def put_to_work(
     rank = communicator.rank
     team = mesh.team_of(rank)
     costs = nominal_costs(partition) if policy.moves else None
-    scheduled = functools.partial(_schedule_of, strategy, partition.links, costs)
+
+    def scheduled(shares: Shares) -> Schedule:
+        return dataclasses.replace(strategy, shares=shares).schedule(partition.links, costs)
+
     schedule = scheduled(strategy.shares)
     updated: Collection[str] = ()
     if isinstance(traced, Traced):
@@ -197,11 +198,6 @@ def put_to_work(
         link=link,
         server=server,
     )
-
-
-def _schedule_of(strategy: Strategy, links: Links, costs: Sequence[StageCost] | None, shares: Shares) -> Schedule:
-    """Return the actions of all teams where groups compute ``shares``; for the rest see ``Strategy.schedule``."""
-    return dataclasses.replace(strategy, shares=shares).schedule(links, costs)
 
 
 def _routes(partition: Partition) -> dict[tuple[int, int], tuple[str, ...]]:

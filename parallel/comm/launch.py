@@ -61,19 +61,14 @@ class RankServer:
         # A message is one packet: neither side reads half of one.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = self._start_process(theirs, command, loads)
+            program = [sys.executable, "-m", "parallel.comm.rank_server", str(theirs.fileno()), ",".join(loads)]
+            self._process = subprocess.Popen([*program, *command], pass_fds=[theirs.fileno()], start_new_session=True)
         self.pid = self._process.pid
         self.is_loaded = False
         self.ranks: list[int] = []
         self.codes: dict[int, int] = {}
         self._asked = 0
         self._requests: list[bytes] = []
-
-    def _start_process(
-        self, theirs: socket.socket, command: Sequence[str], loads: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        program = [sys.executable, "-m", "parallel.comm.rank_server", str(theirs.fileno()), ",".join(loads)]
-        return subprocess.Popen([*program, *command], pass_fds=[theirs.fileno()], start_new_session=True)
 
     def __enter__(self) -> Self:
         return self
@@ -157,13 +152,9 @@ class RankServer:
                 self.ranks.append(rank)
             case []:
                 self.is_loaded = True
-            case None:
-                self._lost()
-
-    def _lost(self) -> None:
-        """The server has ended: ask the ranks to end, and take the server for the rank that failed."""
-        self.signal(signal.SIGTERM)
-        self.ranks, self.codes, self._asked = [self.pid], {self.pid: self._process.wait() or 1}, 1
+            case None:  # the server has ended: ask the ranks to end, and take it for the rank that failed
+                self.signal(signal.SIGTERM)
+                self.ranks, self.codes, self._asked = [self.pid], {self.pid: self._process.wait() or 1}, 1
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks that have not ended."""

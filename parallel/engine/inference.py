@@ -42,7 +42,7 @@ def predict(work: RankProgram, microbatch: Microbatch, sums: Sums | None = None)
                 if action.stage == work.mesh.stages - 1 and module.counts:
                     (output,) = outputs.values()
                     if sums is None or not module.gives_sums:
-                        output = measured(tree_map(_in_float32, output), microbatch, sums)
+                        output = measured(tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, output), microbatch, sums)
     work.messenger.finish()
     return output
 
@@ -96,7 +96,3 @@ def _forward(work: RankProgram, action: Action, microbatch: Microbatch, sums: Su
     outputs = stage.predict(values, box_sums, microbatch.shape)
     work.transfers.stash_output(action, outputs, *PREDICTION)
     return outputs
-
-
-def _in_float32(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) else leaf

@@ -30,11 +30,7 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
     The average is the first updated value, then decay x average + (1 - decay) x value. Decay rises with the number n of
     updates, as (1 + n) / (10 + n), up to ``decay``: the first values, which are far off, do not weigh for long.
     """
-
-    def after_step(optimizer: Optimizer, *_: Any) -> None:
-        _add(optimizer, decay)
-
-    optimizer.register_step_post_hook(after_step)
+    optimizer.register_step_post_hook(lambda optimizer, *_: _add(optimizer, decay))
 
 
 @torch.no_grad()

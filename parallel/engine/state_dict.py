@@ -47,7 +47,8 @@ class FullStateDict:
         what it has. Of a stage that is divided every rank gives the state of its pieces. Buffers are those of replica
         0, whatever a forward pass may do to them.
         """
-        givers = {number: self._giver(number) for number in self.stages}
+        # The rank whose copy of the parameters of each stage is taken: rank 0 if it has one.
+        givers = {n: 0 if 0 in self.mesh.ranks_with(n) else self.mesh.rank_at(n) for n in self.stages}
         model = {
             key: value
             for number, stage in self.stages.items()
@@ -112,10 +113,6 @@ class FullStateDict:
         rank = self.communicator.rank
         return self.mesh.team_of(rank) == 0 if key in stage.module.of_one_member else rank == giver
 
-    def _giver(self, number: int) -> int:
-        """The rank whose copy of the parameters of stage ``number`` is taken: rank 0 if it has one."""
-        return 0 if 0 in self.mesh.ranks_with(number) else self.mesh.rank_at(number)
-
 
 Options = dict[str, Any]
 """Of a group: learning rate, weight decay and the like."""
@@ -144,7 +141,7 @@ def own_state(optimizer: Optimizer, whole: Mapping[str, Any], names: Sequence[st
         ValueError: a parameter had another weight decay or learning rate than its group has.
     """
     numbers = {name: number for number, name in enumerate(names)}
-    options = saved_options(whole["param_groups"])
+    options = {number: _options(group) for group in whole["param_groups"] for number in group["params"]}
     states, groups = {}, []
     for group in optimizer.state_dict()["param_groups"]:
         for own_number, name in zip(group["params"], group["param_names"], strict=True):
@@ -172,11 +169,6 @@ def states_by_name(optimizer: Optimizer) -> dict[str, Any]:
 def options_by_name(optimizer: Optimizer) -> dict[str, Options]:
     """Return the options of each parameter of ``optimizer``."""
     return {name: _options(group) for group in optimizer.param_groups for name in group["param_names"]}
-
-
-def saved_options(groups: Sequence[Mapping[str, Any]]) -> dict[int, Options]:
-    """Return the options of each parameter of saved groups, by its number."""
-    return {number: _options(group) for group in groups for number in group["params"]}
 
 
 def grouped(names: Sequence[str], options: Sequence[Options]) -> list[dict[str, Any]]:

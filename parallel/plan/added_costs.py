@@ -26,7 +26,7 @@ from parallel.memory.policy import ActivationPolicy, Segment, segments_of
 from parallel.memory.stage_bytes import StageMemory
 from parallel.schedule.shares import even_parts
 from parallel.schedule.timeline import StageCost
-from parallel.space.team import Exchange, is_small_all_reduce
+from parallel.space.team import Exchange, small_sum_bytes
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def with_traffic(cost: LayerCost, traffic: HaloTraffic, tiles: int, members: int
 
 def sum_in_team_s(summed: Sum, members: int, cluster: Cluster) -> float:
     """Return the seconds of a sum over the cluster's first ``members`` ranks."""
-    if cluster.kind == "cpu" and is_small_all_reduce(summed.bytes, members):
+    if cluster.kind == "cpu" and summed.bytes <= small_sum_bytes(members):
         messages = members - 1
         return cluster.exchange_s(messages, members) + messages * summed.bytes / cluster.team_link(members).bandwidth
     return cluster.sum_s(summed.bytes * (members if summed.gathered else 1), range(members))

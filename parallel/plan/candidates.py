@@ -43,7 +43,9 @@ def candidates(
             continue
         kind = kind_of(name)
         chunks = 2 if kind.chunks else 1
-        for ranks_of_group in _depths(ranks, depth):
+        for ranks_of_group in range(2, min(ranks, MAX_DEPTH) + 1):
+            if ranks % ranks_of_group or depth not in (None, ranks_of_group):
+                continue
             if ranks_of_group * chunks > most_stages or (kind is PIPEDREAM and ranks_of_group < ranks):
                 continue
             for n in _microbatches(name, ranks // ranks_of_group, batch, m):
@@ -111,10 +113,6 @@ def fewest_bytes(strategies: Iterable[Strategy]) -> list[Strategy]:
         by_depth.setdefault(strategy.depth, []).append(strategy)
     ends = [end for own in by_depth.values() for end in {own[0]: None, own[-1]: None}]
     return sorted(ends, key=lambda candidate: (-candidate.m, -candidate.depth))
-
-
-def _depths(ranks: int, asked: int | None) -> list[int]:
-    return [d for d in range(2, min(ranks, MAX_DEPTH) + 1) if ranks % d == 0 and asked in (None, d)]
 
 
 def _microbatches(name: str, groups: int, batch: int, asked: int | None) -> list[int]:

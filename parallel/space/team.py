@@ -27,10 +27,10 @@ SMALL_ALL_REDUCE_BYTES, SMALL_TEAM = 2**16, 4
 CPUs."""
 
 
-def is_small_all_reduce(size: int, members: int) -> bool:
-    """Return whether a message to each member takes less than a sum of ``size`` bytes, in which each member waits for
-    the one before it."""
-    return 1 < members <= SMALL_TEAM and size <= SMALL_ALL_REDUCE_BYTES
+def small_sum_bytes(members: int) -> int:
+    """Return up to how many bytes a message to each member takes less than a sum, in which each waits for the one before
+    it; -1: for none."""
+    return SMALL_ALL_REDUCE_BYTES if 1 < members <= SMALL_TEAM else -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Takes a region; gives it with that step, or None where the map that leaves it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -119,8 +119,3 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
         live_out=(name,),
         flows=region.flows | ({name} if source.name in region.flows else set()),
     )
-
-
-def sums_by_name(region: Region, asked: BoxSums) -> Mapping[str, Any]:
-    """Return what the last step of ``with_sums`` is computed with, by name."""
-    return {region.nodes[region.steps[-1].name].name + ASKED: asked}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from parallel.space.rule import Step
 from parallel.space.spatial_plan import RegionSpec
 from parallel.streaming.operation import Operation
 
-WHOLE_TILE = (Fraction(1), Fraction(1))
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype, torch.device]]
 """(shape, type, device) by name."""
 
@@ -63,21 +61,19 @@ class Region:
             return False
         return len(self.nodes[source].users) == 1 and not self.operations[source].shares
 
-    def spec(self, scale: tuple[Fraction, Fraction] = WHOLE_TILE) -> RegionSpec:
+    def spec(self, side: tuple[int, int] | None = None) -> RegionSpec:
         """Return the specification that boxes are planned by.
 
         Args:
-            scale: rows and columns of the tile for each of the largest map that enters.
+            side: rows and columns of the tile; None: of the largest map that enters.
         """
-        entering = max(self.sides[name] for name in self.inputs)
-        rows, columns = (round(side * each) for side, each in zip(entering, scale, strict=True))
         sizes = {name: math.prod(self.forms[name][0]) * self.forms[name][1].itemsize for name in self.inputs}
         whole = frozenset(name for name in self.dims if name not in self.forms)
         tiles = self.forms[self.inputs[0]][0][0]
         return RegionSpec(
             self.steps,
             self.sides,
-            (rows, columns),
+            side or max(self.sides[name] for name in self.inputs),
             sizes,
             self.live_out,
             whole,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from parallel.space.rule import Step
 from parallel.space.team import TeamGrid
-from parallel.streaming.box_sums import BoxSums, sums_by_name, with_sums
+from parallel.streaming.box_sums import ASKED, BoxSums, with_sums
 from parallel.streaming.operation import attribute
 from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
@@ -146,10 +145,11 @@ class BoxedNodes(NodeRun):
     ) -> tuple[Any, ...]:
         planned = self.planned(stage, context.plan, values, () if asked is None else tuple(asked.targets.shape))
         if isinstance(planned, NothingTileable):
-            return super().run(stage, context, [as_tensor(v) if _is_boxes(v) else v for v in values], asked)
+            whole = [as_tensor(v) if not isinstance(v, Tensor) and isinstance(v, Boxes) else v for v in values]
+            return super().run(stage, context, whole, asked)
         known = dict(zip(self._inputs, values, strict=True))
         region = planned.run.region
-        sums = sums_by_name(region, asked) if asked is not None and planned.sums else {}
+        sums = {region.nodes[region.steps[-1].name].name + ASKED: asked} if asked and planned.sums else {}
         leaving = planned.leaving(stage, context, known, sums)
         if planned.sums:
             return leaving
@@ -188,9 +188,7 @@ class BoxedNodes(NodeRun):
             if summed is None:
                 return self.planned(stage, plan, values)
             region = summed
-        run = RegionRun(
-            region, self._boxed, self._grid, self._comm, scale=scale_of(region, plan.mesh.side), random=self._random
-        )
+        run = RegionRun(region, self._boxed, self._grid, self._comm, side=plan.mesh.side, random=self._random)
         made = {step.name for step in region.steps}.union(region.constants)
         rest = [node for node in self._nodes if node.name not in made and not targets]
         used = {argument.name for node in rest for argument in node.all_input_nodes}.union(self._outputs)
@@ -261,16 +259,6 @@ def _leaves(region: Region, step: Step, made: Collection[str]) -> bool:
     node = region.nodes[step.name]
     inside = {*made, *region.constants}
     return node.name == step.name and any(user.name not in inside for user in node.users)
-
-
-def scale_of(region: Region, side: tuple[int, int]) -> tuple[Fraction, Fraction]:
-    """Return px of tiles of ``side`` for each of the largest map that enters."""
-    rows, columns = max(region.sides[name] for name in region.inputs)
-    return Fraction(side[0], rows), Fraction(side[1], columns)
-
-
-def _is_boxes(value: Any) -> bool:
-    return not isinstance(value, Tensor) and isinstance(value, Boxes)
 
 
 def _form(value: Any) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import zip_longest
 from typing import Any
 
@@ -28,7 +27,7 @@ from parallel.space.team import TeamGrid
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, plan_part
 from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plain
-from parallel.streaming.region import WHOLE_TILE, Region
+from parallel.streaming.region import Region
 from parallel.streaming.strip_maps import StripMaps, column_cuts
 from parallel.team.halo_exchange import RegionExchange
 from parallel.team.team_comm import ForwardContext, TeamComm
@@ -66,7 +65,7 @@ class RegionRun:
         region: as it was read.
         grid: of the team.
         comm: with the other members.
-        scale: rows and columns of the tile for each of the largest map that enters.
+        side: rows and columns of the tile; None: of the largest map that enters.
         random: names of nodes that may draw.
 
     Attributes:
@@ -87,11 +86,11 @@ class RegionRun:
         grid: TeamGrid,
         comm: TeamComm,
         *,
-        scale: tuple[Fraction, Fraction] = WHOLE_TILE,
+        side: tuple[int, int] | None = None,
         random: Collection[str] = (),
     ) -> None:
         self.region, self._comm, self._host, self._random = region, comm, boxed.host, random
-        self.boxes = boxes = plan_boxes(region.spec(scale), boxed.box, grid, boxed.stored_bytes)
+        self.boxes = boxes = plan_boxes(region.spec(side), boxed.box, grid, boxed.stored_bytes)
         self.phases = [
             Phase(
                 phase.global_steps,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parallel.comm.communicator import Communicator, Work
 from parallel.offload.rng import drawing
-from parallel.space import team
+from parallel.space.team import small_sum_bytes
 
 if TYPE_CHECKING:
     from parallel.team.halo_exchange import BoundExchange
@@ -84,7 +84,7 @@ class TeamComm:
         self.report: Report | None = None
         self.exchanges = 0
         self._communicator = communicator
-        self._small_bytes = team.SMALL_ALL_REDUCE_BYTES if 1 < self.members <= team.SMALL_TEAM else -1
+        self._small_bytes = small_sum_bytes(self.members)
         self._ranks = range(self.members) if ranks is None else ranks
         self._sends: collections.deque[Work] = collections.deque()
 
