@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,27 +61,22 @@ class DeviceClock:
         return [start.elapsed_time(end) / 1000 for start, end in pairs]
 
 
-def gather_timeline(
-    communicator: Communicator, spans: Sequence[Span], peak_bytes: int | None = None
-) -> Timeline | None:
+def gather_timeline(communicator: Communicator, spans: Sequence[Span]) -> Timeline | None:
     """Return the step of all ranks on rank 0, from 0 s on; None on the others. Every rank takes part.
 
     Args:
         spans: of this rank, in ``time.perf_counter`` seconds; ranks of several machines have clocks of their own, so
             only those of one machine can be compared.
-        peak_bytes: of activations on this rank, where they were counted.
     """
-    told = gather_objects(communicator, ([(str(span.action), span.start_s, span.end_s) for span in spans], peak_bytes))
-    if told is None:
+    ranks = gather_objects(communicator, [(str(span.action), span.start_s, span.end_s) for span in spans])
+    if ranks is None:
         return None
-    begun = min((start for rank, _ in told for _, start, _ in rank), default=0.0)
-    peaks: Mapping[int, int] = {rank: peak for rank, (_, peak) in enumerate(told) if peak is not None}
+    begun = min((start for rank in ranks for _, start, _ in rank), default=0.0)
     return Timeline(
         {
             rank: tuple(Span(Action.parse(text), start - begun, end - begun) for text, start, end in own)
-            for rank, (own, _) in enumerate(told)
-        },
-        peaks or None,
+            for rank, own in enumerate(ranks)
+        }
     )
 
 

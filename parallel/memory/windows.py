@@ -197,12 +197,17 @@ def _differences(values: npt.NDArray[Any], begin: npt.NDArray[np.int64]) -> npt.
     return np.asarray(upto[None, :] - upto[:, None])
 
 
-def _received(graph: LayerGraph, *, differentiable_only: bool) -> Iterator[Rectangle]:
+def _uses(graph: LayerGraph, start: int, stop: int) -> dict[str, list[int]]:
+    """Return the positions of the layers from ``start`` to ``stop``, not included, that take a value, by its name."""
     uses: dict[str, list[int]] = {}
-    for position, layer in enumerate(graph.layers):
-        for name in layer.inputs:
+    for position in range(start, stop):
+        for name in graph.layers[position].inputs:
             uses.setdefault(name, []).append(position)
-    for name, by in uses.items():
+    return uses
+
+
+def _received(graph: LayerGraph, *, differentiable_only: bool) -> Iterator[Rectangle]:
+    for name, by in _uses(graph, 0, len(graph.layers)).items():
         layer = graph.by_name[name]
         if layer.differentiable or not differentiable_only:
             for before, use in pairwise([graph.position[name], *by]):
@@ -297,11 +302,7 @@ class SegmentWindows:
 
 def _passing(graph: LayerGraph, start: int, stop: int) -> Iterable[Rectangle]:
     """Gradients that wait while a segment goes backward that neither made their value nor uses it."""
-    uses: dict[str, list[int]] = {}
-    for position in range(start, stop):
-        for name in graph.layers[position].inputs:
-            uses.setdefault(name, []).append(position)
-    for name, by in uses.items():
+    for name, by in _uses(graph, start, stop).items():
         layer = graph.by_name[name]
         if layer.differentiable:
             for before, after in pairwise([graph.position[name], *by]):

@@ -152,13 +152,10 @@ class Evaluator:
                 middle = (low + at) // 2
             at = max(low, 0)
         hints[key] = sides[at]
-        return self._with_maps_on_device(fitting(sides[at]))
-
-    def _with_maps_on_device(self, check: MemoryCheck) -> MemoryCheck:
-        """Return ``check`` with the maps between boxes on the GPU that it has room for."""
+        check = fitting(sides[at])
         if self.cluster.kind != "cuda":
             return check
-        room = max(0, self.cluster.usable_bytes - max(check.peak_bytes))
+        room = max(0, self.cluster.usable_bytes - max(check.peak_bytes))  # for maps between boxes
         return dataclasses.replace(check, strategy=check.strategy.under(map_bytes=room))
 
     def _may_beat(self, candidate: Strategy, row: PlanRow) -> bool:

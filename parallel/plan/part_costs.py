@@ -44,11 +44,6 @@ class PartGraph:
     graph: LayerGraph
     traffic: tuple[HaloTraffic, ...]
 
-    @property
-    def halo_bytes(self) -> int:
-        """Bytes of maps, and of their gradients, that the members of a team send for one tile."""
-        return sum(halo.all_bytes * (1 + halo.back) for layer in self.traffic for halo in layer.halos)
-
 
 @dataclass
 class _Change:

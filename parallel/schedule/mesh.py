@@ -90,9 +90,9 @@ class Mesh:
         """Return the data-parallel group of a rank."""
         return self.team_of(rank) // self.depth
 
-    def rank_at(self, stage: int, replica: int = 0, group: int = 0) -> int:
-        """Return member 0 of the team that computes ``stage`` of ``replica`` in ``group``."""
-        return self.members * self.team_at(stage, replica, group)
+    def rank_at(self, stage: int) -> int:
+        """Return member 0 of the team that computes ``stage`` of replica 0 in the first group."""
+        return self.members * self.team_at(stage)
 
     def ranks_with(self, stage: int) -> tuple[int, ...]:
         """Return the ranks with a copy of ``stage``, in ascending order: its gradients are summed over these."""

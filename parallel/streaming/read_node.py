@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from parallel.streaming.layer import Layer, Reading
 from parallel.streaming.operation import NotTileable, Operation, attribute, module_of
@@ -217,10 +216,6 @@ def changed_and_used_later(reading: Reading, node: fx.Node) -> list[fx.Node]:
             changed.append(other)
         looked_at += [user for user in other.users if reading.aliases.get(user.name) is other]
     return changed
-
-
-def has_tensors(value: object) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def parameters_read(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:

@@ -16,14 +16,14 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves
 
 from parallel.space.rule import Step
 from parallel.streaming.layer import Reading
 from parallel.streaming.operation import DIMS, NotTileable, Operation, module_of
-from parallel.streaming.read_node import changed_and_used_later, has_tensors, parameters_read, read_node
+from parallel.streaming.read_node import changed_and_used_later, parameters_read, read_node
 from parallel.streaming.read_norm import ADVICE
 from parallel.streaming.region import Forms, Region
+from parallel.trace.op_recorder import tensors_of
 from parallel.trace.stage_module import Boxes
 from parallel.trace.without_data import without_data
 
@@ -131,7 +131,7 @@ class _Reader:
                 self.without_rows.add(name)
                 if not value.requires_grad:
                     self.fixed.add(name)
-            elif has_tensors(value):
+            elif tensors_of(value):
                 self.barred.add(name)
             else:
                 reading.values[name] = self.constants[name] = value
@@ -150,7 +150,7 @@ class _Reader:
                 value = reading.of(node)
             except Exception as fault:
                 raise NotTileable(f"cannot be followed without data: {fault}") from fault
-            if not has_tensors(value):
+            if not tensors_of(value):
                 self.constants[node.name] = value
                 return
             if not maps or _takes_type_alone(node, maps):
@@ -158,7 +158,7 @@ class _Reader:
                 return
             operation = read_node(reading, node)
         if not operation.of_sums and not operation.sums:
-            value = next(leaf for leaf in tree_leaves(reading.of(node)) if isinstance(leaf, Tensor))
+            value = tensors_of(reading.of(node))[0]
             if reason := self._refuse((value.shape[operation.dims[0]], value.shape[operation.dims[1]])):
                 raise NotTileable(reason)
         self._add(node, operation)
@@ -195,7 +195,7 @@ class _Reader:
     def _add(self, node: fx.Node, operation: Operation) -> None:
         """Add a node that takes maps, with the steps before it."""
         reading, name = self._reading, node.name
-        tensors = [leaf for leaf in tree_leaves(reading.of(node)) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(reading.of(node))
         if not all(tensor.is_floating_point() for tensor in tensors):
             raise NotTileable("gives other than numbers with fractions")
         maps = tuple(source.name for source in reading.maps(node))

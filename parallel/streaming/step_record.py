@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from parallel.graph.layers import Op
 from parallel.offload.live_bytes import LiveBytes
@@ -27,7 +27,7 @@ from parallel.streaming.part_run import resolver, run_plain
 from parallel.streaming.patch import Patch, cut_of, cut_value
 from parallel.streaming.read_node import parameters_read
 from parallel.streaming.region import Region
-from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of
+from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of, tensors_of
 from parallel.trace.without_data import empty_like, replacements, state_of, swapped
 
 META = torch.device("meta")
@@ -181,8 +181,8 @@ class _Recording:
             with recorder, saved_tensors_hooks(pack, lambda tensor: tensor):
                 value = operation.compute(given)
         ops = tuple(recorder.ops)
-        takes = {storage_of(tensor): name for name, v in taken.items() for tensor in _tensors(v)}
-        gives = dict.fromkeys((storage_of(tensor) for tensor in _tensors(value)), step.name)
+        takes = {storage_of(tensor): name for name, v in taken.items() for tensor in tensors_of(v)}
+        gives = dict.fromkeys((storage_of(tensor) for tensor in tensors_of(value)), step.name)
         names = {**takes, **gives}
         px = math.prod(step.sides) * region.forms[region.inputs[0]][0][0]
         params = self._trained(step)
@@ -248,7 +248,7 @@ class _Known(dict[str, Any]):
 
 def _backward_work(value: Any, leaves: Sequence[Any], others: Sequence[Tensor]) -> tuple[int, bool]:
     """Run the backward pass; return (bytes of work space, whether the gradient is passed on as it is)."""
-    outputs, used = ([tensor for tensor in _tensors(each) if tensor.requires_grad] for each in (value, leaves))
+    outputs, used = ([tensor for tensor in tensors_of(each) if tensor.requires_grad] for each in (value, leaves))
     if not outputs or not (used or others):
         return 0, False
     pulled = [torch.empty_like(output) for output in outputs]
@@ -259,10 +259,6 @@ def _backward_work(value: Any, leaves: Sequence[Any], others: Sequence[Tensor]) 
     of_maps = [storage_of(g) for g in gradients[: len(used)] if g is not None]
     made = sum(size for storage, size in fresh.items() if storage not in given)
     return max(0, live.peak_bytes - made), bool(of_maps) and all(storage in given for storage in of_maps)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _leaf(value: Any, wants: bool) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from parallel.graph.branches import Branches, find_branches
 from parallel.graph.partition import Partition
@@ -24,6 +24,7 @@ from parallel.memory.policy import segments_of
 from parallel.schedule.shares import even_parts
 from parallel.strategy import Strategy
 from parallel.streaming.box_sums import BoxSums
+from parallel.streaming.operation import module_of
 from parallel.team.program import NodeRun
 from parallel.team.sample_exchange import Form, SampleExchange, agreed_forms, fork, join
 from parallel.team.samplewise import DROPOUTS, SampleContext, dropped, normalise, samplewise_fault
@@ -31,6 +32,7 @@ from parallel.team.team_comm import ForwardContext, TeamComm, all_reduce_sum
 from parallel.team.team_plan import MOST_PLANS
 from parallel.team.team_stage import Plans, TeamStage
 from parallel.trace.cut import cut_stage, used_tensors
+from parallel.trace.op_recorder import tensors_of
 from parallel.trace.stage_module import Boxes, Run, as_tensor, compiled
 from parallel.trace.trace import Traced
 
@@ -109,14 +111,11 @@ class BranchRun(NodeRun):
         """Return the number of a node's region, the name of a node that runs alone, or "" of other shared ones."""
         if node.name in self._branches.region_of:
             return self._branches.region_of[node.name]
-        return node.name if node.name in self._random or isinstance(self._module(node), _BatchNorm) else ""
-
-    def _module(self, node: fx.Node) -> nn.Module | None:
-        return self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return node.name if node.name in self._random or isinstance(module_of(self._model, node), _BatchNorm) else ""
 
     def _shared(self, nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Compute:
         faults = [fault for node in nodes if (fault := samplewise_fault(self._model, node))]
-        node, module = nodes[0], self._module(nodes[0])
+        node, module = nodes[0], module_of(self._model, nodes[0])
         if not faults and node.name in self._random and not (module is None or isinstance(module, DROPOUTS)):
             faults = [f"{node.name} is a {type(module).__name__}, which may draw random numbers"]
         if faults:
@@ -129,7 +128,7 @@ class BranchRun(NodeRun):
             return lambda stage, _, values: plain(stage, *values)
 
         def run_node(stage: nn.Module, context: SampleContext, values: Sequence[Any]) -> tuple[Any, ...]:
-            own = stage.get_submodule(str(node.target)) if node.op == "call_module" else None
+            own = module_of(stage, node)
             if isinstance(own, _BatchNorm):
                 by_batch = own.training or own.running_mean is None
                 return (normalise(self._comm, own, values[0], context),) if by_batch else plain(stage, *values)
@@ -262,7 +261,7 @@ class BranchStage(TeamStage):
         if count := len(self.samples(samples)):
             own = loss(output, self._own(as_tensor(targets), samples)).double() * (count / samples)
         else:
-            own = torch.stack([leaf.sum().double() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]).sum()
+            own = torch.stack([tensor.sum().double() for tensor in tensors_of(output)]).sum()
         return all_reduce_sum(self.link, own)
 
     def _own(self, value: Tensor, count: int) -> Tensor:

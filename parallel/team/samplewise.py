@@ -33,6 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.schedule.shares import even_parts
 from parallel.streaming.moments import merged, moments, next_share, normalised_part, update_running
+from parallel.streaming.operation import module_of
 from parallel.streaming.read_norm import HALVES
 from parallel.team.team_comm import ForwardContext, TeamComm
 from parallel.trace.stage_module import layout_of
@@ -67,8 +68,8 @@ def samplewise_fault(model: nn.Module, node: fx.Node) -> str | None:
     """Return why a node cannot be computed by members that each have some samples; None where it can."""
     if node.op in ("placeholder", "output", "get_attr") or _is_constant(node):
         return None
-    called = node.op == "call_module"
-    fault = _module_fault(model.get_submodule(str(node.target))) if called else _function_fault(node)
+    module = module_of(model, node)
+    fault = _function_fault(node) if module is None else _module_fault(module)
     return fault and f"{node.name} {fault}"
 
 

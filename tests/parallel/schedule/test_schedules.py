@@ -149,7 +149,7 @@ def test_members_are_neighbours_and_hold_what_their_team_holds() -> None:
     assert [mesh.team_of(rank) for rank in (0, 3, 4, 15)] == [0, 0, 1, 3]
     assert (mesh.member_of(7), mesh.group_of(7), mesh.group_of(8)) == (3, 0, 1)
     assert mesh.ranks_with(0) == (0, 1, 2, 3, 8, 9, 10, 11)
-    assert mesh.rank_at(1, group=1) == 12
+    assert mesh.rank_at(1) == 4
 
 
 def test_pairs_of_ranks_that_exchange() -> None:

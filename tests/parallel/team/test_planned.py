@@ -101,7 +101,8 @@ def test_bytes_are_those_planned(model: str, px: int, grid: str, recompute: str,
     row = plans.forecast(strategy)
     members = run_on_threads(team.members, functools.partial(step, model, px, row.strategy), [None] * team.members)
     part = plans.stages.teams.part(team)
-    assert sum(sent for sent, _ in members) == strategy.m * part.halo_bytes
+    planned = sum(halo.all_bytes * (1 + halo.back) for layer in part.traffic for halo in layer.halos)
+    assert sum(sent for sent, _ in members) == strategy.m * planned
     assert max(row.peak_bytes) == pytest.approx(max(peak for _, peak in members), rel=within)
 
 
