@@ -48,8 +48,7 @@ from parallel.stage.split_backward import DeferredWeights
 from parallel.stage.stage import Compute, Loss, Stage
 from parallel.strategy import Strategy
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import MOST_PLANS, BoxedParts, plan_alone, team_plans
-from parallel.team.team_stage import Plans
+from parallel.team.team_plan import MOST_PLANS, BoxedParts, Plans, plan_alone, team_plans
 from parallel.team.team_stages import stages_of_rank
 from parallel.trace.cut import cut_stage
 from parallel.trace.stage_module import StageModule

@@ -36,6 +36,8 @@ class Work(Protocol):
         """Return whether ``wait`` would return without blocking; may stay False where a library does not report it."""
 
 
+TAGS = 32767
+"""Tags from 0 on that the messages of a step may have; the next one is of other messages."""
 Message = tuple[int, Tensor]
 """The rank at the other end, and what is sent, or where to put what is received."""
 

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from parallel.comm.communicator import Communicator
-
-TAG = 32767
-"""The messages of a step have lower tags."""
+from parallel.comm.communicator import TAGS, Communicator
 
 BUILTINS = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 CONTAINERS = (collections.OrderedDict, collections.defaultdict, collections.deque)
@@ -35,14 +32,14 @@ def gather_objects(communicator: Communicator, value: Any) -> list[Any] | None:
     if communicator.rank:
         data = _to_bytes(value)
         for tensor in (torch.tensor([data.numel()]), data):
-            communicator.isend(tensor, 0, TAG).wait()
+            communicator.isend(tensor, 0, TAGS).wait()
         return None
     values = [value]
     for rank in range(1, communicator.world):
         length = torch.zeros(1, dtype=torch.int64)
-        communicator.irecv(length, rank, TAG).wait()
+        communicator.irecv(length, rank, TAGS).wait()
         data = torch.empty(int(length), dtype=torch.uint8)
-        communicator.irecv(data, rank, TAG).wait()
+        communicator.irecv(data, rank, TAGS).wait()
         values.append(_from_bytes(data))
     return values
 

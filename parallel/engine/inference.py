@@ -42,7 +42,8 @@ def predict(work: RankProgram, microbatch: Microbatch, sums: Sums | None = None)
                 if action.stage == work.mesh.stages - 1 and module.counts:
                     (output,) = outputs.values()
                     if sums is None or not module.gives_sums:
-                        output = measured(tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, output), microbatch, sums)
+                        output = tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) else leaf, output)
+                        output = measured(output, microbatch, sums)
     work.messenger.finish()
     return output
 

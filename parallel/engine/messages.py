@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from parallel.comm.communicator import Communicator, Work
+from parallel.comm.communicator import TAGS, Communicator, Work
 from parallel.comm.objects import UnknownTypeError, dump, load
 
-TAGS = 32767
 CPU = torch.device("cpu")
 
 

@@ -8,7 +8,7 @@ a rank alone is a team of one. The gradient of a part returns to its sender; tho
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from parallel.graph.layers import RANDOM_STATE
 from parallel.schedule.action import Action
 from parallel.schedule.mesh import Mesh
 from parallel.stage.stage import Gradients
-from parallel.team.team_plan import TeamPlan
+from parallel.team.team_plan import Plans, TeamPlan
 
 Routes = Mapping[tuple[int, int], tuple[str, ...]]
 """(source stage, target stage) -> names of the values that go that way."""
@@ -31,9 +31,6 @@ Key = tuple[int, int, int | None]
 
 Names = Mapping[int, tuple[str, ...]]
 """Member of the other team -> names of the values in its message."""
-
-PlanOf = Callable[[tuple[int, ...], bool], TeamPlan]
-"""(shape of the tiles, in training) -> plan of every stage's team."""
 
 
 class Parcel(NamedTuple):
@@ -76,7 +73,7 @@ class StageTransfers:
         mesh: Mesh,
         messenger: Messenger,
         rank: int,
-        plan_of: PlanOf | None = None,
+        plan_of: Plans | None = None,
     ) -> None:
         self._routes, self._links, self._messenger, self._plan_of = routes, links, messenger, plan_of
         self._rank, self._member = rank, mesh.member_of(rank)

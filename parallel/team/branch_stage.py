@@ -29,8 +29,8 @@ from parallel.team.program import NodeRun
 from parallel.team.sample_exchange import Form, SampleExchange, agreed_forms, fork, join
 from parallel.team.samplewise import DROPOUTS, SampleContext, dropped, normalise, samplewise_fault
 from parallel.team.team_comm import ForwardContext, TeamComm, all_reduce_sum
-from parallel.team.team_plan import MOST_PLANS
-from parallel.team.team_stage import Plans, TeamStage
+from parallel.team.team_plan import MOST_PLANS, Plans
+from parallel.team.team_stage import TeamStage
 from parallel.trace.cut import cut_stage, used_tensors
 from parallel.trace.op_recorder import tensors_of
 from parallel.trace.stage_module import Boxes, Run, as_tensor, compiled

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from parallel.comm.communicator import Communicator, Work
+from parallel.comm.communicator import TAGS, Communicator, Work
 from parallel.offload.rng import drawing
 from parallel.space.team import small_sum_bytes
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from parallel.team.halo_exchange import BoundExchange
     from parallel.team.team_plan import TeamPlan
 
-TAGS = 32767
 Report = Callable[[str | None], None]
 """Is given what the rank waits for, and None once it is there."""
 Recv = tuple[int | None, Tensor, Work]

@@ -50,6 +50,10 @@ class TeamPlan(SpatialPlan):
         return self.region.dims[name]
 
 
+Plans = Callable[[tuple[int, ...], bool], TeamPlan]
+"""(shape (n, 3, h, w) of the tiles, in training) -> plan."""
+
+
 @dataclass(frozen=True)
 class BoxedParts:
     """Sizes of boxes and memory for their maps.
@@ -73,8 +77,8 @@ def plan_alone(shape: tuple[int, ...], training: bool) -> TeamPlan:
     return TeamPlan(SpatialMesh(TeamGrid(), (shape[2], shape[3])), (), {}, None, None)
 
 
-def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Callable[[tuple[int, ...], bool], TeamPlan]:
-    """Return (shape (n, 3, h, w) of tiles, in training) -> the plan of a model, made when it is first asked for.
+def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Plans:
+    """Return the plans of a model, each made when it is first asked for.
 
     Args:
         once: each member computes its part in one piece; False: in boxes, and again in the backward pass.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,8 @@ from parallel.space.team import Box
 from parallel.streaming.box_sums import BoxSums, SummedLoss
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import ForwardContext, ReplayLog, TeamComm
-from parallel.team.team_plan import TeamPlan
+from parallel.team.team_plan import Plans
 from parallel.trace.stage_module import Boxes, Run, SegmentRun, StageModule, as_tensor
-
-Plans = Callable[[tuple[int, ...], bool], TeamPlan]
-"""(shape of the tiles, in training) -> plan."""
-
 
 class TeamStage(StageModule):
     """One member's part of a stage.

@@ -24,8 +24,8 @@ from parallel.team.boxed_nodes import BoxedNodes
 from parallel.team.branch_stage import branch_stages
 from parallel.team.program import NodeRun
 from parallel.team.team_comm import TeamComm
-from parallel.team.team_plan import BoxedParts, TeamPlan
-from parallel.team.team_stage import Plans, TeamStage
+from parallel.team.team_plan import BoxedParts, Plans, TeamPlan
+from parallel.team.team_stage import TeamStage
 from parallel.trace.cut import cut_stage
 from parallel.trace.trace import Traced
 from parallel.trace.without_data import preserve_module_state, replacements, swapped, without_data
