@@ -190,14 +190,8 @@ class AsyncEngine(Engine):
         yield
         self._waited_s += time.perf_counter() - begun_s
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        self._swap_average()
-        yield
-        self._swap_average()
-
     def _swap_average(self) -> None:
-        self._work.update.swap_average()
+        super()._swap_average()
         self._share_parameters()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

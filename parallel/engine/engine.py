@@ -167,8 +167,11 @@ class Engine(TrainingEngine):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        self._work.update.swap_average()
+        self._swap_average()
         yield  # after an error the run is over, and ranks that are gone take no copies
+        self._swap_average()
+
+    def _swap_average(self) -> None:
         self._work.update.swap_average()
 
     def gradients(self) -> dict[str, Tensor]:
