@@ -109,7 +109,7 @@ class StageCache:
     def goes_in_boxes(self, candidate: Strategy) -> bool:
         """Return whether a candidate's tiles, or members' parts of them, can be computed box by box."""
         streamed = self._streamed if candidate.name in STREAMED else None
-        return streamed is not None and streamed.divides(candidate.grid)
+        return streamed is not None and streamed.region(candidate.grid) is not None
 
     def box_sides(self, candidate: Strategy) -> list[int]:
         """Return the sides of boxes that a candidate's tiles, or members' parts of them, may be computed in, in px;

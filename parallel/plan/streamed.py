@@ -79,10 +79,6 @@ class StreamedStages:
     def __init__(self, streamed: Streamed, cluster: Cluster) -> None:
         self._streamed, self._cluster = streamed, cluster
 
-    def divides(self, grid: TeamGrid | None) -> bool:
-        """Return whether there is anything to compute box by box: for members of a team, that it can divide."""
-        return self._region(grid) is not None
-
     def sides(self, grid: TeamGrid | None) -> list[int]:
         """Return the sides of boxes to try: smaller than the tile, or the part of a member of a team of ``grid``."""
         rows, columns = self._streamed.region.side
@@ -90,8 +86,8 @@ class StreamedStages:
         return [side for side in SIDES if side < largest]
 
     @remembered
-    def _region(self, grid: TeamGrid | None) -> RegionSpec | None:
-        """Region that is computed box by box; for members of a team, as far as every one has a part."""
+    def region(self, grid: TeamGrid | None) -> RegionSpec | None:
+        """Return the region that is computed box by box; for members of a team, as far as every one has a part."""
         return self._streamed.region if grid is None else divided_region(self._streamed.region, grid)
 
     def boxes(self, strategy: Strategy, tiles: int) -> Boxes:
@@ -109,7 +105,7 @@ class StreamedStages:
 
     @remembered
     def _model(self, tiles: int, grid: TeamGrid | None) -> RegionSpec:
-        region = self._region(grid)
+        region = self.region(grid)
         assert region is not None, grid
         return region.of_tiles(tiles)
 
@@ -219,7 +215,7 @@ class StreamedStages:
 
     def _end(self, strategy: Strategy, graph: LayerGraph) -> int:
         """Position in ``graph`` of what follows the region."""
-        region = self._region(strategy.grid)
+        region = self.region(strategy.grid)
         assert region is not None
         if self._streamed.whole and region is self._streamed.region:
             return len(graph.layers)

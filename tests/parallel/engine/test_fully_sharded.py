@@ -6,6 +6,7 @@ Ranks are processes over Gloo, started once for all checks: importing torch is w
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from app.training.outcome import MemoryLimit
 from benchmarks.out_of_core.problem import BATCH, planner
 from benchmarks.whole_engine import whole_engine
 from parallel.comm.communicator import Communicator
@@ -22,6 +24,7 @@ from parallel.engine.fully_sharded import FullyShardedEngine
 from parallel.engine.sharding_units import recomputed_modules, sharding_units
 from parallel.engine.step import Microbatch, NonFiniteLoss
 from parallel.memory.policy import Recompute
+from parallel.offload.live_bytes import LiveBytes
 from parallel.plan.candidates import MemoryOptions
 from parallel.stage.stage import Loss
 from tests.helpers.engine_runs import assert_same_state
@@ -133,7 +136,7 @@ CASES = {
 
 def checks(communicator: Communicator, _: None) -> dict[str, Any]:
     found = {name: trained(communicator, CASES[name]) for name in CASES}
-    others = (predicted, nan_step, deferred, most_gathered, bypassed, recomputed)
+    others = (predicted, nan_step, deferred, most_gathered, bypassed, recomputed, counted)
     return found | {check.__name__: check(communicator) for check in others}
 
 
@@ -240,6 +243,26 @@ def recomputed(communicator: Communicator) -> dict[bool, float]:
     return calls
 
 
+def wide() -> nn.Module:
+    inner = (nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Tanh()) for _ in range(BLOCKS))
+    return nn.Sequential(nn.Conv2d(3, 64, 1), *inner, nn.Conv2d(64, 3, 1))
+
+
+def counted(communicator: Communicator) -> tuple[int, int]:
+    """Return the bytes of the second step at most: as a run counts them, and of all tensors made with the engine."""
+    case = Case(wide, pixel_loss, [1, 1], ADAM, torch.float32)
+    batches, memory, everything = case.steps()[:2], MemoryLimit(None, DEVICE), LiveBytes()
+    with everything:
+        engine = case.engine(communicator)
+        for step, batch in enumerate(batches):
+            gc.collect()
+            everything.peak_bytes = everything.bytes
+            with memory.watching(engine.on_device()):
+                engine.step(given(engine, batch), step, LR)
+    assert memory.device_bytes is not None
+    return memory.device_bytes, everything.peak_bytes
+
+
 def bypassing() -> nn.Module:
     layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
     return Made(lambda m, x: nn.functional.conv2d(m.layers[0](x), m.layers[1].weight), layers=layers)
@@ -282,6 +305,13 @@ def test_blocks_are_gathered_one_by_one_and_computed_twice_with_recomputation(ra
     for rank in ranks:
         assert rank["most_gathered"] <= 2.01 / BLOCKS  # the next is on its way while one computes gradients
         assert rank["recomputed"] == {False: 1, True: 2}
+
+
+def test_a_run_counts_the_parameters_that_are_gathered(ranks: list[dict[str, Any]]) -> None:
+    """Their storages are made in the first step, and are resized in the next ones."""
+    for rank in ranks:
+        of_run, of_all = rank["counted"]
+        assert of_run == pytest.approx(of_all, rel=0.01)
 
 
 def test_what_cannot_go_on_is_told(ranks: list[dict[str, Any]]) -> None:
