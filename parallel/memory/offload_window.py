@@ -1,7 +1,7 @@
 """Moments at which offloaded storages are on the device: the rules of ``overlap``, without the time of copies.
 
 Takes the storages of one microbatch that move, by their uses in each segment; gives the spans of moments over which
-each is on the device, and bytes on the host. A storage that is recomputed is another storage than the one made at first.
+each is on the device, and bytes on the host. A storage that is recomputed is another than the one made at first.
 After the forward pass everything leaves; on a GPU what is being copied is counted by the window. No torch here.
 """
 

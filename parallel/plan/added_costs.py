@@ -240,7 +240,7 @@ def policy_costs(
     *,
     copy_bandwidth: float,
     overlapped: bool,
-    memory: StageMemory | None = None,
+    memory: StageMemory,
 ) -> list[StageCost]:
     """Return ``stages`` with what ``policy`` adds. A stage that is recomputed as a whole has an action for that, as
     long as its forward pass.
@@ -249,11 +249,10 @@ def policy_costs(
         costs: of the layers.
         copy_bandwidth: bytes per second, each way.
         overlapped: copies overlap the computation.
-        memory: of the partition's graph, where it is known.
+        memory: of the partition's graph.
     """
     if not policy.moves and not policy.segmented:
         return list(stages)
-    memory = StageMemory(partition.graph) if memory is None else memory
     result = []
     for number, stage in enumerate(stages):
         segments = segments_of(partition, number, policy)

@@ -21,6 +21,7 @@ from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, partition_equal
 from parallel.memory.liveness import storages
 from parallel.memory.rank_bytes import BUCKET_BYTES
+from parallel.memory.stage_bytes import StageMemory
 from parallel.memory.policy import MIB, ActivationPolicy, segments_of
 from parallel.plan.added_costs import moved_bytes, policy_costs
 from parallel.plan.plan import PlanRow, best_of
@@ -150,7 +151,8 @@ def cost(
     partition = Partition(GRAPH, starts)
     bandwidth = 2 * MIB / copy_s if copy_s else math.inf
     given = stage_costs(partition, COSTS)
-    return policy_costs(partition, given, COSTS, policy, copy_bandwidth=bandwidth, overlapped=beside)[0]
+    how = {"copy_bandwidth": bandwidth, "overlapped": beside, "memory": StageMemory(GRAPH)}
+    return policy_costs(partition, given, COSTS, policy, **how)[0]
 
 
 def test_computing_again_is_part_of_the_backward_pass() -> None:
