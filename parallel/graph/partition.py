@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from parallel.graph.layers import INPUT, OUTPUT, RANDOM_STATE, Layer, LayerGraph
 
-
 Loads = npt.NDArray[np.float64]
 
 

@@ -20,7 +20,7 @@ from parallel.space.box_bytes import AxisNeeds, Cuts, fullest_box_bytes
 from parallel.space.parts import divide, worst_case_boxes
 from parallel.space.phases import Part, Phase, peak_map_bytes, peak_stored_bytes, phases_of
 from parallel.space.spatial_plan import RegionSpec
-from parallel.space.team import TeamGrid, SpatialMesh
+from parallel.space.team import SpatialMesh, TeamGrid
 
 EXCHANGE_COPIES = 2
 """Of what a member fetches of others: the room it arrives in, and what it sends meanwhile, which is about as much."""

@@ -17,7 +17,7 @@ from parallel import remembered
 from parallel.space.cuts import Span
 from parallel.space.phases import maps_to_recompute
 from parallel.space.rule import PRIOR, Step, Window
-from parallel.space.team import Box, Exchange, TeamGrid, SpatialMesh
+from parallel.space.team import Box, Exchange, SpatialMesh, TeamGrid
 
 
 @dataclass(frozen=True)

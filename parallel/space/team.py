@@ -28,8 +28,8 @@ CPUs."""
 
 
 def small_sum_bytes(members: int) -> int:
-    """Return up to how many bytes a message to each member takes less than a sum, in which each waits for the one before
-    it; -1: for none."""
+    """Return up to how many bytes a message to each member takes less than a sum, in which each member waits for the
+    one before it; -1: for none."""
     return SMALL_ALL_REDUCE_BYTES if 1 < members <= SMALL_TEAM else -1
 
 

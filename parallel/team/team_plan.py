@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel.offload.host_memory import HostMemory
 from parallel.space.spatial_plan import SpatialPlan
-from parallel.space.team import TeamGrid, SpatialMesh
+from parallel.space.team import SpatialMesh, TeamGrid
 from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
 from parallel.trace.trace import Traced

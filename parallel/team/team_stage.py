@@ -21,6 +21,7 @@ from parallel.team.team_comm import ForwardContext, ReplayLog, TeamComm
 from parallel.team.team_plan import Plans
 from parallel.trace.stage_module import Boxes, Run, SegmentRun, StageModule, as_tensor
 
+
 class TeamStage(StageModule):
     """One member's part of a stage.
 

@@ -20,9 +20,9 @@ from parallel.cost.stage_cost import Costs, LayerCost, stage_costs
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 from parallel.graph.partition import Partition, partition_equal
 from parallel.memory.liveness import storages
+from parallel.memory.policy import MIB, ActivationPolicy, segments_of
 from parallel.memory.rank_bytes import BUCKET_BYTES
 from parallel.memory.stage_bytes import StageMemory
-from parallel.memory.policy import MIB, ActivationPolicy, segments_of
 from parallel.plan.added_costs import moved_bytes, policy_costs
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner

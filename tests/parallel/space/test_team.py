@@ -11,7 +11,7 @@ import pytest
 from parallel.space.cuts import Span
 from parallel.space.rule import SAME, AdaptivePool, Mirrored, Resample, Rule, Transposed, Window
 from parallel.space.spatial_plan import borders
-from parallel.space.team import Exchange, TeamGrid, SpatialMesh, overlap, team_cuts
+from parallel.space.team import Exchange, SpatialMesh, TeamGrid, overlap, team_cuts
 
 Px = tuple[int, int]
 

@@ -27,9 +27,9 @@ from parallel.offload.host_memory import HostMemory
 from parallel.offload.live_bytes import LiveBytes
 from parallel.space.boxes import Boxes, _whole_tile_bytes
 from parallel.space.cuts import Span
+from parallel.space.team import Box
 from parallel.streaming import step_record
 from parallel.streaming.maps import Maps
-from parallel.space.team import Box
 from parallel.streaming.step_record import record
 from parallel.streaming.strip_maps import StripMaps
 from parallel.trace.without_data import preserve_module_state

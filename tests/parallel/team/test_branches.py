@@ -90,11 +90,7 @@ def test_bytes_sent_are_those_of_the_formula(ways: int, groups: int) -> None:
     graph = trace(Inception().double(), (1, 3, 12, 12), torch.float64).graph
     branches = find_branches(graph, ways)
     samples = [sum(len(images) for images, _ in [batch]) for batch in steps[0]]
-    expected = sum(
-        2 * traffic_of(branches, region, n)[1]
-        for region in branches.regions
-        for n in samples
-    )
+    expected = sum(2 * traffic_of(branches, region, n)[1] for region in branches.regions for n in samples)
     assert sum(link for link, *_ in found) == expected
     for link, everything, of_all, own in found:
         assert everything == link + sum_bytes(8 * of_all, ways * groups) + sum_bytes(8 * own, groups)

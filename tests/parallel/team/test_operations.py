@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.space.team import TeamGrid, SpatialMesh
+from parallel.space.team import SpatialMesh, TeamGrid
 from parallel.team.team_plan import BoxedParts
 from tests.helpers.small_nets import Made
 from tests.helpers.team_error import team_error

@@ -32,7 +32,7 @@ from parallel.engine.step import Microbatch
 from parallel.offload.live_bytes import LiveBytes, not_counted
 from parallel.plan.candidates import BOXES
 from parallel.space.rule import Window
-from parallel.space.team import Box, TeamGrid, SpatialMesh
+from parallel.space.team import Box, SpatialMesh, TeamGrid
 from parallel.strategy import Strategy
 from parallel.streaming.patch import cut_of, narrowed
 from parallel.streaming.read_region import read_region

@@ -16,7 +16,7 @@ from parallel.comm.thread_comm import run_on_threads
 from parallel.offload.rng import DRAWING
 from parallel.space.cuts import Span
 from parallel.space.rule import SAME, Step, Window
-from parallel.space.team import Exchange, TeamGrid, SpatialMesh
+from parallel.space.team import Exchange, SpatialMesh, TeamGrid
 from parallel.streaming import local_ops, read_region, read_window
 from parallel.streaming.patch import Patch
 from parallel.team import node_compiler, program
