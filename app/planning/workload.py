@@ -208,8 +208,8 @@ class Workload:
     ) -> tuple[Divisible | None, str]:
         """The model as teams see it; or None, and why no tile can be divided."""
         try:
-            paper = self._of_side(traced, "teams", lambda work: work._region_of_teams(traced).on_paper())
-            return Divisible(paper, plain, estimate), ""
+            region = self._of_side(traced, "teams", lambda work: work._region_of_teams(traced).spec())
+            return Divisible(region, plain, estimate), ""
         except FAULTS as fault:
             return None, str(fault)
 
@@ -264,7 +264,7 @@ class Workload:
                 self._recorded[:] = [known]
         region = dataclasses.replace(region, steps=with_record(region.steps, known.records, 1))
         summed = with_sums(region, nodes, (1, self.tile, self.tile)) if self._segmenting(traced.graph) else None
-        return (summed or region).on_paper(), summed is not None
+        return (summed or region).spec(), summed is not None
 
 
 def with_loss(graph: LayerGraph, classes: int, side: int | None) -> LayerGraph:

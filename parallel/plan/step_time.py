@@ -279,7 +279,7 @@ def _whole_exchange_s(
     """Return the seconds that sums of gradients add where each rank, or team that shares branches, computes the whole
     model.
 
-    A GPU's backward pass hides the sums of ddp but for the last bucket, which has nothing left to hide behind. With fsdp
+    A GPU's backward pass hides the sums of ddp but for the last bucket, which has nothing to hide behind. With fsdp
     every microbatch gathers parameters for forward and for backward and scatters gradients, half of a ring sum each.
     """
     ranks, ways, hides = candidate.ranks, candidate.ways, cluster.slowdown(candidate.ranks)

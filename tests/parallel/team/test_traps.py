@@ -141,7 +141,8 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Fault, TeamGrid]] = {
         replaced(read_window, "same_pads", lambda k, d: ((d * (k - 1) + 1) // 2, d * (k - 1) // 2)), GRID),
     # XLA's halos ended at the neighbour.
     "halos reach beyond the neighbour": (
-        OPERATIONS["convolution, dilation 12"].make, replaced(SpatialMesh, "needed", without_far_owners), TeamGrid(4, 1)),
+        OPERATIONS["convolution, dilation 12"].make,
+        replaced(SpatialMesh, "needed", without_far_owners), TeamGrid(4, 1)),
     # DistConv loses them where backward overlaps.
     "corners are fetched": (
         OPERATIONS["convolution 3x3"].make, replaced(SpatialMesh, "needed", without_corners), TeamGrid(2, 2)),
