@@ -20,9 +20,14 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.tile_reading.data_wait --tile 256 --steps 1 --side 1536", "data_wait_fraction"),
         ("benchmarks.many_slides.run --slides 1 --size 1200 --steps 1", "trained on 1 tiles"),
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
+        (
+            "benchmarks.plan_accuracy.layer_times --px 64 --nets plain12 --seconds 0.2",
+            "predicted by the calibration of 0.2 s",
+        ),
         ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
         ("benchmarks.plan_accuracy.plan_speed --only one-node", "s on the cores"),
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
+        ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
         ("benchmarks.tile_size.run rooms --slides 8 --steps 1 --seeds 1 --windows 'whole slide'", "| whole slide"),
     ],
 )

@@ -22,6 +22,7 @@ from tests.helpers.benchmark_run import assert_runs
         ("benchmarks.plan_accuracy.activation_bytes --model resnet11_v2 --px 32 --depths 2", "max(A_k, A_{D-1-k})"),
         ("benchmarks.teams.run --rounds 1 --models unet_w2:64", "2 ranks x 1 thread, s"),
         ("benchmarks.plan_accuracy.run --quick", "Peak bytes of a rank: median error"),
+        ("benchmarks.overlap.run --quick", "too few rounds to answer"),
         ("benchmarks.overlap.checkpoints --quick", "(asked: 3.5%)"),
     ],
 )
