@@ -20,13 +20,14 @@ import shapely
 from numpy.typing import NDArray
 
 from benchmarks.results import markdown_table, parser_of, publish, results
-from pipelines.backends.level_reader import memory_slide
+from pipelines.backends.level_reader import MemoryReader
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.labels.annotation_files import AnnotationFiles, read_annotation
 from pipelines.labels.annotations import read_annotations
 from pipelines.labels.conversion import write_areas
 from pipelines.labels.drawing import Origin, PolygonSet, make_polygon_set
-from pipelines.slides.geometry import Region
+from pipelines.slides.geometry import Region, levels_from_sizes
+from pipelines.slides.pyramid import PyramidSlide
 
 SIDE = 100_000
 """Of the slide in px, at 0.5 um/px."""
@@ -87,7 +88,8 @@ def tree_reader(drawing: PolygonSet) -> Callable[[int, int, NDArray[np.uint8]], 
 
 def measured(folder: Path, name: str, polygons: list[list[NDArray[np.float64]]], tiles: int) -> list[tuple[str, ...]]:
     """Rows of the table for one drawing: one for each file, and one for the usual way."""
-    slide = memory_slide([np.broadcast_to(np.full((1, 1, 3), 255, np.uint8), (SIDE, SIDE, 3))], 0.5)
+    white = MemoryReader([np.broadcast_to(np.full((1, 1, 3), 255, np.uint8), (SIDE, SIDE, 3))])
+    slide = PyramidSlide(Path("memory"), white, levels_from_sizes([(SIDE, SIDE)], 0.5))
     specs = (SlideSpec("slide", folder / "slide.svs"),)
     drawing = make_polygon_set(polygons, ["nucleus"] * len(polygons), {}, Origin.LEVEL0)
     rows = []

@@ -19,7 +19,6 @@ from unittest import mock
 
 import psutil
 import torch
-from benchmarks.tile_reading.cache import SHARE
 
 from app.checkpoint import two_phase
 from app.checkpoint.file import save_checkpoint
@@ -32,7 +31,7 @@ from app.settings.strategy import StrategySettings
 from app.training.batches import microbatches_of
 from app.training.dataset import Dataset, prepare
 from app.training.run_folder import RunFolder
-from app.training.session import Session, build_session
+from app.training.session import Session
 from benchmarks.overlap.delayed import Delayed
 from benchmarks.overlap.settings import MACHINES, WARM_UP, Case, Setting, Window
 from benchmarks.results import measured_on
@@ -68,6 +67,24 @@ def measure(communicator: Communicator, argument: dict[str, Any]) -> int:
     return written
 
 
+SHARE_BYTES_S, SHARE_WAIT_S = 100e6, 2e-3
+"""Of a slow network: bytes a second, and seconds for each request."""
+
+
+@contextlib.contextmanager
+def reading_from_share() -> Iterator[None]:
+    """Wait for what the calling thread reads within, as it would on a slow network."""
+
+    def counters() -> tuple[int, int]:
+        values = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
+        return int(values["rchar"]), int(values["syscr"])
+
+    bytes_before, calls_before = counters()
+    yield
+    bytes_after, calls_after = counters()
+    time.sleep((bytes_after - bytes_before) / SHARE_BYTES_S + (calls_after - calls_before - 1) * SHARE_WAIT_S)
+
+
 class SlowPool:
     """Slide pool whose files are read as over a slow network."""
 
@@ -77,7 +94,7 @@ class SlowPool:
 
     @contextlib.contextmanager
     def lease(self, slide_id: str) -> Iterator[Slide]:
-        with SHARE.waiting(), self._pool.lease(slide_id) as slide:
+        with reading_from_share(), self._pool.lease(slide_id) as slide:
             yield slide
 
 
@@ -118,7 +135,7 @@ class Ranks(contextlib.ExitStack):
         if (parallel, buckets) not in self._sessions:
             config, alone = self._config(parallel), parallel == "single"
             strategy = dataclasses.replace(config.strategy.to_strategy("cpu"), gradient_bytes=buckets << 20)
-            session = build_session(
+            session = Session(
                 config,
                 dataclasses.replace(strategy, ranks=1) if alone else strategy,
                 self._dataset,
@@ -197,7 +214,7 @@ class Ranks(contextlib.ExitStack):
             return
         save_checkpoint(self._path, state)
         if slow:
-            time.sleep(self._path.stat().st_size / SHARE.bytes_s)
+            time.sleep(self._path.stat().st_size / SHARE_BYTES_S)
         self._persists_s.append(time.monotonic() - begun_s)
 
     def _finish(self) -> None:
@@ -210,7 +227,7 @@ class Ranks(contextlib.ExitStack):
 
         def slowly(path: Path, state: dict[str, Any]) -> None:
             save_checkpoint(path, state)
-            time.sleep(path.stat().st_size / SHARE.bytes_s)
+            time.sleep(path.stat().st_size / SHARE_BYTES_S)
 
         return mock.patch.object(two_phase, "save_checkpoint", slowly)
 
