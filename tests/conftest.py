@@ -31,6 +31,7 @@ WATCH = pytest.StashKey[Watch]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="50 examples of each property, not 25")
+    parser.addoption("--grids", action="store_true", help="whole grids of parameters, not every pair of their values")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _thin(config, items)
+    if not config.getoption("--grids"):
+        _thin(config, items)
     if hasattr(config, "workerinput"):
         _deal(items)
 
