@@ -18,7 +18,6 @@ from app.settings.strategy import StrategySettings
 from app.training import exactness, plain_training
 from app.verify import VerifyCommand, verify
 from parallel.trace.patched_kernels import CHANNELS, conv2d, patch_kernels
-from tests.helpers.lanes import long_where
 
 CLOSE = torch.channels_last
 
@@ -71,18 +70,19 @@ class Normed(nn.Module):
         return logits
 
 
-STRATEGIES: list[dict[str, Any]] = [
-    {"parallel": "single"},
-    {"parallel": "single", "recompute": "block", "offload": "overlap"},
-    {"parallel": "single", "stream": "16"},
-    {"parallel": "ddp", "ranks": 2},
+RECOMPUTED: list[dict[str, Any]] = [
     {"parallel": "1f1b", "ranks": 2, "recompute": "stage"},
+    {"parallel": "ddp", "ranks": 2, "recompute": "block", "offload": "overlap"},
+]
+IN_PARTS: list[dict[str, Any]] = [
+    {"parallel": "single", "stream": "16"},
     {"parallel": "zero-bubble", "ranks": 2},
     {"parallel": "spatial", "ranks": 2, "grid": "2x1"},
 ]
+"""Strategies that call a layer's kernels by parts."""
 
 
-@pytest.mark.parametrize("strategy", long_where([*STRATEGIES[:2], *STRATEGIES[3:5]], *STRATEGIES[:4]))
+@pytest.mark.parametrize("strategy", RECOMPUTED)
 def test_gradients_are_those_of_contiguous_tiles(strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain step of ``verify`` is helped, too: here it computes in the layout that torch gets right."""
 
@@ -190,7 +190,7 @@ class Strided(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("strategy", long_where(STRATEGIES, *STRATEGIES[:2], *STRATEGIES[3:5]))
+@pytest.mark.parametrize("strategy", IN_PARTS)
 def test_every_strategy_computes_them_so(strategy: dict[str, Any], calls: list[Any]) -> None:
     asked = StrategySettings(batch=2, microbatches=2, **strategy)
     result = verify(VerifyCommand(asked, model=f"{__name__}:Strided", tile=32, steps=1))
