@@ -7,18 +7,7 @@ from tests.app.conftest import ROOT, summary_of
 NUCLEI = ROOT / "data" / "nuclei"
 SMALLER = {
     "slide_labels": (
-        "--model",
-        "resnet18",
-        "--tile",
-        "64",
-        "--bag",
-        "4",
-        "--batch",
-        "8",
-        "--microbatches",
-        "2",
-        "--test",
-        "0",
+        *("--model", "resnet18", "--tile", "64", "--bag", "4", "--batch", "8", "--microbatches", "2", "--test", "0"),
     ),
     "segment_folds": ("--fold", "4", "--annotations", NUCLEI / "masks", "--batch", "2"),
     "large_tiles": ("--tile", "128", "--batch", "2", "--microbatches", "2", "--model", "resnet18"),

@@ -61,7 +61,6 @@ def errors_of(each, depth, policy=KEEP_ALL):
         (2, "sgd", "stage"),
         (2, "sgd", "block"),
         pytest.param(4, "adamw", "stage", marks=pytest.mark.long),
-        pytest.param(4, "sgd", "none", marks=pytest.mark.long),
     ],
 )
 def test_a_window_is_that_of_one_process_bit_for_bit(depth, optimizer, recompute):

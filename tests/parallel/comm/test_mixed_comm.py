@@ -193,8 +193,7 @@ def lost(communicator: Communicator, argument: Any) -> dict[str, Any]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-@pytest.mark.parametrize(("way", "kinds"), [("host", "a0 ac"), ("device", "a0 ac b0 bc")])
+@pytest.mark.parametrize(("way", "kinds", "how"), [("host", "a0 ac", "hangs"), ("device", "a0 ac b0 bc", "dies")])
 def test_lost_neighbours_are_told(way: Way, kinds: str, how: str, tmp_path: Path) -> None:
     world, limit_s = len(kinds.split()), 2.0
     argument = {"kinds": kinds, "way": way, "how": how, "sleeps": 3 * limit_s, "folder": str(tmp_path / "said")}
