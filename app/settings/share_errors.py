@@ -112,7 +112,7 @@ def async_errors(settings: StrategySettings) -> list[str]:
         f"--parallel async computes on CPUs; got --device {settings.device}: use --device cpu, or --parallel ddp": (
             settings.device in ("cuda", "mixed")
         ),
-        "--parallel async is not planned for: use --recompute none, stage or block, and --stream with a number of px": (
+        "--parallel async is not planned for: use --recompute none or block, and --stream with a number of px": (
             settings.needs_plan
         ),
         f"--offload-state={settings.offload_state} is not for --parallel async, whose optimizer is on the "
