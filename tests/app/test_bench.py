@@ -296,3 +296,18 @@ def test_a_benchmark_that_is_asked_to_end_leaves_nothing_running(classify_slides
     assert process.returncode == 128 + signal.SIGTERM
     _, left = psutil.wait_procs(ranks, timeout=10)
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ((3, 4), "the host's memory ran out, and the kernel killed for it (its count of such kills rose by 1)"),
+        ((3, 3), "not for lack of memory: the kernel's count of such kills stands at 3"),
+        ((None, None), "probably by the kernel as the host's memory ran out; it keeps no count here"),
+    ],
+    ids=["counted", "not counted", "not told"],
+)
+def test_who_ended_a_rank_is_told_as_far_as_the_kernel_counts(counts, told):
+    reason = trials._who_killed(*counts)
+    assert reason.startswith("a rank was ended by signal 9")
+    assert told in reason

@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
 from app.evaluation import classification
-from app.evaluation.areas import Froc, SlideHits, match_detections
+from app.evaluation.areas import Froc, SlideHits, _major_axes, match_detections
 from app.evaluation.classification import (
     Calibration,
     Predictions,
@@ -18,6 +18,7 @@ from app.evaluation.classification import (
     confusion,
     with_interval,
 )
+from tests.helpers.counted import visited
 
 
 def cases_of(positive, label, patient=None):
@@ -156,3 +157,31 @@ def test_the_curve_is_that_of_another_implementation():
         # From the highest threshold as ours is; the lowest, which only ours has, is its last.
         for own, their in zip((ours.fp_per_slide, ours.sensitivity), theirs, strict=True):
             np.testing.assert_allclose(own[1:-1], their[::-1][1:])
+
+
+def test_patients_are_looked_at_once():
+    def per_case(count):
+        score = np.random.default_rng(0).random((count, 2))
+        label, patient = np.arange(count) % 2, np.arange(count) // 2
+        return visited(lambda *arrays: by_patient(Predictions(*arrays, 1)), score, label, patient) / count
+
+    assert per_case(800) < 1.3 * per_case(200)
+
+
+@pytest.mark.parametrize("objects", [4, 64])
+def test_each_px_is_visited_as_often_whatever_the_number_of_objects(objects):
+    side = round(objects**0.5)
+    labels = np.zeros((128, 128), np.int32)
+    for k in range(objects):
+        y, x = (128 // side * place for place in divmod(k, side))
+        labels[y : y + 64 // side, x : x + 64 // side] = k + 1
+    visits = visited(_major_axes, labels)
+    assert visits <= 60 * labels.size
+
+
+def test_the_curve_looks_at_each_detection_as_often_whatever_their_number():
+    def of(count):
+        false = visited(lambda counted: Froc([SlideHits(1, (0.5,), counted)]), np.linspace(0, 1, count))
+        return false / count
+
+    assert of(2000) < 1.2 * of(500)

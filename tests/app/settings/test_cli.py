@@ -251,3 +251,30 @@ def test_what_holds_no_names_and_values_is_named(name, content, says, tmp_path, 
             path = tmp_path / kept
         assert report([str(tmp_path)]) == (0 if name == "empty.json" else 1)  # an empty one is as none
         assert path.name in capsys.readouterr().err or name == "empty.json"
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"begun": "1", "agents": [], "job": null, "ranks": []}', '{"begun": 1, "agents": 3, "job": 0}']
+)
+def test_a_record_of_attempts_of_other_types_is_named(content, tmp_path):
+    (tmp_path / "attempts.json").write_text(content)
+    with pytest.raises(ValueError, match=r"attempts\.json"):
+        RunFolder(tmp_path).attempts()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("[1, 2]", "`tile` does not take"),
+        ("{a: 1}", "`tile` does not take"),
+        ("[" * 200 + "]" * 200, "`tile` does not take"),
+        ("x", "--tile"),
+        ("2026-01-01", "--tile"),
+        ("null", "--tile"),
+    ],
+)
+def test_values_of_the_wrong_type_are_named(value, says, tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"tile: {value}\n")
+    assert plan(["--config", str(path)]) == 2
+    assert says in capsys.readouterr().err

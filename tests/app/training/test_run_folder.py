@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -250,3 +251,27 @@ def test_schedule_picture_and_trace_are_of_the_step(strategy, tmp_path):
     assert "measured" in picture
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event.get("name") == "0B2" for event in events) == 2  # simulated, measured
+
+
+def test_every_scalar_is_sent_or_counted(tmp_path, monkeypatch):
+    """Scalars that come while a message is under way push others out of a full queue."""
+    monkeypatch.setattr(metrics_log, "MOST_WAITING", 10)
+    monkeypatch.setattr(metrics_log, "MOST_METRICS", 4)
+    monkeypatch.setattr(MlflowLog, "_start", lambda self: None)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *scalar: scalar, Param=None))
+    told = MlflowLog(tmp_path, "study", {})
+    sent = []
+
+    class Client:
+        def log_batch(self, run, metrics):
+            told.scalars(len(sent) + 100, {"more": 1.0, "again": 2.0})
+            sent.extend(metrics)
+
+    given = 14
+    for step in range(given):
+        told.scalars(step, {"loss": 0.5})
+    for _ in range(3):
+        told._send(Client(), "run")
+        given += 2
+    assert len(sent) == len(set(sent)) == 12
+    assert len(sent) + len(told._waiting) + told._dropped == given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,3 +171,30 @@ def test_faults_keep_their_kind(fault: RuntimeError, expected: type[RuntimeError
     with pytest.raises(expected, match=r"(?i)memory|rank|peer"):
         TorchWork(SimpleNamespace(wait=wait), [], Operation(0, 2, "irecv")).wait()
     assert is_lost_peer(fault) == is_lost
+
+
+def test_rank_that_still_computes_long_after_a_failure_is_named() -> None:
+    release = threading.Event()
+
+    def one_fails(communicator: Communicator, _: Any) -> None:
+        if communicator.rank == 0:
+            raise ValueError("no")
+        release.wait(30)
+
+    try:
+        with pytest.raises(CommunicationError, match=r"ranks \[1\] still compute"):
+            run_on_threads(2, one_fails, timeout_s=0.2)
+    finally:
+        release.set()
+
+
+def test_nothing_is_left_of_messages_that_have_arrived() -> None:
+    def chat(communicator: Communicator, _: Any) -> int:
+        other = 1 - communicator.rank
+        begin = communicator.isend if communicator.rank else communicator.irecv
+        for tag in range(5):
+            begin(torch.ones(2), other, tag).wait()
+        communicator.barrier()
+        return len(communicator._group.waiting)
+
+    assert run_on_threads(2, chat) == [0, 0]

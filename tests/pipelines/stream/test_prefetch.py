@@ -188,3 +188,22 @@ def test_batches_can_be_released_from_another_thread():
         thread.start()
         thread.join()
     assert total == 40
+
+
+def test_reading_goes_on_while_the_caller_computes():
+    with iter(stream_of().prefetch(3 * BATCH_BYTES, 1)) as batches:
+        next(batches).release()
+        deadline = time.monotonic() + 10
+        while not batches.ready():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def test_batches_come_in_order_whatever_takes_longest():
+    readahead, _ = run(lambda sample: time.sleep(0.03 if sample == 0 else 0))
+    for k in range(4):
+        batch, samples = readahead.next(), range(5 * k, 5 * k + 5)
+        assert batch.targets.tolist() == list(samples)
+        assert batch.rows.tolist() == [2 * s + 1 for s in samples]
+    assert readahead.next() is None
+    readahead.close()
