@@ -71,7 +71,8 @@ class Segmenter(nn.Module):
 
 
 def of_tiles(logits: Any, targets: Tensor) -> Tensor:
-    """The loss of tiles by the class of their first pixel; of GoogLeNet with what its early heads give."""
+    """The loss of tiles by the class of their first pixel; of GoogLeNet and Inception v3 with what their early heads
+    give."""
     labels = targets[:, 0, 0]
     if isinstance(logits, Tensor):
         return F.cross_entropy(logits, labels)
@@ -82,13 +83,19 @@ def google(**more: Any) -> nn.Module:
     return torchvision.models.googlenet(num_classes=3, init_weights=False, **more)
 
 
+def third(**more: Any) -> nn.Module:
+    return torchvision.models.inception_v3(num_classes=3, init_weights=False, **more)
+
+
 BRANCHED_NETS = {
     "inception": (Inception, pixel_loss),
     "aspp": (Segmenter, pixel_loss),
     "amoebanet": (lambda: AmoebaNet(3, 32, classes=3), of_tiles),
+    "googlenet": (lambda: google(aux_logits=False), of_tiles),
+    "inception-v3": (lambda: third(aux_logits=False), of_tiles),
     "googlenet-heads": (lambda: google(aux_logits=True), of_tiles),
 }
-SIDES = {"amoebanet": 64, "googlenet-heads": 64}
+SIDES = {"amoebanet": 64, "googlenet": 64, "inception-v3": 80, "googlenet-heads": 64}
 """Sides of tiles, px; 12 of others."""
 
 

@@ -43,7 +43,8 @@ def plain(name: str, sizes: list[int]) -> PlainRun:
     return plain_of(name, steps_for(name, sizes))
 
 
-DEEP = [("amoebanet", shared(4), [4, 3]), ("googlenet-heads", shared(4), [4, 4])]
+DEEP = [("amoebanet", shared(4), [4, 3]), ("googlenet", shared(2), [4, 4])]
+DEEP += [("googlenet-heads", shared(4), [4, 4]), ("inception-v3", shared(2), [4, 4])]
 DEEP += [("inception", shared(4, groups=2, m=3), [2, 4, 5]), ("inception", shared(2, optimizer=True), [4, 3])]
 DEEP += [("inception", shared(2, recompute="block"), [4, 3]), ("aspp", shared(4), [4, 4])]
 CASES = [
