@@ -134,8 +134,7 @@ def put_to_work(
     Args:
         partition: of ``traced``, into the stages of ``strategy``.
     """
-    mesh, policy = strategy.mesh, strategy.policy
-    rank = communicator.rank
+    mesh, policy, rank = strategy.mesh, strategy.policy, communicator.rank
     team = mesh.team_of(rank)
     costs = nominal_costs(partition) if policy.moves else None
 
@@ -151,7 +150,7 @@ def put_to_work(
     holders = StageGroups(communicator, mesh, peers=strategy.ways > 1)
     communicator.connect(mesh.pairs(partition.links))
     numbers = sorted({stage for stage, _ in mesh.held_by(team)})
-    link = plan_of = None
+    link = plan_of = server = None
     if isinstance(traced, Untraced):
         cuts: Mapping[int, StageModule] = {0: UntracedModule(traced.model)}
     elif mesh.members > 1 or policy.stream is not None:
@@ -170,7 +169,6 @@ def put_to_work(
         for number, cut in cuts.items()
     }
     names = [name for name, _ in traced.model.named_parameters()]
-    server = None
     if strategy.pushes is not None:
         reducers, update, server = _served(make_optimizer, names, stages[0], communicator, strategy.pushes)
     else:
@@ -178,13 +176,12 @@ def put_to_work(
         offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
         update = _update(make_optimizer, names, stages, reducers, offload, policy.parameters)
     messenger, routes = Messenger(communicator, device), _routes(partition)
-    transfers = StageTransfers(routes, partition.links, mesh, messenger, rank, plan_of)
     return RankProgram(
         schedule=schedule,
         scheduled=scheduled,
         mesh=mesh,
         stages=stages,
-        transfers=transfers,
+        transfers=StageTransfers(routes, partition.links, mesh, messenger, rank, plan_of),
         reducers=reducers,
         update=update,
         messenger=messenger,

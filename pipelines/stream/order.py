@@ -283,11 +283,11 @@ def slide_weights(slide: NDArray[np.integer]) -> NDArray[np.float64]:
 
 
 def pixel_weights(areas: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return weights (n,) by which px of each class are shown as equally often as the tiles allow.
+    """Return weights (n,) that show pixels of all classes equally often, as far as the tiles allow.
 
     A draw is for a class, and finds a tile in proportion to its px of that class. Half of the draws go to the classes
     round robin. The other half maximises the sum of the logarithms of the shown px of each class, by the multiplicative
-    updates of expectation maximisation: without ignored px that is equality wherever the free half allows it.
+    updates of expectation maximisation. Without ignored pixels, classes are then equal where the free half allows it.
 
     Args:
         areas: (n, C), px or points of each class on each tile; a class without any takes no part, and a tile without
