@@ -10,17 +10,15 @@ call finished are kept (remove ``bench-data/tile_size`` to start anew). Exit cod
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kept_runs import train
 from benchmarks.results import OUT, finish, markdown_table, measured_on, parser_of, publish, results, write_json
 from benchmarks.tile_size import context_slides, row_slides
-from benchmarks.timing import run_app
 
 FOLDER = OUT / "tile_size"
 SIDE = 4096
@@ -79,22 +77,6 @@ STUDIES = {
         steps=240,
     ),
 }  # fmt: skip
-
-
-def train(slides: Path, out: Path, *arguments: str) -> dict[str, Any]:
-    """Return the summary of one run of ``app.train``."""
-    if not _completed(out):
-        shutil.rmtree(out, ignore_errors=True)
-        run_app("app.train", "--slides", str(slides), "--out", str(out), *arguments, quiet=False)
-        if not _completed(out):  # app.train exits with 0 when it is asked to stop
-            raise SystemExit(f"{out} was interrupted; run the same command again")
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
-    return summary
-
-
-def _completed(out: Path) -> bool:
-    summary = out / "summary.json"
-    return summary.exists() and json.loads(summary.read_text())["status"] == "completed"
 
 
 def measure(name: str, windows: Sequence[str], slides: int, steps: int, seeds: int) -> Iterator[dict[str, Any]]:
