@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
         ),
         ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
         ("benchmarks.weak_scaling.trained --quick", "resnet20_v2 on tiles of 64 px, V100, simulated"),
+        ("benchmarks.nuclei.compare microbatch --steps 1 --folds 1", "1 steps. 112 MiB a rank."),
         ("benchmarks.plan_accuracy.plan_speed --only one-node", "s on the cores"),
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),

@@ -48,16 +48,21 @@ def folds_of(names: list[str]) -> list[list[str]]:
     return [sorted(map(str, order[fold::FOLDS])) for fold in range(FOLDS)]
 
 
-def by_megatile(fold: int, held: list[str], images: Path, masks: Path, names: list[str], steps: int) -> dict[str, Any]:
-    """Train on all but ``held``, predict those: Dice by name, seconds of the processor in training."""
-    out = OUT / f"fold{fold}"
+def by_megatile(
+    out: Path, held: list[str], images: Path, masks: Path, names: list[str], *settings: str
+) -> dict[str, Any]:
+    """Train on all but ``held``, predict those: Dice by name, seconds of the processor in training.
+
+    Args:
+        settings: of ``app.train``, after those of ``TRAIN``.
+    """
     shutil.rmtree(out, ignore_errors=True)
     for part, own in (("train", sorted(set(names) - set(held))), ("val", held)):
         (out / "slides" / part).mkdir(parents=True)
         for name in own:
             shutil.copy(images / f"{name}.png", out / "slides" / part)
     given = ["--slides", str(out / "slides"), "--annotations", str(masks)]
-    run = [*given, *TRAIN, "--steps", str(steps), "--seed", str(fold), "--out", str(out / "run")]
+    run = [*given, *TRAIN, *settings, "--out", str(out / "run")]
     seconds = run_app("app.train", *run).cpu
     checkpoint = str(out / "run" / "checkpoints" / "last.pt")
     predicted = out / "predicted"
@@ -146,7 +151,8 @@ def main() -> None:
     theirs: dict[str, float] = {}
     rows: list[tuple[str, ...]] = []
     for fold, held in enumerate(folds_of(names)):
-        own = by_megatile(fold, held, given.images, given.masks, names, given.steps)
+        settings = ("--steps", str(given.steps), "--seed", str(fold))
+        own = by_megatile(OUT / f"fold{fold}", held, given.images, given.masks, names, *settings)
         peer = by_smp(fold, held, read, own["cpu_s"])
         ours |= own["dice"]
         theirs |= peer["dice"]
