@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.plan_accuracy.plan_speed --only one-node", "s on the cores"),
         ("benchmarks.formats.run --regions 4", "4 regions of each slide"),
         ("benchmarks.annotations.run --vertices 2000 --tiles 2", "2,000 vertices in each"),
+        ("benchmarks.tile_size.run bands-resnet18 --slides 8 --steps 1 --seeds 1 --windows '512 px' bag", "| bag"),
         ("benchmarks.tile_size.run rooms --slides 8 --steps 1 --seeds 1 --windows 'whole slide'", "| whole slide"),
     ],
 )

@@ -1,9 +1,10 @@
 """Dice of held-out nuclei over one setting of ``app.train``, in five folds, each with a seed of its own.
 
 ``microbatch``: tiles that batch norm averages over, at the same batch, learning rate, steps and tiles seen. The table
-has the planned bytes of each size under data parallelism and MASTER. ``bench-data`` keeps what was measured before.
+has the planned bytes of each size under data parallelism and MASTER. ``tile``: side of the tiles in training and
+prediction, at the same steps and px of each step. ``bench-data`` keeps what was measured before.
 
-    python -m benchmarks.nuclei.compare microbatch [--steps N] [--folds N] [--write]
+    python -m benchmarks.nuclei.compare microbatch|tile [--steps N] [--folds N] [--write]
 """
 
 from __future__ import annotations
@@ -49,7 +50,14 @@ def _microbatches(tiles: int) -> tuple[str, ...]:
     return ("--tile", str(TILE), "--batch", str(BATCH), "--microbatches", str(BATCH // tiles))
 
 
-STUDIES = {"microbatch": Study({tiles: _microbatches(tiles) for tiles in (1, 2, 4, 8)}, base=4, steps=50)}
+def _tiles(px: int) -> tuple[str, ...]:
+    return ("--tile", str(px), "--batch", str(4 * (256 // px) ** 2))
+
+
+STUDIES = {
+    "microbatch": Study({tiles: _microbatches(tiles) for tiles in (1, 2, 4, 8)}, base=4, steps=50),
+    "tile": Study({px: _tiles(px) for px in (64, 128, 256)}, base=64, steps=80),
+}
 
 
 def bytes_of(way: str, tiles: int) -> str:

@@ -2,7 +2,8 @@
 
 Rows of the class ``even`` lie 512 px apart, those of ``grouped`` in threes, ``ROWS_APART`` px apart, with a wide gap to
 the next three. Three rows per 1,536 px in both, and rows so far apart that no upright window of 256 px touches two: it
-sees nothing or one row, equally often and of the same make in both classes.
+sees nothing or one row, equally often and of the same make in both classes. ``BANDS`` are the same over 3,072 px, with
+bands of three rows in place of rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ SMALL_WINDOW = 256
 ROWS_APART = 384.0
 """Px between grouped rows: 256, plus two radii with halo, two jitters, and 16 px that rows can rise within 256 px."""
 
+BANDS_APART = 768.0
+"""Px between the middles of grouped bands; even ones are 1,024 px apart."""
+
 BEND, WAVELENGTHS = 30.0, (2600.0, 4100.0)
 """Px that rows leave the straight line by, at most, in two waves; all rows of a slide bend alike."""
 
@@ -32,24 +36,26 @@ CELL, PITCH, JITTER = 1536, 96.0, 4.0
 
 @dataclass(frozen=True)
 class Rows(Arrangement):
-    """Three rows of glands at ``middles`` px of every ``CELL`` px."""
+    """Rows of glands at ``middles`` px of every ``period`` px, a multiple of ``CELL``."""
 
-    middles: tuple[float, float, float] = (256, 768, 1280)
+    middles: tuple[float, ...] = (256, 768, 1280)
+    period: int = CELL
 
     def glands(self, seed: int, l0_x: int, l0_y: int, l0_right: int, l0_bottom: int) -> list[Gland]:
         """Return the glands whose centres lie in a box of the endless plane."""
         rng = cell_rng(seed, 0x5F1F)
-        shift, turned = rng.integers(0, CELL, 2), rng.random() < 0.5
+        size = np.array([CELL, self.period])
+        shift, turned = rng.integers(0, CELL, 2) * (size // CELL), rng.random() < 0.5
         phases = rng.uniform(0, 2 * np.pi, 2)
         low, high = np.array([l0_x, l0_y], float), np.array([l0_right, l0_bottom], float)
         if turned:
             low, high = low[::-1], high[::-1]
-        first, last = np.floor((low + shift - BEND) / CELL), np.floor((high + shift + BEND) / CELL)
+        first, last = np.floor((low + shift - BEND) / size), np.floor((high + shift + BEND) / size)
         glands = []
         for row in range(int(first[1]), int(last[1]) + 1):
             for column in range(int(first[0]), int(last[0]) + 1):
                 cell = cell_rng(seed, 0x61AD, column, row)
-                centres = self._centres(cell) + np.array([column, row]) * CELL - shift
+                centres = self._centres(cell) + np.array([column, row]) * size - shift
                 waves = (np.sin(2 * np.pi * centres[:, 0] / w + p) for w, p in zip(WAVELENGTHS, phases, strict=True))
                 centres[:, 1] += BEND / 2 * sum(waves)
                 stamps, turns = cell.integers(0, VARIANTS, len(centres)), cell.integers(0, 8, len(centres))
@@ -69,9 +75,18 @@ EVEN = Rows(1.0, (36.0, 44.0))
 GROUPED = Rows(1.0, (36.0, 44.0), middles=(768 - ROWS_APART, 768, 768 + ROWS_APART))
 
 
-def make_slides(out: Path, count: int, side: int, seed: int = 0) -> Path:
+def _bands(middles: tuple[float, ...]) -> Rows:
+    lines = tuple(middle + line * PITCH for middle in middles for line in (-1, 0, 1))
+    return Rows(1.0, (36.0, 44.0), middles=lines, period=2 * CELL)
+
+
+ROWS, BANDS = (EVEN, GROUPED), (_bands((512, 1536, 2560)), _bands((1536 - BANDS_APART, 1536, 1536 + BANDS_APART)))
+"""Arrangements of the classes ``even`` and ``grouped``."""
+
+
+def make_slides(out: Path, count: int, side: int, seed: int = 0, arrangements: tuple[Rows, Rows] = ROWS) -> Path:
     """Write ``count`` slides of ``side`` px and their labels into ``out``; slides that are there are kept."""
-    kinds = ("even", EVEN), ("grouped", GROUPED)
+    kinds = list(zip(("even", "grouped"), arrangements, strict=True))
     return write_slides(out, [kinds[number % 2] for number in range(count)], Size(side, side), seed)
 
 
