@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks.many_slides.run --slides 1 --size 1200 --steps 1", "trained on 1 tiles"),
         ("benchmarks.tile_reading.run --side 9000 --rounds 0.02", "peak memory of one 8192 px read"),
         (
-            "benchmarks.plan_accuracy.layer_times --px 64 --nets plain12 --seconds 0.2",
-            "predicted by the calibration of 0.2 s",
+            "benchmarks.plan_accuracy.layer_times --px 64 --nets plain12 --seconds 0.2 --rounds 1",
+            "Convolutions of plain12",
         ),
         ("benchmarks.weak_scaling.run --quick", "Simulated efficiency at 64 ranks"),
         ("benchmarks.weak_scaling.trained --quick", "resnet20_v2 on tiles of 64 px, V100, simulated"),

@@ -32,8 +32,8 @@ from parallel.profile.cache import CoreUse, keep_freed_memory, load_or_measure
 from parallel.profile.gpu import gpu_at, last_error, set_tf32
 from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_fresh, time_moving, time_product
 
-QUICK_S, LONG_S = 45.0, 90.0
-"""Budgets: where a plan waits for it, and for the smallest error."""
+QUICK_S = 45.0
+"""Budget where a plan waits for it."""
 
 FORMAT = {"cpu": 3, "cuda": 4}
 """By kind of device; raised when models kept by earlier versions no longer hold."""
