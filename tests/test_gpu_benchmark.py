@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import largest, offload_time, precision, report, run, smoke, smoke_engines, study
+from benchmarks import results
+from benchmarks.gpu import largest, naive, offload_time, precision, report, run, smoke, smoke_engines, study
 from benchmarks.gpu.setting import Setting, attempt
 from tests.helpers.benchmark_run import run_on_forked_ranks
 from tests.helpers.forked import launched_here
 from tests.helpers.in_process import call
 from tests.helpers.sim_gpu import simulated
-from tests.helpers.sim_gpu.ranks import run_ranks
+from tests.helpers.sim_gpu.ranks import run_ranks, within
 
 pytestmark = pytest.mark.bench
 
@@ -166,15 +167,62 @@ def test_precision_has_a_row_for_each_type() -> None:
     assert all(len(precision.line(row)) == len(precision.HEADER) for row in rows)
 
 
-def test_every_mode_of_the_study_trains_alike() -> None:
-    modes = ("none", "naive", "pinned", "nonblocking", "pinned-nonblocking", "overlap")
-    pictures = study.Pictures.made(32, 10)
-    trained = study.measure_model(tiny(60), "squeezenet1_1", modes, pictures, epochs=2, batch=4)
-    assert [one.mode for one in trained] == list(modes)
-    assert all(one.losses == trained[0].losses for one in trained)
-    assert all(len(one.epochs_s) == 2 for one in trained)
-    assert trained[0].copies == {"out_bytes": 0, "back_bytes": 0, "out_bytes_per_s": None, "back_bytes_per_s": None}
-    assert trained[1].copies["out_bytes"] == trained[1].copies["back_bytes"] > 0
+def test_every_approach_of_the_study_trains_alike() -> None:
+    rows = list(study.rows(tiny()))
+    assert [row["approach"] for row in rows] == [*study.SCRIPTS, "overlap"]
+    assert all(row["passed"] and row["losses"] == rows[0]["losses"] for row in rows)
+    assert len(set(rows[0]["losses"])) == study.LEAST + study.WAITING
+    state = [*study.build("squeezenet1_1").state_dict().values()]
+    assert {row["CtoG_bytes"] for row in rows[1:-1]} == {sum(tensor.nbytes for tensor in state)}
+    # The forward pass brings parameters, the backward pass weights alone; gradients go back.
+    assert rows[1]["GtoC_bytes"] == rows[-1]["GtoC_bytes"] < rows[-1]["CtoG_bytes"] < 2 * rows[1]["CtoG_bytes"]
+    assert rows[0]["CtoG"] is None
+    assert all(row["CtoG"]["min"] <= row["CtoG"]["median"] <= row["CtoG"]["max"] for row in rows[1:])
+    assert all(len(study.line(row)) == len(study.HEADER) for row in rows)
+
+
+def test_the_study_on_a_simulated_gpu() -> None:
+    """Copies are asynchronous and as late as their order allows; the parameters are on the device in a step only."""
+    with simulated(1, late=0) as gpus, within(gpus, 1):
+        setting = Setting(torch.device("cuda:0"), time.perf_counter())
+        rows = study.measure(setting, "squeezenet1_1", 2, 32, 2)
+        assert not gpus.found
+    assert [row["name"] for row in rows if not row["passed"]] == []
+    assert all(row["CtoG_bytes"] == row["GtoC_bytes"] > 0 for row in rows[1:-1])
+
+
+@pytest.mark.parametrize("model", study.PUBLISHED)
+def test_models_of_the_study_have_the_published_parameters(model: str) -> None:
+    with torch.device("meta"):
+        study.build(model)
+
+
+def test_an_approach_that_trains_otherwise_is_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Updates of the device's copy are lost: what was on the host comes back."""
+
+    def to_device(self: naive.TensorByTensor) -> None:
+        self.before = [tensor.data for tensor in self._state]
+        for tensor in self._state:
+            tensor.data = tensor.data.clone()
+
+    def to_host(self: naive.TensorByTensor) -> None:
+        for tensor, host in zip(self._state, self.before, strict=True):
+            tensor.data = host
+
+    monkeypatch.setattr(naive.TensorByTensor, "to_device", to_device)
+    monkeypatch.setattr(naive.TensorByTensor, "to_host", to_host)
+    monkeypatch.setattr(study, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(results, "OUT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["study", *"--models squeezenet1_1 --iterations 2 --px 32".split()])
+    with pytest.raises(SystemExit) as stop:
+        study.main()
+    assert stop.value.code == 1
+    said = capsys.readouterr().out
+    assert "squeezenet1_1 pinned: other losses" in said
+    assert "squeezenet1_1 flattened: other losses" not in said
+    assert "4. Offload multiplies training time" in said
 
 
 def test_a_fault_is_a_row() -> None:

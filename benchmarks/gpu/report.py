@@ -33,7 +33,7 @@ def text_of(result: dict[str, Any], parts: Mapping[str, ModuleType]) -> str:
         if found is None:
             continue
         title = (part.__doc__ or "").splitlines()[0]
-        lines.append(f"### {name}\n\n{title}\n\n{_table(found['rows'], part)}")
+        lines.append(f"### {name}\n\n{title}\n\n{table_of(found['rows'], part)}")
         if found.get("fault"):
             lines.append(f"The part ended early: {found['fault']}.\n")
     lines.append(f"Written by `{result['command']}`: {result['environment']}.\n")
@@ -58,7 +58,8 @@ def _rows(result: dict[str, Any]) -> list[Row]:
     return [row for part in result["parts"].values() for row in part["rows"]]
 
 
-def _table(rows: list[Row], part: ModuleType) -> str:
+def table_of(rows: list[Row], part: ModuleType) -> str:
+    """Return rows as a table, and faults below it."""
     good = [row for row in rows if "fault" not in row]
     faults = "".join(f"- {_named(row)}: {row['fault']}\n" for row in rows if "fault" in row)
     table = markdown_table(part.HEADER, [part.line(row) for row in good]) if good else "Nothing was measured.\n"
