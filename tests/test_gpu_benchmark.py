@@ -215,7 +215,7 @@ def test_an_approach_that_trains_otherwise_is_missed(
     monkeypatch.setattr(naive.TensorByTensor, "to_host", to_host)
     monkeypatch.setattr(study, "keep_freed_memory", lambda: True)
     monkeypatch.setattr(results, "OUT", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["study", *"--models squeezenet1_1 --iterations 2 --px 32".split()])
+    monkeypatch.setattr(sys, "argv", ["study", "--models", "squeezenet1_1", "--iterations", "2", "--px", "32"])
     with pytest.raises(SystemExit) as stop:
         study.main()
     assert stop.value.code == 1
