@@ -50,7 +50,7 @@ HEAD_WEIGHT, LEARNING_RATE, MOMENTUM = 0.4, 0.001, 0.9
 ITERATIONS, EPOCH, DROPPED = 160, 8, 5
 """Of the study: all, those of an epoch, and first ones that are not counted."""
 LEAST, WAITING = 7, 3
-"""Iterations, however long they take, and further ones in which the host waits before and after each copy."""
+"""Iterations, however long they take, and further ones in which the host waits for a GPU before and after each copy."""
 GPU_ERROR = 1e-3
 """Of a loss, relative: ``overlap`` updates on the host, which rounds otherwise. On a CPU losses are equal."""
 DIRECTIONS = {"CtoG": "back", "GtoC": "out"}
@@ -171,7 +171,7 @@ def measure(setting: Setting, model: str, iterations: int, px: int, batch: int) 
             waited = [each[way] for each in waiting if way in each]
             seconds = [each[way] for each in done[name][counted] if way in each] or waited
             row[way] = {key: of(seconds) for key, of in STATISTICS.items()} if seconds else None
-            row[f"{way}_waited_s"] = statistics.median(waited) if waited else None
+            row[f"{way}_waited_s"] = statistics.median(setting.of(waited, seconds)) if waited else None
             row[f"{way}_bytes"] = learner.bytes[way] if waited else 0
         row["losses"], expected = learner.losses, learners["none"].losses
         row["passed"] = all(
