@@ -49,8 +49,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.limit = limit
         self._without_data = without_data
         self.peak_bytes = 0
-        # By address, which a weak reference keeps from being given to another storage; False if left out.
-        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
+        # By address, which a weak reference keeps from being given to another storage; with its largest size so far, or
+        # None if it is left out.
+        self._known: dict[int, tuple[StorageWeakRef, int | None]] = {}
+        self._at_most = 0
+        """Bound of the bytes that are live: those of the last exact sum at their largest, and all that are new."""
         self._changed = threading.Condition(threading.RLock())
         self._open = False
         self._other_threads = 0
@@ -90,12 +93,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the bytes that are live now."""
         total = 0
         with self._changed:
-            for key, (memory, counts) in list(self._known.items()):
+            self._at_most = 0
+            for key, (memory, largest) in list(self._known.items()):
                 storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
                 if storage is None:
                     del self._known[key]
-                elif counts:
-                    total += storage.nbytes()  # anew: it may have been resized, as those of gathered parameters are
+                elif largest is not None:
+                    size = storage.nbytes()  # anew: it may have been resized, as those of gathered parameters are
+                    total += size
+                    self._at_most += max(size, largest)
+                    if size > largest:
+                        self._known[key] = memory, size
         return total
 
     def add(self, tensors: Iterable[Tensor]) -> None:
@@ -123,9 +131,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, tensor: Tensor, *, counts: bool) -> None:
         memory = _memory(tensor)
         there = self._without_data or tensor.untyped_storage().device.type != "meta"  # as of a model that is traced
-        self._known[memory.cdata] = memory, counts and there
+        size = tensor.untyped_storage().nbytes() if counts and there else None
+        self._known[memory.cdata] = memory, size
+        self._at_most += size or 0
 
     def _notice(self) -> None:
+        if self._at_most <= self.peak_bytes:
+            return  # an exact sum takes a look at every storage
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         if self.limit is not None and self.peak_bytes > self.limit:
             raise torch.OutOfMemoryError(f"tensors take {self.peak_bytes} bytes of {self.limit}")
