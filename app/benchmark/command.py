@@ -23,7 +23,7 @@ from parallel.space.team import TeamGrid
 from parallel.strategy import WHOLE
 from pipelines import Rare
 
-SAVINGS: dict[str, Any] = {"recompute": "block", "offload": "overlap"}
+SAVINGS: dict[str, Any] = {"recompute": "block", "offload": "overlap", "stream": "auto"}
 """What can be added to a strategy with a plus: the setting and its value."""
 SHOWN = 3
 """Numbers of ranks that a refusal names, of all that would do."""
@@ -60,7 +60,7 @@ class StrategySpec(NamedTuple):
         if name not in names:
             raise ValueError(f"--strategies knows {', '.join(names)}; got {name!r}")
         if unknown := [saving for saving in savings if saving not in SAVINGS]:
-            raise ValueError(f"--strategies {text}: after a plus comes {' or '.join(SAVINGS)}; got {unknown[0]!r}")
+            raise ValueError(f"--strategies {text}: after a plus comes one of {', '.join(SAVINGS)}; got {unknown[0]!r}")
         if at and name in (*WHOLE, "auto"):
             raise ValueError(
                 f"--strategies {text}: {name} has no teams that a grid could be of: use {SPATIAL.name}, or a strategy "
@@ -192,7 +192,8 @@ class BenchCommand:
     stages: tuple[int, ...] = ()
     """Numbers of ranks, or teams, that a copy of the model is split over; more make groups. Default: all ranks."""
     strategies: tuple[str, ...] = STRATEGIES
-    """Strategies of app.train, as NAME, NAME@GRID (1f1b@2x1), NAME+recompute or NAME+offload; ddp is the baseline."""
+    """Strategies of app.train, as NAME, NAME@GRID (1f1b@2x1), NAME+recompute, NAME+offload or NAME+stream; ddp is the
+    baseline."""
     batch: int = 8
     """Tiles of one optimiser step, over all ranks."""
     microbatches: int | None = None

@@ -247,10 +247,15 @@ def _claim(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
         return f"{speed}; no data-parallel baseline was run"
     if base["status"] != "ok":
         return f"{speed} where {base['strategy']} {ENDED[base['status']]}"
+    return speed_beside(row, base)
+
+
+def speed_beside(row: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """Return how many times as fast as ``base`` a row is, and whether the ranges of their repeats overlap."""
     ratio = row["images_per_second"] / base["images_per_second"]
     low, high = row["images_per_second_range"]
     base_low, base_high = base["images_per_second_range"]
-    told = f"{ratio:.2f}x {base['strategy']} on {row['ranks']} ranks" if row["ranks"] > 1 else f"{ratio:.2f}x single"
+    told = f"{ratio:.2f}x {base['strategy']}" + (f" on {base['ranks']} ranks" if base["ranks"] > 1 else "")
     if len(row["images_per_second_repeats"]) < 2:
         return f"{told}, measured once"
     apart = low > base_high or high < base_low

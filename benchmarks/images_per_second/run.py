@@ -1,10 +1,11 @@
-"""Images per second of ResNet-50 and U-Net over tile sizes, by strategy, compared with data-parallel baselines.
+"""Images per second of ResNet-50 and U-Net over tile sizes, by strategy, compared with ways that split nothing.
 
-    python -m benchmarks.images_per_second.run [--models resnet50 unet] [--tiles 512 1024 2048] [--ranks 1 2 4]
+    python -m benchmarks.images_per_second.run [--models resnet50 unet] [--tiles 512 1024 2048 4096] [--ranks 1 2 4]
         [--strategies NAME ...] [--steps N] [--repeats N] [--write]
 
-Runs ``app.bench`` for each model and tile size; what was measured before is kept. Leaves, for each model, a report over
-all tile sizes in ``bench-data/images_per_second``. Wants an otherwise idle machine.
+Runs ``app.bench`` for each model and tile size: on ranks up to the number of cores, then on more. Keeps what was
+measured before. Leaves folders with ``report.html`` in ``bench-data/images_per_second``; ``--write`` replaces only the
+tables of what was asked for. Wants an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -12,33 +13,43 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.benchmark.page import HEADERS, cells, write_page
-from app.benchmark.row import compare
+from app.benchmark.page import HEADERS, cells
+from app.benchmark.row import speed_beside
+from app.launch.host import usable_cores
 from benchmarks.results import OUT as BENCH_DATA
-from benchmarks.results import ROOT, markdown_table, parser_of, publish, results
+from benchmarks.results import ROOT, markdown_table, parser_of, publish, results, spread
 from benchmarks.timing import run_app
 from demo.run import collect_slides
+from parallel.strategy import WHOLE
 
 OUT = BENCH_DATA / "images_per_second"
 MEMORY, BATCH = "2GiB", 4
-CORES = os.cpu_count() or 1
-WHOLE = ("single", "single+recompute", "single+recompute+offload", "ddp", "ddp+recompute", "fsdp")
+WHOLE_MODEL = (
+    *("single", "single+recompute", "single+recompute+offload", "single+stream"),
+    *("ddp", "ddp+recompute", "fsdp", "async"),
+)
 SPLIT = ("gpipe", "1f1b", "pipedream", "master", "master+recompute", "bidirectional", "spatial", "spatial+recompute")
-ON_MORE = ("ddp", "1f1b", "master", "bidirectional", "spatial")
-"""On more ranks than there are cores: the baseline and the schedules."""
-LENGTH = {512: (5, 3), 1024: (4, 2), 2048: (3, 1)}
+ON_MORE = (
+    *("single", "single+recompute", "ddp", "ddp+recompute", "async"),
+    *("1f1b", "master", "bidirectional", "spatial"),
+)
+"""On more ranks than there are cores: baselines, schedules also in groups of two ranks, and teams."""
+PLANNED = "auto"
+LENGTH = {512: (5, 3), 1024: (4, 3)}
 """By tile side: steps, runs. A step of the largest tiles takes minutes."""
-LONGEST_S = "900"
+USUAL = (3, 1)
+LONGEST_S = "3600"
 """Of one run: more, and it counts as failed."""
-HEADER = ("model", "px", "ranks", *(header for header in HEADERS if header != "from memory"))
+FIGURES = [header for header in HEADERS if header != "from memory"]
 """No step is measured from memory here."""
+BESIDE = "beside the fastest way that computes the whole model"
 
 
 def slides_for(model: str) -> list[str]:
@@ -54,86 +65,116 @@ def slides_for(model: str) -> list[str]:
 
 
 def _label(slides: Path) -> None:
-    """Tell real slides from synthetic ones: both are there at every tile size."""
+    """Tell real slides from synthetic ones."""
     names = [path.name for path in sorted(slides.iterdir()) if path.suffix not in (".csv", ".json")]
     rows = [(name, "synthetic" if name.startswith("slide_") else "real") for name in names]
     with (slides / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("slide", "label"), *rows])
 
 
-def measure(model: str, tile: int, asked: argparse.Namespace) -> None:
-    """Run ``app.bench`` on ranks up to the number of cores, and on more."""
-    steps, repeats = LENGTH.get(tile, LENGTH[2048])
-    steps, repeats = asked.steps or steps, asked.repeats or repeats
-    for name, ranks, default in (
-        (f"{tile}", [n for n in asked.ranks if n <= CORES], (*WHOLE, *SPLIT)),
-        (f"{tile}-more", [n for n in asked.ranks if n > CORES], ON_MORE),
-    ):
-        if not ranks:
-            continue
-        command = [
-            *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
-            *("--ranks", *map(str, ranks), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
-            *("--strategies", *(asked.strategies or default), "--min-tissue", "0.1", "--steps", str(steps)),
-            *("--repeats", str(repeats), "--resume", "--twin-steps=0", f"--trial-timeout-s={LONGEST_S}"),
-            *("--out", str(OUT / model / name)),
-        ]
-        subprocess.run(command, cwd=ROOT, check=False)  # that nothing fits is a result, too
+def measure(model: str, tile: int, ranks: Sequence[int], strategies: Sequence[str], asked: argparse.Namespace) -> Path:
+    """Run ``app.bench``; return its folder, which is named after the tile size and the most ranks."""
+    steps, repeats = LENGTH.get(tile, USUAL)
+    folder = OUT / model / part_of(tile, ranks)
+    command = [
+        *(sys.executable, "-m", "app.bench", *slides_for(model), "--model", model, "--tiles", str(tile)),
+        *("--ranks", *map(str, ranks), "--batch", str(BATCH), "--microbatches", str(BATCH), "--memory", MEMORY),
+        *("--strategies", *strategies, "--min-tissue", "0.1", "--steps", str(asked.steps or steps)),
+        *("--repeats", str(asked.repeats or repeats), "--resume", "--twin-steps=0", f"--trial-timeout-s={LONGEST_S}"),
+        *("--out", str(folder)),
+    ]
+    if depths := {2, *ranks} - {1} if max(ranks) > 1 else ():
+        command += ["--stages", *map(str, sorted(depths))]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode > 1:  # 1: nothing fits, which is a result, too
+        sys.exit(f"app.bench does not go on with {folder}")
+    return folder
 
 
-def joined(model: str) -> dict[str, Any] | None:
-    """All tile sizes of ``model`` that were measured, as one benchmark; its page is written."""
-    parts = []
-    for folder in sorted((OUT / model).glob("[0-9]*"), key=lambda path: (int(path.name.split("-")[0]), path.name)):
-        if (folder / "bench.json").exists():
-            part = json.loads((folder / "bench.json").read_text())
-            for row in part["rows"]:
-                row["scaling"] = "strong"  # each file has some of the numbers of ranks; the batch is the same in all
-                row["schedule_svg"] = row["schedule_svg"] and f"{folder.name}/{row['schedule_svg']}"
-            parts.append(part)
-    if not parts:
-        return None
-    rows = [row for part in parts for row in part["rows"]]
-    compare(rows)
-    whole = {
-        **parts[-1],
-        "command": "python -m benchmarks.images_per_second.run",
-        "wall_s": sum(part["wall_s"] for part in parts),
-        "settings": parts[-1]["settings"] | {"tiles": sorted({row["tile_px"] for row in rows})},
-        "rows": rows,
-    }
-    (OUT / model / "bench.json").write_text(json.dumps(whole, indent=2) + "\n")
-    print(write_page(OUT / model))
-    return whole
+def part_of(tile: int, ranks: Sequence[int]) -> str:
+    return f"{tile}" if max(ranks) <= usable_cores() else f"{tile}-more"
 
 
-def line(row: Mapping[str, Any]) -> list[str]:
-    """Return what stands under ``HEADER``."""
-    figures = (cell for header, cell in zip(HEADERS, cells(row), strict=True) if header in HEADER)
-    return [row["model"], str(row["tile_px"]), str(row["ranks"]), *figures]
+def line(row: Mapping[str, Any], best: Mapping[str, Any] | None) -> list[str]:
+    """Return the figures of a row, and its speed next to ``best``."""
+    figures = [cell for header, cell in zip(HEADERS, cells(row), strict=True) if header in FIGURES]
+    beside = "" if best is None or not usable(row) else "the fastest" if row is best else speed_beside(row, best)
+    return [str(row["ranks"]), *figures, beside]
+
+
+def usable(row: Mapping[str, Any]) -> bool:
+    """Return whether a row was measured and did the work of the plain step."""
+    return row["status"] == "ok" and row["loss_matches"] is not False and not row["delayed"]
+
+
+def fastest(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the fastest row that is usable."""
+    return max(filter(usable, rows), key=lambda row: float(row["images_per_second"]), default=None)
+
+
+def fastest_whole(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the fastest row that computes the whole model on each rank; all ranks share the same cores."""
+    return fastest(row for row in rows if row["parallel"] in WHOLE)
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return which splits of the model or the tile are faster than all that computes the whole model, the fastest of
+    both for each number of ranks, and how fast the plan's choices are."""
+    named = [row for row in rows if row["parallel"] != PLANNED]
+    splits = [row for row in named if row["parallel"] not in WHOLE]
+    best = fastest_whole(rows)
+    faster = [row for row in filter(usable, splits) if not best or row["images_per_second"] > best["images_per_second"]]
+    lines = [
+        f"Splits faster than every way that computes the whole model: {', '.join(map(_name, faster)) or 'none'}.",
+        f"Fastest way that computes the whole model: {_speed(best)}. Fastest split: {_speed(fastest(splits))}.",
+    ]
+    for ranks in sorted({row["ranks"] for row in rows}):
+        alike = [row for row in named if row["ranks"] == ranks]
+        whole, split = fastest_whole(alike), fastest(row for row in alike if row in splits)
+        if whole and split:
+            lines.append(f"On {ranks} ranks: {split['strategy']}, {speed_beside(split, whole)}.")
+        planned, usual = fastest(row for row in rows if row["ranks"] == ranks and row not in named), fastest(alike)
+        if planned and usual:
+            lines.append(
+                f"The plan's choice with --ranks {ranks}: {planned['chosen']}, {speed_beside(planned, usual)}."
+            )
+    return "\n".join(f"- {text}" for text in lines) + "\n"
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return row["strategy"] + (f" on {row['ranks']} ranks" if row["ranks"] > 1 else "")
+
+
+def _speed(row: Mapping[str, Any] | None) -> str:
+    return f"{_name(row)}, {spread(row['images_per_second_repeats'], 3)} images/s" if row else f"none fits in {MEMORY}"
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=["resnet50", "unet"])
-    parser.add_argument("--tiles", type=int, nargs="*", default=[512, 1024, 2048], help="none: only the tables")
+    parser.add_argument("--tiles", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--strategies", nargs="+", help="default: all")
     parser.add_argument("--steps", type=int, help="of a run; default: by tile size")
     parser.add_argument("--repeats", type=int, help="runs of each case; default: by tile size")
     asked = parser.parse_args()
+    few = [n for n in asked.ranks if n <= usable_cores()]
+    more = [n for n in asked.ranks if n > usable_cores()]
+    parts = [(few, (*WHOLE_MODEL, *SPLIT, PLANNED))] if few else []
+    if more:  # with one rank, for the baseline: rows of a table are measured in turns
+        parts.append(([1, *more], (*ON_MORE, PLANNED)))
     for model in asked.models:
         for tile in asked.tiles:
-            measure(model, tile, asked)
-    found = [whole for model in ("resnet50", "unet") if (whole := joined(model))]
-    rows = [row for whole in found for row in whole["rows"]]
-    minutes = sum(whole["wall_s"] for whole in found) / 60
-    text = results(
-        "python -m benchmarks.images_per_second.run --write",
-        markdown_table(HEADER, map(line, rows)),
-        f"{BATCH} tiles a step, {MEMORY} a rank. All runs together: {minutes:.0f} min.\n",
-    )
-    publish(__file__, text, asked.write)
+            for ranks, strategies in parts:
+                folder = measure(model, tile, ranks, asked.strategies or strategies, asked)
+                bench = json.loads((folder / "bench.json").read_text())
+                rows, best = bench["rows"], fastest_whole(bench["rows"])
+                text = results(
+                    shlex.join(["python", "-m", "benchmarks.images_per_second.run", *sys.argv[1:]]),
+                    verdict(rows),
+                    markdown_table(("ranks", *FIGURES, BESIDE), [line(row, best) for row in rows]),
+                    f"{BATCH} tiles a step, {MEMORY} a rank. All runs together: {bench['wall_s'] / 60:.0f} min.\n",
+                )
+                publish(__file__, text, asked.write, f"{model} {part_of(tile, ranks)}")
 
 
 if __name__ == "__main__":

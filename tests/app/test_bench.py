@@ -52,8 +52,9 @@ def labels(found):
     [
         ("master+offload+recompute", ("master", ("recompute", "offload"), None)),
         ("1f1b@4x1+recompute", ("1f1b", ("recompute",), TeamGrid(4, 1))),
+        ("single+stream", ("single", ("stream",), None)),
         ("dpp", r"knows auto, single.*got 'dpp'"),
-        ("ddp+speed", "recompute or offload; got 'speed'"),
+        ("ddp+speed", "recompute, offload, stream; got 'speed'"),
     ],
 )
 def test_strategies_are_named_with_what_they_save_and_their_grid(text, spec):
@@ -70,6 +71,8 @@ def test_a_case_is_named_and_says_why_it_cannot_run():
     assert [case(text, 4).team for text in ("spatial", "1f1b@2x1", "ddp")] == ["4x1", "2x1", ""]
     assert [case(text, 4).refusal for text in ("ddp", "spatial", "1f1b@2x1")] == ["", "", ""]
     assert "mast computes 2 microbatches" in case("mast").refusal
+    assert case("single+stream", 1).settings.stream == "auto"
+    assert "--stream auto is planned for --parallel single, ddp and spatial" in case("1f1b+stream").refusal
     assert "every microbatch a tile" in Case("gpipe", (), 2, 256, 1, 2).refusal
     assert case("ddp", memory="2GiB").settings.memory_excess == "stop"
 
