@@ -66,7 +66,7 @@ def _resnet18(make: Callable[[Path, int], object], bag: int) -> Study:
     windows["whole slide"] = ("--tile", "slide", "--batch", str(64 // bag), "--microbatches", str(64 // bag))
     common = ("--model", "resnet18", "--parallel", "single", "--mpp", "8", "--lr", "0.001", "--warmup", "20")
     common += ("--validation", "0.4", "--stain-jitter=0", "--brightness=0")
-    return Study(make, windows, (*COMMON, *common), {}, steps=120, seeds=5)
+    return Study(make, windows, (*COMMON, *common), {}, steps=100, seeds=5)
 
 
 COMMON = ("--validate-every=1000000", "--twin-steps=0", "--weight-decay", "0.01")
@@ -151,7 +151,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("study", nargs="?", choices=STUDIES, default="rows")
     parser.add_argument("--slides", type=int, help="how many; default: 96")
-    parser.add_argument("--steps", type=int, help="of every run; default: of rows 300, of rooms 240, of ResNet-18 120")
+    parser.add_argument("--steps", type=int, help="of every run; default: of rows 300, of rooms 240, of ResNet-18 100")
     parser.add_argument("--seeds", type=int, help="runs of every window; default: 3, of ResNet-18 5")
     parser.add_argument("--windows", nargs="+", metavar="NAME", help="of the study, such as '256 px'; default: all")
     asked = parser.parse_args()
