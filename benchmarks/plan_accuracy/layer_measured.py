@@ -2,12 +2,15 @@
 
 Takes what ``trace`` gave and the shape of a microbatch; gives ``Costs``. A node runs on copies of the values that
 earlier nodes gave, without their history, and a value is let go after its last use. As in a step, what goes in has just
-been written, and parameters and what was kept for backward come from memory. At most one layer's memory for training is
-needed besides the values still to be used, so that models can be measured whose training does not fit.
+been written, parameters and what was kept for backward come from memory, and the code is in the caches: each pass runs
+on other tensors first. At most one layer's memory for training, twice, is needed besides the values still to be used,
+so that models can be measured whose training does not fit.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -72,6 +75,17 @@ def _spread(readings: Sequence[Runs]) -> float | None:
     return float(np.median(spreads)) if spreads else None
 
 
+class _Work(NamedTuple):
+    """What a node computes from arguments and keywords, and the parameters that get gradients."""
+
+    compute: Callable[[Any, Any], Any]
+    parameters: list[nn.Parameter]
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
 class _Interpreter(fx.Interpreter):
     def __init__(self, traced: Traced, device: torch.device, repeats: int) -> None:
         super().__init__(traced.training)
@@ -87,12 +101,16 @@ class _Interpreter(fx.Interpreter):
             for seconds in runs:
                 seconds.append(0.0)
             return super().run_node(n)
-        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        parameters = [p for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
+        own = _Work(functools.partial(getattr(self, n.op), n.target), [])
+        other = own
+        if n.op == "call_module" and isinstance(module := self.fetch_attr(str(n.target)), nn.Module):
+            own = _Work(own.compute, _trained(module))
+            twin = copy.deepcopy(module)  # with weights of its own
+            other = _Work(lambda args, kwargs: twin(*args, **kwargs), _trained(twin))
         value: Any = None
         for _ in range(self._repeats + 1):
             value = None  # the next run may use its memory
-            value = self._once(n, parameters, runs)
+            value = self._once(n, own, other, runs)
         for seconds in runs:
             del seconds[0]
         value = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
@@ -101,32 +119,49 @@ class _Interpreter(fx.Interpreter):
             seconds[:] = [backward_s + sums for backward_s in seconds]
         return value
 
-    def _once(self, n: fx.Node, parameters: list[nn.Parameter], runs: Runs) -> Any:
+    def _once(self, n: fx.Node, own: _Work, other: _Work, runs: Runs) -> Any:
+        """Time the passes of ``own``; right before each, ``other`` brings its code into the caches."""
+        other_args, other_edges = self._given(n)
         sweep(self._setting)
-        # Copies, since the operation may change what it is given, which must not be a leaf then.
+        other_value = other.compute(*other_args)
+        args, edges = self._given(n)
+        start = now(self._setting)
+        value = own.compute(*args)
+        runs.forward.append(now(self._setting) - start)
+        gradients = [torch.ones_like(output) for output in _differentiable_leaves(value)]
+
+        def differentiate(value: Any, wanted: list[Any], *, retain: bool) -> None:
+            outputs = _differentiable_leaves(value)
+            torch.autograd.grad(outputs, wanted, gradients, retain_graph=retain, allow_unused=True)
+
+        def backward_s(wanted: list[Any], of_other: list[Any], *, retain: bool = False) -> float:
+            if not gradients or not wanted:
+                return 0.0
+            sweep(self._setting)
+            differentiate(other_value, of_other, retain=retain)
+            for gradient in gradients:
+                gradient.fill_(1)
+            empty_backward(self._setting.device)()
+            start = now(self._setting)
+            differentiate(value, wanted, retain=retain)
+            return max(now(self._setting) - start - empty_backward_s(self._setting), LEAST_S)
+
+        both, both_of_other = [*edges, *own.parameters], [*other_edges, *other.parameters]
+        runs.backward.append(backward_s(both, both_of_other, retain=bool(own.parameters)))
+        runs.backward_input.append(backward_s(edges, other_edges) if own.parameters else runs.backward[-1])
+        return value
+
+    def _given(self, n: fx.Node) -> tuple[tuple[Any, Any], list[Any]]:
+        """Return arguments of a node, and the edges of those that have gradients.
+
+        Copies, since the operation may change what it is given, which must not be a leaf then.
+        """
         copies = {
             node: tree_map(_copy, self.env[node]) for node in n.all_input_nodes if node.name in self._differentiable
         }
-        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda node: copies.get(node, self.env[node]))
+        arguments = fx.map_arg((n.args, n.kwargs), lambda node: copies.get(node, self.env[node]))
         edges = [get_gradient_edge(leaf) for value in copies.values() for leaf in _differentiable_leaves(value)]
-        call: Callable[..., Any] = getattr(self, n.op)
-        start = now(self._setting)
-        value = call(n.target, args, kwargs)
-        runs.forward.append(now(self._setting) - start)
-        outputs = _differentiable_leaves(value)
-        runs.backward.append(self._backward(outputs, [*edges, *parameters], retain=bool(parameters)))
-        runs.backward_input.append(self._backward(outputs, edges) if parameters else runs.backward[-1])
-        return value
-
-    def _backward(self, outputs: list[Tensor], wanted: Sequence[Any], retain: bool = False) -> float:
-        if not outputs or not wanted:
-            return 0.0
-        sweep(self._setting)
-        gradients = [torch.ones_like(output) for output in outputs]
-        empty_backward(self._setting.device)()
-        start = now(self._setting)
-        torch.autograd.grad(outputs, wanted, gradients, retain_graph=retain, allow_unused=True)
-        return max(now(self._setting) - start - empty_backward_s(self._setting), LEAST_S)
+        return arguments, edges
 
     def _sums(self, n: fx.Node, value: Any) -> float:
         """Return the seconds to add up the gradients of ``value``, where several layers use it."""

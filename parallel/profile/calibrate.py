@@ -35,7 +35,7 @@ from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_f
 QUICK_S = 45.0
 """Budget where a plan waits for it."""
 
-FORMAT = {"cpu": 3, "cuda": 4}
+FORMAT = {"cpu": 4, "cuda": 4}
 """By kind of device; raised when models kept by earlier versions no longer hold."""
 
 BEST = 0.1

@@ -1,7 +1,8 @@
 """Times of single operations on the device, forward and backward apart, as autograd runs them.
 
 Each pass runs once to warm up, then several times, of which the median counts. A CPU's caches hold before each run what
-they hold in a training step: what the layer before has just written, and nothing of what this one kept.
+they hold in a training step: what the layer before has just written, nothing of what this one kept, and the code of the
+operation, which other layers use, too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SIDE_BY_SIDE = 8
 
 SWEPT = 48 << 20
 """Bytes that are read so that nothing else is in the caches; more than these hold."""
+SHORT_S = 0.005
+"""A pass that takes longer does not show whether its code was in the caches."""
 
 LEAST_S = 1e-7
 """Of a backward pass, when the call is taken off."""
@@ -65,18 +68,29 @@ class Reading:
     weight_s: float
 
 
-def typical_s(run: Callable[[], object], setting: Setting, fresh: Tensor | None = None) -> float:
+def typical_s(
+    run: Callable[[], object],
+    setting: Setting,
+    fresh: Tensor | None = None,
+    other: Callable[[], object] = lambda: None,
+) -> float:
     """Return the seconds of a run: the median of several.
 
     Args:
-        fresh: what is in the caches when a run begins; None: what the run before has left there.
+        fresh: what is in the caches when a run begins, and the code of the operation; None: what the run before has
+            left there.
+        other: the same operation on other tensors.
     """
     at_once = setting.at_once
+    start = now(setting)
     run()
+    is_short = now(setting) - start < SHORT_S
     seconds: list[float] = []
     while len(seconds) < LEAST_RUNS or (len(seconds) < MOST_RUNS and sum(seconds) * at_once < ENOUGH_S):
         if fresh is not None:
             sweep(setting)
+            if is_short:
+                other()
             fresh.add_(0)
         start = now(setting)
         for _ in range(at_once):
@@ -98,27 +112,27 @@ def _swept() -> Tensor:
 
 def time_convolution(shape: Convolution, setting: Setting) -> Reading:
     """Return the times of a convolution of two dims with a kernel of its own."""
-    images = setting.tensor(shape.batch, shape.channels_in, *shape.size_in).requires_grad_()
+    images = setting.tensor(shape.batch, shape.channels_in, *shape.size_in)
     outer, inner = (
         (shape.channels_in, shape.channels_out) if shape.transposed else (shape.channels_out, shape.channels_in)
     )
-    weight = setting.tensor(outer, inner // shape.groups, *shape.kernel).requires_grad_()
+    weight = setting.tensor(outer, inner // shape.groups, *shape.kernel)
     if shape.transposed:
         padding = [max(math.ceil((k - s) / 2), 0) for k, s in zip(shape.kernel, shape.stride, strict=True)]
         rest = [s - k + 2 * p for s, k, p in zip(shape.stride, shape.kernel, padding, strict=True)]
-        run = functools.partial(F.conv_transpose2d, images, weight, None, shape.stride, padding, rest)
-    else:
-        padding = [d * (k - 1) // 2 for d, k in zip(shape.dilation, shape.kernel, strict=True)]
-        run = functools.partial(F.conv2d, images, weight, None, shape.stride, padding, shape.dilation, shape.groups)
-    return _time(run, images, [weight], setting)
+        run = functools.partial(F.conv_transpose2d, stride=shape.stride, padding=padding, output_padding=rest)
+        return _time(run, [images, weight], setting)
+    padding = [d * (k - 1) // 2 for d, k in zip(shape.dilation, shape.kernel, strict=True)]
+    run = functools.partial(
+        F.conv2d, stride=shape.stride, padding=padding, dilation=shape.dilation, groups=shape.groups
+    )
+    return _time(run, [images, weight], setting)
 
 
 def time_product(shape: Product, setting: Setting) -> Reading:
     """Return the times of a linear layer."""
-    rows = setting.tensor(shape.rows, shape.inner).requires_grad_()
-    weight = setting.tensor(shape.columns, shape.inner).requires_grad_()
-    bias = setting.tensor(shape.columns).requires_grad_()
-    return _time(lambda: F.linear(rows, weight, bias), rows, [weight, bias], setting)
+    rows, weight = setting.tensor(shape.rows, shape.inner), setting.tensor(shape.columns, shape.inner)
+    return _time(F.linear, [rows, weight, setting.tensor(shape.columns)], setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,32 +206,40 @@ def time_moving(name: str, images: Tensor, setting: Setting) -> tuple[Op, Readin
     backward: list[float] = []
     outputs, call_s = [images], empty_backward_s(setting)
 
-    def fresh() -> list[list[Tensor]]:
+    def fresh(count: int) -> list[list[Tensor]]:
         needs = moving.backward
-        return [[images.detach().requires_grad_(needs).clone() for _ in range(moving.inputs)] for _ in range(at_once)]
+        return [[images.detach().requires_grad_(needs).clone() for _ in range(moving.inputs)] for _ in range(count)]
+
+    def compute(runs: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Any]]]:
+        wanted = [[get_gradient_edge(tensor) for tensor in run] for run in runs if moving.backward]
+        return [moving.run(*run, *parameters) for run in runs], wanted
+
+    def differentiate(outputs: list[Tensor], wanted: list[list[Any]]) -> None:
+        # Normalisations give the gradients of their parameters with that of what went in, and slower without.
+        for output, edges in zip(outputs, wanted, strict=True):
+            torch.autograd.grad(output, [*edges, *parameters], gradient)
 
     while len(forward) <= LEAST_RUNS or (
         len(forward) <= MOST_RUNS and at_once * (sum(forward) + sum(backward)) < 2 * ENOUGH_S
     ):
-        inputs = fresh()
-        wanted: list[list[Any]] = [[get_gradient_edge(tensor) for tensor in run] for run in inputs if moving.backward]
+        other = fresh(1)
+        with torch.set_grad_enabled(not moving.copies):
+            compute(other)
+        inputs = fresh(at_once)
         with torch.set_grad_enabled(not moving.copies):
             start = now(setting)
-            outputs = [moving.run(*run, *parameters) for run in inputs]
+            outputs, wanted = compute(inputs)
             forward.append((now(setting) - start) / at_once)
         if moving.copies:
-            inputs = fresh()
-            wanted = [[get_gradient_edge(tensor) for tensor in run] for run in inputs]
-            outputs = [moving.run(*run, *parameters) for run in inputs]
+            outputs, wanted = compute(fresh(at_once))
         if moving.backward:
-            gradient = torch.ones_like(outputs[0])
+            gradient, computed = torch.ones_like(outputs[0]), compute(fresh(1))
             sweep(setting)
+            differentiate(*computed)
             gradient.fill_(1)
             empty_backward(setting.device)()
             start = now(setting)
-            # Normalisations give the gradients of their parameters with that of what went in, and slower without.
-            for output, edges in zip(outputs, wanted, strict=True):
-                torch.autograd.grad(output, [*edges, *parameters], gradient)
+            differentiate(outputs, wanted)
             backward.append(max((now(setting) - start) / at_once - call_s, LEAST_S))
     output = outputs[0]
     indices = 8 * output.numel() if name == "max_pool2d_with_indices" else 0
@@ -232,10 +254,28 @@ def time_fresh(size: int, setting: Setting) -> float:
     return max(new_s - typical_s(lambda: memory.fill_(1), setting), 0.0)
 
 
-def _time(run: Callable[[], Tensor], images: Tensor, weights: list[Tensor], setting: Setting) -> Reading:
-    forward_s = typical_s(run, setting, fresh=images.detach())
-    output = run()
-    return Reading(forward_s, _backward_s(output, [images], setting), _backward_s(output, weights, setting))
+def _time(operation: Callable[..., Tensor], given: list[Tensor], setting: Setting) -> Reading:
+    """Return the times of ``operation`` on ``given``: what goes in, then parameters."""
+    other = [tensor.clone().requires_grad_() for tensor in given]
+    images, *weights = (tensor.requires_grad_() for tensor in given)
+
+    def run() -> Tensor:
+        return operation(images, *weights)
+
+    forward_s = typical_s(run, setting, images.detach(), lambda: operation(*other))
+    output, other_output = run(), operation(*other)
+
+    def backward_s(wanted: list[Tensor], of_other: list[Tensor]) -> float:
+        gradient = torch.randn_like(output)
+        seconds = typical_s(
+            lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True),
+            setting,
+            gradient,
+            lambda: torch.autograd.grad(other_output, of_other, gradient, retain_graph=True),
+        )
+        return max(seconds - empty_backward_s(setting), LEAST_S)
+
+    return Reading(forward_s, backward_s([images], other[:1]), backward_s(weights, other[1:]))
 
 
 @functools.cache
@@ -251,13 +291,6 @@ def empty_backward(device: torch.device) -> Callable[[], object]:
 def empty_backward_s(setting: Setting) -> float:
     """Return the seconds of ``empty_backward``."""
     return min(typical_s(empty_backward(setting.device), setting) for _ in range(LEAST_RUNS))
-
-
-def _backward_s(output: Tensor, wanted: list[Tensor], setting: Setting) -> float:
-    gradient = torch.randn_like(output)
-    run = lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True)  # noqa: E731
-    seconds = typical_s(run, setting, fresh=gradient)
-    return max(seconds - empty_backward_s(setting), LEAST_S)
 
 
 def _bytes(tensor: Tensor) -> int:
