@@ -92,6 +92,8 @@ def measure(schedule: str, depth: int, recompute: bool, model: str, px: int, kep
     ranks = run_on_threads(depth, partial(peak_bytes, strategy, model, px), timeout_s=600)
     costs = [StageCost(1.0, 2.0, 1.0, 1.0, activation_bytes=size) for size in kept[depth * chunks]]
     text, formula = FORMULAS.get(schedule, ("", None)) if not recompute else ("", None)
+    simulated = simulate(ranks[0][1], strategy.mesh, costs).peak_bytes
+    assert simulated is not None
     row = {
         "depth": depth,
         "schedule": schedule + ", recomputed" * recompute,
@@ -99,7 +101,7 @@ def measure(schedule: str, depth: int, recompute: bool, model: str, px: int, kep
         "measured": [measured for measured, _ in ranks],
         "formula": text,
         "formula_bytes": [formula(kept[depth], rank) for rank in range(depth)] if formula else [],
-        "simulated": list(simulate(ranks[0][1], strategy.mesh, costs).peak_bytes or ()),
+        "simulated": [simulated[rank] for rank in range(depth)],
     }
     print(f"D = {depth}, {row['schedule']}: {_mib(row['measured'])} MiB", flush=True)
     return row
