@@ -53,7 +53,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # None if it is left out.
         self._known: dict[int, tuple[StorageWeakRef, int | None]] = {}
         self._at_most = 0
-        """Bound of the bytes that are live: those of the last exact sum at their largest, and all that are new."""
+        """Bound of the bytes that are live: those of the last exact sum at their largest, and all that are new.
+        Storages may shrink and grow again, as those of gathered parameters. One that outgrows all its sizes so far is
+        counted with the next exact sum."""
         self._changed = threading.Condition(threading.RLock())
         self._open = False
         self._other_threads = 0
