@@ -256,11 +256,12 @@ class FailedSlides:
             _write(descriptor, rows)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return every failure, oldest first; none when there is no file."""
+        """Return every failure, oldest first; none when there is no file. Safe while others add."""
         if not self.path.exists():
             return []
-        with self.path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
-            return [(row["slide"], row["step"], row["error"]) for row in read_rows(file)]
+        # Read at once: of a file that was empty at first, csv would take the first failure for the header.
+        text = self.path.read_bytes().decode(errors="surrogateescape")
+        return [(row["slide"], row["step"], row["error"]) for row in read_rows(io.StringIO(text, newline=""))]
 
     def remove(self, slides: Collection[str]) -> None:
         """Take out the failures of these slides: they are about to be tried again."""

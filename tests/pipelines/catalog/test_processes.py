@@ -112,6 +112,16 @@ def test_threads_and_processes_append_whole_rows(tmp_path):
     assert {slide for slide, _, _ in rows} == expected
 
 
+def test_rows_are_read_while_the_first_is_written(tmp_path):
+    """Once, the first failure was taken for the header of a file that had been empty a moment before."""
+    with ThreadPoolExecutor(1) as pool:
+        for k in range(300):
+            failed = FailedSlides(tmp_path / f"{k}.csv")
+            adding = pool.submit(failed.add, "a", "open", "bad")
+            while not adding.done():
+                assert failed.rows() in ([], [("a", "open", "bad")])
+
+
 @pytest.fixture
 def failed(tmp_path):
     return FailedSlides(tmp_path / "failed_slides.csv")
