@@ -6,6 +6,7 @@ bound: libjpeg-turbo on the compressed tiles that the square touches, already in
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,9 @@ def openslide_rgb(path: Path) -> Reader:
 
 
 def tifffile_zarr(path: Path) -> Reader:
-    array = zarr.open(tifffile.imread(path, aszarr=True), mode="r")
+    store = tifffile.imread(path, aszarr=True)
+    atexit.register(store.close)  # it warns of a file that is left open
+    array = zarr.open(store, mode="r")
     assert isinstance(array, zarr.Array)
     return _timed(lambda x, y, side: array[y : y + side, x : x + side])
 
