@@ -8,13 +8,14 @@ convolution, is not.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -49,13 +50,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.limit = limit
         self._without_data = without_data
         self.peak_bytes = 0
-        # By address, which a weak reference keeps from being given to another storage; with its largest size so far, or
-        # None if it is left out.
-        self._known: dict[int, tuple[StorageWeakRef, int | None]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
+        """By address: a weak reference to a storage, and its largest size so far; None if it is left out."""
+        self._freed: deque[int] = deque()
+        """Addresses of storages that were freed, on whatever thread, and are known yet."""
         self._at_most = 0
-        """Bound of the bytes that are live: those of the last exact sum at their largest, and all that are new.
-        Storages may shrink and grow again, as those of gathered parameters. One that outgrows all its sizes so far is
-        counted with the next exact sum."""
+        """Bytes of the known storages at their largest."""
+        self._resizes = False
+        """Storages are resized, as those of gathered parameters, which no operation shows: their sizes are looked at
+        anew wherever they could make a peak."""
         self._changed = threading.Condition(threading.RLock())
         self._open = False
         self._other_threads = 0
@@ -93,53 +96,72 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def bytes(self) -> int:
         """Return the bytes that are live now."""
-        total = 0
         with self._changed:
-            self._at_most = 0
-            for key, (memory, largest) in list(self._known.items()):
-                storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
-                if storage is None:
-                    del self._known[key]
-                elif largest is not None:
-                    size = storage.nbytes()  # anew: it may have been resized, as those of gathered parameters are
-                    total += size
-                    self._at_most += max(size, largest)
-                    if size > largest:
-                        self._known[key] = memory, size
-        return total
+            self._forget_freed()
+            if not self._resizes:
+                return self._at_most
+            total = 0
+            for key, (reference, largest) in list(self._known.items()):
+                storage = reference()
+                if storage is not None and largest is not None:
+                    total += self._enlarge(key, storage, largest)
+            return total
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of ``tensors``, too: parameters, or whatever else is there already."""
         there = list(tensors)  # outside of the lock: what still makes one of them on another thread takes it
         with self._changed:
+            self._forget_freed()
             for part in _tensors(there):
-                self._count(part, counts=True)
+                self._count(part.untyped_storage(), counts=True)
             self._notice()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
-        # Views and results in place, half of all, have the memory of what is known already.
-        unknown = [part for part in _tensors(value) if _memory(part).cdata not in self._known]
-        if unknown:
-            given = {_memory(part).cdata for part in _tensors((args, kwargs))}
-            leave_out = getattr(_THREAD, "leaving_out", False)
-            with self._changed:
-                for part in unknown:
-                    if _memory(part).cdata not in given:
-                        self._count(part, counts=not leave_out)
-                self._notice()
+        storages = [part.untyped_storage() for part in _tensors(value)]
+        leave_out = getattr(_THREAD, "leaving_out", False)
+        given: set[int] | None = None
+        with self._changed:
+            self._resizes |= func.namespace == "fsdp"  # gathers parameters
+            self._forget_freed()
+            for storage in storages:
+                known = self._known.get(storage._cdata)
+                if known is None:
+                    # Views and results in place have memory that is given, perhaps by who does not count.
+                    given = given or {part.untyped_storage()._cdata for part in _tensors((args, kwargs))}
+                    if storage._cdata not in given:
+                        self._count(storage, counts=not leave_out)
+                elif known[1] is not None and storage.nbytes() != known[1]:
+                    self._resizes = True
+                    self._enlarge(storage._cdata, storage, known[1])
+            self._notice()
         return value
 
-    def _count(self, tensor: Tensor, *, counts: bool) -> None:
-        memory = _memory(tensor)
-        there = self._without_data or tensor.untyped_storage().device.type != "meta"  # as of a model that is traced
-        size = tensor.untyped_storage().nbytes() if counts and there else None
-        self._known[memory.cdata] = memory, size
+    def _count(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        there = self._without_data or storage.device.type != "meta"  # as of a model that is traced
+        size = storage.nbytes() if counts and there else None
+        self._known[key] = weakref.ref(storage, lambda _: self._freed.append(key)), size
         self._at_most += size or 0
+
+    def _enlarge(self, key: int, storage: torch.UntypedStorage, largest: int) -> int:
+        """Return the size of a known storage; it may be larger than ever before."""
+        size = storage.nbytes()
+        if size > largest:
+            self._known[key] = self._known[key][0], size
+            self._at_most += size - largest
+        return size
+
+    def _forget_freed(self) -> None:
+        """Before any address is looked up: memory that was freed may have been given to another storage."""
+        while self._freed:
+            self._at_most -= self._known.pop(self._freed.popleft())[1] or 0
 
     def _notice(self) -> None:
         if self._at_most <= self.peak_bytes:
-            return  # an exact sum takes a look at every storage
+            return
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         if self.limit is not None and self.peak_bytes > self.limit:
             raise torch.OutOfMemoryError(f"tensors take {self.peak_bytes} bytes of {self.limit}")
@@ -154,6 +176,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         elif isinstance(leaf, Tensor):
             yield leaf
 
-
-def _memory(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
