@@ -64,6 +64,8 @@ class HostOptimizer:
         self._ready: collections.deque[tuple[str, Mark]] = collections.deque()
         self._replaced: dict[str, Before] | None = {}
         """What has been updated; None: it will not be taken back."""
+        self._spare: dict[str, Before] = {}
+        """Memory of what earlier steps have replaced, to be used again: to take new memory costs more than the copy."""
         self._jobs: list[Future[None]] = []
         self._worker = ThreadPoolExecutor(1, "host-optimizer", on_current_device(nothing))
         for name, parameter in self._parameters.items():
@@ -145,6 +147,7 @@ class HostOptimizer:
             self._finish()
         finally:
             for name, (value, state) in (self._replaced or {}).items():
+                del self._spare[name]
                 own = self.owned[name]
                 own.copy_(value)
                 self.optimizer.state.pop(own, None)
@@ -197,7 +200,9 @@ class HostOptimizer:
             self._copies.synchronize(mark)
             own = self.owned[name]
             if self._replaced is not None:
-                self._replaced[name] = own.detach().clone(), _copied(self.optimizer.state.get(own))
+                value, state = self._spare.get(name, (None, None))
+                before = _copied(own.detach(), value), _copied_state(self.optimizer.state.get(own), state or {})
+                self._replaced[name] = self._spare[name] = before
             own.grad = self._gradients[name]
             names.append(name)
         if names:
@@ -207,10 +212,15 @@ class HostOptimizer:
             self.owned[name].grad = None
 
 
-def _copied(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if state is None:
-        return None
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+def _copied(value: Any, into: Tensor | None) -> Any:
+    """Return ``value``, or a copy of a tensor; ``into``: memory of a tensor of its size, if there is any."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if into is None else into.copy_(value)
+
+
+def _copied_state(state: Mapping[str, Any] | None, into: Mapping[str, Any]) -> dict[str, Any] | None:
+    return None if state is None else {key: _copied(value, into.get(key)) for key, value in state.items()}
 
 
 def nothing() -> None:

@@ -175,4 +175,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors([getattr(leaf, name) for name in names])
         elif isinstance(leaf, Tensor):
             yield leaf
-

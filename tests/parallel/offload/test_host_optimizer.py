@@ -96,7 +96,7 @@ def test_the_plain_optimizers_numbers(name: str, early: bool, optimizer: str, re
 def test_a_step_that_is_given_up_changes_nothing(optimizer: str, resident: bool) -> None:
     (net, loss), (plain, _) = model("two-outputs"), model("two-outputs")
     host, theirs = on_host(net, optimizer, resident), OPTIMIZERS[optimizer](plain.named_parameters())
-    for step in range(2):  # in the first, there is no state to go back to
+    for step in range(3):  # in the first, there is no state to go back to; in the last, some was put back before
         before = state(net, host.optimizer)
         host.begin_step()
         buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
