@@ -87,7 +87,7 @@ def wider_table(rows: Sequence[dict[str, Any]]) -> str:
         step = next((step for step, score in row["scores"] if score >= TARGET), None)
         reached = ("not reached", "") if step is None else (f"{step * step_s:.0f}", f"{step * BATCH:,}")
         best = max((score for _, score in row["scores"]), default=0.0)
-        lines.append((row["strategy"], f"{step_s:.2f}", *reached, f"{best:.2f}"))
+        lines.append((row["strategy"], f"{step_s:.2f}", *reached, f"{best:.3f}"))
     return markdown_table(("strategy", "s a step", f"s to {TARGET:.2f}", "tiles to it", "best accuracy"), lines)
 
 
