@@ -309,8 +309,7 @@ class Engine(TrainingEngine):
         self._shapes = f"tiles {shape}"
         if self._observer:
             self._observer.at(position, True, self._shapes)
-        gradients = work.transfers.wait_backward(action)
-        if gradients:
+        if gradients := work.transfers.wait_backward(action):
             self._describe(position, shape, "gradients", gradients)
         if position in self._completing:
             work.reducers[action.stage].expect_final_grads()
