@@ -28,11 +28,11 @@ POLL_S = 0.05
 
 def serve(connection: socket.socket) -> dict[str, str] | None:
     """Fork a rank for each environment that arrives; return the environment in the rank, None once the launcher has
-    gone."""
-    children = 0
+    gone. Until then those that have ended stay in the process table, where their watchdogs read how they ended."""
+    running: set[int] = set()
     with contextlib.suppress(BrokenPipeError):
         while True:
-            if select.select([connection], [], [], POLL_S if children else None)[0]:
+            if select.select([connection], [], [], POLL_S if running else None)[0]:
                 message = connection.recv(MESSAGE_BYTES)
                 if not message:
                     break
@@ -40,11 +40,16 @@ def serve(connection: socket.socket) -> dict[str, str] | None:
                 if not child:
                     environment: dict[str, str] = json.loads(message)
                     return environment
-                children += 1
+                running.add(child)
                 connection.send(json.dumps([child]).encode())
-            while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                children -= 1
-                connection.send(json.dumps([ended[0], os.waitstatus_to_exitcode(ended[1])]).encode())
+            for child in sorted(running):
+                if ended := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    running.remove(child)
+                    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                    connection.send(json.dumps([child, code]).encode())
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     return None
 
 

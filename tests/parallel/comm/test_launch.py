@@ -169,6 +169,28 @@ def test_what_ranks_of_a_run_load_starts_no_thread_and_no_gpu(tmp_path: Path) ->
     }
 
 
+KILLED = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    (folder / "rank").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+while not (folder / "rank").exists() or not (rank := (folder / "rank").read_text()):
+    time.sleep(0.01)
+time.sleep(0.5)
+fields = pathlib.Path("/proc", rank, "stat").read_text().rpartition(")")[2].split()
+(folder / "status").write_text(f"{fields[0]} {fields[-1]}")
+"""
+
+
+def test_how_a_rank_ended_can_be_read_for_as_long_as_the_run_lasts(tmp_path: Path) -> None:
+    """On a busy machine a watchdog came too late: it said that the rank died, and not that it was killed."""
+    ended(start(tmp_path, KILLED), 128 + signal.SIGKILL)
+    assert (tmp_path / "status").read_text() == f"Z {signal.SIGKILL}"
+    assert not psutil.pid_exists(int((tmp_path / "rank").read_text()))
+
+
 def test_a_server_that_is_killed_or_cannot_load_a_module_ends_the_run(tmp_path: Path) -> None:
     kills = "import os, signal, time; os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)"
     ended(start(tmp_path, kills), 128 + signal.SIGKILL)
