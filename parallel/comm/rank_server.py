@@ -47,7 +47,7 @@ def serve(connection: socket.socket) -> dict[str, str] | None:
                     running.remove(child)
                     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                     connection.send(json.dumps([child, code]).encode())
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # not every container has an init that would do it
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     return None
