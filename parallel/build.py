@@ -146,7 +146,7 @@ def put_to_work(
     if isinstance(traced, Traced):
         refuse_schedule(traced, partition, schedule, mesh, policy, strategy.name)
         updated = traced.updated
-    splits = any(action.kind is Kind.BACKWARD_INPUT for action in schedule[team])
+    split = {action.stage for action in schedule[team] if action.kind is Kind.BACKWARD_INPUT}
     holders = StageGroups(communicator, mesh, peers=strategy.ways > 1)
     communicator.connect(mesh.pairs(partition.links))
     numbers = sorted({stage for stage, _ in mesh.held_by(team)})
@@ -165,14 +165,14 @@ def put_to_work(
     compute = Compute(device, autocast, strategy.compile)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
-        number: _stage(cut, number, partition, strategy, holders, compute, loss, splits, saved, meter, updated)
+        number: _stage(cut, number, partition, strategy, holders, compute, loss, number in split, saved, meter, updated)
         for number, cut in cuts.items()
     }
     names = [name for name, _ in traced.model.named_parameters()]
     if strategy.pushes is not None:
         reducers, update, server = _served(make_optimizer, names, stages[0], communicator, strategy.pushes)
     else:
-        reducers = _reducers(stages, holders, strategy, overlap=not splits and strategy.gradient_bytes != 0)
+        reducers = _reducers(stages, holders, strategy, overlap=not split and strategy.gradient_bytes != 0)
         offload = Copies.for_device(device) if policy.optimizer or policy.parameters else None
         update = _update(make_optimizer, names, stages, reducers, offload, policy.parameters)
     messenger, routes = Messenger(communicator, device), _routes(partition)

@@ -184,15 +184,8 @@ class Strategy:
                 "compiled stages cannot be recomputed in parts, nor what they keep or their parameters be moved to "
                 "the host: do not compile, or do not save memory so"
             )
-        if (policy.segmented or policy.parameters) and self.name == "zero-bubble":
-            faults.append(
-                "zero-bubble splits the backward pass, which neither parts computed again nor parameters on the host "
-                "allow: recompute whole stages, or use 1f1b"
-            )
-        if self.compile and self.name == "zero-bubble":
-            faults.append(
-                "zero-bubble splits the backward pass, which compiled stages cannot: use 1f1b, or do not compile"
-            )
+        if self.name == "zero-bubble":
+            faults += self._split_faults
         if faults:
             raise ValueError("; ".join(faults))
         return mesh_for(self.name, groups=self.groups, depth=self.depth, chunks=self.chunks, members=self.members)
@@ -266,6 +259,22 @@ class Strategy:
             f"{self.name} on {self.ranks} ranks with --zero {self.zero}: {what}" for is_set, what in given if is_set
         ]
 
+    @property
+    def _split_faults(self) -> list[str]:
+        """Reasons why backward passes cannot be split in two."""
+        policy, faults = self.policy, []
+        splits = "zero-bubble" if self.schedule_csv is None else "the schedule file"
+        if policy.segmented or policy.parameters:
+            faults.append(
+                f"{splits} splits the backward pass, which neither parts computed again nor parameters on the host "
+                "allow: recompute whole stages, or use 1f1b"
+            )
+        if self.compile:
+            faults.append(
+                f"{splits} splits the backward pass, which compiled stages cannot: use 1f1b, or do not compile"
+            )
+        return faults
+
     def partition(self, graph: LayerGraph) -> Partition:
         """Return the stages of the model.
 
@@ -304,6 +313,13 @@ class Strategy:
                     f"the schedule file computes {len(computed)} microbatches and the batch has {self.m}: give "
                     f"--microbatches {len(computed)}, or another file"
                 )
+            if any(a.kind is Kind.BACKWARD_INPUT for row in schedule.values() for a in row) and self._split_faults:
+                raise ValueError("; ".join(self._split_faults))
+            for group in range(mesh.groups):
+                own = {a.microbatch for rank, row in schedule.items() if rank // mesh.depth == group for a in row}
+                if own - {None} != {*self.share_of(group)}:
+                    numbers = ", ".join(map(str, self.share_of(group)))
+                    raise ValueError(f"group {group} of the schedule file must compute the microbatches {numbers}")
         if self.stashes != any(action.kind is Kind.UPDATE for row in schedule.values() for action in row):
             raise ValueError("a schedule file has updates, such as 2U0, with pipedream and with no other strategy")
         lowered = lower(

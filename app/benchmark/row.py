@@ -52,7 +52,7 @@ MEDIANS = (
     *("images_per_second", "images_per_second_no_data", "pixels_per_second"),
     *("data_wait_fraction", "bubble", "bubble_predicted"),
 )
-LISTS = ("peak_memory_bytes", "device_bytes", "sent_bytes")
+LISTS = ("peak_memory_bytes", "device_bytes")
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
         "time": _seconds(good),
         "precision": good[0]["precision"] if good else None,
         "chosen": _chosen(case, good),
-        "losses": list(trials[0].losses),
+        "losses": list(trials[0].losses) if good else [],
         "wall_s": sum(trial.wall_s for trial in trials),
     }
 

@@ -83,6 +83,9 @@ class BenchmarkRunner:
             # The default follows from the number of ranks, which may grow.
             if kept.get("microbatches") is None and kept.get("m") != self._command.m:
                 others.append(f"microbatches: the benchmark has {kept.get('m')}, asked is {self._command.m}")
+            fewest = min(kept["ranks"]), min(self._command.ranks)
+            if self._command.scaling == "weak" and fewest[0] != fewest[1]:
+                others.append("ranks: --batch is that of the fewest, {} in the benchmark; asked are {}".format(*fewest))
             if others:
                 lines = "\n       ".join(others)
                 raise ValueError(f"{self._folder} was begun with other settings:\n       {lines}")

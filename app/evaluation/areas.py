@@ -26,7 +26,8 @@ from pipelines.catalog.table import listed, read_rows
 from pipelines.labels.annotation_files import annotations_in
 from pipelines.labels.annotations import SlideAnnotations, read_annotations
 from pipelines.labels.class_names import ClassMap
-from pipelines.slides.geometry import Bounds, Level, Region
+from pipelines.labels.rasterize import PixelGrid
+from pipelines.slides.geometry import Bounds, Level
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.tissue import Mask
@@ -168,9 +169,9 @@ class AreaScores:
     ) -> None:
         all_records = {record["row"]["slide"]: record["canvas"] for record in folder.records()}
         records = {slide_id: all_records[slide_id] for slide_id in slide_ids}
-        specs = [SlideSpec(slide_id, Path(slide_id)) for slide_id in records]
+        specs = [SlideSpec(slide_id, _slide_of(slide_id, canvas)) for slide_id, canvas in records.items()]
         files = annotations_in(annotations, specs)
-        truth = read_annotations(files, specs, {}, class_map=class_map, of_training=False)
+        truth = read_annotations(files, specs, {}, class_map=class_map, known=shown)
         self.classes = classes = [name for name in shown if name in truth.classes]
         if not classes:
             raise ValueError(
@@ -205,7 +206,8 @@ class AreaScores:
             dice.append([_ratio(2 * int((a & b).sum()), int(a.sum()) + int(b.sum())) for a, b in pairs])
             iou.append([_ratio(int((a & b).sum()), int((a | b).sum())) for a, b in pairs])
             for name, (lesions, _) in zip(classes, pairs, strict=True):
-                detections = _detections(folder.file("areas", slide_id), name, canvas["l0_px"])
+                every = _detections(folder.file("areas", slide_id), name, canvas["l0_px"])
+                detections = [each for each in every if counted[each[1], each[0]]]
                 found[name].append(match_detections(lesions, canvas["mpp"] * canvas["l0_px"], detections))
             self.pictures[slide_id] = _picture([[mask for mask, _ in pairs], [mask for _, mask in pairs]])
             self.slides.append(slide_id)
@@ -229,12 +231,18 @@ def true_mask(truth: SlideAnnotations, slide_id: str, canvas: Mapping[str, Any])
     placed = PyramidSlide(Path(slide_id), MemoryReader(()), (Level(0, width, height, 1.0, mpp),), bounds)
     slide = cast(Slide, placed)
     mask = np.empty((canvas["height"], canvas["width"]), np.uint8)
+    step = canvas["l0_px"], canvas["l0_px"]
     for row in range(0, len(mask), BAND_ROWS):
         band = mask[row : row + BAND_ROWS]
-        l0_y = bounds.l0_y + round(row * canvas["l0_px"])
-        region = Region(bounds.l0_x, l0_y, band.shape[1], len(band), mpp * canvas["l0_px"])
-        truth.read_mask(slide_id, slide, region, band)
+        grid = PixelGrid(bounds.l0_x, bounds.l0_y, *step, band.shape[1], len(band), first_y=row)
+        truth.read_mask(slide_id, slide, grid, band)
     return mask
+
+
+def _slide_of(slide_id: str, canvas: Mapping[str, Any]) -> Path:
+    """Return the file that was predicted, which a DICOM Segmentation may name; the slide's name where it is gone."""
+    path = Path(canvas.get("path", slide_id))
+    return path if path.is_file() else Path(slide_id)
 
 
 def _ratio(part: int, whole: int) -> float:

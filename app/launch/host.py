@@ -99,25 +99,26 @@ class CgroupLimits:
 
     def __init__(self, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> None:
         cores: list[float] = []
-        memory: list[tuple[int, int | None]] = []
+        memory: list[tuple[int, int]] = []
         for group in _groups(cgroups, own):
             quota, _, period = _text(group / "cpu.max").partition(" ")
             if not quota:
                 quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
             if quota.isdigit() and period.isdigit() and int(period) > 0:  # not "max" and not -1
                 cores.append(int(quota) / int(period))
-            for limit_name, used_name in (
-                ("memory.max", "memory.current"),
-                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            for limit_name, used_name, cached_name in (
+                ("memory.max", "memory.current", "inactive_file"),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
             ):
                 limit, used = _text(group / limit_name), _text(group / used_name)
                 if limit.isdigit() and int(limit) < NO_LIMIT_BYTES:
-                    memory.append((int(limit), int(used) if used.isdigit() else None))
+                    # Pages of files that were read count as used, and are given up as soon as memory is wanted.
+                    cached = _count(group / "memory.stat", cached_name) or 0
+                    held = max(0, int(used) - cached) if used.isdigit() else 0
+                    memory.append((int(limit), int(limit) - held))
         self.cores = min(cores, default=None)
-        self.memory_bytes: int | None = None
-        self.memory_used_bytes: int | None = None
-        if memory:
-            self.memory_bytes, self.memory_used_bytes = min(memory, key=lambda entry: entry[0])
+        self.memory_bytes = min((limit for limit, _ in memory), default=None)
+        self.memory_free_bytes = min((free for _, free in memory), default=None)
 
 
 def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path = VMSTAT) -> int | None:
@@ -129,11 +130,16 @@ def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path 
         machine: the kernel's counters of its memory, ``name number`` lines.
     """
     files = (group / name for group in _groups(cgroups, own) for name in ("memory.events", "memory.oom_control"))
-    for path in (*files, machine):
-        for line in _text(path).splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill" and count.isdigit():
-                return int(count)
+    counts = (_count(path, "oom_kill") for path in (*files, machine))
+    return next((count for count in counts if count is not None), None)
+
+
+def _count(path: Path, name: str) -> int | None:
+    """Return the number after ``name`` in a file of ``name number`` lines; None where there is none."""
+    for line in _text(path).splitlines():
+        found, _, count = line.partition(" ")
+        if found == name and count.isdigit():
+            return int(count)
     return None
 
 
@@ -168,7 +174,7 @@ def memory_bytes() -> tuple[int, int]:
     total, free = int(machine.total), int(machine.available)
     if limits.memory_bytes is None or limits.memory_bytes >= total:
         return total, free
-    left = limits.memory_bytes - (limits.memory_used_bytes or 0)
+    left = limits.memory_bytes if limits.memory_free_bytes is None else limits.memory_free_bytes
     return limits.memory_bytes, max(0, min(free, left))
 
 

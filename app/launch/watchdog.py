@@ -207,7 +207,8 @@ class Watchdog:
         self._progress.set_phase(CLOSED)
         process, self._process = self._process, None
         assert process.stdin is not None
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # with what ``follow`` could not write
+            process.stdin.close()
         try:
             process.wait(GOODBYE_S)
         except subprocess.TimeoutExpired:  # stopped, or the machine is out of memory

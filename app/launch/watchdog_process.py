@@ -135,11 +135,6 @@ class ProgressRecord:
         text = shapes.rstrip(b"\0").decode(errors="ignore")
         return RankProgress(position, since_s, waiting, text, step, phase, of_device)
 
-    def close(self) -> None:
-        """Let go of the memory, in this process."""
-        self._memory.close()
-        os.close(self.descriptor)
-
 
 def report_first(message: str, file: Path | None, died_s: float | None = None) -> bool:
     """Return True for the first of all ranks to call it; ``message`` is then in ``file``.
@@ -247,7 +242,8 @@ class WatchdogProcess:
         data = os.read(sys.stdin.fileno(), PIPE_BYTES)
         self._received += data
         if data.endswith(b"\n"):
-            texts: dict[str, list[str]] = json.loads(self._received)
+            texts: dict[str, list[str]] = json.loads(self._received.splitlines()[-1])  # of new shares the newest
+            self._received = b""
             self._schedule = {int(rank): [Action.parse(text) for text in texts[rank]] for rank in texts}
         return bool(data)
 

@@ -151,6 +151,7 @@ def small_pictures(
         assert annotated is not None
         for number, contours in lines.items():
             cv2.drawContours(annotated, list(contours), -1, class_rgb(number)[::-1], 2, cv2.LINE_AA)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(as_jpeg(annotated))
         pictures[spec.slide_id] = replace(picture, path=path, classes=tuple(lines))
     return pictures
@@ -195,6 +196,7 @@ def _plain(tissue: Path, slide_id: str) -> SmallPicture | None:
         if whole is None:
             return None
         picture = shrunk(whole[:-CAPTION_PX], PICTURE_PX)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(as_jpeg(picture))
     return SmallPicture(path, picture.shape[1], picture.shape[0])
 

@@ -58,7 +58,7 @@ class RunFiles:
         self.predictions, self.splits, self.failed = (
             _rows(run / name) for name in ("predictions.csv", "splits.csv", "failed_slides.csv")
         )
-        self.overlays = sorted((run / "tissue").glob("*.png"))
+        self.overlays = sorted((run / "tissue").rglob("*.png"))
         self.schedule = _text(run / "schedule.svg")
         self.log_end = _text(run / "run.log").splitlines()[-LOG_LINES:]
 

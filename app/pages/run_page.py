@@ -244,9 +244,14 @@ def _legend(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _commands(files: RunFiles) -> list[str]:
     """Commands that repeat this run, or continue one that was interrupted."""
     out = str(files.config.get("out") or files.folder.name)
-    launcher = (files.environment.get("launcher") or {}).get("started_by")
-    ranks = files.summary.get("ranks", 1)
-    start = f"torchrun --nproc-per-node {ranks}" if launcher == "torchrun" else "python"
+    launcher, ranks = files.environment.get("launcher") or {}, files.summary.get("ranks", 1)
+    per_node = int((launcher.get("variables") or {}).get("LOCAL_WORLD_SIZE", ranks))
+    several = f"--nnodes {-(-ranks // per_node)} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " * (ranks > per_node)
+    start = {
+        "torchrun": f"torchrun {several}--nproc-per-node {per_node}",
+        "mpi": f"mpirun -n {ranks} python",
+        "slurm": f"srun -n {ranks} python",
+    }.get(str(launcher.get("started_by")), "python")
     begin = f"{start} -m app.train --config {shlex.quote(out + '/config.yaml')}"
     fresh = " --no-resume" if files.config.get("resume") else ""
     anew = f"{begin} --out {shlex.quote(out + '-again')}{fresh}"

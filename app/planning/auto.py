@@ -51,7 +51,8 @@ def plan_run(
         RunError: nothing fits the memory, or a choice needs a trace of a model that cannot be traced.
     """
     problem = _problem(config, classes, segments)
-    if config.resume and (kept := _read(plan_text(folder))) is not None and kept.problem == problem:
+    kept = _read(plan_text(folder)) if config.resume else None
+    if kept is not None and kept.problem == problem and _is_as_asked(kept.row.strategy, config.strategy):
         return
     try:
         plan = _choose(config, classes, segments, problem)
@@ -72,6 +73,11 @@ def plan_run(
         if tiles and plan.row.step_s:
             say(f"plan: an epoch takes {hours_text(tiles, config.strategy.batch, plan.row.step_s)}")
     (folder / TEXT).write_text(plan.dumps())
+
+
+def _is_as_asked(planned: Strategy, settings: StrategySettings) -> bool:
+    """Return whether a plan has the microbatches and stages that ``settings`` ask for, where they do."""
+    return settings.microbatches in (None, planned.m) and settings.stages in (None, planned.depth)
 
 
 def decided(settings: StrategySettings, folder: Path, device: str, text: str) -> Strategy:
@@ -111,19 +117,20 @@ def savings_of(settings: StrategySettings) -> MemoryOptions:
     return MemoryOptions(
         RECOMPUTE if settings.recompute == "none" else (settings.recompute,),
         (False, True) if settings.offload == "none" else (True,),
-        stream=settings.offload_state != "parameters",
+        stream=settings.offload_state != "parameters" and settings.norm_statistics == "per-microbatch",
+        zero=(0, 1) if settings.bucket_bytes == 0 else MemoryOptions.zero,
     )
 
 
-def names_for(settings: StrategySettings) -> list[str]:
-    """Return the strategies that the ranks of this run can execute."""
-    launch = find_launch()
-    names = [name for name in (*WHOLE, SPATIAL.name, *SCHEDULES) if name not in STALE]
-    if settings.compile or settings.norm_statistics == "deferred" or settings.offload_state == "parameters":
-        names.remove(SPATIAL.name)
-    if launch and launch.mpi:
-        names.remove("fsdp")
-    return names
+def names_for(settings: StrategySettings, bag: int = 0) -> list[str]:
+    """Return the strategies that the ranks of this run can execute; ``bag`` as ``--bag``."""
+    launch, on_host = find_launch(), settings.offload_state == "parameters"
+    excluded = {
+        SPATIAL.name: on_host or settings.norm_statistics == "deferred",
+        "zero-bubble": on_host,
+        "fsdp": on_host or bag or (launch and launch.mpi),
+    }
+    return [n for n in (*WHOLE, SPATIAL.name, *SCHEDULES) if n not in STALE and not excluded.get(n)]
 
 
 def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, Any]) -> Plan:
@@ -136,7 +143,7 @@ def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, 
     if not strategy.needs_strategy_plan:
         decide = _with_boxes if strategy.stream == "auto" else _with_runs
         return planner.plan(problem, decide(strategy, planner))
-    names, m = names_for(strategy), strategy.microbatches
+    names, m = names_for(strategy, config.stream.bag), strategy.microbatches
     savings = savings_of(strategy)
     rows = list(planner.search(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
     best = best_of(planner.tune_recompute(rows, savings))
@@ -190,7 +197,9 @@ def _with_boxes(strategy: StrategySettings, planner: Planner) -> PlanRow:
         row = planner.forecast(candidate.under(stream=BOX))
     else:
         row = planner.in_boxes(candidate)
-    assert row is not None
+    if row is None:
+        px, parts = max(streamed.region.side), f" divided by {asked.grid}" if asked.grid else ""
+        raise RunError(f"tiles of {px} px{parts} are one box: leave --stream out")
     if not row.fits and strategy.memory is not None:
         raise RunError(
             f"--stream auto: {row.strategy} takes {bytes_text(max(row.peak_bytes))} of a rank's "
@@ -220,6 +229,9 @@ def machine_of(config: RunConfig, *, timed: bool, reserved: int = 0) -> Machine:
         per_node=launch.local_world if launch else None,
         reserved=reserved,
         timed=timed,
+        advice="name a strategy with --parallel"
+        if strategy.needs_strategy_plan
+        else "leave out --recompute optimal and --stream auto",
     )
 
 
@@ -241,9 +253,14 @@ def _problem(config: RunConfig, classes: int, segments: bool) -> dict[str, Any]:
         "averages": config.optimization.ema > 0,
         "precision": precision_here(strategy.computed_precision, strategy.device),
         "parallel": strategy.parallel,
+        "grid": strategy.grid,
+        "chunks": strategy.chunks,
         "cuts": strategy.cuts,
+        "zero": strategy.zero,
         "recompute": strategy.recompute,
         "offload": strategy.offload,
+        "offload_state": strategy.offload_state,
+        "gradient_buckets": strategy.gradient_buckets,
         "stream": strategy.stream,
     }
 

@@ -95,7 +95,8 @@ class PlanCommand:
 
     def validate(self) -> list[str]:
         described = {"--per-node": self.per_node, "--link": self.link, "--network": self.network}
-        here, zero, stages = self.device_spec is None, self.zero, self.stages
+        here, zero, stages, m = self.device_spec is None, self.zero, self.stages, self.microbatches
+        parallel, ranks = self.parallel, self.ranks
         rules = {
             **at_least(self, tile=1, classes=1, ranks=1, batch=1, tiles=1, stages=1, microbatches=1, per_node=1),
             **sizes(self, memory="16GiB", host_memory="16GiB"),
@@ -105,12 +106,21 @@ class PlanCommand:
             },
             "--precision fp16 is for --device-spec; this machine trains in fp32, tf32 or bf16": here
             and self.precision == "fp16",
-            f"--zero 3 is --parallel fsdp, or ddp: got --zero {zero} with --parallel {self.parallel}": zero is not None
-            and self.parallel != "auto"
+            f"--zero 3 is --parallel fsdp, or ddp: got --zero {zero} with --parallel {parallel}": zero is not None
+            and parallel != "auto"
             and (self.names == ("fsdp",)) != (zero == 3),
-            "--parallel async has no schedule that could be planned: plan ddp in its place": self.parallel == "async",
+            "--parallel async has no schedule that could be planned: plan ddp in its place": parallel == "async",
             OPTIMAL_OFFLOAD: self.recompute == "optimal" and self.offload == "overlap",
-            f"--stages must be 2 or more and divide --ranks {self.ranks}; got {stages}": stages is not None
-            and (stages < 2 or self.ranks % stages),
+            f"--stages must be 2 or more and divide --ranks {ranks}; got {stages}": stages is not None
+            and (stages < 2 or ranks % stages),
+            f"--parallel {parallel} has one stage: leave --stages {stages} out": stages is not None
+            and parallel in (*WHOLE, SPATIAL.name),
+            f"--parallel single uses one process; got --ranks {ranks}": parallel == "single" and ranks > 1,
+            f"--parallel {parallel} takes 2 ranks or more; got --ranks {ranks}": parallel not in ("auto", "single")
+            and ranks < 2,
+            f"--microbatches must be 1 to --batch {self.step_tiles}; got {m}": m is not None and m > self.step_tiles,
+            f"--parallel {parallel} computes a microbatch on each rank; got --microbatches {m} and --ranks {ranks}": (
+                m is not None and m < ranks and parallel in WHOLE
+            ),
         }
         return broken(rules)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from app.planning.command import PlanCommand
 from app.planning.table import best_of_each
 from app.settings.cli import print_table
+from app.settings.optimization import OptimizerSettings
 from parallel.graph.layers import INPUT, OUTPUT
 from parallel.graph.partition import bytes_across, cut_positions, partition_equal
 from parallel.memory.windows import Windows, thinned
@@ -160,6 +161,9 @@ def train_line(command: PlanCommand, strategy: Strategy) -> str:
     words += ["--batch", str(command.step_tiles)]
     words += ["--norm", command.norm] if command.norm != PlanCommand.norm else []
     words += ["--head", command.head] if command.head != PlanCommand.head else []
+    words += ["--optimizer", command.optimizer] if command.optimizer != OptimizerSettings.optimizer else []
+    trained = command.precision not in ("auto", "fp16")  # fp16 can only be planned
+    words += ["--precision", command.precision] if trained else []
     words += ["--ranks", str(strategy.ranks), "--parallel", strategy.name, "--microbatches", str(strategy.m)]
     split = strategy.depth > 1 and strategy.depth * (grid.members if grid else 1) != strategy.ranks
     if strategy.ways > 1 or split:
@@ -170,6 +174,7 @@ def train_line(command: PlanCommand, strategy: Strategy) -> str:
     words += ["--offload", policy.offload] if policy.moves else []
     words += ["--stream", str(policy.stream)] if policy.stream else []
     words += ["--zero", str(strategy.zero)] if strategy.zero else []
+    words += ["--shares", ",".join(str(len(share)) for share in strategy.shares)] if strategy.shares else []
     return f"python -m app.train --slides DIR --out RUN {' '.join(words)}"
 
 

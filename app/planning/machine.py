@@ -17,6 +17,7 @@ import torch
 
 from app.launch.host import cpu_model, memory_bytes, usable_cores
 from app.launch.place import Precision, autocast_of, decide_precision, device_kind
+from app.settings.cli import RunError
 from parallel.cost.calibrated import CostModel
 from parallel.cost.cluster import (
     COMMUNICATOR_BYTES,
@@ -84,6 +85,7 @@ def this_machine(
     per_node: int | None = None,
     reserved: int = 0,
     timed: bool = True,
+    advice: str = "name a device with --device-spec",
 ) -> Machine:
     """Return a number of machines like this one.
 
@@ -95,9 +97,11 @@ def this_machine(
         device, precision: as ``--device``, ``--precision``.
         reserved: bytes that each rank needs besides, of memory that is not given by ``memory``.
         timed: calibrate, unless that was done before; otherwise layers take no time.
+        advice: what to do where this machine cannot be measured.
 
     Raises:
         ValueError: a device that is not there.
+        RunError: this machine cannot be measured.
     """
     where = torch.device("cuda", 0) if device_kind(device) == "cuda" else torch.device("cpu")
     per_node = min(ranks, per_node or ranks)
@@ -125,15 +129,18 @@ def this_machine(
     if not timed:
         none = LayerCost(0.0, 0.0, 0.0)
         return Machine(cluster, lambda graph: lambda _: Costs((none,) * len(graph.layers), "none"), autocast, used)
-    model = _calibrated(where, threads, together, used, channels_last)
-    copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
-    additions = model.forward[ADDITION]  # the largest of which moves bytes as an update does
-    bandwidth = additions.bytes[-1] / additions.seconds[-1]
-    cluster = dataclasses.replace(cluster, update_bandwidth=bandwidth, copy_bandwidth=copies)
-    if where.type == "cuda":
-        cluster = _linked_gpus(cluster)
-    elif per_node > 1:
-        cluster = _linked(cluster, _links(min(per_node, RANKS_PER_CORE * usable_cores()), threads))
+    try:
+        model = _calibrated(where, threads, together, used, channels_last)
+        copies = load_or_measure_copies(where, threads=threads, together=together).bandwidth
+        additions = model.forward[ADDITION]  # the largest of which moves bytes as an update does
+        bandwidth = additions.bytes[-1] / additions.seconds[-1]
+        cluster = dataclasses.replace(cluster, update_bandwidth=bandwidth, copy_bandwidth=copies)
+        if where.type == "cuda":
+            cluster = _linked_gpus(cluster)
+        elif per_node > 1:
+            cluster = _linked(cluster, _links(min(per_node, RANKS_PER_CORE * usable_cores()), threads))
+    except RuntimeError as fault:
+        raise RunError(f"{fault}; {advice}") from fault
 
     def estimate(graph: LayerGraph) -> Callable[[int], Costs]:
         return lambda tiles: model.estimate(with_tiles(graph, tiles))

@@ -25,6 +25,7 @@ from parallel.draw.graph_svg import graph_svg
 from parallel.draw.graph_text import graph_dot, graph_json, graph_text
 from parallel.draw.outline import ModelView
 from parallel.draw.schedule_svg import schedule_svg
+from parallel.graph.partition import Partition
 from parallel.graph.scale import with_tiles
 from parallel.plan.candidates import MemoryOptions
 from parallel.plan.largest_tile import STEP, LargestTile, largest_tiles, steps_of
@@ -108,8 +109,10 @@ def _unequal(
         left = [name for name in devices if name != device]
         fewer = dataclasses.replace(command, device_spec=",".join(left), ranks=len(left), batch=command.step_tiles)
         others = planner_for(fewer, machine_of(fewer), work)
-        of_others = names if len(left) > 1 else ("single",)
-        best = best_of(others.search(of_others, ranks=len(left), savings=command.memory_options))
+        # As for the plan itself, without subgraph: whether each layer takes samples apart shows when it is built.
+        of_others = [name for name in names if name != SUBGRAPH.name] if len(left) > 1 else ["single"]
+        depth, m, savings = command.stages, command.microbatches, command.memory_options
+        best = best_of(others.search(of_others, ranks=len(left), depth=depth, m=m, savings=savings))
         return None if best is None else best.images_per_second
 
     return unequal_notes(devices, planner.cluster.speeds, rows, without)
@@ -167,8 +170,10 @@ def _largest(
     """Print the table of largest tiles, and return what it says as data."""
 
     def least(tile: int, name: str, savings: MemoryOptions) -> PlanRow | None:
-        planner = planner_at(tile)
-        return planner.smallest_memory(name, 1 if name == "single" else command.ranks, savings) if planner else None
+        if (planner := planner_at(tile)) is None:
+            return None
+        ranks, depth = (1, None) if name == "single" else (command.ranks, command.stages)
+        return planner.smallest_memory(name, ranks, savings, depth=depth, m=command.microbatches)
 
     def limit(found: LargestTile) -> str:
         planner = planner_at(2 * found.tile or STEP) if found.doubled else None
@@ -223,7 +228,8 @@ def _write(
             "machine": machine.cluster.name,
         }
         (out / "plan.json").write_text(planner.plan(problem, best).dumps())
-        partition = planner.partition_of(best) if best.strategy.splits else None
+        # Of one tile, as all else of the graph.
+        partition = Partition(graph, planner.partition_of(best).starts) if best.strategy.splits else None
         if best.strategy.splits:
             timeline = planner.timeline(best)
             title = f"{best.strategy}: {command.model}, {command.tile} px, simulated"

@@ -232,9 +232,10 @@ class Workload:
         device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
         image = torch.empty((), device=device).expand(self._shape)
         entering = {node.name: image for node in nodes if node.op == "placeholder"}
+        random = {layer.name for layer in traced.graph.layers if layer.random}
         with preserve_module_state(model):
             model.train()
-            return read_region(model, nodes, entering, once=once, updated=traced.updated)
+            return read_region(model, nodes, entering, once=once, updated=traced.updated, random=random)
 
     def _streamed(
         self, traced: Traced, estimate: Callable[[LayerGraph], Callable[[int], Costs]]

@@ -7,6 +7,7 @@ Gaussian weights as nnU-Net and MONAI have them (Isensee et al., Nature Methods 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -106,7 +107,8 @@ class Blender:
     def close(self) -> None:
         if self._map is not None:
             del self._sums
-            self._map.close()
+            with contextlib.suppress(BufferError):  # rows that an error left half given still look at it
+                self._map.close()
 
 
 def _mapped(size: int, folder: Path) -> mmap.mmap:

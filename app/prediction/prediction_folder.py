@@ -43,8 +43,7 @@ class PredictionFolder:
             ValueError: it was not; names what differs.
             OSError: it cannot be written.
         """
-        for name in ("heat_maps", *SUFFIXES):
-            (self.path / name).mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / SETTINGS
         if not path.exists():
             write_json(path, dict(settings), nan=True)
@@ -52,11 +51,17 @@ class PredictionFolder:
 
     def heat_map(self, slide_id: str, part: str) -> Path:
         """Path of the heat map of one class, whose ``part`` of the name is that of ``file_names``."""
-        return self.path / "heat_maps" / f"{slide_id}.{part}.tif"
+        return self._in("heat_maps", f"{slide_id}.{part}.tif")
 
     def file(self, folder: str, slide_id: str) -> Path:
         """Path of a file of a slide; that in ``slides`` says that the slide is done."""
-        return self.path / folder / f"{slide_id}.{SUFFIXES[folder]}"
+        return self._in(folder, f"{slide_id}.{SUFFIXES[folder]}")
+
+    def _in(self, folder: str, name: str) -> Path:
+        """Return the path of a file whose own folder is there: the name of a picture or a DICOM slide is a path."""
+        path = self.path / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
 
     def done(self, specs: Iterable[SlideSpec]) -> set[str]:
         """Return the slides of ``specs`` that are predicted, their files being the same.

@@ -40,7 +40,7 @@ from parallel.profile.gpu import is_device_fault, lacks_memory
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.processes import map_isolated
 from pipelines.catalog.table import counted
-from pipelines.slides.geometry import Region, l0_from_t
+from pipelines.slides.geometry import Region, l0_from_l, l0_step
 from pipelines.slides.slide import SlideError
 from pipelines.stream.read import centre
 from pipelines.tiles.slide_index import SlideResult, SlideTiles, default_threads, find_tiles, index_slide, slide_limits
@@ -96,8 +96,6 @@ def predict_image(spec: SlideSpec, model: TrainedModel, folder: PredictionFolder
     if values is None:
         return None
     slide_id, source = spec.slide_id, image.source
-    for name in ("overlays", "tiles", "slides"):
-        folder.file(name, slide_id).parent.mkdir(parents=True, exist_ok=True)  # a picture's name is its path
     folder.file("overlays", slide_id).write_bytes(image.drawn)
     if isinstance(image.stain, str):
         folder.failed.add(slide_id, "stain", f"its colours are left as they are: {image.stain}")
@@ -146,7 +144,8 @@ def _rectangle(spec: SlideSpec, model: TrainedModel) -> _Image:
     region = Region(int(tiles.l0_x[0]), int(tiles.l0_y[0]), *tiles.size, settings.mpp)
     with spec.open() as slide:
         pixels = slide.read(region) if model.computation.reads else None
-        l0_width, l0_height = (l0_from_t(side, settings.mpp, slide.mpp) for side in tiles.size)
+        sides = ((side, l0_step(slide.levels, side, settings.mpp)) for side in tiles.size)
+        l0_width, l0_height = (l0_from_l(side, step) for side, step in sides)
     place = region.l0_x, region.l0_y, l0_width, l0_height
     drawn = result.overlay_png or b""
     return _Image(tiles.source, pixels, tiles.size[::-1], place, float(tiles.tissue[0]), drawn, stain)
@@ -221,8 +220,13 @@ def predict_rank(command: PredictCommand, rank: int) -> None:
             _say(f"{number}/{len(todo)}  {spec.slide_id}: {said}")
     if writes:
         folder.write_table()
-    if todo and len(failed) == len(todo) and not folder.rows():
-        raise RunError(f"none of {counted(len(todo), 'slide')} could be predicted; {folder.failed.path} says why")
+    # The last rank to end finds that all have failed; one that failed earlier would end the others with it.
+    if (
+        writes
+        and not folder.rows()
+        and {spec.slide_id for spec in specs} <= {slide for slide, *_ in folder.failed.rows()}
+    ):
+        raise RunError(f"none of {counted(len(specs), 'slide')} could be predicted; {folder.failed.path} says why")
     if rank == command.stages - 1:  # of the first group, who writes
         _say(f"predictions  {command.out} ({counted(len(folder.rows()), 'slide')})")
     if failed and writes:

@@ -99,6 +99,7 @@ def predict_slide(
     height, width = scored.areas_map.shape[1:]
     bounds = windows.bounds
     canvas = {
+        "path": str(spec.path),
         "mpp": windows.slide_mpp,
         "l0_size": list(windows.l0_size),
         "l0_bounds": [bounds.l0_x, bounds.l0_y, bounds.width, bounds.height],

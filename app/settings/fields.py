@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -70,7 +71,7 @@ def bytes_of(text: str) -> int | None:
                 size = float(number) * factor
             except ValueError:
                 return None
-            return int(size) if size >= 1 else None
+            return int(size) if 1 <= size < math.inf else None
     return None
 
 

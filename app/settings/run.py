@@ -7,6 +7,7 @@ before any slide is opened.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,7 +235,8 @@ class RunConfig:
             f"give --steps or --epochs, not both; got {self.steps} and {self.epochs or 0:g}; remove the one that "
             "--config gives": both,
             **at_least(self, steps=1, max_restarts=0, twin_steps=0),
-            f"--epochs must be above 0; got {self.epochs or 0:g}": self.epochs is not None and not self.epochs > 0,
+            f"--epochs must be above 0 and finite; got {self.epochs or 0:g}": self.epochs is not None
+            and not 0 < self.epochs < math.inf,
             "--extend lengthens a run that is resumed: add --resume, or leave it out": self.extend and not self.resume,
             f"--min-ranks={least} is for runs with --max-restarts, from 1 to --ranks {self.strategy.ranks}; got "
             f"--max-restarts {restarts}": least is not None and not (0 < least <= self.strategy.ranks and restarts),

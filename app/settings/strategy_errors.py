@@ -5,7 +5,9 @@ Takes ``StrategySettings``; returns a line for each error.
 
 from __future__ import annotations
 
-from app.settings.fields import at_least, broken, bytes_of, error_of, sizes
+import math
+
+from app.settings.fields import at_least, broken, bytes_of, error_of, flag_of, sizes
 from app.settings.launcher import find_launch
 from app.settings.share_errors import async_errors, mixed_errors, share_errors
 from app.settings.strategy import StrategySettings
@@ -29,8 +31,11 @@ def strategy_errors(settings: StrategySettings) -> list[str]:
             **sizes(settings, memory="16GiB"),
             "--memory-excess=stop holds a run against --memory; give that, too": settings.memory_excess == "stop"
             and settings.memory is None,
-            f"--timeout-s must be above 0; got {settings.timeout_s:g}": not settings.timeout_s > 0,
-            f"--join-timeout-s must be above 0; got {settings.join_timeout_s:g}": not settings.join_timeout_s > 0,
+            **{
+                f"{flag_of(name)} must be above 0 and finite; got {value:g}": not 0 < value < math.inf
+                for name in ("timeout_s", "join_timeout_s")
+                for value in [getattr(settings, name)]
+            },
         }
     )
     if not errors and not settings.needs_strategy_plan:

@@ -71,9 +71,18 @@ def predicted_masks(session: Session, examples: Sequence[Example]) -> Masks | No
             microbatch = part.microbatch._replace(targets=_CellTargets((n, height, width)) if wanted else None)
             output = session.engine.predict(microbatch, count)
             if output is not None:
-                counts[torch.from_numpy(part.rows)] = read_later(output)()
+                cells = read_later(output)().reshape(n, classes, CELLS, CELLS)
+                cells = cells[:, :, _filled(height)][:, :, :, _filled(width)]
+                counts[torch.from_numpy(part.rows)] = cells.reshape(n, -1)
     communicator.all_reduce(counts)
     return counts.reshape(len(rows), classes, CELLS, CELLS).argmax(1).numpy().astype(np.uint8)
+
+
+def _filled(side: int) -> Tensor:
+    """Return for each cell along a tile of ``side`` px the one to take counts from: itself, or where a cell is less
+    than a px, the nearest that has one."""
+    px = (torch.arange(CELLS) * side + CELLS - 1) // CELLS
+    return px.clamp(max=side - 1) * CELLS // side
 
 
 def _count(classes: int, logits: Tensor, cells: Tensor) -> Tensor:

@@ -88,8 +88,10 @@ class TrainingLoop:
 
     @property
     def is_done(self) -> bool:
-        """No step follows: all are done, or validation has not got better for as long as was asked for."""
+        """Nothing follows: all steps are done, or validation has not got better for as long as was asked for."""
         total, patience = self._session.total_steps, self._session.config.score.patience
+        if self._validation_due():
+            return False
         return self.outcome.step >= total or self.outcome.stopped_early(patience, total) is not None
 
     def run(self) -> Outcome:
@@ -100,12 +102,15 @@ class TrainingLoop:
                 most tiles were replaced.
         """
         outcome, total = self.outcome, self._session.total_steps
-        ended = self.is_done
         kept = self._session.cache or contextlib.nullcontext()
         log_file = contextlib.closing(self._log) if self._log else contextlib.nullcontext()
         bar = contextlib.closing(RunProgress(total, outcome.step, quiet=not self._is_first))
         with kept, contextlib.closing(self._tiles), log_file, self._checkpoints, bar as progress:
             stop, batch = False, None
+            if self._validation_due():  # the signal that ended the run before came first
+                progress.say(self._validate())
+                self._save(at_once=True)
+            ended = self.is_done
             while not ended and not stop:
                 if batch is not None:
                     batch.release()
@@ -191,7 +196,7 @@ class TrainingLoop:
 
     def _validation_due(self) -> bool:
         session, step = self._session, self.outcome.step
-        if not len(session.validation_rows):
+        if not step or not len(session.validation_rows) or self.outcome.validation.get("step", 0) == step:
             return False
         every = session.config.score.validate_every
         epoch_ends = session.epoch_of(step) > session.epoch_of(step - 1)
@@ -201,9 +206,10 @@ class TrainingLoop:
         """Score the validation tiles; a line about it."""
         session, outcome = self._session, self.outcome
         with session.engine.averaged():
-            scores = evaluate(session)
+            scores = evaluate(session, outcome.step)
         outcome.metrics = scores.metrics
-        outcome.validation = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
+        counts = {"tiles": scores.tiles, "unreadable": scores.unreadable, "unscored": scores.unscored}
+        outcome.validation = {"step": outcome.step, **counts}
         outcome.examples = scores.examples
         value = scores.metrics[scores.criterion]
         # Ranks that end at different steps would wait for each other.
@@ -271,6 +277,10 @@ class TrainingLoop:
                 f"{self._folder.last} is of step {state['step']} on rank {self._communicator.rank} and of step {first} "
                 "on rank 0: their hosts see different files; wait for the file server, then start again with --resume"
             )
+        if self._session.config.extend:
+            settings, now = state["settings"], self._session.total_steps
+            if (before := self._session.steps_of(settings["steps"], settings["epochs"])) > now:
+                raise RunError(f"--extend makes a run longer, not shorter: it has {before} steps, asked are {now}")
         self._session.engine.load_state_dict(state)
         _set_random_state(state["random"], self._session.placement.device)
         for name in PROGRESS:

@@ -206,7 +206,7 @@ class Outcome:
     Attributes:
         images: tiles really trained on, counted on every rank, since the run began.
         replaced: those of them that stand in for a tile that cannot be read.
-        validation: tiles of the last validation, those of them that cannot be read, and slides left without a score.
+        validation: step of the last one, its tiles, those of them that cannot be read, and slides left without a score.
         best: step, metric and value of the best validation so far.
         stale: validations since that one.
         shares: microbatches of each group as they were last, where they have changed.

@@ -100,8 +100,9 @@ class RunFolder:
             ValueError: it holds a checkpoint and ``--resume`` was not given, or other settings were used for it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for fault_file in [] if again else self.path.glob("fault*.txt"):  # of starts before this one
-            fault_file.unlink()
+        for name in () if again else ("fault*.txt", "fault*.deaths"):  # of starts before this one
+            for path in self.path.glob(name):
+                path.unlink()
         asked = flat(config)
         if self.last.exists():
             if not config.resume:

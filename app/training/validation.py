@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from app.settings.cli import RunError
 from app.settings.optimization import ScoreSettings
 from app.training.dataset import Dataset
 from app.training.metrics import (
@@ -103,7 +104,8 @@ class Outputs:
     readable: NDArray[np.bool_]
 
 
-def evaluate(session: Session) -> Scores:
+def evaluate(session: Session, step: int) -> Scores:
+    """Score the model after ``step`` updates; a RunError where its outputs are not finite."""
     loss, dataset, rows = session.loss, session.dataset, session.validation_rows
     classes, in_bags = len(dataset.classes), isinstance(loss, BagLoss)
     losses = torch.zeros(len(rows), dtype=torch.float64)
@@ -127,6 +129,11 @@ def evaluate(session: Session) -> Scores:
         session.placement.communicator.all_reduce(gathered)
     sums[unread > 0] = 0  # pixels and targets may be read on two ranks: each has said what it could not read
     readable = unread.numpy() == 0
+    if not all(torch.isfinite(values[unread == 0]).all() for values in (losses, sums)):
+        raise RunError(
+            f"after {step} steps the model's outputs for validation tiles are not finite, and nothing is saved of it; "
+            f"the last checkpoint is kept. Lower --lr (now {session.learning_rate(step):g}), or use --precision fp32"
+        )
     tiles = _Tiles(dataset, rows, dataset.tiles.slide[rows].astype(np.int64), readable)
     mean_loss = float(losses.numpy()[readable].mean()) if readable.any() else None
     if isinstance(loss, BagLoss):

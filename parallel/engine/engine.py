@@ -306,7 +306,7 @@ class Engine(TrainingEngine):
 
     def _backward(self, position: int, action: Action, i: int) -> None:
         work, stage, shape = self._work, self._work.stages[action.stage], self._feed.shape(i)
-        self._shapes = f"tiles {shape}"
+        self._shapes, whole = f"tiles {shape}", action.kind is Kind.BACKWARD
         if self._observer:
             self._observer.at(position, True, self._shapes)
         if gradients := work.transfers.wait_backward(action):
@@ -316,7 +316,7 @@ class Engine(TrainingEngine):
         if position in self._finishing:
             work.update.expect_final_grads(stage.parameters, self._learning_rate)
         with self._computing(position, action):
-            incoming = stage.backward(i, gradients, weight=1.0 if self._updates else shape[0] / work.batch)
+            incoming = stage.backward(i, gradients, 1.0 if self._updates else shape[0] / work.batch, whole=whole)
         work.transfers.stash_gradients(action, incoming)
 
     @contextlib.contextmanager

@@ -134,23 +134,29 @@ class RankProgram:
 
 def completing_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
     """Yield the positions of backward passes that the stage's REDUCE follows, with nothing but messages in between:
-    gradients can be summed during such a pass, without overtaking the sum of another stage."""
+    gradients can be summed during such a pass, without overtaking the sum of another stage; none of a stage whose
+    backward pass is split."""
     computing: int | None = None
+    split = _split_stages(actions)
     for position, action in enumerate(actions):
         if action.kind is Kind.REDUCE:
             if computing is not None and actions[computing].stage == action.stage:
                 yield computing
             computing = None
         elif action.kind in COMPUTE:
-            computing = position if action.kind is Kind.BACKWARD else None
+            computing = position if action.kind is Kind.BACKWARD and action.stage not in split else None
 
 
 def last_backwards(actions: tuple[Action, ...]) -> Iterator[int]:
     """Yield the positions of each stage's last backward pass, during which gradients that stay on this rank become
     final; none of a stage whose backward pass is split."""
-    split = {action.stage for action in actions if action.kind is Kind.BACKWARD_WEIGHT}
+    split = _split_stages(actions)
     whole = ((a.stage, position) for position, a in enumerate(actions) if a.kind is Kind.BACKWARD)
     yield from sorted({stage: position for stage, position in whole if stage not in split}.values())
+
+
+def _split_stages(actions: tuple[Action, ...]) -> set[int]:
+    return {action.stage for action in actions if action.kind is Kind.BACKWARD_WEIGHT}
 
 
 class StageGroups:

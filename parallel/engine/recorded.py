@@ -97,6 +97,7 @@ def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
             backward_s=usual(stage, Kind.BACKWARD),
             backward_input_s=usual(stage, Kind.BACKWARD_INPUT),
             backward_weight_s=usual(stage, Kind.BACKWARD_WEIGHT),
+            update_s=usual(stage, Kind.UPDATE),
             activation_bytes=0,
         )
         for stage in range(stages)

@@ -6,6 +6,7 @@ What is computed last in the last stage is kept: its backward pass follows immed
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,7 +127,9 @@ def segments_of(partition: Partition, stage: int, policy: ActivationPolicy) -> t
     if not policy.segmented:
         return (Segment(start, stop, False),)
     if policy.recompute == "block" and not policy.chosen:
-        bounds = list(pairwise([start, *(place for place in block_cuts(graph) if start < place < stop), stop]))
+        places = block_cuts(graph)
+        inside = places[bisect.bisect_right(places, start) : bisect.bisect_left(places, stop)]
+        bounds = list(pairwise([start, *inside, stop]))
         last = stage == partition.depth - 1
         return tuple(Segment(*bound, recompute=not (last and bound == bounds[-1])) for bound in bounds)
     segments, at = [], start

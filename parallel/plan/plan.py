@@ -248,7 +248,8 @@ def too_small(rows: Sequence[PlanRow], cluster: Cluster) -> str:
     known = [row for row in rows if row.peak_bytes]
     if not known:
         reasons = dict.fromkeys(row.refused for row in rows)
-        return f"no strategy can run: {'; '.join(reasons) or 'more ranks than --batch has tiles'}"
+        none = "name another --parallel, --stages or --microbatches, or a --batch with a tile for each rank"
+        return f"no strategy can run: {'; '.join(reasons) or none}"
     nearest = min(known, key=lambda row: row.over_bytes)
     return (
         f"nothing fits in {bytes_text(cluster.memory_bytes)} a rank: {nearest.strategy} needs least, "

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from parallel.cost.stage_cost import stage_costs
 from parallel.plan.candidates import ANY, BOXES, MemoryOptions, candidates, fewest_bytes, in_branches, in_teams
 from parallel.plan.evaluate import Evaluator
 from parallel.plan.plan import SIMPLER, PlanRow, best_of
@@ -188,7 +187,7 @@ class Planner(Evaluator):
         elif candidate.members == 1:
             partition = self.stages.partition(candidate, within=False)
             assert partition is not None
-            loads = [cost.forward_s + cost.backward_s for cost in stage_costs(partition, costs)]
+            loads = [cost.forward_s + cost.backward_s for cost in self.stages.stage_costs(candidate, partition)]
             least_s = microbatches * max(sum(loads[k::depth]) for k in range(depth))
             if candidate.name == "mp-basic":  # one rank works at a time
                 least_s = microbatches * whole_s
@@ -215,20 +214,24 @@ class Planner(Evaluator):
             return row
         return best_of([row, self.estimate_time(check)]) or row
 
-    def smallest_memory(self, name: str, ranks: int, savings: MemoryOptions = ANY) -> PlanRow | None:
+    def smallest_memory(
+        self, name: str, ranks: int, savings: MemoryOptions = ANY, *, depth: int | None = None, m: int | None = None
+    ) -> PlanRow | None:
         """Return, of strategy ``name``, the first candidate that fits, from microbatches of one tile on, or the one
-        that misses by least; None where the strategy cannot run. ``with_time`` adds its seconds."""
+        that misses by least; None where the strategy cannot run. ``with_time`` adds its seconds; ``depth`` and ``m`` as
+        of ``search``."""
         nearest: PlanRow | None = None
         if name in self.task.refused:
             return None
         if name == "spatial":
-            of_teams = self._teams([name], ranks, rows_alone=True)
+            of_teams = self._teams([name], ranks, depth, m, rows_alone=True)
             most = max((each.members for each in of_teams), default=0)
             given = [each for each in of_teams if each.members == most]
         elif name == "subgraph":
-            given, _ = self._branched(ranks)
+            given, _ = self._branched(ranks, depth, m)
         else:
-            given = list(candidates(ranks, self.task.batch, names=[name], most_stages=self.stages.most_stages))
+            most = self.stages.most_stages
+            given = list(candidates(ranks, self.task.batch, names=[name], most_stages=most, depth=depth, m=m))
         tried = fewest_bytes(each for each in given if each.copies == 1 or not self.task.one_copy)
         for candidate in tried[:1] if savings == BOXES else tried:  # the largest microbatches make the largest maps
             row = self.evaluate(candidate, savings, seconds=False)

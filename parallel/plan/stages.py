@@ -114,9 +114,8 @@ class StageCache:
     def box_sides(self, candidate: Strategy) -> list[int]:
         """Return the sides of boxes that a candidate's tiles, or members' parts of them, may be computed in, in px;
         none where they cannot be."""
-        if not self.goes_in_boxes(candidate) or self._streamed is None:
-            return []
-        return self._streamed.sides(candidate.grid)
+        streamed = self._streamed if self.goes_in_boxes(candidate) else None
+        return [] if streamed is None else streamed.sides(candidate.grid)
 
     def within_host(self, candidate: Strategy) -> Strategy:
         """Return ``candidate``, computed box by box, with fewer maps stored where the host has not memory for those
@@ -204,9 +203,9 @@ class StageCache:
 
     def _speeds(self, candidate: Strategy) -> list[float]:
         """Return the speed of each rank of a group, the slowest of all groups: they cut the model alike."""
-        ranks = [range(group * candidate.depth, (group + 1) * candidate.depth) for group in range(candidate.groups)]
         if not self.cluster.speeds:
             return [1.0] * candidate.depth
+        ranks = [range(group * candidate.depth, (group + 1) * candidate.depth) for group in range(candidate.groups)]
         return [min(of_seat) for of_seat in zip(*map(self.cluster.speeds_of, ranks), strict=True)]
 
     def resolve_policy(self, candidate: Strategy, partition: Partition) -> Strategy | None:
@@ -221,12 +220,12 @@ class StageCache:
         if runs is None:
             return None
         cuts = tuple(partition.graph.layers[start].name for start in partition.starts[1:])
-        return dataclasses.replace(candidate.under(chosen=runs, ahead=self._ahead(candidate)), cuts=cuts)
+        ahead = self._ahead(self._size(candidate)) if candidate.policy.moves and self.cluster.kind == "cuda" else 0
+        return dataclasses.replace(candidate.under(chosen=runs, ahead=ahead), cuts=cuts)
 
-    def _ahead(self, candidate: Strategy) -> int:
-        if not candidate.policy.moves or self.cluster.kind != "cuda":
-            return 0
-        ahead = WINDOW * max((each.bytes for each in self._memory_of(candidate).storages if each.saved), default=0)
+    @remembered
+    def _ahead(self, size: _Size) -> int:
+        ahead = WINDOW * max((each.bytes for each in self._memory(size).storages if each.saved), default=0)
         return -(-ahead // MIB) * MIB  # for people to read
 
     @remembered
@@ -262,8 +261,7 @@ class StageCache:
             graph, stage, several = partition.graph, memory.of_stage(partition, 0, policy), len(schedule[0]) > 2
             timeline = memory.arrays((0, len(graph.layers))).timeline(segments_of(partition, 0, policy), policy)
             peak, slots = gathered_peak(graph, timeline, self.task.sharding), self.task.slots
-            kind = self.cluster.kind
-            return sharded_bytes(stage, peak, candidate.ranks, several=several, slots=slots, device=kind)
+            return sharded_bytes(stage, peak, candidate.ranks, several=several, slots=slots, device=self.cluster.kind)
 
         def held(stage: int) -> StageBytes:
             if boxes is not None:
@@ -290,7 +288,7 @@ class StageCache:
             return [self._streamed.stage_cost(candidate, self.tiles(candidate), graph, costs)]
         return policy_costs(
             partition,
-            stage_costs(partition, costs),
+            self._plain_costs(self._size(candidate), partition.starts),
             costs,
             candidate.policy,
             copy_bandwidth=self.cluster.copy_bandwidth,
@@ -298,9 +296,13 @@ class StageCache:
             memory=self._memory_of(candidate),
         )
 
+    @remembered
+    def _plain_costs(self, size: _Size, starts: tuple[int, ...]) -> list[StageCost]:
+        graph, costs = self.microbatch(*size)
+        return stage_costs(Partition(graph, starts), costs)
+
     def moved_s(self, candidate: Strategy) -> float:
-        """Return the seconds that copies of all that a microbatch keeps take at least, each way, with nothing computed
-        again."""
+        """Return the least seconds that copies of all that a microbatch saves take, each way, without recomputation."""
         return self._memory(self._size(candidate)).saved_bytes / self.cluster.copy_bandwidth
 
     def _memory_of(self, candidate: Strategy) -> StageMemory:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from subprocess import PIPE
@@ -111,7 +112,7 @@ def calibrate(use: DeviceUse, seconds: float = QUICK_S) -> CostModel:
         seconds: budget of the timing; starting the processes comes on top.
 
     Raises:
-        RuntimeError: a process could not time enough; says what it printed last.
+        RuntimeError: a process did not end, or could not time enough; says what it printed last.
     """
     settings = {
         "device": str(use.device),
@@ -173,8 +174,11 @@ def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, A
         torch.cuda.empty_cache()
         return found
     found = []
+    timeout_s = 4 * seconds + 300
     with contextlib.ExitStack() as open_processes:
-        workers = []
+        # All at once: a process whose full pipe nobody reads would stand still while the others are timed.
+        readers = open_processes.enter_context(ThreadPoolExecutor(len(settings)))
+        workers: list[subprocess.Popen[str]] = []
         for own in settings:
             command = [sys.executable, "-m", "parallel.profile.calibrate", json.dumps(own)]
             worker = subprocess.Popen(command, cwd=ROOT, text=True, stdin=PIPE, stdout=PIPE, stderr=PIPE)
@@ -188,15 +192,15 @@ def _run(settings: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, A
             with contextlib.suppress(BrokenPipeError):  # it has ended already; what it says comes below
                 worker.stdin.write("go\n")
                 worker.stdin.flush()
-        for worker in workers:
-            out, err = worker.communicate(timeout=4 * seconds + 300)
+        try:
+            outputs = list(readers.map(lambda worker: worker.communicate(timeout=timeout_s), workers))
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"a calibration of {device} did not end within {timeout_s:.0f} s") from None
+        for worker, (out, err) in zip(workers, outputs, strict=True):
             of_worker = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
             if not any(reading["what"] == "convolution" for reading in of_worker):
                 last = last_error(err) or f"nothing; exit code {worker.returncode}"
-                raise RuntimeError(
-                    f"a calibration has to time operations on {device}, and its process said: {last}. Plan with "
-                    "--device-spec and the name of a device instead"
-                )
+                raise RuntimeError(f"a calibration has to time operations on {device}, and its process said: {last}")
             found += of_worker
     return found
 

@@ -121,7 +121,7 @@ def measure_links(ranks: int, *, threads: int = 1, device: str = "cpu", rounds: 
     except RuntimeError as fault:
         raise RuntimeError(
             f"a plan has to know how fast {ranks} ranks of this machine talk to each other, and those that were "
-            f"started to measure it said: {fault}. Plan with --device-spec and the name of a device instead"
+            f"started to measure it said: {fault}"
         ) from None
     return dataclasses.replace(speed_of(seconds, ranks), others=use.others() if device == "cpu" else 0.0)
 

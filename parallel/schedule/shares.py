@@ -102,7 +102,7 @@ def read_changes(text: str) -> Changes:
     Raises:
         ValueError: what is wrong with its columns, numbers, microbatches, groups or steps.
     """
-    head, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
+    head, *rows = [row for row in csv.reader(io.StringIO(text.removeprefix("\ufeff"))) if row] or [[]]
     if head not in (COLUMNS, CHANGING):
         asked = f"{','.join(COLUMNS)} or {','.join(CHANGING)}"
         raise ValueError(f"its first line is {asked}; got {','.join(head) or 'nothing'}")

@@ -223,7 +223,7 @@ def read_pushes(text: str) -> tuple[Push, ...]:
     Raises:
         ValueError: other columns, what is not a number, or a push that stands out of order or pulled a later version.
     """
-    head, *rows = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
+    head, *rows = [row for row in csv.reader(io.StringIO(text.removeprefix("\ufeff"))) if row] or [[]]
     if tuple(head) != Push._fields:
         raise ValueError(f"its first line is {','.join(Push._fields)}; got {','.join(head) or 'nothing'}")
     pushes: list[Push] = []

@@ -59,7 +59,7 @@ class RunningStatistics:
     def __init__(self, module: nn.Module, communicator: Communicator, contributes: bool = True) -> None:
         self._layers = tracking_layers(module)
         self._communicator, self._contributes = communicator, contributes
-        self.alone = communicator.world == 1
+        self.alone, self._active = communicator.world == 1, self._layers[:0]
         self._flat: FlatBuffers | None = None
 
     def begin_step(self, m: int) -> None:

@@ -135,6 +135,7 @@ class WeightVersions:
         ]
         self._newest: Version = tuple(numbers)
         self._used: dict[int, Version] = {}
+        self._gradients: dict[int, list[Tensor | None]] = {}
 
     def begin(self, i: int) -> None:
         """Let microbatch ``i``, whose forward pass follows, use the newest weights."""
@@ -143,17 +144,19 @@ class WeightVersions:
 
     @contextlib.contextmanager
     def of(self, i: int) -> Iterator[None]:
-        """Return a context in which the module has the weights that microbatch ``i`` uses, without gradients."""
+        """Return a context in which the module has the weights that microbatch ``i`` uses, without gradients; those
+        that they are given wait for ``update``."""
         used, newest = self._used[i], self._newest
         _drop_gradients((*newest, *used))
-        if used is newest:
-            yield
-            return
-        self._put(used)
+        if used is not newest:
+            self._put(used)
         try:
             yield
         finally:
-            self._put(newest)
+            self._gradients[i] = [parameter.grad for parameter in used]
+            _drop_gradients(used)
+            if used is not newest:
+                self._put(newest)
 
     def update(self, i: int, step: Callable[[Mapping[nn.Parameter, nn.Parameter]], None]) -> None:
         """Apply the gradients of microbatch ``i`` to the newest weights.
@@ -161,8 +164,8 @@ class WeightVersions:
         Args:
             step: updates parameters by their gradients; is given those that take the place of others.
         """
-        gradients = [parameter.grad for parameter in self._used[i]]
-        _drop_gradients(self._used.pop(i))
+        gradients = self._gradients.pop(i)
+        del self._used[i]
         in_use = any(version is self._newest for version in self._used.values())
         new = self._renew() if in_use else {}
         for parameter, gradient in zip(self._newest, gradients, strict=True):
@@ -179,6 +182,7 @@ class WeightVersions:
     def clear(self) -> None:
         """Forget the microbatches in flight."""
         self._used.clear()
+        self._gradients.clear()
 
     def _put(self, version: Version) -> None:
         for owner, name, number in self._places:

@@ -208,14 +208,13 @@ class Stage:
         with self._weights_of(i):
             segment.recompute()
 
-    def backward(self, i: int, gradients: Gradients, weight: float = 1.0) -> Gradients:
+    def backward(self, i: int, gradients: Gradients, weight: float = 1.0, *, whole: bool = False) -> Gradients:
         """Run the backward pass of microbatch ``i``; parameters' gradients add up in place.
-
-        With ``split`` the gradients of the deferred weights follow in ``backward_weight``.
 
         Args:
             gradients: of the values given, summed over the stages that use them.
             weight: of the loss, in the last stage.
+            whole: with the gradients of deferred weights, which otherwise follow in ``backward_weight``.
 
         Returns:
             Gradients of the values that came in.
@@ -228,6 +227,8 @@ class Stage:
         if edges:
             with self._weights_of(i):  # parts of the model may be recomputed
                 torch.autograd.backward(edges, [*chain.from_iterable(map(gradients.__getitem__, microbatch.roots))])
+        if whole and self._weights is not None:
+            self._weights.backward_weight(i)
         if self._saved_tensors is not None:
             self._saved_tensors.release((self, i))
         if microbatch.captures:

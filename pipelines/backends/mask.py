@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from itertools import pairwise
@@ -35,8 +36,8 @@ BAND_ROWS = 1024
 PNG_BYTES = 1 << 30
 """Largest picture that is decoded; of those above ``WHOLE_PIXELS`` one at a time."""
 
-CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
-"""Of a decoded PNG, by colour type."""
+CHANNELS, INDEXED = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}, 3
+"""Of a decoded PNG, by colour type; that of a palette."""
 
 _large = threading.Lock()
 
@@ -136,6 +137,8 @@ def _png_values(path: Path) -> NDArray[np.integer]:
                 f"mask {path} is {width} x {height} px, {size_bytes >> 20} MiB decoded; a PNG may have "
                 f"{PNG_BYTES >> 20}. Save it as a tiled TIFF"
             )
+        if data[25] == INDEXED:
+            data = _with_indices_as_colours(data)
         with _large if size_bytes > WHOLE_PIXELS else contextlib.nullcontext():
             pixels: NDArray[np.integer] = imagecodecs.png_decode(data)
     except OSError as fault:
@@ -145,8 +148,8 @@ def _png_values(path: Path) -> NDArray[np.integer]:
     except Exception as fault:  # imagecodecs raises its own classes for each codec
         raise SlideError(f"mask {path} is damaged: {fault}. Save it again") from fault
     bits, colour = data[24], data[25]
-    if colour == 3:
-        return _palette_indices(data, pixels)
+    if colour == INDEXED:
+        return pixels[:, :, 0]
     if pixels.ndim == 3:
         if (pixels[:, :, :1] != pixels[:, :, : 3 if colour in (2, 6) else 1]).any():
             raise SlideError(f"mask {path} must have one channel, the class ids; it is a colour picture")
@@ -154,13 +157,13 @@ def _png_values(path: Path) -> NDArray[np.integer]:
     return pixels // (255 // (2**bits - 1)) if bits < 8 else pixels
 
 
-def _palette_indices(data: bytes, pixels: NDArray[np.integer]) -> NDArray[np.integer]:
-    at = data.index(b"PLTE")
-    palette = np.frombuffer(data, np.uint8, int.from_bytes(data[at - 4 : at], "big"), at + 4).reshape(-1, 3)
-    weights = np.array([1 << 16, 1 << 8, 1])
-    colours, first = np.unique(palette @ weights, return_index=True)
-    indices: NDArray[np.integer] = first[np.searchsorted(colours, pixels[:, :, :3] @ weights)].astype(np.uint8)
-    return indices
+def _with_indices_as_colours(png: bytes) -> bytes:
+    """Return an indexed PNG whose colours are grey, each as bright as its index: decoders give colours alone, and a
+    palette may have one twice."""
+    at = png.index(b"PLTE")
+    count = int.from_bytes(png[at - 4 : at], "big") // 3
+    chunk = b"PLTE" + bytes(index for index in range(count) for _ in range(3))
+    return png[:at] + chunk + zlib.crc32(chunk).to_bytes(4, "big") + png[at + len(chunk) + 4 :]
 
 
 PIECE_BYTES = 256 << 20

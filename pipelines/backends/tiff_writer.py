@@ -106,7 +106,7 @@ class TiffWriter:
                     subfiletype=int(level > 0),
                     resolution=((round(per_cm * 1000), 1000),) * 2,
                     resolutionunit="CENTIMETER",
-                    description=self._description if level == 0 else None,
+                    description=self._description.encode() if level == 0 else None,  # text is refused beyond ASCII
                     metadata=None,
                     software=False,
                     **self._encoding,
@@ -218,7 +218,8 @@ def write_mask(path: Path, size: Size, mpp: float, bands: Iterable[NDArray[np.ui
                 f"a mask of {size.width} x {size.height} px is too large for a PNG, which may have "
                 f"{PNG_BYTES >> 20} Mpx: write a .tif, or ask for a coarser --mpp"
             )
-        path.write_bytes(imagecodecs.png_encode(np.concatenate(list(bands))))
+        with replacing(path) as temporary:
+            temporary.write_bytes(imagecodecs.png_encode(np.concatenate(list(bands))))
         return
     with PyramidWriter(path, size, mpp, "class ids", longest=max(size.width, size.height)) as writer:
         for band in bands:

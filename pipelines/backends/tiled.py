@@ -217,7 +217,7 @@ def open_ndpi(path: Path, *, mpp: float | None, scene: int | None = None) -> Pyr
     tiff = read_tiff(path)
     if not tiff.is_ndpi:
         raise NotThisFormat(f"{path}: a TIFF file, but not Hamamatsu NDPI")
-    pages = [p for p in tiff.pages if p.number(Tag.NDPI_LENS, -1) > 0 and p.number(Tag.NDPI_FOCUS, 0) == 0]
+    pages = [p for p in tiff.pages if _is_magnified(p) and p.number(Tag.NDPI_FOCUS, 0) == 0]
     pages.sort(key=lambda p: p.width, reverse=True)
     if not pages:
         raise NotThisFormat(f"{path}: no page of this NDPI file is a level of the slide")
@@ -225,6 +225,12 @@ def open_ndpi(path: Path, *, mpp: float | None, scene: int | None = None) -> Pyr
         grids = [_segment_grid(tiff, page, file.fileno()) for page in pages]
     levels = levels_from_sizes([(g.width, g.height) for g in grids], level0_mpp(path, *resolution_mpp(pages[0]), mpp))
     return PyramidSlide(path, TiledReader(path, grids, name="ndpi"), levels)
+
+
+def _is_magnified(page: Page) -> bool:
+    """Return whether a page shows the slide, maybe below 1x: macro image and map have a magnification of -1 and -2."""
+    lens = page.tags.get(Tag.NDPI_LENS)
+    return lens is not None and lens.size > 0 and float(lens[0]) > 0
 
 
 def _segment_grid(tiff: Tiff, page: Page, fd: int) -> StoredTiles:

@@ -257,8 +257,9 @@ class ShardFolder:
                 if not os.path.samestat(path.stat(), os.fstat(file.fileno())):
                     raise OSError(f"{path}: another process took this process for dead")
                 path.replace(self.tiles_of(shard))
-            finally:
+            except BaseException:  # once it has its name, the other may be that of another process
                 path.unlink(missing_ok=True)
+                raise
         list_file = self._places / f".{shard}{WRITING}"
         list_file.write_bytes(list_bytes)
         list_file.replace(self._places / f"c.{shard}.0")
@@ -275,7 +276,7 @@ class ShardFolder:
                 if not self.tiles_of(shard).exists():  # it may have become whole since
                     return shard, file
                 file.close()
-                Path(file.name).unlink()
+                Path(file.name).unlink(missing_ok=True)
 
     def _reserve(self, file: BinaryIO, tile_bytes: int, list_bytes: int, most_bytes: int) -> bool:
         """Make ``file`` as large as it will be, if the cache stays within ``most_bytes`` by the ledger."""

@@ -198,7 +198,12 @@ class TileCache(Closing):
             return False
         try:
             begun_s = time.monotonic()
-            for shard in self._shards.shards():
+            try:
+                found = self._shards.shards()
+            except OSError as fault:  # somebody took the folder away: the slide itself can be read all the same
+                log.warning("%s: its tiles cannot be listed: %s", self._shards.path, fault)
+                found = []
+            for shard in found:
                 if shard not in self._known:
                     self._learn(shard)
             ended_s = time.monotonic()
@@ -227,6 +232,9 @@ def open_cached(spec: SlideSpec, cache: TileCache) -> CachedSlide:
     slide = spec.open()
     try:
         return CachedSlide(slide, cache, spec.scene)
+    except SlideError:
+        slide.close()
+        raise
     except OSError as fault:
         slide.close()
         raise SlideError(f"{slide.path}: the file cannot be read: {fault.strerror or fault}") from fault

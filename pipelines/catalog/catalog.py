@@ -15,20 +15,20 @@ from pathlib import Path
 
 from pipelines.backends.dicom_head import is_segmentation, series_uid
 from pipelines.catalog.handles import SlideState
-from pipelines.catalog.table import LABELS_FILE, read_table, shown
+from pipelines.catalog.table import LABELS_FILE, read_table, read_text, shown
 from pipelines.slides.geometry import mpp_fault
 from pipelines.slides.slide import Slide, SlideError, printable, url_of, url_path
 
 FILE_SUFFIXES = frozenset(
     {".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vmu"}
-    | {".svslide", ".dcm", ".png", ".jpg", ".jpeg"}
+    | {".svslide", ".dcm", ".png", ".jpg", ".jpeg", ".bmp"}
 )
 """Of slides, in any case."""
 
-PICTURE_SUFFIXES, PICTURE_MPP = frozenset({".png", ".jpg", ".jpeg"}), 0.5
+PICTURE_SUFFIXES, PICTURE_MPP = frozenset({".png", ".jpg", ".jpeg", ".bmp"}), 0.5
 """Files that record no um/px, and that of pictures resized as a whole, where it changes nothing."""
 
-UNREAD_PICTURES = frozenset({".gif", ".bmp", ".webp", ".heic", ".avif", ".jp2", ".jfif"})
+UNREAD_PICTURES = frozenset({".gif", ".webp", ".heic", ".avif", ".jp2", ".jfif"})
 """Pictures that are not read: among pictures that are, slides that fail when they are opened."""
 
 FOLDER_SUFFIX, SKIPPED_FOLDERS = ".zarr", frozenset({"annotations", "masks", "tissue"})
@@ -52,7 +52,7 @@ class SlideSpec:
         slide_id: file stem (``x`` for ``x.svs``, ``x.ome.tif`` and ``x.ome.zarr``); unique in a catalog.
         path: file, folder of a Zarr slide, or what ``url_path`` makes of the URL of one.
         mpp: um/px of level 0, in place of what the file says; None: what the file says.
-        backend: auto, tiled, openslide, zarr or image.
+        backend: auto, tiled, ndpi, openslide, zarr or image.
         state: of the file when it was indexed; None: not compared.
         scene: which image to read if the file holds several of similar size, counted from 0.
     """
@@ -241,7 +241,7 @@ def _candidates(root: Path) -> Iterator[tuple[str, Path]]:
 
 def _behind_urls(table: Path) -> Iterator[tuple[str, Path]]:
     """(slide id, path) of every slide that a table names by its URL."""
-    urls, names_urls = dict[str, int](), table.is_file() and b"://" in table.read_bytes()
+    urls, names_urls = dict[str, int](), table.is_file() and "://" in read_text(table)
     for row in read_table(table, ("slide",)).rows if names_urls else ():
         if "://" in row["slide"]:
             urls.setdefault(row["slide"].rstrip("/"), row.line)

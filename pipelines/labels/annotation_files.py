@@ -224,8 +224,11 @@ class AnnotationCache:
         return AnnotationCache, (self._files, self._total_bytes)
 
 
-def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict[int, str]:
-    """Return the class name by mask value, given the values in the mask of each slide.
+def mask_classes(
+    values: Mapping[str, set[int]], files: AnnotationFiles, of_model: Mapping[int, str] | None = None
+) -> dict[int, str]:
+    """Return the class name by mask value, given the values in the mask of each slide; ``of_model`` names them where
+    no file does.
 
     Raises:
         ValueError: ids without a name.
@@ -234,9 +237,10 @@ def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles) -> dict
         return {}
     folders = {path.parent for path in files.path.values() if path.suffix.lower() in MASK_SUFFIXES}
     named = named_ids(sorted(path for folder in folders if (path := folder / CLASSES_FILE).is_file()))
+    named = named or dict(of_model or {})
     present = set().union(*values.values()) - {0}
-    if not named and present in ({1}, {IGNORE}):
-        return {present.pop(): UNNAMED_CLASS}
+    if not named and present <= {1, IGNORE} and present:
+        return {min(present): UNNAMED_CLASS}
     classes = named or {value: f"class_{value}" for value in range(1, len(present - {IGNORE}) + 1)}
     faults = [
         f"{files.path[slide]} has {listed([str(v) for v in sorted(odd)])}"

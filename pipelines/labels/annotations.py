@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,9 +68,15 @@ class SlideAnnotations:
     _cache: AnnotationCache = field(default_factory=AnnotationCache, repr=False, compare=False)
 
     def read_mask(
-        self, slide_id: str, slide: Slide, region: Region, out: NDArray[np.uint8], box: TileBox | None = None
+        self,
+        slide_id: str,
+        slide: Slide,
+        region: Region | PixelGrid,
+        out: NDArray[np.uint8],
+        box: TileBox | None = None,
     ) -> None:
-        """Fill ``out`` with the class ids of ``region``: those of the pixels that ``slide.read(region)`` gives.
+        """Fill ``out`` with the class ids of ``region``: those of the pixels that ``slide.read(region)`` gives, or of a
+        grid.
 
         A pixel has the class of its centre. GeoJSON counts from the corner of the slide's bounds, as QuPath does; a
         mask covers all of level 0, or the bounds where only these have its proportions. Safe in many threads.
@@ -78,16 +84,17 @@ class SlideAnnotations:
         Args:
             slide_id: one of ``paths``; ``slide`` is that slide, open.
             out: uint8 (region.height, region.width), or of the size of ``box``.
-            box: the part of the region whose class ids are asked for, as they are in all of it; None for all.
+            box: the part of a region whose class ids are asked for, as they are in all of it; None for all.
 
         Raises:
             SlideError: the annotation file is damaged, or a mask has not the slide's proportions.
             ValueError: ``out`` has another shape or type.
         """
-        shape = (region.height, region.width) if box is None else (box.height, box.width)
+        grid = region if isinstance(region, PixelGrid) else PixelGrid.of(slide, region, box)
+        shape = grid.height, grid.width
         if out.shape != shape or out.dtype != np.uint8:
             raise ValueError(f"out must be uint8 {shape}; got {out.dtype} {out.shape}")
-        path, grid = self.paths[slide_id], PixelGrid.of(slide, region, box)
+        path = self.paths[slide_id]
         with damaged_is_slide_error(path):
             annotation = self._cache.get(path)
             if isinstance(annotation, PolygonSet):
@@ -152,14 +159,17 @@ def read_annotations(
     site: Mapping[str, str] | None = None,
     class_map: ClassMap = ClassMap(),  # noqa: B008 - frozen
     *,
-    of_training: bool = True,
+    known: Collection[str] | None = None,
 ) -> SlideAnnotations:
     """Read every file once for the classes in it, and settle the class ids: sorted by name; for masks by value.
 
     Masks with the values 0 and 1, or 0 and 255, have one class, ``foreground``. Other masks hold class ids 1, 2, ...
     without a gap; where a ``classes.txt`` in their folder (lines ``1 tumour``) names ids, these and no others count.
-    255 is then "ignore", as are classes named ``ignore...`` or ``exclude...``. ``class_map`` gives the names; those of
-    a training may list classes that other annotations (not ``of_training``) do not draw.
+    255 beside others is "ignore", as are classes named ``ignore...`` or ``exclude...``. ``class_map`` gives the names.
+
+    Args:
+        known: classes of a model that the annotations are compared with, which need not draw all of them; None: a
+            training learns what is drawn.
 
     Raises:
         ValueError: no file can be read, nothing is drawn in any of them, ids without a name, or a class map that lists
@@ -193,8 +203,10 @@ def read_annotations(
                 values[slide] = content.values
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
-    mask_names = mask_classes(values, files)
-    if of_training:
+    numbered = {value: f"class_{value}" for value in range(1, IGNORE)}
+    of_model = {value: name for value, name in numbered.items() if class_map.learned(name) in (known or ())}
+    mask_names = mask_classes(values, files, of_model)
+    if known is None:
         class_map.check(names | set(mask_names.values()))
     mask_names = {value: class_map.learned(mask_names[value]) for value in sorted(mask_names)}
     drawn = sorted(set(map(class_map.learned, names)))

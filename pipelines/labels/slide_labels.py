@@ -79,12 +79,13 @@ def find_labels(
     truth: SlideLabels | SlideAnnotations | None
     table_path = labels if labels is not None else root / LABELS_FILE
     table = read_table(table_path, ("slide",)) if labels is not None or table_path.is_file() else None
-    from_table = annotations is None and table is not None and (labels is not None or "label" in table.roles)
     files = annotations_in(annotations, specs) if annotations is not None else None
-    if from_table:
-        truth = _labels_from_table(read_table(table_path, ("slide", "label")), specs, class_map, patient_pattern)
+    if files is None and table is not None and "label" in table.roles:
+        truth = _labels_from_table(table, specs, class_map, patient_pattern)
     elif files := files or annotations_beside(root, specs):
         truth = read_annotations(files, specs, *_patients_and_sites(table, specs, patient_pattern), class_map)
+    elif labels is not None:
+        truth = _labels_from_table(read_table(labels, ("slide", "label")), specs, class_map, patient_pattern)
     else:
         truth = _labels_from_folders(root, specs, class_map, patient_pattern)
     if truth is None:

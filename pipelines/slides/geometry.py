@@ -135,15 +135,6 @@ def l0_from_l(l: float, downsample: float) -> int:  # noqa: E741 - the plane's n
     return math.floor(l * downsample + 0.5)
 
 
-def l0_from_t(t_px: float, t_mpp: float, l0_mpp: float) -> int:
-    """Return the level-0 px of a length of ``t_px`` at ``t_mpp``, given level 0's mpp.
-
-    Within ``NATIVE_TOLERANCE`` of level 0 a tile px is a level-0 px, as in ``plan_read``.
-    """
-    ratio = t_mpp / l0_mpp
-    return math.floor(t_px * (1.0 if abs(ratio - 1) <= NATIVE_TOLERANCE else ratio) + 0.5)
-
-
 def best_level(levels: Sequence[Level], mpp: float) -> Level:
     """Return the coarsest level that is not coarser than ``mpp``, ``NATIVE_TOLERANCE`` allowed.
 
@@ -170,13 +161,25 @@ def plan_read(levels: Sequence[Level], region: Region) -> ReadPlan:
     l_x, l_y = l_from_l0(region.l0_x, level.downsample), l_from_l0(region.l0_y, level.downsample)
     if abs(scale - 1) <= NATIVE_TOLERANCE:
         return ReadPlan(level.index, l_x, l_y, region.width, region.height, 1, region.size)
-    block = max(1, math.floor(scale * (1 + NATIVE_TOLERANCE)))
+    block = math.floor(scale + 0.5)
+    if not (is_whole := abs(scale / block - 1) <= NATIVE_TOLERANCE):
+        block = math.floor(scale)
 
     def box(t_px: int) -> int:
-        blocks = t_px if abs(scale / block - 1) <= NATIVE_TOLERANCE else math.floor(t_px * scale / block + 0.5)
+        blocks = t_px if is_whole else math.floor(t_px * scale / block + 0.5)
         return max(1, blocks) * block
 
     return ReadPlan(level.index, l_x, l_y, box(region.width), box(region.height), block, region.size)
+
+
+def l0_step(levels: Sequence[Level], side: int, mpp: float) -> float:
+    """Return the level-0 px from one px to the next of a region of ``side`` px at ``mpp``, as it is read.
+
+    Raises:
+        ValueError: no level is fine enough for ``mpp``.
+    """
+    plan = plan_read(levels, Region(0, 0, side, side, mpp))
+    return plan.l_width / side * levels[plan.level].downsample
 
 
 @dataclass(frozen=True, slots=True)

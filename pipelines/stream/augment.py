@@ -62,7 +62,7 @@ def apply_jitter(image: Pixels, matrix: NDArray[np.float32], shift: NDArray[np.f
 
 
 DRAW, ALBUMENTATIONS, CROP = 3, 4, 5
-"""Purposes of random numbers, part of each seed; ``order.py`` has 1 and 2."""
+"""Purposes of random numbers, part of each seed; ``order.py`` has the others."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ Rows = NDArray[np.int64]
 
 GOLDEN = (5**0.5 - 1) / 2
 
-SHUFFLE, INTERLEAVE, WEIGH, BAGS = 1, 2, 3, 4
-"""Purposes that random numbers are drawn for; part of each seed, so that no two purposes share numbers."""
+SHUFFLE, INTERLEAVE, WEIGH, BAGS = 1, 2, 6, 7
+"""Purposes that random numbers are drawn for; part of each seed, so that no two purposes share numbers.
+``augment.py`` has 3 to 5."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -191,6 +191,7 @@ def _write_overlay(out: Path, spec: SlideSpec, picture: bytes) -> SlideFault | N
     """Write the picture of a slide; the fault of a name that no file can have."""
     path = out / "tissue" / f"{spec.slide_id}.png"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # a DICOM slide's name may be its path
         path.write_bytes(picture)
     except OSError as fault:
         if fault.errno != errno.ENAMETOOLONG:

@@ -24,7 +24,7 @@ from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import PICTURE_SUFFIXES, SlideSpec
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import Limits
-from pipelines.slides.geometry import Region, best_level, l0_from_t, l_from_l0
+from pipelines.slides.geometry import Region, best_level, l0_from_l, l0_step, l_from_l0
 from pipelines.slides.slide import Slide, SlideError, TileReadError
 from pipelines.tiles.overlay import draw_overlay, read_thumbnail
 from pipelines.tiles.tile_table import IndexedSlide, SlideFault
@@ -255,7 +255,8 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
         progress.overlay_png = draw_overlay(thumbnail, tissue, l0_x, l0_y, kept, grid.l0_size, caption)
         progress.step = "tiles"
         if not len(kept):
-            raise SlideError(_why_none(tissue, damage, float(fractions.max()), settings))
+            most = float(fractions.max())
+            raise SlideError(_why_none(tissue, damage.share if (enough & ~intact).any() else 0.0, most, settings))
         bad, fault = find_unreadable_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size, spec.scene)
         l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
         source = replace(_source(spec, slide, state), tissue_share=tissue.share)
@@ -289,8 +290,9 @@ def _whole_picture(spec: SlideSpec, slide: Slide, state: SlideState, side: int, 
 def _whole(slide: Slide, tissue: TissueMask, settings: IndexSettings) -> TileGrid:
     """One tile, around all tissue."""
     box = tissue_box(slide.levels, tissue, settings.mpp, settings.stride or WHOLE_SLIDE_MULTIPLE)
-    l0_size = tuple(l0_from_t(side, box.mpp, slide.mpp) for side in (box.width, box.height))
-    return TileGrid(np.array([box.l0_x]), np.array([box.l0_y]), (l0_size[0], l0_size[1]), (box.width, box.height))
+    sides = box.width, box.height
+    l0_width, l0_height = (l0_from_l(side, l0_step(slide.levels, side, box.mpp)) for side in sides)
+    return TileGrid(np.array([box.l0_x]), np.array([box.l0_y]), (l0_width, l0_height), sides)
 
 
 def default_threads(workers: int) -> int:
@@ -298,10 +300,11 @@ def default_threads(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
-def _why_none(tissue: TissueMask, damage: TissueMask, most: float, settings: IndexSettings) -> str:
-    if damage.mask.any() and (settings.tile != "slide" or tissue.mask.any()):
+def _why_none(tissue: TissueMask, damaged: float, most: float, settings: IndexSettings) -> str:
+    """Return why no tile is left; ``damaged``: the part of the slide that is, where it touches all that have tissue."""
+    if damaged and (settings.tile != "slide" or tissue.mask.any()):
         touched = "every tile of tissue touches it" if settings.tile != "slide" else "its tissue is not whole"
-        return f"no tile is left: {damage.share:.1%} of the slide is damaged and {touched}"
+        return f"no tile is left: {damaged:.1%} of the slide is damaged and {touched}"
     if not tissue.mask.any():
         return (
             f"no tissue found: {tissue.found}. If its picture in tissue/ shows tissue all the same, --min-tissue 0 "

@@ -338,6 +338,8 @@ def take_over(
     tables = []
     for path in sorted({*own.parent.glob(WHOLE_FILE), *own.parent.glob("tiles.part-*.parquet")} - {own}):
         other = TileTable.load(path)
+        if not len(other) and other.settings != table.settings:  # every slide failed, perhaps because of its settings
+            continue
         check_settings(other.settings, table.settings, path)
         tables.append(other.of_slides(s for s, what in other.tried(faults=faults).items() if wanted.get(s) == what))
     return merge(table.settings, [*tables, table]) if any(map(slides_of, tables)) else table

@@ -23,9 +23,8 @@ from pipelines.slides.geometry import (
     Bounds,
     Level,
     Region,
-    best_level,
     l0_from_l,
-    l0_from_t,
+    l0_step,
     l_from_l0,
 )
 from pipelines.tiles.tissue import TissueMask
@@ -155,19 +154,19 @@ def tile_grid(levels: Sequence[Level], bounds: Bounds, tile: int, mpp: float, st
     Raises:
         ValueError: a tile is larger than the slide, no level is fine enough for ``mpp``, or more than ``MOST_TILES``.
     """
-    best_level(levels, mpp)
-    l0_mpp = levels[0].mpp
-    l0_tile = max(1, l0_from_t(tile, mpp, l0_mpp))
+    step, l0_mpp = l0_step(levels, tile, mpp), levels[0].mpp
+    l0_tile = max(1, l0_from_l(tile, step))
     shorter = min(bounds.width, bounds.height)
     if l0_tile > shorter:
-        largest = next(t for t in range(tile, 0, -1) if t == 1 or l0_from_t(t, mpp, l0_mpp) <= shorter)
+        fitting = (t for t in range(tile, 1, -1) if l0_from_l(t, l0_step(levels, t, mpp)) <= shorter)
+        largest = next(fitting, 1)
         raise ValueError(
             f"a tile of {tile} px at {mpp:g} um/px is {l0_tile} px of level 0 and larger than the slide "
             f"({bounds.width} x {bounds.height} px at {l0_mpp:.4g} um/px); the largest that fits is --tile {largest} "
             f"at --mpp {mpp:g}"
         )
 
-    l0_stride = max(1, l0_from_t(stride, mpp, l0_mpp))
+    l0_stride = max(1, l0_from_l(stride, step))
     tiles = -(-bounds.width // l0_stride) * -(-bounds.height // l0_stride)
     if tiles > MOST_TILES:
         raise ValueError(
@@ -177,7 +176,7 @@ def tile_grid(levels: Sequence[Level], bounds: Bounds, tile: int, mpp: float, st
 
     def origins(l0_start: int, l0_length: int) -> NDArray[np.int64]:
         last = l0_length - l0_tile
-        strides = (l0_from_t(i * stride, mpp, l0_mpp) for i in itertools.count())
+        strides = (l0_from_l(i * stride, step) for i in itertools.count())
         return l0_start + np.array([*itertools.takewhile(lambda l0: l0 < last, strides), last], np.int64)
 
     l0_x, l0_y = origins(bounds.l0_x, bounds.width), origins(bounds.l0_y, bounds.height)
@@ -223,14 +222,11 @@ def tissue_box(levels: Sequence[Level], tissue: TissueMask, mpp: float, multiple
     Raises:
         ValueError: no level is fine enough for ``mpp``, or the region has more than ``MOST_PIXELS``.
     """
-    best_level(levels, mpp)
     mask = tissue.mask if tissue.mask.any() else ~tissue.mask
     columns, rows = (np.flatnonzero(mask.any(axis)) for axis in (0, 1))
     l0_x, l0_right = (tissue.l0_x + l0_from_l(int(px), tissue.downsample) for px in (columns[0], columns[-1] + 1))
     l0_y, l0_bottom = (tissue.l0_y + l0_from_l(int(px), tissue.downsample) for px in (rows[0], rows[-1] + 1))
-    width, height = (
-        _covering(l0_side, mpp, levels[0].mpp, multiple) for l0_side in (l0_right - l0_x, l0_bottom - l0_y)
-    )
+    width, height = (_covering(levels, l0_side, mpp, multiple) for l0_side in (l0_right - l0_x, l0_bottom - l0_y))
     if width * height > MOST_PIXELS:
         raise ValueError(
             f"a whole slide is at most {MOST_PIXELS:,} px; the tissue of this one is {width:,} x {height:,} px at "
@@ -239,10 +235,9 @@ def tissue_box(levels: Sequence[Level], tissue: TissueMask, mpp: float, multiple
     return Region(l0_x, l0_y, width, height, mpp)
 
 
-def _covering(l0_side: int, mpp: float, l0_mpp: float, multiple: int) -> int:
+def _covering(levels: Sequence[Level], l0_side: int, mpp: float, multiple: int) -> int:
     """Fewest px at ``mpp``, a multiple of ``multiple``, that cover ``l0_side``."""
-    l0_thousand = max(1, l0_from_t(1000 * multiple, mpp, l0_mpp))  # as it converts: not everywhere the ratio of mpps
-    count = max(1, 1000 * l0_side // l0_thousand - 1)
-    while l0_from_t(count * multiple, mpp, l0_mpp) < l0_side:
+    count = max(1, int(l0_side / (multiple * l0_step(levels, 1000 * multiple, mpp))) - 1)
+    while count * multiple * l0_step(levels, count * multiple, mpp) < l0_side:
         count += 1
     return count * multiple

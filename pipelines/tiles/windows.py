@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import map_isolated
-from pipelines.slides.geometry import Bounds, Region, l0_from_l, plan_read
+from pipelines.slides.geometry import Bounds, Region, l0_from_l, l0_step
 from pipelines.slides.slide import Slide, SlideError
 from pipelines.tiles.overlay import read_thumbnail
 from pipelines.tiles.slide_index import default_threads, error_text, find_unreadable_tiles, slide_limits
@@ -133,8 +133,7 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
     cv2.setNumThreads(threads)
     with spec.open() as slide:
         state = SlideState.of(spec.path)
-        plan = plan_read(slide.levels, Region(0, 0, settings.side, settings.side, settings.mpp))
-        l0_cell = plan.l_width / plan.out.width * slide.levels[plan.level].downsample * settings.cell
+        l0_cell = l0_step(slide.levels, settings.side, settings.mpp) * settings.cell
         width, height = (_cells(side, l0_cell) for side in (slide.bounds.width, slide.bounds.height))
         cells = settings.side // settings.cell
         if -(-width // settings.stride) * -(-height // settings.stride) > MOST_TILES:

@@ -117,6 +117,8 @@ def test_a_row_is_the_median_of_its_repeats_and_fails_with_one():
     assert row_of(case("gpipe"), "m", [unmeasured], None)["time"] is None
     row = row_of(case("gpipe"), "m", [trial(1.0), Trial("failed", "it broke")], None)
     assert (row["status"], row["reason"], row["images_per_second"]) == ("failed", "it broke", None)
+    found = rows(ddp=[trial(1.0)], gpipe=[trial(1.0), Trial("killed", "by somebody")])
+    assert (found["gpipe"]["claim"], found["gpipe"]["loss_matches"]) == ("killed by signal 9", None)
 
 
 OUT, KILLED = [Trial("out-of-memory", "too much")], [Trial("killed", "a rank was ended by signal 9")]
@@ -229,6 +231,10 @@ def test_another_benchmark_is_not_gone_on_with(tmp_path, capsys):
     assert "cannot" in capsys.readouterr().out
     assert bench.main([*asked, "--strategies", "single", "--resume", "--batch", "2"]) == 2
     assert "batch: the benchmark has 8, asked is 2" in capsys.readouterr().err
+    grown = [*asked[:2], "--out", str(tmp_path / "weak"), "--tiles", "256", "--scaling", "weak", "--microbatches", "4"]
+    assert bench.main([*grown, "--strategies", "ddp", "--ranks", "2", "4"]) == 1
+    assert bench.main([*grown, "--strategies", "ddp", "--ranks", "1", "2", "4", "--resume"]) == 2
+    assert "--batch is that of the fewest, 2 in the benchmark; asked are 1" in capsys.readouterr().err
 
 
 DELAYED = "delayed gradients, not the plain step"

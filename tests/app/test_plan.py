@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ import torch
 from app.launch.host import usable_cores
 from app.planning.machine import _calibrated, named_machine, this_machine
 from app.planning.table import print_rows, what_tiles_need
+from app.settings.cli import RunError
 from parallel.cost.calibrated import CostModel, Curve
 from parallel.plan.candidates import PLAIN
 from parallel.plan.largest_tile import LargestTile
 from parallel.plan.plan import Plan, PlanRow
+from parallel.plan.search import Planner
 from parallel.profile.link_speed import CopySpeed, LinkSpeed
 from parallel.strategy import Strategy
 from tests.helpers.in_process import call
@@ -54,7 +57,8 @@ def test_a_split_is_drawn(plan, tmp_path):
     assert (strategy.name, strategy.m, len(strategy.cuts)) == ("1f1b", 4, 1)
     assert "0F0" in (tmp_path / "schedule.csv").read_text()
     assert "simulated" in (tmp_path / "schedule.svg").read_text()
-    assert json.loads((tmp_path / "graph.json").read_text())
+    graph = json.loads((tmp_path / "graph.json").read_text())
+    assert graph["stages"][0]["sends"][0]["bytes"] == graph["cuts"][0]["bytes"]  # both of one tile
 
 
 def test_delayed_gradients_are_planned_by_name_only(plan, tmp_path):
@@ -72,6 +76,31 @@ def test_too_little_memory_for_anything_says_the_least(plan):
     printed, _ = plan("--memory", "64MiB", tile=512, code=1)
     for words in ("nothing fits in 64 MiB a rank", "needs least", "over"):
         assert words in printed
+
+
+def test_the_largest_tile_is_of_the_stages_and_microbatches_that_are_asked_for(plan, tmp_path, monkeypatch):
+    def largest(names, _, least):
+        return [LargestTile(name, PLAIN, 256, least(256, name, PLAIN), None) for name in names]
+
+    monkeypatch.setattr("app.planning.report.largest_tiles", largest)
+    plan("--parallel", "1f1b", "--stages", "2", "--microbatches", "4", "--largest-tile", ranks=4)
+    rows = [row["row"] for row in json.loads((tmp_path / "largest_tile.json").read_text())["rows"]]
+    assert [(row["strategy"], row["depth"], row["m"]) for row in rows] == [("single", 1, 4), ("1f1b", 2, 4)]
+
+
+def test_a_plan_without_the_slower_devices_keeps_what_is_asked_for(plan, monkeypatch):
+    searches = []
+
+    def search(self, names, **asked):
+        searches.append((names, asked["depth"], asked["m"]))
+        return Planner.search(self, names, **asked)
+
+    monkeypatch.setattr("app.planning.report.Planner", type("Spy", (Planner,), {"search": search}))
+    asked = "--device-spec", "a40-48gb:2,t4-16gb:2", "--stages", "2", "--microbatches", "4"
+    assert "without 2 x t4-16gb" in plan(*asked, ranks=4)[0]
+    (_, *of_plan), (names, *of_fewer) = searches
+    assert of_plan == of_fewer == [2, 4]
+    assert "subgraph" not in names
 
 
 @pytest.mark.long
@@ -132,6 +161,9 @@ def test_links_and_sums_of_this_machine_are_those_measured_on_it(capsys, monkeyp
     assert "measuring messages and sums between 2 ranks of this machine" in capsys.readouterr().err
     many = this_machine(1000, device="cpu").cluster
     assert many.inside.bandwidth == 2 * usable_cores() * 1e9  # no thousand ranks are started to know how they talk
+    monkeypatch.setattr("app.planning.machine.load_or_measure_links", mock.Mock(side_effect=RuntimeError("no link")))
+    with pytest.raises(RunError, match="no link; name a device with --device-spec"):
+        this_machine(2, device="cpu")
     monkeypatch.delattr("app.planning.machine.load_or_measure_links")
     assert this_machine(1, device="cpu").cluster.sums is None, "one rank talks to nobody"
 

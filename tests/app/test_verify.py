@@ -174,8 +174,8 @@ def weighted(factor):
     def fault(patch):
         right = Stage.backward
 
-        def backward(stage, i, gradients, weight):
-            return right(stage, i, gradients, weight=weight * factor(stage, i))
+        def backward(stage, i, gradients, weight, whole):
+            return right(stage, i, gradients, weight * factor(stage, i), whole=whole)
 
         patch.setattr(Stage, "backward", backward)
 

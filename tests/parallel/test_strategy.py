@@ -63,6 +63,8 @@ def test_a_schedule_file_takes_the_place_of_the_named_one() -> None:
     assert computed == [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
 
 
+SPLIT = "0F0,0I0,0W0\n1F0,1B0\n"
+SWAPPED = "0F1,0B1\n1F1,1B1\n0F0,0B0\n1F0,1B0\n"
 UPDATES = "0F0,0B0,0U0\n1F0,1B0,1U0\n"
 REFUSED = [
     (Strategy("gpipe", 4, 3, 4), "4 ranks cannot be grouped by 3"),
@@ -78,6 +80,8 @@ REFUSED = [
     (Strategy("gpipe", 4, 2, 1), "1 microbatches cannot keep 2 data-parallel groups busy"),
     (Strategy("gpipe", 2, 2, 1, schedule_csv="0F0,0B0\n1B0,1F0\n"), "1B0"),
     (Strategy("gpipe", 2, 2, 2, schedule_csv="0F0,0B0\n1F0,1B0\n"), "computes 1 microbatches and the batch has 2"),
+    (Strategy("1f1b", 2, 2, 1, schedule_csv=SPLIT, compile=True), "the schedule file splits .* compiled stages cannot"),
+    (Strategy("gpipe", 4, 2, 2, schedule_csv=SWAPPED), "group 0 of the schedule file must compute the microbatches 0$"),
     (Strategy("1f1b", 2, 2, 1, schedule_csv=UPDATES), "updates, such as 2U0, with pipedream and with no other"),
     (Strategy("pipedream", 2, 2, 1, schedule_csv=UPDATES.replace(",0U0", "").replace(",1U0", "")), "pipedream"),
 ]  # fmt: skip

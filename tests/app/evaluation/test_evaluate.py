@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from xml.etree import ElementTree
 
 import cv2
@@ -9,7 +10,12 @@ import numpy as np
 import pytest
 
 from app.evaluation import classification
+from app.evaluation.areas import true_mask
 from app.prediction.prediction_folder import PredictionFolder
+from pipelines.catalog.catalog import SlideSpec
+from pipelines.labels.annotation_files import annotations_in
+from pipelines.labels.annotations import read_annotations
+from tests.helpers.drawings import box, write_geojson
 from tests.helpers.hand_made_checkpoint import SEGMENTER, write_checkpoint
 from tests.helpers.in_process import call
 
@@ -75,6 +81,23 @@ def test_annotations_have_the_class_map_of_the_run(folders, tmp_path):
     done = call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", tmp_path / "truth", code=0)
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["dice"] == {"dark": 1.0}
     assert "count as background: DARK" in done.stdout
+
+
+def test_what_is_found_where_annotations_do_not_count_is_no_false_alarm(folders, tmp_path):
+    shutil.copytree(folders / "out", tmp_path / "out")
+    shutil.copytree(folders / "truth", tmp_path / "truth")
+    cv2.imwrite(str(tmp_path / "truth" / "s3.png"), np.full((SIDE, SIDE), 255, np.uint8))
+    call("app.evaluate", "--predictions", tmp_path / "out", "--annotations", tmp_path / "truth", code=0)
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["detections"] == {"dark": 3}
+
+
+def test_far_from_the_corner_the_truth_lies_where_it_was_drawn(tmp_path):
+    write_geojson(tmp_path / "s.geojson", box(99_840, 512, 100_096, 768, "tumour"))
+    specs = [SlideSpec("s", Path("s"))]
+    truth = read_annotations(annotations_in(tmp_path, specs), specs, {})
+    placed = {"l0_size": [100_096, 1024], "l0_bounds": [0, 0, 100_096, 1024], "mpp": 0.25}
+    mask = true_mask(truth, "s", placed | {"l0_px": 256, "width": 391, "height": 4})
+    assert np.argwhere(mask).tolist() == [[2, 390]]
 
 
 def test_classes_that_nobody_annotated_do_not_shift_the_others(folders, tmp_path):

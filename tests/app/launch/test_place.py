@@ -220,6 +220,10 @@ TREE = {
     "slurm": {"memory__max": "8000", "memory__current": "1000", "cpu__max": "250000 100000"},
     "slurm/job": {"memory__max": "max", "memory__current": "900", "cpu__max": "max 100000"},
 }
+FULLER = {
+    "slurm": {"memory__max": "8000", "memory__current": "1000"},
+    "slurm/job": {"memory__max": "9000", "memory__current": "8900", "memory__stat": "anon 1\ninactive_file 6000"},
+}
 CONTAINER = {
     "memory": {"memory__limit_in_bytes": "4096", "memory__usage_in_bytes": "96"},
     "cpu": {"cpu__cfs_quota_us": "150000", "cpu__cfs_period_us": "100000"},
@@ -231,22 +235,22 @@ UNLIMITED = {
 
 
 @pytest.mark.parametrize(
-    ("groups", "own", "cores", "limit", "used"),
+    ("groups", "own", "cores", "limit", "free"),
     [
-        (TREE, "0::/slurm/job", 2.5, 8000, 1000),  # the least limit on the way up
-        (CONTAINER, "4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/", 1.5, 4096, 96),  # sees only the mount
+        (TREE, "0::/slurm/job", 2.5, 8000, 7000),  # the least limit on the way up
+        (FULLER, "0::/slurm/job", None, 8000, 6100),  # files that were read can be dropped
+        (CONTAINER, "4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/", 1.5, 4096, 4000),  # sees only the mount
         (UNLIMITED, "4:memory:/\n1:cpu:/", None, None, None),
         ({}, None, None, None, None),
     ],
-    ids=["version 2", "version 1", "no limit", "no group"],
+    ids=["version 2", "fuller below", "version 1", "no limit", "no group"],
 )
-def test_limits_of_control_groups(groups, own, cores, limit, used, tmp_path):
+def test_limits_of_control_groups(groups, own, cores, limit, free, tmp_path):
     write_groups(tmp_path / "cgroup", groups)
     if own:
         (tmp_path / "own").write_text(own + "\n")
     found = CgroupLimits(tmp_path / "cgroup", tmp_path / "own")
-    assert (found.cores, found.memory_bytes) == (cores, limit)
-    assert used is None or found.memory_used_bytes == used
+    assert (found.cores, found.memory_bytes, found.memory_free_bytes) == (cores, limit, free)
 
 
 KILLS = {"slurm/job": {"memory__events": "low 0\noom 4\noom_kill 3"}, "slurm": {"memory__events": "oom_kill 7"}}

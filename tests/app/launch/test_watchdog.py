@@ -26,6 +26,8 @@ from app.launch import watchdog as module
 module.STOPPED_S = 1
 watchdog = module.Watchdog(1, stuck_s=float(sys.argv[2]), fault_file=pathlib.Path(sys.argv[1]))
 watchdog.start()
+watchdog.follow({0: (), 1: ()})  # of other shares, before
+time.sleep(0.2)
 watchdog.follow(from_csv(sys.argv[3]))
 print(watchdog._process.pid, flush=True)
 watchdog.step(16)

@@ -138,13 +138,27 @@ def test_values_that_are_no_numbers_leave_gaps(run):
     assert max(path.count("M") for path in paths) >= 2
 
 
-def test_an_end_with_an_error_shows_it_and_how_to_go_on_under_its_launcher(run):
+TORCHRUN = "torchrun --nproc-per-node 2"
+NODES = "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 1"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        ({"started_by": None}, "python"),
+        ({"started_by": "torchrun"}, TORCHRUN),
+        ({"started_by": "torchrun", "variables": {"LOCAL_WORLD_SIZE": "2"}}, TORCHRUN),
+        ({"started_by": "torchrun", "variables": {"LOCAL_WORLD_SIZE": "1"}}, NODES),
+        ({"started_by": "mpi"}, "mpirun -n 2 python"),
+        ({"started_by": "slurm"}, "srun -n 2 python"),
+    ],
+)
+def test_an_end_with_an_error_shows_it_and_how_to_go_on_under_its_launcher(run, launcher, command):
     write_summary(run, status="failed", error="step 17: the loss is nan & void")
     text = Page(run).text
     assert "step 17: the loss is nan & void" in text
-    assert "python -m app.train --config runs/demo/config.yaml --resume" in text
-    (run / "env.json").write_text('{"launcher": {"started_by": "torchrun"}}')
-    assert "torchrun --nproc-per-node 2 -m app.train --config" in Page(run).text
+    (run / "env.json").write_text(json.dumps({"launcher": launcher}))
+    assert f"checkpoint {command} -m app.train --config runs/demo/config.yaml --resume" in Page(run).text
 
 
 def test_a_long_run_with_many_pictures_stays_small(tmp_path):

@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 from typing import get_args
+from unittest import mock
 
 import pytest
 from torch import nn
 
-from app.planning.auto import decided, follow, plan_run, plan_text, planned_speed, savings_of
+from app.planning.auto import decided, follow, names_for, plan_run, plan_text, planned_speed, savings_of
 from app.planning.machine import named_machine
 from app.settings.cli import RunError
 from app.settings.fields import with_values
@@ -83,6 +84,9 @@ def test_a_resumed_run_keeps_its_plan_unless_the_problem_changed(run, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(written | {"m": 4}))
     said, strategy = run(resume=True)
     assert (said, strategy.m) == ([], 4)
+    assert run(resume=True, microbatches=4)[0] == []
+    assert run(resume=True, microbatches=8)[1].m == 8
+    (tmp_path / "plan.json").write_text(json.dumps(written | {"m": 4}))
     with pytest.MonkeyPatch.context() as patch:  # the same settings, on a machine with another precision
         patch.setattr("app.planning.machine.decide_precision", lambda *_: "bf16")
         assert run(resume=True)[0] != []
@@ -132,9 +136,47 @@ def test_what_a_user_asks_to_save_is_not_searched_and_in_the_plan(run):
     assert savings_of(StrategySettings()) == MemoryOptions()
     assert savings_of(StrategySettings(recompute="block")) == MemoryOptions(("block",), (False, True))
     assert savings_of(StrategySettings(offload="overlap")) == MemoryOptions(offload=(True,))
+    assert savings_of(StrategySettings(norm_statistics="deferred")) == MemoryOptions(stream=False)
+    assert savings_of(StrategySettings(gradient_buckets="0")) == MemoryOptions(zero=(0, 1))
     (said,), strategy = run(recompute="block", offload="overlap", offload_ahead="8MiB")
     assert "+recompute block +offload" in said
     assert strategy.policy == ActivationPolicy("block", offload="overlap", ahead=8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("values", "bag", "left_out"),
+    [
+        ({"offload_state": "parameters"}, 0, {"spatial", "zero-bubble", "fsdp"}),
+        ({"norm_statistics": "deferred"}, 0, {"spatial"}),
+        ({}, 32, {"fsdp"}),
+    ],
+)
+def test_what_the_settings_refuse_by_name_is_not_searched(values, bag, left_out):
+    every, searched = names_for(StrategySettings(ranks=2)), names_for(StrategySettings(ranks=2, **values), bag)
+    assert {*every} - {*searched} == left_out
+
+
+@pytest.mark.usefixtures("v100s")
+@pytest.mark.parametrize(
+    "changed",
+    [{"grid": "2x2"}, {"zero": 1}, {"chunks": 3}, {"offload_state": "optimizer"}, {"gradient_buckets": "0"}],
+    ids=str,
+)
+def test_a_resumed_run_with_another_mesh_or_state_is_planned_anew(run, changed):
+    named = {"parallel": "spatial", "grid": "4x1", "recompute": "optimal", "ranks": 4, "tile": 256}
+    run(**named)
+    assert run(**named, resume=True)[0] == []
+    said, strategy = run(**named | changed, resume=True)
+    assert said != []
+    assert str(strategy.grid) == (named | changed)["grid"]
+
+
+def test_a_machine_that_cannot_be_measured_says_how_to_do_without(run, monkeypatch):
+    monkeypatch.setattr("app.planning.machine.load_or_calibrate", mock.Mock(side_effect=RuntimeError("too slow")))
+    with pytest.raises(RunError, match="too slow; name a strategy with --parallel"):
+        run(ranks=2)
+    with pytest.raises(RunError, match="too slow; leave out --recompute optimal"):
+        run(parallel="single", recompute="optimal")
 
 
 BOXES = {"tile": 1024, "norm": "frozen", "batch": 1}
@@ -157,6 +199,8 @@ def test_the_side_of_boxes_is_chosen_by_memory(run):
     assert small < larger
     with pytest.raises(RunError, match="limited by parameters"):
         run(**asked, memory="300MiB")
+    with pytest.raises(RunError, match="tiles of 128 px are one box: leave --stream out"):
+        run(**asked | {"tile": 128}, memory="4GiB")
 
 
 @pytest.mark.usefixtures("v100s")

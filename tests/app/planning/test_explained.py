@@ -17,6 +17,7 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.plan.candidates import MemoryOptions
 from parallel.plan.evaluate import step_shares
 from parallel.plan.plan import PlanRow, best_of
+from parallel.schedule.shares import consecutive
 from parallel.space.team import TeamGrid
 from parallel.strategy import Strategy
 from parallel.units import bytes_text, seconds_text
@@ -146,6 +147,7 @@ def test_equal_layers_cost_what_the_planner_forecasts(plans, rows):
     "strategy",
     [
         Strategy("ddp", 4, 1, 8, zero=2),
+        Strategy("ddp", 2, 1, 8, shares=consecutive((5, 3))),
         Strategy("1f1b", 4, 2, 8, policy=ActivationPolicy("block", offload="overlap")),
         Strategy("master", 4, 4, 8),
         Strategy("spatial", 4, 1, 2, grid=TeamGrid(2, 1), policy=ActivationPolicy(stream=512)),
@@ -157,12 +159,14 @@ def test_equal_layers_cost_what_the_planner_forecasts(plans, rows):
 )
 def test_the_command_that_is_printed_trains_as_planned(strategy):
     command = PlanCommand(model="smp:Unet(resnet18)", tile=256, batch=8, norm="group", memory="2GiB")
+    command = dataclasses.replace(command, optimizer="sgd", precision="tf32")
     words = shlex.split(train_line(command, strategy).replace("\\\n", " "))
     config = parse(RunConfig, words[3:], "app.train")
     assert config.validate() == []
     assert (config.net.model, config.net.norm, config.index.tile) == (command.model, "group", 256)
+    assert (config.optimization.optimizer, config.strategy.precision) == ("sgd", "tf32")
     asked, policy = config.strategy.to_strategy("cpu"), strategy.policy
-    for name in ("name", "ranks", "depth", "m", "grid", "zero", "ways"):
+    for name in ("name", "ranks", "depth", "m", "grid", "zero", "ways", "shares"):
         assert getattr(asked, name) == getattr(strategy, name), name
     assert (asked.policy.recompute, asked.policy.offload, asked.policy.stream) == (
         *(policy.recompute, policy.offload),

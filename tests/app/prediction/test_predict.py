@@ -14,12 +14,14 @@ from shapely.geometry import box, shape
 from app.prediction import computation, share, whole_slide
 from app.prediction.prediction_folder import PredictionFolder
 from app.prediction.trained_model import TrainedModel
+from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import FailedSlides
 from pipelines.slides.geometry import Bounds, levels_from_sizes
 from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import TileReadError
 from pipelines.tiles import windows
+from pipelines.tiles.index import _write_overlay
 from pipelines.tiles.windows import WindowSettings, find_windows
 from tests.app.conftest import rows_of
 from tests.helpers.forked import run_ranks
@@ -266,6 +268,32 @@ def test_two_ranks_share_the_slides_or_compute_one_together(how, slides, checkpo
         log = (out / f"run-{rank}.log").read_text()
         assert f"  {own}: " in log
         assert f"  {other}: " not in log
+
+
+@pytest.mark.process
+def test_a_rank_whose_slides_are_all_bad_ends_no_other(slides, checkpoint, tmp_path):
+    few = tmp_path / "slides"
+    few.mkdir()
+    (few / "a.png").symlink_to(slides / "a.png")
+    (few / "b.svs").write_text("not a slide")
+    words = [str(word) for word in words_of(few, checkpoint, tmp_path / "out")]
+    codes, printed = run_ranks(2, "app.predict", words, tmp_path)
+    assert codes == [0, 0], printed
+    assert [row["slide"] for row in rows_of(tmp_path / "out" / "slides.csv")] == ["a"]
+    (few / "a.png").unlink()
+    (tmp_path / "none").mkdir()
+    words = [str(word) for word in words_of(few, checkpoint, tmp_path / "none")]
+    codes, printed = run_ranks(1, "app.predict", words, tmp_path)
+    assert codes == [1]
+    assert "none of 1 slide could be predicted" in printed
+
+
+def test_files_of_a_slide_that_is_named_by_its_path_have_a_folder(tmp_path):
+    folder = PredictionFolder(tmp_path)
+    folder.file("masks", "case/1").write_text("")
+    folder.heat_map("case/1", "dark").write_text("")
+    (tmp_path / "tissue").mkdir()
+    assert _write_overlay(tmp_path, SlideSpec("case/1", tmp_path / "1.dcm"), b"a picture") is None
 
 
 def recorded(slides):

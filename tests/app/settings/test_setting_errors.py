@@ -1,5 +1,6 @@
 """Settings of a strategy that exclude each other: one error each, by the words that a user looks for."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,9 @@ RUN_FAULTS = [
     ({"steps": 0}, ("--steps must be at least 1; got 0",)),
     ({"steps": 3, "epochs": 2.0}, ("--steps or --epochs, not both; got 3 and 2",)),
     ({"epochs": 0.0}, ("--epochs must be above 0",)),
+    ({"epochs": math.inf}, ("--epochs must be above 0 and finite; got inf",)),
+    ({"timeout_s": math.inf}, ("--timeout-s must be above 0 and finite; got inf",)),
+    ({"memory": "infGiB"}, ("--memory",)),
     ({"parallel": "ddp", "ranks": 4, "batch": 2}, ("every rank needs a microbatch",)),
     ({"parallel": "single", "ranks": 2}, ("uses one process; got 2 ranks",)),
     ({"read_ahead": "lots"}, ("512MiB or 2GiB; got 'lots'",)),

@@ -44,8 +44,8 @@ def engine_of(strategy, each, *arguments):
     return build_engine(strategy, *arguments, batch=sum(each.sizes), tile=each.tile, seed=each.seed, device=CPU)
 
 
-def errors_of(each, depth, policy=KEEP_ALL):
-    strategy = Strategy("pipedream", depth, depth, len(each.sizes), policy=policy)
+def errors_of(each, depth, policy=KEEP_ALL, schedule=None):
+    strategy = Strategy("pipedream", depth, depth, len(each.sizes), policy=policy, schedule_csv=schedule)
     make = functools.partial(engine_of, strategy, each)
 
     def run(communicator, _):
@@ -72,6 +72,13 @@ def assert_same_bits(errors):
     assert all(errors.of_tensors.values())
     assert {error for of_kind in errors.of_tensors.values() for error in of_kind.values()} == {0.0}
     assert errors.loss < 1e-15
+
+
+LATE = "0F0,0F1,0B0,0B1,0U0,0F2,0U1,0B2,0U2\n1F0,1B0,1F1,1U0,1B1,1U1,1F2,1B2,1U2\n"
+
+
+def test_updates_of_a_schedule_file_may_come_later_than_their_gradients():
+    assert_same_bits(errors_of(trial((2, 2, 2), optimizer="adamw"), 2, schedule=LATE))
 
 
 def test_microbatches_of_unequal_size_and_running_averages():

@@ -87,6 +87,36 @@ def test_a_run_that_ran_out_of_memory_goes_on_in_boxes(whole, command, train, tm
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
+@pytest.mark.parametrize("stopped", [2, STEPS])
+def test_a_validation_that_a_signal_came_before_is_made_up_for(stopped, classify_slides, train, tmp_path):
+    asked = "--slides", classify_slides, *QUICK, "--steps", str(STEPS), "--validate-every", "2", "--out", tmp_path
+    with interrupted(stopped):
+        train(*asked)
+    assert summary_of(tmp_path)["status"] == "interrupted"
+    train(*asked, "--resume")
+    assert summary_of(tmp_path)["status"] == "completed"
+    assert [row["step"] for row in rows_of(tmp_path / "validation.csv")] == ["2", "4"]
+
+
+def test_a_run_is_not_shortened_in_another_unit(run, command, train):
+    told = train(*command[:-2], "--epochs", "0.05", "--extend", "--resume", "--out", run, code=1).stderr
+    assert "--extend makes a run longer, not shorter: it has 4 steps, asked are 3" in told
+
+
+def test_outputs_that_are_not_finite_end_a_run_before_it_is_saved(classify_slides, train, tmp_path, monkeypatch):
+    def diverges(loop, batch, step):
+        result = compute(loop, batch, step)
+        for tensor in filter(torch.is_floating_point, loop._session.engine.on_device()):
+            tensor.data.fill_(math.nan)
+        return result
+
+    compute = TrainingLoop._step
+    monkeypatch.setattr(TrainingLoop, "_step", diverges)
+    told = train("--slides", classify_slides, *QUICK, "--steps", "1", "--out", tmp_path, code=1).stderr
+    assert "after 1 steps the model's outputs for validation tiles are not finite" in told
+    assert not (tmp_path / "checkpoints" / "last.pt").exists()
+
+
 def test_another_precision_is_taken_with_a_warning(run, command, train):
     done = train(*command, "--precision", "bf16", "--resume", "--out", run)
     assert "warning: precision bf16 from step 3 on, fp32 before" in done.stderr

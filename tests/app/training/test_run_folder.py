@@ -107,6 +107,13 @@ def test_a_run_gets_longer_only_with_extend(tmp_path):
     assert any("--resume" in fault for fault in replace(CONFIG, extend=True).validate())
 
 
+def test_a_start_forgets_the_faults_of_those_before(run):
+    for name in ("fault.txt", "fault-2.deaths"):
+        (run.path / name).touch()
+    run.open(RESUMED)
+    assert not [*run.path.glob("fault*")]
+
+
 def test_a_run_from_before_a_setting_existed_has_its_default(run):
     """Only of weight decay it is another value that such a run computed with."""
     new = ("decay_all", "focal_gamma", "layer_decay")

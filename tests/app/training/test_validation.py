@@ -15,7 +15,7 @@ from torch import nn
 
 from app.settings.optimization import ScoreSettings
 from app.training import validation
-from app.training.example_pictures import CELLS, GAP_PX, PICTURE_PX, _CellTargets, _count
+from app.training.example_pictures import CELLS, GAP_PX, PICTURE_PX, _CellTargets, _count, _filled
 from app.training.metrics import (
     EACH,
     auc,
@@ -110,6 +110,15 @@ def test_cells_are_counted_alike_in_parts_of_a_tile():
     assert counts[1, 2, 5, 7] == (predicted[1, 8:10, 17:19] == 2).sum()  # rows and columns of that cell
 
 
+@pytest.mark.parametrize("side", [1, 40, 64, 100, 127, 128, 129, 1000])
+def test_each_cell_of_a_small_tile_has_the_class_of_the_px_it_lies_in(side):
+    cells = torch.arange(side) * CELLS // side
+    source = _filled(side)
+    assert set(source.tolist()) == set(cells.tolist())
+    assert (source - torch.arange(CELLS)).abs().max() <= CELLS / side
+    assert side < CELLS or torch.equal(source, torch.arange(CELLS))
+
+
 @pytest.fixture(scope="module")
 def plain(segment_slides, train, tmp_path_factory):
     """A run of one process."""
@@ -198,7 +207,7 @@ def scores(device, pixels, notes):
     dataset = SimpleNamespace(classes=list(range(CLASSES)), task="segment" if pixels else "classify", tiles=tiles)
     engine = Engine(device, pixels, notes)
     loss = PixelClassLoss() if pixels else TileClassLoss(None)
-    return evaluate(session_of(engine, loss, dataset, rows, microbatches))
+    return evaluate(session_of(engine, loss, dataset, rows, microbatches), 1)
 
 
 def test_ignored_px_are_in_no_dice():
@@ -211,7 +220,7 @@ def test_ignored_px_are_in_no_dice():
     tiles, splits = SimpleNamespace(slide=np.zeros(1, np.int64), slides=["s"]), SimpleNamespace(split={"s": "val"})
     dataset = SimpleNamespace(classes=("background", "gland"), task="segment", tiles=tiles, splits=splits)
     opened = functools.partial(contextlib.nullcontext, iter([part]))
-    metrics = evaluate(session_of(engine, PixelClassLoss(), dataset, np.arange(1), opened)).metrics
+    metrics = evaluate(session_of(engine, PixelClassLoss(), dataset, np.arange(1), opened), 1).metrics
     assert (metrics["dice_background"], metrics["dice_gland"]) == (0, 2 * 3 / (3 + 5))
 
 

@@ -55,6 +55,7 @@ def test_every_schedule_gives_the_plain_step(schedule: str, depth: int, name: st
 
 
 ROWS = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1F1,1B0,1F2,1B1,1B2\n2F0,2B0,2F1,2B1,2F2,2B2\n"
+MIXED = "0F0,0I0,0F1,0W0,0B1\n1F0,1I0,1F1,1B1,1W0\n"
 TWO_GROUPS = {f"{name}, two groups": ("skips", strategy_for(name, 2, groups=2, m=3)) for name in SCHEDULES}
 OPTIONS = TWO_GROUPS | {
     f"{name}, {groups} groups, buckets of {size}": ("skips", strategy_for(name, 2, groups, m=3, gradient_bytes=size))
@@ -65,6 +66,7 @@ OPTIONS |= {
     "zero-bubble, two groups, an unused parameter": ("two-outputs", strategy_for("zero-bubble", 2, groups=2, m=3)),
     "pairs of three, divided state": ("skips", strategy_for("bidirectional", 3, zero=1)),
     "two groups of pairs, divided state": ("skips", strategy_for("mast", 2, 2, zero=1)),
+    "whole and split backward passes": ("skips", Strategy("1f1b", 2, 2, 2, schedule_csv=MIXED)),
     "cuts and schedule given": ("skips", Strategy("1f1b", 3, 3, 3, cuts=("down2.0", "up2"), schedule_csv=ROWS)),
 }
 

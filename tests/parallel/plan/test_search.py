@@ -79,6 +79,8 @@ def test_a_pipeline_wins_where_the_model_does_not_fit_each_rank() -> None:
     least = planner(130 * MIB).smallest_memory("1f1b", 2)
     assert (least.fits, least.strategy.m) == (True, 8)
     assert planner(130 * MIB).smallest_memory("mast", 1) is None
+    fixed = planner().smallest_memory("1f1b", 4, depth=2, m=4)
+    assert (fixed.strategy.depth, fixed.strategy.m) == (2, 4)
 
 
 def wide() -> LayerGraph:
@@ -221,6 +223,7 @@ def test_nothing_fits() -> None:
     assert all(row.over_bytes > 0 for row in rows)
     least = min(rows, key=lambda row: row.over_bytes)
     assert str(least.strategy) in too_small(rows, small.cluster)
+    assert "no strategy can run: name another --parallel, --stages or --microbatches" in too_small([], small.cluster)
     enough = planner(4 * MIB + least.over_bytes)
     assert enough.evaluate(least.strategy).fits
 

@@ -253,6 +253,32 @@ def test_a_program_beside_this_one_is_seen() -> None:
         beside.wait()
 
 
+CHATTY = """#!{python}
+import json, pathlib, sys, time
+own, done = json.loads(sys.argv[-1])["seed"], pathlib.Path("{done}")
+print("ready", flush=True)
+sys.stdin.readline()
+if own:
+    print("x" * (1 << 20), flush=True)
+    done.touch()
+until = time.monotonic() + 20
+while not done.exists() and time.monotonic() < until:
+    time.sleep(0.01)
+print(json.dumps({{"what": "convolution", "free": done.exists()}}))
+"""
+
+
+@pytest.mark.process
+def test_no_process_of_a_calibration_waits_for_its_pipe_to_be_read(monkeypatch, tmp_path: Path) -> None:
+    """The first process ends once the second has written more than a pipe holds."""
+    python = tmp_path / "python"
+    python.write_text(CHATTY.format(python=sys.executable, done=tmp_path / "done"))
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    readings = calibration._run([{"device": "cpu", "seed": seed} for seed in (0, 1)], 1.0)
+    assert [reading["free"] for reading in readings] == [True, True]
+
+
 @pytest.mark.process
 def test_a_calibration_of_this_machine_gives_costs_or_its_process_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = calibrate(DeviceUse(CPU, together=2), 0.5)

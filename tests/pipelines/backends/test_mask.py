@@ -10,6 +10,7 @@ import numpy as np
 import pydicom
 import pytest
 import tifffile
+from PIL import Image
 from pydicom.encaps import encapsulate
 
 from pipelines.backends.mask import ArrayMask, TiffMask, open_mask
@@ -103,6 +104,13 @@ def test_png_palette_and_few_bits_give_stored_values(tmp_path, bits, colour_type
     framed = ((len(c) - 4).to_bytes(4, "big") + c + zlib.crc32(c).to_bytes(4, "big") for c in chunks)
     (tmp_path / "m.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(framed))
     check(open_mask(tmp_path / "m.png"), values)
+
+
+def test_a_png_whose_palette_has_a_colour_twice(tmp_path):
+    picture = Image.fromarray(VALUES)
+    picture.putpalette([0, 0, 0, 9, 9, 9] * 128)
+    picture.save(tmp_path / "m.png")
+    check(open_mask(tmp_path / "m.png"), VALUES)
 
 
 def test_a_large_mask_is_read_piece_by_piece(tmp_path):

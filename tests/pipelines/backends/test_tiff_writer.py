@@ -28,14 +28,14 @@ def drawn(seed):
 
 def test_three_readers_see_the_same_pyramid(tmp_path):
     path = tmp_path / "s.tif"
-    with TiffWriter(path, LEVELS, JPEG, 0.25, "for a test") as writer:
+    with TiffWriter(path, LEVELS, JPEG, 0.25, "Tumör, a test") as writer:
         for level in (1, 0):  # any order
             grid = writer.grid(level)
             for row, column in np.ndindex(grid.height, grid.width):
                 writer.write_tile(level, column, row, encode_jpeg(drawn(100 * level + 10 * row + column)))
     with tifffile.TiffFile(path) as pages:
         arrays = [page.asarray() for page in pages.pages]
-        assert pages.pages[0].description == "for a test"
+        assert pages.pages[0].description == "Tumör, a test"
     with openslide.OpenSlide(path) as slide:
         assert slide.level_dimensions == ((700, 530), (350, 265))
         assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.25)

@@ -297,6 +297,15 @@ def test_other_threads_read_while_the_folder_is_listed(tmp_path, monkeypatch):
     missing.join()
 
 
+def test_of_a_folder_that_was_taken_away_tiles_are_read_anew(tmp_path, caplog):
+    filled(tmp_path, 8)
+    with TileCache(tmp_path, BOUND, KIND) as cache:
+        shutil.rmtree(cache._shards.path)
+        assert not holds(cache, 3)
+        assert not holds(cache, 99)
+    assert "its tiles cannot be listed" in caplog.text
+
+
 def test_a_disk_that_is_full_ends_nothing(tmp_path, monkeypatch):
     def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

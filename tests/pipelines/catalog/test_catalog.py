@@ -94,9 +94,9 @@ def test_links_are_followed_and_pictures_of_a_vms_slide_are_its_own(tmp_path):
 
 def test_pictures_of_other_types_fail_by_name(tmp_path):
     """A GIF in a class folder was once left out without a word."""
-    touch(tmp_path, "x/a.png", "x/b.GIF", "x/a.bmp", "x/.c.gif", "x/notes.txt", "slides/s.svs", "slides/s.gif")
+    touch(tmp_path, "x/a.png", "x/b.GIF", "x/a.webp", "x/.c.gif", "x/notes.txt", "slides/s.svs", "slides/s.gif")
     found = {spec.slide_id: spec for spec in find_slides(tmp_path)}
-    assert sorted(found) == ["a", "a.bmp", "b.GIF", "s"]
+    assert sorted(found) == ["a", "a.webp", "b.GIF", "s"]
     found["b.GIF"].path.write_bytes(b"GIF89a\x01\0\x01\0\x80\0\0" + bytes(30))
     with pytest.raises(SlideError, match=r"pictures of type \.GIF are not read; save it as PNG"):
         found["b.GIF"].open()

@@ -3,7 +3,9 @@
 import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import cv2
 import imagecodecs
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import tifffile
 import pipelines.labels.annotation_files
 from pipelines.catalog.catalog import SlideSpec, find_slides
 from pipelines.labels.annotation_files import AnnotationCache
+from pipelines.labels.annotations import read_annotations
 from pipelines.labels.slide_labels import find_labels
 from pipelines.slides.geometry import Bounds, Region
 from pipelines.slides.slide import SlideError
@@ -121,6 +124,23 @@ def test_masks_and_geojson_together(tmp_path):
     assert found.classes == ("background", "tumour", "stroma", "fat")
     masks = [mask_of(found, name, blank_slide(2, 2), Region(0, 0, 2, 2, 0.5)).tolist() for name in "ab"]
     assert masks == [[[0, 1], [2, 255]], [[2, 3], [0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("values", "known", "classes"),
+    [
+        ((0, 1, 255), None, ("foreground",)),
+        ((0, 1, 2), None, ("class_1", "class_2")),
+        ((0, 2), ("class_1", "class_2"), ("class_1", "class_2")),
+        ((0, 1), ("class_1", "class_2"), ("class_1", "class_2")),
+        ((0, 1), ("foreground",), ("foreground",)),
+    ],
+)
+def test_names_of_values_do_not_depend_on_which_masks_there_are(values, known, classes, tmp_path):
+    cv2.imwrite(str(tmp_path / "a.png"), np.array([values], np.uint8))
+    specs = [SlideSpec("a", Path("a.svs"))]
+    found = read_annotations(pipelines.labels.annotation_files.annotations_in(tmp_path, specs), specs, {}, known=known)
+    assert found.classes == ("background", *classes)
 
 
 def test_the_shipped_nuclei(caplog):

@@ -17,7 +17,7 @@ from pipelines.slides.geometry import (
     Region,
     best_level,
     l0_from_l,
-    l0_from_t,
+    l0_step,
     l_from_l0,
     levels_from_sizes,
     plan_read,
@@ -62,10 +62,13 @@ def test_px_of_a_level_and_of_level_0_come_back(px, downsample):
 
 @pytest.mark.parametrize(
     ("t_px", "t_mpp", "l0_mpp", "l0_px"),
-    [(1024, 0.5, 0.25, 2048), (1024, 0.5, 0.499, 1024), (1024, 0.5, 0.2528, 2025), (100, 0.25, 0.2505, 100)],
+    [
+        *((1024, 0.5, 0.25, 2048), (1024, 0.5, 0.499, 1024), (1024, 0.5, 0.2487, 2048), (100, 0.25, 0.2505, 100)),
+        *((1024, 0.5, 0.2, 2560), (4, 64.0, 0.25, 1024), (4, 64.2, 0.25, 1028)),
+    ],
 )
-def test_level_0_length_of_a_tile(t_px, t_mpp, l0_mpp, l0_px):
-    assert l0_from_t(t_px, t_mpp, l0_mpp) == l0_px
+def test_level_0_length_of_a_tile_is_what_is_read(t_px, t_mpp, l0_mpp, l0_px):
+    assert t_px * l0_step(levels_from_sizes([(10**5, 10**5)], l0_mpp), t_px, t_mpp) == pytest.approx(l0_px)
 
 
 @given(pyramids, st.floats(0.1, 200.0))

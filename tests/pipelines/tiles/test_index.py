@@ -303,6 +303,14 @@ def test_every_shipped_slide_is_indexed_or_named_as_one_without_its_mpp(tmp_path
     assert "mpp 0.25 cannot be had: the finest level of this slide has 0.499" in error
 
 
+def test_a_part_in_which_every_slide_failed_is_no_hindrance_to_other_settings(tmp_path):
+    settings, specs = replace(SETTINGS, min_tissue=0), [blank(tmp_path / f"{name}.png") for name in "ab"]
+    with pytest.raises(SlideError):
+        build(specs, tmp_path / "out", replace(settings, tile=1 << 14), part=IndexPart(1, 2))
+    whole, _ = build(specs, tmp_path / "out", settings, part=IndexPart(2, 2))
+    assert whole.slides == ("b",)
+
+
 def test_parts_are_taken_over_by_the_whole(tmp_path, monkeypatch):
     settings, out = replace(SETTINGS, min_tissue=0), tmp_path / "out"
     specs = [blank(tmp_path / f"{name}.png") for name in "abc"]

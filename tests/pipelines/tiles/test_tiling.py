@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import FailedSlides
-from pipelines.slides.geometry import Bounds, l0_from_t, levels_from_sizes
+from pipelines.slides.geometry import Bounds, l0_step, levels_from_sizes
 from pipelines.tiles import tiling as module
 from pipelines.tiles.index import build_index
 from pipelines.tiles.overlay import CAPTION_PX, LONGER_SIDE_PX, draw_overlay, read_thumbnail
@@ -46,9 +46,7 @@ def test_tiles_lie_within_the_bounds_at_whole_strides_and_cover_them(case):
         assert origins[-1] + grid.l0_size[0] == start + length
         assert (np.diff(origins) > 0).all()
         assert (np.diff(origins) <= grid.l0_size[0] + 1).all(), "a rounded stride leaves a gap of more than a px"
-    ratio = mpp / levels[0].mpp
-    ratio = 1.0 if abs(ratio - 1) <= 0.01 else ratio
-    expected = np.arange(len(grid.l0_x) - 1) * stride * ratio + bounds.l0_x
+    expected = np.arange(len(grid.l0_x) - 1) * stride * l0_step(levels, tile, mpp) + bounds.l0_x
     np.testing.assert_allclose(grid.l0_x[:-1], expected, atol=0.5 + 1e-6)
 
 
@@ -114,8 +112,19 @@ def test_it_is_the_smallest_that_covers_all_tissue(box, mpp, multiple, downsampl
     ):
         l0_first, l0_last = (l0_origin + int(px * downsample + 0.5) for px in (first, last))
         assert l0_start == l0_first
-        assert l0_start + l0_from_t(side, mpp, 0.5) >= l0_last
-        assert side == multiple or l0_start + l0_from_t(side - multiple, mpp, 0.5) < l0_last
+        assert l0_start + side * l0_step(levels, side, mpp) >= l0_last
+        less = side - multiple
+        assert not less or l0_start + less * l0_step(levels, less, mpp) < l0_last
+
+
+@pytest.mark.parametrize("l0_mpp", [0.2487, 0.2513])
+def test_tiles_leave_no_gap_and_end_at_the_border(l0_mpp):
+    """They are read as if level 0 had half their um/px."""
+    levels = levels_from_sizes([(20_000, 20_000)], l0_mpp)
+    grid = tile_grid(levels, Bounds(0, 0, 20_000, 20_000), 1024, 0.5, 1024)
+    assert grid.l0_size == (2048, 2048)
+    assert (np.diff(grid.l0_x)[:-1] == 2048).all()
+    assert grid.l0_x[-1] + 2048 == 20_000
 
 
 def test_absurd_slides_are_refused(monkeypatch):
