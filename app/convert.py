@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,8 +17,8 @@ import tyro
 
 from app.settings.cli import FAILED, OK, run_command
 from app.settings.fields import broken
-from app.settings.run import mpp_errors
-from pipelines.catalog.catalog import SlideNames, SlideSpec, find_slides, slide_stem
+from app.settings.run import OpeningSettings, mpp_errors, slides_in
+from pipelines.catalog.catalog import SlideNames, SlideSpec, slide_stem
 from pipelines.labels.annotation_files import DRAWING_SUFFIXES, MASK_SUFFIXES, RASTER_SUFFIXES, files_below, slides_of
 from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
 from pipelines.labels.drawing import Origin
@@ -43,12 +43,7 @@ class ConvertCommand:
     """The slide that was drawn on, or the folder of the slides; for masks, and for slides with bounds (MRXS)."""
     mpp: float | None = None
     """um/px of the mask that is made. Default: that of the slide's level 0."""
-    slide_mpp: float | None = None
-    """um/px of level 0, instead of what the slides' files say; --mpp-table goes before it."""
-    mpp_table: Path | None = None
-    """CSV with columns slide and mpp: um/px of level 0. Default: column mpp of labels.csv at the slides."""
-    scene: int | None = None
-    """Image of slide files that hold several, counted from 0. Default: such files are refused, with a list."""
+    opening: OpeningSettings = field(default_factory=OpeningSettings)
 
     @property
     def suffix(self) -> str:
@@ -77,7 +72,7 @@ class ConvertCommand:
             f"--mpp is the resolution of a mask that is made, {MPP_MIN:g} to {MPP_MAX:g} um/px; got {self.mpp} for "
             f"{self.to or target}": self.mpp is not None and not (check_mpp(self.mpp) and masks),
         }
-        return broken({**(of_folder if source.is_dir() else of_file), **of_mpp}) + mpp_errors(self.slide_mpp)
+        return broken({**(of_folder if source.is_dir() else of_file), **of_mpp}) + mpp_errors(self.opening.slide_mpp)
 
 
 def convert(command: ConvertCommand) -> int:
@@ -88,9 +83,10 @@ def convert(command: ConvertCommand) -> int:
     if command.slide is not None:
         name = slide_stem(command.slide.name)
         matches = SlideNames([name]).match
-        by_slide = read_mpp(command.slide.parent, command.mpp_table)
-        mpp = next((mpp for row, mpp in by_slide.items() if matches(row)), command.slide_mpp)
-        slide = SlideSpec(name, command.slide, mpp, scene=command.scene)
+        opening = command.opening
+        by_slide = read_mpp(command.slide.parent, opening.mpp_table)
+        mpp = next((mpp for row, mpp in by_slide.items() if matches(row)), opening.slide_mpp)
+        slide = SlideSpec(name, command.slide, mpp, opening.backend, scene=opening.scene)
     if convert_file(command, command.source, command.target, slide):
         print(NO_BOUNDS)
     return OK
@@ -103,8 +99,7 @@ def convert_folder(command: ConvertCommand) -> int:
         raise ValueError(f"IN holds no annotation file: {command.source}. Check the path")
     specs: tuple[SlideSpec, ...] = ()
     if command.slide is not None:
-        by_slide = read_mpp(command.slide, command.mpp_table)
-        specs = find_slides(command.slide, mpp=command.slide_mpp, mpp_by_slide=by_slide, scene=command.scene)
+        specs = slides_in(command.slide, command.opening)
     slides = slides_of(sources, specs)
     made: dict[Path, Path] = {}
     failed = there = 0

@@ -239,8 +239,7 @@ def read_truth(path: Path, *, needs_labels: bool) -> Table:
     Raises:
         ValueError: it cannot be read.
     """
-    table = read_table(path, ("slide",))
-    return read_table(path, ("slide", "label")) if needs_labels or "label" in table.roles else table
+    return read_table(path, ("slide", "label") if needs_labels else ("slide",))
 
 
 def patients_of(rows: Sequence[Mapping[str, Any]], table: Table | None, pattern: str | None) -> dict[str, str]:

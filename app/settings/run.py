@@ -79,7 +79,7 @@ class OpeningSettings:
     slide_mpp: float | None = None
     """um/px of level 0 for every slide, instead of what the files say; --mpp-table goes before it."""
     mpp_table: Path | None = None
-    """CSV with columns slide and mpp: um/px of level 0. Default: column mpp of labels.csv in --slides."""
+    """CSV with columns slide and mpp: um/px of level 0. Default: column mpp of labels.csv beside the slides."""
     scene: int | None = None
     """Image of slide files that hold several, counted from 0. Default: such files are refused, with a list."""
     backend: Backend = "auto"

@@ -74,7 +74,7 @@ def run_all(communicator: Communicator, argument: Mapping[str, Any]) -> None:
     """Run ``argument["cases"]`` on ``argument["device"]``; rank 0 appends their rows to the file ``rows``."""
     device = torch.device(argument["device"])
     if device.type == "cuda":
-        device = torch.device("cuda", communicator.local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         set_tf32(False)
     if communicator.world == 1:

@@ -97,6 +97,8 @@ def part_of(tile: int, ranks: Sequence[int]) -> str:
 def line(row: Mapping[str, Any], best: Mapping[str, Any] | None) -> list[str]:
     """Return the figures of a row, and its speed next to ``best``."""
     figures = [cell for header, cell in zip(HEADERS, cells(row), strict=True) if header in FIGURES]
+    if row["status"] != "ok":
+        figures[-1] = figures[-1].partition(": ")[0]  # not what to do about it
     beside = "" if best is None or not usable(row) else "the fastest" if row is best else speed_beside(row, best)
     return [str(row["ranks"]), *figures, beside]
 

@@ -71,8 +71,6 @@ class Communicator(Protocol):
 
     rank: int
     world: int
-    local_rank: int
-    """Number of this rank on its machine; chooses the device."""
 
     def connect(self, pairs: Collection[tuple[int, int]]) -> None:
         """Connect the devices of ranks for ``isend`` and ``irecv``. Without it, messages go through host memory.

@@ -50,7 +50,7 @@ class MixedCommunicator(Communicator):
         self, inner: Communicator, kinds: Sequence[RankKind], way: Way, device: torch.device | None = None
     ) -> None:
         assert len(kinds) == inner.world
-        self.rank, self.world, self.local_rank = inner.rank, inner.world, inner.local_rank
+        self.rank, self.world = inner.rank, inner.world
         self.way = way
         self._inner = inner
         self._kinds = tuple(kinds)

@@ -73,9 +73,6 @@ class MpiCommunicator(Communicator):
         self._device_memory = _takes_device_memory()
         # Of the rank's GPU, which is the current one by now.
         self._leaving = torch.cuda.Stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        machine = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank = machine.Get_rank()
-        machine.Free()
         self._take(MPI.COMM_WORLD.Dup())
 
     def _take(self, comm: Any) -> None:

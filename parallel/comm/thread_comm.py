@@ -76,7 +76,7 @@ class ThreadCommunicator(Communicator):
     def __init__(self, group: ThreadGroup, path: tuple[int, ...], rank: int, world: int, thread: int) -> None:
         self.rank = rank
         self.world = world
-        self.local_rank = thread
+        self._thread = thread
         self._group = group
         self._path = path
         self._collectives = 0
@@ -163,10 +163,10 @@ class ThreadCommunicator(Communicator):
         if self.rank not in ranks:
             return None
         path = (*self._path, self._subgroups)
-        return ThreadCommunicator(self._group, path, list(ranks).index(self.rank), len(ranks), self.local_rank)
+        return ThreadCommunicator(self._group, path, list(ranks).index(self.rank), len(ranks), self._thread)
 
     def abort(self) -> None:
-        self._group.fail(f"rank {self.local_rank} asked all to stop")
+        self._group.fail(f"rank {self._thread} asked all to stop")
 
     def _collective(self, tensor: Tensor, text: str, last: Callable[[list[Tensor]], None], *values: int) -> ThreadWork:
         """Join a collective operation; the last rank to come calls ``last`` with the tensors of all in their order."""

@@ -82,7 +82,6 @@ class TorchCommunicator(Communicator):
     ) -> None:
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
-        self.local_rank = int(os.environ["LOCAL_RANK"])
         self._device = device
         # On a time-out NCCL ends the process of the rank that waits; the watchdog, which names the cause, is earlier.
         self._timeout = timedelta(seconds=timeout_s + AFTER_WATCHDOG_S * (device.type == "cuda"))

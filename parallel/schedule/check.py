@@ -1,4 +1,4 @@
-"""Proof, before any process starts, that a schedule computes what the model is and comes to its end.
+"""Proof, before the first step, that a schedule computes what the model is and comes to its end.
 
 Progress alone does not prove a schedule right: a backward pass may stand before its forward pass and still block no
 rank. So ownership, completeness and order are proved first, and one error has every fault. Between two ranks, receives

@@ -194,8 +194,7 @@ _MAX_PARTS: Final = 4096
 _UNPACK: Final[dict[int, Callable[[bytes, int], bytes | bytearray]]] = {
     1: lambda data, size: data,
     5: lambda data, size: imagecodecs.lzw_decode(data, out=size + 1),  # one more than fits tells that more would come
-    8: lambda data, size: imagecodecs.zlib_decode(data, out=size),
-    32946: lambda data, size: imagecodecs.zlib_decode(data, out=size),
+    **dict.fromkeys((8, 32946), lambda data, size: imagecodecs.zlib_decode(data, out=size)),
     50000: lambda data, size: imagecodecs.zstd_decode(data, out=size),
 }
 

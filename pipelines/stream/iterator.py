@@ -108,12 +108,8 @@ class TileIterator(Closing):
             if not shared[position]:
                 assert target is not None
                 batch.rows[position] = self._reader.fill_target(sample, row, target)
-            elif row >= 0:
+            else:
                 batch.rows[position] = self._reader.fill(sample, row, batch.image(position), target)
-            else:  # another rank has left it out, and has it blank
-                batch.image(position)[...] = 0
-                if target is not None:
-                    target[...] = 0
         return bool(late)
 
     def get_state(self) -> dict[str, Any]:

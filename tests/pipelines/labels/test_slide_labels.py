@@ -277,7 +277,7 @@ def test_rows_are_read_in_time_in_proportion(tmp_path):
 def test_a_table_of_patients_alone_goes_with_annotations_beside_the_slides(tmp_path):
     specs = slides(tmp_path / "slides", "a.svs", "b.svs")
     (tmp_path / "t.csv").write_text("slide,patient\na,p1\nb,p2\n")
-    with pytest.raises(ValueError, match="lacks a column .label"):
+    with pytest.raises(ValueError, match=r"lacks a column .label"):
         find_labels(tmp_path / "slides", specs, labels=tmp_path / "t.csv")
     write_geojson(tmp_path / "slides" / "a.geojson", box(0, 0, 9, 9, "tumour"))
     found = find_labels(tmp_path / "slides", specs, labels=tmp_path / "t.csv")
