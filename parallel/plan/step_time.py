@@ -126,14 +126,19 @@ def step_time(
 
 
 def links_between(candidate: Strategy, partition: Partition, cluster: Cluster) -> dict[tuple[int, int], LinkCost]:
-    """Return (source stage, target stage) -> the cost of the link between them, of both replicas' the slower one.
+    """Return (source stage, target stage) -> the cost of the link between them, the slowest of all replicas and groups.
     Between teams, of what their members exchange."""
+    # Groups lie on nodes alike again after as many groups as a node has ranks.
+    firsts = [group * candidate.group_ranks for group in range(min(candidate.groups, cluster.per_node))]
 
     def link(source: int, target: int) -> LinkSpec | None:
         ends = [stage % candidate.depth for stage in (source, target)]
         ways = [ends] + [[candidate.depth - 1 - end for end in ends]] * candidate.paired
         known = [
-            spec for way in ways if (spec := cluster.link(*(seat * candidate.members for seat in way))) is not None
+            spec
+            for first in firsts
+            for way in ways
+            if (spec := cluster.link(*(first + seat * candidate.members for seat in way))) is not None
         ]
         slower = min(known, key=lambda spec: spec.bandwidth, default=None)
         return (

@@ -26,7 +26,7 @@ from parallel.memory.stage_bytes import StageMemory
 from parallel.plan.added_costs import moved_bytes, policy_costs
 from parallel.plan.plan import PlanRow, best_of
 from parallel.plan.search import Planner
-from parallel.plan.step_time import ADDING_PASSES, UPDATE_PASSES, step_time
+from parallel.plan.step_time import ADDING_PASSES, UPDATE_PASSES, links_between, step_time
 from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
 
@@ -212,6 +212,16 @@ def test_shares_by_speed_make_the_step_of_the_formula() -> None:
     each_s = alone.step_s / 32
     assert equal.step_s - shared.step_s == pytest.approx((8 / slow - max(10 / fast, 6)) * each_s, rel=0.05)
     assert best_of(rows) is shared
+
+
+def test_a_link_is_the_slowest_of_those_of_all_groups() -> None:
+    """Of 24 ranks, eight a node, a group of six lies on one node, another on two."""
+    mixed, slow = planner("v100-16gb", 24), LinkSpec("slow", 1.0, 0.0)
+    cluster = dataclasses.replace(mixed.cluster, per_node=8, between=slow)
+    partition = partition_equal(mixed.task.graph, 6)
+    one, four = (links_between(Strategy("1f1b", ranks, 6, 32), partition, cluster) for ranks in (6, 24))
+    assert one[1, 2].forward_s < 1 < four[1, 2].forward_s
+    assert one[0, 1].forward_s == four[0, 1].forward_s
 
 
 def test_stages_follow_the_speeds_of_their_ranks() -> None:
