@@ -21,7 +21,7 @@ from parallel.graph.layers import OUTPUT, Convolution, Layer, LayerGraph, Op
 from parallel.graph.scale import cast_parameters, on_part, with_tiles
 from parallel.plan.added_costs import COUNT_BYTES, Halo, HaloTraffic, Sum, norm_sums, with_traffic
 from parallel.space.rule import Step
-from parallel.space.spatial_plan import Borders, BoundaryStrip, RegionSpec, SpatialPlan, divide_among, overlap_pays
+from parallel.space.spatial_plan import Borders, PaddedBox, RegionSpec, SpatialPlan, divide_among, overlap_pays
 from parallel.space.team import Exchange, TeamGrid, box_px
 
 FLOAT_BYTES = 4
@@ -228,7 +228,7 @@ class _Parts:
 
     def _split(self, layer: Layer, split: Sequence[Borders], each: int, back: bool, change: _Change) -> None:
         """Convolve a member's own part, whose boundary strips are computed twice; each halo adds a weight gradient."""
-        strips = max((sum(box_px(strip.have) for strip in borders.strips) for borders in split), default=0)
+        strips = max((sum(box_px(strip.box) for strip in borders.strips) for borders in split), default=0)
         halos = max((sum(box_px(halo.box) for halo in borders.halos) for borders in split), default=0)
         most_halos = max((len(borders.halos) for borders in split), default=0)
         change.forward = strips * each
@@ -288,11 +288,11 @@ def convolved(shape: Convolution, shares: Sequence[float]) -> Convolution:
     return dataclasses.replace(shape, size_in=size_in, size_out=size_out)
 
 
-def _strip_op(layer: Layer, strip: BoundaryStrip) -> Op:
+def _strip_op(layer: Layer, strip: PaddedBox) -> Op:
     """Return the convolution of ``layer`` for one strip of a part and for its halo."""
     op = next(op for op in layer.ops if op.convolution is not None)
     whole = op.convolution
     assert whole is not None
-    size_in, size_out = (tuple(max(1, span.size) for span in box) for box in (strip.have, strip.made))
+    size_in, size_out = (tuple(max(1, span.size) for span in box) for box in (strip.box, strip.made))
     shape = dataclasses.replace(whole, size_in=size_in, size_out=size_out)
     return on_part(op, layer, math.prod(size_out) / math.prod(whole.size_out), shape)

@@ -92,26 +92,11 @@ def overlap_pays(map_size: int, weight_size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class BoundaryStrip:
-    """Output that needs what others have.
+class PaddedBox:
+    """A part of a convolution's input, which alone is not all that the output needs.
 
     Attributes:
-        made: its rows and columns.
-        need: of the input, outside the map included.
-        have: those that the map has.
-    """
-
-    made: Box
-    need: Box
-    have: Box
-
-
-@dataclass(frozen=True)
-class Halo:
-    """Rows or columns of others, next to a member's own.
-
-    Attributes:
-        box: of the input.
+        box: its rows and columns.
         made: output that it is part of.
         pads: zeros (before, after) of rows and of columns with which it alone is an input for ``made``.
     """
@@ -128,14 +113,14 @@ class Borders:
     Attributes:
         base: of the input: what is needed of its own part.
         pads: rows, columns padded on both sides of ``base``.
-        strips: apart from each other.
-        halos: apart from each other and from ``base``; with it all that is needed.
+        strips: input of output that needs what others have; apart from each other.
+        halos: input that others have; apart from each other and from ``base``, with it all that is needed.
     """
 
     base: Box
     pads: tuple[int, int]
-    strips: tuple[BoundaryStrip, ...]
-    halos: tuple[Halo, ...]
+    strips: tuple[PaddedBox, ...]
+    halos: tuple[PaddedBox, ...]
 
 
 @functools.lru_cache(4096)
@@ -167,8 +152,8 @@ def borders(rules: tuple[Window, Window], made: Box, have: Box, own: Box, sides:
     return Borders(
         (base, base_columns),
         (pad, pad_columns),
-        tuple(_strip(rules, strip, sides) for strip in strips if strip[0].size and strip[1].size),
-        tuple(_halo(rules, *halo, sides) for halo in halos if halo[0][0].size and halo[0][1].size),
+        tuple(_padded(rules, None, strip, sides) for strip in strips if strip[0].size and strip[1].size),
+        tuple(_padded(rules, *halo, sides) for halo in halos if halo[0][0].size and halo[0][1].size),
     )
 
 
@@ -187,17 +172,14 @@ def _axis(rule: Window, made: Span, have: Span, own: Span, side: int) -> tuple[S
     return base, Span(made.start, first), Span(last, made.stop), pad
 
 
-def _strip(rules: tuple[Window, Window], made: Box, sides: tuple[int, int]) -> BoundaryStrip:
-    need = rules[0].need(made[0], sides[0]), rules[1].need(made[1], sides[1])
-    return BoundaryStrip(made, need, (need[0].within(sides[0]), need[1].within(sides[1])))
-
-
-def _halo(rules: tuple[Window, Window], box: Box, made: Box, sides: tuple[int, int]) -> Halo:
-    pads = []
-    for k in (0, 1):
-        need = rules[k].need(made[k], sides[k])
-        pads.append((box[k].start - need.start, need.stop - box[k].stop))
-    return Halo(box, made, (pads[0], pads[1]))
+def _padded(rules: tuple[Window, Window], box: Box | None, made: Box, sides: tuple[int, int]) -> PaddedBox:
+    """Return ``box``, or all that the map has of what ``made`` needs, with its pads."""
+    rows, columns = (rules[k].need(made[k], sides[k]) for k in (0, 1))
+    box = box or (rows.within(sides[0]), columns.within(sides[1]))
+    pads = [
+        (inner.start - need.start, need.stop - inner.stop) for inner, need in zip(box, (rows, columns), strict=True)
+    ]
+    return PaddedBox(box, made, (pads[0], pads[1]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.operation import DIMS, Arguments, NotTileable, Operation, attribute, module_of
+from parallel.trace.op_recorder import storage_of, tensors_of
 
 
 class Reading:
@@ -55,6 +57,10 @@ class Reading:
                     value = torch.empty_like(self.of(node.all_input_nodes[0]))  # without data torch says other strides
             self.values[node.name] = value
         return self.values[node.name]
+
+    def storages(self, name: str) -> set[StorageWeakRef]:
+        """Return the memory of a value that is known."""
+        return {storage_of(tensor) for tensor in tensors_of(self.values.get(name))}
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         value = self.of(node)

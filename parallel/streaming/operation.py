@@ -29,7 +29,7 @@ class Arguments:
         resolve: value of any other node that it names.
         may_change: the memory of its map has no other user.
         known: values without rows, by name of the step.
-        template: empty tensor in the type and on the device of the node's value.
+        template: tensor in the type and on the device of the node's value.
         stored: the value, where it was computed before.
 
     Attributes:
@@ -58,7 +58,7 @@ class Arguments:
 
     @property
     def template(self) -> Tensor:
-        """Return an empty tensor in the type and on the device of the node's value."""
+        """Return a tensor in the type and on the device of the node's value."""
         assert self._template is not None
         return self._template
 

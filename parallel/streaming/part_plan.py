@@ -123,7 +123,7 @@ class PartPlan:
         box_spans: (rows, columns) of each box in the value of a live step, by name.
         lines: of the rows, and of the columns, of boxes.
         finished: names of the values that a step is the last to use, by its name.
-        users: steps that use a map, by its name.
+        used: names of the maps that its steps use.
         alone: names of steps that are the only ones to use what they take.
         places: (row, column) of every box that is computed here and gives something.
     """
@@ -137,7 +137,7 @@ class PartPlan:
     box_spans: Mapping[str, tuple[tuple[Span, ...], tuple[Span, ...]]]
     lines: tuple[tuple[Line, ...], tuple[Line, ...]]
     finished: Mapping[str, tuple[str, ...]]
-    users: Mapping[str, tuple[Step, ...]]
+    used: frozenset[str]
     alone: frozenset[str]
     places: Sequence[tuple[int, int]]
     _programs: dict[Hashable, BoxProgram] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -196,10 +196,6 @@ def plan_part(
         if name not in kept:
             finished[user] = (*finished.get(user, ()), name)
     alone = frozenset(step.name for step in own if step.maps[0] in made - kept and region.may_change(step))
-    users: dict[str, tuple[Step, ...]] = {}
-    for step in own:
-        for name in step.maps:
-            users[name] = (*users.get(name, ()), step)
     rows, columns = (
         tuple(
             _line(own, entering, spans, {name: places[axis][k] for name, places in spans_of.items()}, region, axis)
@@ -218,7 +214,7 @@ def plan_part(
         spans_of,
         (rows, columns),
         finished,
-        users,
+        frozenset(last),
         alone,
         places_of(spans_of, numbers),
     )

@@ -7,7 +7,7 @@ the computation of a box, and the layers, functions and names of methods that it
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,10 +50,13 @@ from parallel.streaming.read_window import (
     upsample,
 )
 from parallel.trace.patched_kernels import conv2d
+from parallel.trace.tracer import HOOKS
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ADVICE = "use layers of torch.nn and torch.nn.functional, which docs/design/streaming.md lists"
 UNKNOWN = f"of a kind that boxes do not know: {ADVICE}"
+
+MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
+"""Methods that take no more of a map than its type and device."""
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish,
@@ -83,11 +86,11 @@ ROWS: tuple[Row, ...] = (
     (over_last, "", (nn.Linear, F.linear)),
     (over_last, "input normalized_shape", (nn.LayerNorm, F.layer_norm)),
     (along, "input dim", (nn.Softmax, torch.softmax, F.softmax, "softmax")),
-    (partial(along, shares=True), "input size dim", (torch.chunk, "chunk", torch.split, "split")),
+    (partial(along, shares=True, default=0), "input size dim", (torch.chunk, "chunk", torch.split, "split")),
     (joined, "tensors dim", (torch.cat, torch.concat)),
     (stacked, "tensors dim", (torch.stack,)),
-    (permuted, "", (torch.permute, "permute")),
-    (transposed, "", (torch.transpose, "transpose")),
+    (permuted, "input dims", (torch.permute, "permute")),
+    (transposed, "input dim0 dim1", (torch.transpose, "transpose")),
     (viewed, "", ("view", "reshape", torch.reshape, torch.flatten, "flatten")),
     (indexed, "", (operator.getitem,)),
     (identity, "", (nn.Identity,)),
@@ -155,7 +158,7 @@ def read_node(reading: Reading, node: fx.Node) -> Operation:
     for changed in changed_and_used_later(reading, node):
         raise NotTileable(f"changes {changed.name} in place, which is used again by that name")
     module = module_of(reading.model, node)
-    key: Any = node.target
+    key: Any = getattr(node.target, "__original_fn", node.target)  # of what patched_kernels.py replaces
     if module is not None:
         _refuse_run_by_box(module)
         key = next((kind for kind in type(module).__mro__ if kind in KINDS), None)
@@ -192,21 +195,22 @@ def _refuse_other_forward(kind: type[nn.Module], known: type[nn.Module]) -> None
             raise NotTileable(f"is a {kind.__name__}, which computes other than {known.__name__}: {ADVICE}")
 
 
-def _changes_in_place(reading: Reading, node: fx.Node) -> bool:
-    """Return whether a node writes into its first map."""
+def changes_in_place(model: nn.Module, node: fx.Node) -> bool:
+    """Return whether a node writes into its first argument."""
+    if not node.all_input_nodes:
+        return False
     if node.op == "call_module":
-        return bool(getattr(reading.model.get_submodule(str(node.target)), "inplace", False))
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    return node.target in IN_PLACE or bool(node.kwargs.get("inplace"))
+        return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
+    if node.target in IN_PLACE or node.target is operator.setitem or node.kwargs.get("inplace"):
+        return True
+    name = str(getattr(node.target, "__name__", node.target))
+    return name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
 
 
 def changed_and_used_later(reading: Reading, node: fx.Node) -> list[fx.Node]:
-    """Return the maps that ``node`` changes in place, which share memory and which later nodes use."""
-    maps = reading.maps(node)
-    if not maps or not _changes_in_place(reading, node):
+    """Return the maps that ``node`` changes in place and that later nodes use: they share memory."""
+    if not changes_in_place(reading.model, node) or (root := node.all_input_nodes[0]).name not in reading.dims:
         return []
-    root = maps[0]
     while root.name in reading.aliases:
         root = reading.aliases[root.name]
     changed, looked_at = [], [root]
@@ -223,3 +227,32 @@ def parameters_read(model: nn.Module, node: fx.Node) -> list[nn.Parameter]:
     module = module_of(model, node)
     read = [attribute(model, argument) for argument in node.all_input_nodes if argument.op == "get_attr"]
     return [*(module.parameters() if module is not None else ()), *(v for v in read if isinstance(v, nn.Parameter))]
+
+
+def updates_statistics(reading: Reading, node: fx.Node) -> bool:
+    """Return whether a node updates running statistics of a batch norm."""
+    module = module_of(reading.model, node)
+    if module is not None:
+        norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        return any(norm.training and norm.track_running_stats for norm in norms)
+    layer = Layer(reading, node, (*_BATCH_NORM.split(), "training"))
+    return node.target is F.batch_norm and layer.get("training", False) and layer.get("running_mean") is not None
+
+
+def refuse_updated(node: fx.Node, updated: Collection[str]) -> None:
+    """Refuse buffers that forward passes update, but for statistics of batch norm: boxes run several times."""
+    if node.target is F.batch_norm:
+        return
+    targets = [str(node.target)] if node.op == "call_module" else []
+    for path in (*targets, *(str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr")):
+        if name := next((name for name in updated if f"{name}.".startswith(f"{path}.")), None):
+            raise NotTileable(
+                f"uses {name}, which each forward pass of training updates, and boxes would do so several times"
+            )
+
+
+def takes_type_alone(node: fx.Node, maps: Sequence[fx.Node]) -> bool:
+    """Return whether a node takes no more of the maps than their type and device."""
+    if node.op != "call_method":
+        return False
+    return node.target in MAKERS or (node.target in ("to", "type_as") and node.args[0] not in maps)

@@ -14,7 +14,11 @@ from parallel.streaming.layer import Layer
 from parallel.streaming.operation import NotTileable, Operation, Prior
 from parallel.streaming.patch import narrowed
 
-IN_PLACE = {operator.iadd: operator.add, operator.imul: operator.mul, operator.isub: operator.sub}
+IN_PLACE = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.ipow: operator.pow,
+    operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv, operator.imod: operator.mod,
+    operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor,
+}  # fmt: skip
 """Functions that change their first argument, and what gives the same in new memory."""
 MASK = "~mask"
 
@@ -62,9 +66,12 @@ def over_last(layer: Layer) -> Operation:
     return layer.as_called()
 
 
-def along(layer: Layer, *, shares: bool = False) -> Operation:
+def along(layer: Layer, *, shares: bool = False, default: int | None = None) -> Operation:
     """A softmax or split along one dim."""
-    if layer.get("dim", 0) % len(layer.shape) in layer.dims:
+    dim = layer.get("dim", default)
+    if dim is None:
+        raise NotTileable("is given no dim: pass one")
+    if dim % len(layer.shape) in layer.dims:
         raise NotTileable("works along rows or columns")
     return layer.as_called(shares=shares)
 
@@ -104,8 +111,8 @@ def stacked(layer: Layer) -> Operation:
 def permuted(layer: Layer, order: Any = None) -> Operation:
     """Other order of dims, of which ``torch.permute`` takes a tuple, and the method numbers too."""
     if order is None:
-        order = layer.reading.value(layer.node.args[1:])
-        order = order[0] if isinstance(order[0], (tuple, list)) else order
+        order = layer.get("dims")
+        order = order if isinstance(order, (tuple, list)) else layer.reading.value(layer.node.args[1:])
     order = [int(dim) % len(layer.shape) for dim in order]
     rows, columns = (order.index(dim) for dim in layer.dims)
     return Operation(lambda given: given.run(), dims=(rows, columns), shares=True)
@@ -113,7 +120,7 @@ def permuted(layer: Layer, order: Any = None) -> Operation:
 
 def transposed(layer: Layer) -> Operation:
     order = list(range(len(layer.shape)))
-    first, second = layer.reading.value(layer.node.args[1:3])
+    first, second = layer.get("dim0"), layer.get("dim1")
     order[first], order[second] = order[second], order[first]
     return permuted(layer, order)
 

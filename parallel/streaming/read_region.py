@@ -6,29 +6,35 @@ What follows the region is computed whole.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel.space.rule import Step
 from parallel.streaming.layer import Reading
-from parallel.streaming.operation import DIMS, NotTileable, Operation, module_of
-from parallel.streaming.read_node import changed_and_used_later, parameters_read, read_node
+from parallel.streaming.operation import DIMS, NotTileable, Operation
+from parallel.streaming.read_node import (
+    changes_in_place,
+    parameters_read,
+    read_node,
+    refuse_updated,
+    takes_type_alone,
+    updates_statistics,
+)
 from parallel.streaming.read_norm import ADVICE
 from parallel.streaming.region import Forms, Region
+from parallel.trace.known_proxy import as_traced
 from parallel.trace.op_recorder import tensors_of
 from parallel.trace.stage_module import Boxes
 from parallel.trace.without_data import without_data
 
-MAKERS = ("new_empty", "new_zeros", "new_ones", "new_full")
-"""Methods that take no more of a map than its type and device."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -52,6 +58,7 @@ def read_region(
     refuse: Callable[[tuple[int, int]], str | None] = lambda sides: None,
     once: bool = False,
     updated: Collection[str] = (),
+    random: Collection[str] = (),
 ) -> Region:
     """Return the region of ``nodes``.
 
@@ -64,45 +71,42 @@ def read_region(
         once: every node is computed once, in one pass over the model, as the members of a team do: it may count and
             draw, and a branch that ends leaves the others in the region.
         updated: paths of the buffers that forward passes update; the region ends where one is used.
+        random: names of nodes that may draw in training.
 
     Raises:
         NothingTileable: it would be empty.
-        ValueError: it would end at a norm, with what to do about it; not with ``once``.
+        ValueError: it would end at a norm, with what to do about it; not with ``once``. Or what follows it changes in
+            place a map that shares memory with another one of the region.
     """
-    reader = _Reader(model, once, refuse)
+    reader = _Reader(model, once, refuse, random if model.training else ())
     with without_data() as fake:
         reader.add_inputs(fake, entering, given)
         for node in nodes:
             if node.op in ("output", "get_attr") or node.name in entering or node.name in given:
                 continue
-            try:
-                _refuse_updated(node, updated)
-                reader.read(node)
-            except NotTileable as reason:
-                reader.ends_at = reader.ends_at or (_where(node), str(reason))
-                if not once:
-                    break
-                reader.bar(node)
+            if once or reader.ends_at is None:
+                try:
+                    refuse_updated(node, updated)
+                    reader.read(node)
+                    continue
+                except NotTileable as reason:
+                    reader.ends_at = reader.ends_at or (_where(node), str(reason))
+            reader.bar(node)
     return reader.region(nodes, entering, given)
-
-
-def _refuse_updated(node: fx.Node, updated: Collection[str]) -> None:
-    """Refuse buffers that forward passes update, but for statistics of batch norm: boxes run several times."""
-    if node.target is F.batch_norm:
-        return
-    targets = [str(node.target)] if node.op == "call_module" else []
-    for path in (*targets, *(str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr")):
-        if name := next((name for name in updated if f"{name}.".startswith(f"{path}.")), None):
-            raise NotTileable(
-                f"uses {name}, which each forward pass of training updates, and boxes would do so several times"
-            )
 
 
 class _Reader:
     """Region so far, while its nodes are read in order; ``barred``: names that it cannot take."""
 
-    def __init__(self, model: nn.Module, once: bool, refuse: Callable[[tuple[int, int]], str | None]) -> None:
-        self._model, self._once, self._refuse, self._reading = model, once, refuse, Reading(model, once)
+    def __init__(
+        self,
+        model: nn.Module,
+        once: bool,
+        refuse: Callable[[tuple[int, int]], str | None],
+        random: Collection[str],
+    ) -> None:
+        self._model, self._once, self._refuse, self._random = model, once, refuse, random
+        self._reading = Reading(model, once)
         self.steps: list[Step] = []
         self.operations: dict[str, Operation] = {}
         self.nodes: dict[str, fx.Node] = {}
@@ -150,10 +154,13 @@ class _Reader:
                 value = reading.of(node)
             except Exception as fault:
                 raise NotTileable(f"cannot be followed without data: {fault}") from fault
+            takes = [tensor for argument in node.all_input_nodes for tensor in tensors_of(reading.of(argument))]
+            if value is None and takes and node.target is not as_traced:
+                raise NotTileable("gives no value, as an assignment to parts of a tensor: use torch.cat instead")
             if not tensors_of(value):
                 self.constants[node.name] = value
                 return
-            if not maps or _takes_type_alone(node, maps):
+            if not maps or takes_type_alone(node, maps):
                 self._add_plain(node)
                 return
             operation = read_node(reading, node)
@@ -164,33 +171,54 @@ class _Reader:
         self._add(node, operation)
 
     def bar(self, node: fx.Node) -> None:
-        """Leave ``node``, and the nodes that take its value, to what follows the region."""
+        """Leave ``node``, and the nodes that take its value or what it changes, to what follows the region."""
         self.barred.add(node.name)
         for known in (self._reading.dims, self._reading.sides, self.constants):
             known.pop(node.name, None)
-        for other in changed_and_used_later(self._reading, node):
-            source = self._reading.maps(node)[0]
-            if other is not source:
+        if not changes_in_place(self._model, node):
+            return
+        source, shared = node.all_input_nodes[0], self._sharing(node)
+        self.barred.update({source.name, *(other.name for other in shared)})
+        # As in y[:, :2] += 1, which assigns the changed part to y again.
+        written_to = [u.args[0] for u in node.users if u.target is operator.setitem and u.args[2] is node]
+        owner = source
+        while owner.name not in self._reading.dims and owner.name not in self.without_rows and owner.all_input_nodes:
+            owner = owner.all_input_nodes[0]
+        for other in shared:
+            apart = other.name in self._reading.dims or not self._once
+            if apart and other not in (owner, *written_to) and any(node < user for user in other.users):
                 raise ValueError(
                     f"{_where(node)} changes {source.name} in place, and with it {other.name}, which is used later: "
-                    "a team cannot do that outside what it computes side by side. Write it without in-place"
+                    "--stream and --grid keep the two apart. Write it without in-place"
                 )
-            self.barred.add(source.name)
 
     def _add_plain(self, node: fx.Node) -> None:
         """Add a node that is computed once, of sums and parameters."""
         others = tuple(argument.name for argument in node.all_input_nodes if argument.name in self.without_rows)
-        if not parameters_read(self._model, node) and self.fixed.issuperset(others):
+        differentiable = any(t.is_floating_point() or t.is_complex() for t in tensors_of(self._reading.of(node)))
+        if not differentiable or (not parameters_read(self._model, node) and self.fixed.issuperset(others)):
             self.fixed.add(node.name)
-        else:
-            module = module_of(self._model, node)
-            for part in module.modules() if module is not None and not self._once else ():
-                counts = isinstance(part, _BatchNorm) and part.track_running_stats
-                draws = isinstance(part, _DropoutNd) and part.p > 0
-                if part.training and (counts or draws):  # computed again in the backward pass
-                    raise NotTileable("draws or updates statistics where no rows are left: boxes would do so twice")
+        if not self._once:
+            self._refuse_recomputed(node)
         self.without_rows.add(node.name)
         self.steps.append(Step(node.name, others=others, global_op=True))
+
+    def _refuse_recomputed(self, node: fx.Node) -> None:
+        """Refuse a node without rows that gives other numbers in the backward pass, or at another place."""
+        fixed = node.name in self.fixed
+        if not fixed and (updates_statistics(self._reading, node) or node.name in self._random):
+            raise NotTileable("draws or updates statistics where no rows are left: boxes would do so twice")
+        for other in self._sharing(node) if changes_in_place(self._model, node) else ():
+            # Fixed values are changed before any box is computed, others in a copy.
+            if any(node < user if not fixed else user < node and user.name not in self.fixed for user in other.users):
+                raise NotTileable(f"changes {other.name} in place, which is used again by that name")
+
+    def _sharing(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes before ``node`` whose values share the memory of its first argument."""
+        memory = self._reading.storages(node.all_input_nodes[0].name)
+        before = itertools.takewhile(lambda other: other is not node, node.graph.nodes)
+        known = [other for other in before if other.name in self.without_rows or other.name in self._reading.dims]
+        return [other for other in known if memory & self._reading.storages(other.name)]
 
     def _add(self, node: fx.Node, operation: Operation) -> None:
         """Add a node that takes maps, with the steps before it."""
@@ -252,10 +280,10 @@ class _Reader:
         last = max((k for k, step in enumerate(self.steps) if not step.global_op), default=-1)
         if self.ends_at is not None and self.ends_at[1] == ADVICE and not once:
             raise ValueError(f"--stream computes a tile box by box, and cannot pass {self.ends_at[0]}: {ADVICE}")
-        steps = _used(self.steps[: last + 1]) if once else self.steps[: last + 1]
+        by_name = {node.name: node for node in nodes}
+        steps = self._used(self.steps[: last + 1], by_name) if once else self.steps[: last + 1]
         if not any(step.flops and not step.sums for step in steps):
             raise NothingTileable(*(self.ends_at or ("the model", "has no layer that takes maps")))
-        by_name = {node.name: node for node in nodes}
         inside = {step.name for step in steps} | self.constants.keys()
         live_out = tuple(
             step.name
@@ -290,6 +318,19 @@ class _Reader:
             pooled=_forms({name: reading.values.get(name) for name in self.without_rows}),
         )
 
+    def _used(self, steps: Sequence[Step], nodes: Mapping[str, fx.Node]) -> list[Step]:
+        """Return the steps that maps are made of, or that change their values; one member computes the others."""
+        kept: list[Step] = []
+        used: set[str] = set()
+        memory: set[StorageWeakRef] = set()
+        for step in reversed(steps):
+            changes = step.name in nodes and changes_in_place(self._model, nodes[step.name])
+            if not step.global_op or step.name in used or (changes and memory & self._reading.storages(step.name)):
+                kept.append(step)
+                used.update(step.others)
+                memory.update(*map(self._reading.storages, step.others))
+        return kept[::-1]
+
 
 def _channels_last(model: nn.Module) -> bool:
     """Return whether the weights of convolutions are, as the tiles are then."""
@@ -300,24 +341,6 @@ def _channels_last(model: nn.Module) -> bool:
 def _where(node: fx.Node) -> str:
     kind = getattr(node.target, "__name__", node.target) if node.op == "call_function" else node.target
     return f"{node.name} ({kind})" if str(kind) != node.name else node.name
-
-
-def _takes_type_alone(node: fx.Node, maps: Sequence[fx.Node]) -> bool:
-    """Return whether a node takes no more of the maps than their type and device."""
-    if node.op != "call_method":
-        return False
-    return node.target in MAKERS or (node.target in ("to", "type_as") and node.args[0] not in maps)
-
-
-def _used(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps that a map is made of; one member computes the others."""
-    kept: list[Step] = []
-    used: set[str] = set()
-    for step in reversed(steps):
-        if not step.global_op or step.name in used:
-            kept.append(step)
-            used.update(step.others)
-    return kept[::-1]
 
 
 def _forms(values: Mapping[str, Any]) -> Forms:

@@ -243,7 +243,7 @@ def pad(layer: Layer, mode: str | None = None) -> Operation:
     left, right, top, bottom = (*amounts[:4], 0, 0, 0, 0)[:4]
     if mode != "constant":
         mirroring = mirrors(mode, (top, left), (bottom, right))
-        return Operation(lambda given: mirrored(given.patch, mirroring), mirroring)
+        return Operation(lambda given: mirrored(given.patch, mirroring), mirroring, shares=True)
     rules, value = (Window(before=top, after=bottom), Window(before=left, after=right)), layer.get("value") or 0.0
     return Operation(lambda given: given.patch.padded(value), rules, shares=True)
 

@@ -212,7 +212,7 @@ class BoxedNodes(NodeRun):
         if self._comm.members == 1:
             maps, others = parted(dict(zip(self._inputs, values, strict=True)))
             updated = self._updated if stage.training else ()
-            return read_region(stage, self._nodes, maps, others, updated=updated)
+            return read_region(stage, self._nodes, maps, others, updated=updated, random=self._random)
         region = None if plan.region is None else region_of_stage(plan.region, self._nodes, self._inputs)
         if region is None:
             raise NothingTileable(*(plan.ends_at or ("the model", "has no layer that takes maps")))

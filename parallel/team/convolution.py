@@ -100,13 +100,10 @@ class _Split:
         self.whole = split.base == exchange.own
         self.base = slices(DIMS, split.base, exchange.own)
         self.pads: Padding = None, split.pads
-        self.strips = [
-            (exchange.concat_halo(strip.have), _between(strip.have, strip.need), slices(DIMS, strip.made, made))
-            for strip in split.strips
-        ]
-        self.halos = [
-            (exchange.concat_halo(halo.box), _padding(halo.pads), slices(DIMS, halo.made, made)) for halo in split.halos
-        ]
+        self.strips, self.halos = (
+            [(exchange.concat_halo(each.box), _padding(each.pads), slices(DIMS, each.made, made)) for each in boxes]
+            for boxes in (split.strips, split.halos)
+        )
         self.pieces: list[tuple[int, Slices]] = []
         for piece in exchange.exchange.recvs[exchange.member]:
             for number, (rows, columns) in enumerate(halo.box for halo in split.halos):
@@ -186,8 +183,3 @@ def _padding(pads: Pads) -> Padding:
     """Let the convolution itself pad where both sides are alike."""
     (top, bottom), (left, right) = pads
     return (None, (top, left)) if top == bottom and left == right else ((left, right, top, bottom), (0, 0))
-
-
-def _between(inner: Box, outer: Box) -> Padding:
-    rows, columns = ((o.start, i.start, i.stop, o.stop) for i, o in zip(inner, outer, strict=True))
-    return _padding(((rows[1] - rows[0], rows[3] - rows[2]), (columns[1] - columns[0], columns[3] - columns[2])))

@@ -230,7 +230,7 @@ class RegionExchange:
                 live = [step.name for step in part.live_steps if not step.sums]
                 looked_at |= {name: [[box] for box in mesh.all_owned(sides[name])] for name in live}
                 # In its backward pass a part finds what it gave, with rims, where its own steps look at it.
-                names = (*part.entering, *(name for name in live if name in part.users))
+                names = (*part.entering, *(name for name in live if name in part.used))
                 for member in members:
                     for row, column in places_of(part.box_spans, self._boxes.places(member, paper)):
                         rows, columns = part.rows[row], part.columns[column]

@@ -20,6 +20,7 @@ from parallel.space.team import box_px
 from parallel.streaming.moments import merged, moments, normalised_part
 from parallel.streaming.operation import Arguments, ChannelNorm, Operation, module_of
 from parallel.streaming.patch import Patch, cut_of, narrowed
+from parallel.streaming.read_node import changes_in_place, takes_type_alone
 from parallel.streaming.read_norm import CHANNELS, HALVES
 from parallel.streaming.read_pointwise import MASK
 from parallel.team.convolution import HaloConvolution, sharded_convolution
@@ -43,7 +44,7 @@ class NodeCompiler:
         self, stage: nn.Module, context: ForwardContext, random: frozenset[str], entering: frozenset[str]
     ) -> None:
         self._stage, self._random, self._entering = stage, random, entering
-        self._plan, self._comm, self._device = context.plan, context.comm, context.device
+        self._plan, self._comm = context.plan, context.comm
         self._member = context.comm.member
 
     def compile(self, node: fx.Node) -> Compute:
@@ -68,16 +69,27 @@ class NodeCompiler:
 
     def _on_rank0(self, node: fx.Node) -> Compute:
         """Compile a node that member 0 computes alone, of whole maps; other members visit the same exchanges."""
-        loads = {source.name: self._whole(source) for source in node.all_input_nodes}
+        parts = self._sources(node)  # of which it needs no more than this member's, for their type
+        parts = parts if takes_type_alone(node, parts) else []
+        loads = {n.name: operator.itemgetter(n.name) if n in parts else self._whole(n) for n in node.all_input_nodes}
         if self._member:
             (source, *others) = node.all_input_nodes or (None,)
             if source is not None and not others and source.op != "get_attr" and self._is_stand_in(source):
                 return lambda known, _: known[source.name]
 
+            changed, last = [], node
+            while last.name not in self._entering and changes_in_place(self._stage, last):
+                last = last.all_input_nodes[0]
+                changed.append(last.name + (GATHERED if self._plan.placement(last.name) == "shard" else ""))
+
+            takes = [loads[n.name] for n in node.all_input_nodes if n not in parts]
+
             def stand_in(known: Values, context: ForwardContext) -> Tensor:
-                leaves = tree_leaves([load(known) for load in loads.values()])
+                leaves = tree_leaves([load(known) for load in takes])
                 tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-                return empty_with_zero_grad(tensors, context.device)
+                value = empty_with_zero_grad(tensors, context.device)
+                known.update(dict.fromkeys(changed, value))  # their later users pass gradients to what changed them
+                return value
 
             return stand_in
         sources, random = list(loads.values()), node.name in self._random
@@ -156,8 +168,10 @@ class NodeCompiler:
 
     def _of_sums(self, node: fx.Node, operation: Operation) -> Any:
         """A value without rows."""
-        make, resolver = self._arguments(node), self._without_rows(node)
-        return lambda known, _, before=NO_PRIORS: operation.compute(make({}, resolver(known), known=before))
+        make, resolver, source = self._arguments(node), self._without_rows(node), self._sources(node)[0].name
+        return lambda known, _, before=NO_PRIORS: operation.compute(
+            make({}, resolver(known), known=before, template=known[source])
+        )
 
     def _summed(self, node: fx.Node, name: str, operation: Operation) -> Any:
         """A sum over the parts of all members."""
@@ -310,26 +324,11 @@ class NodeCompiler:
 
     def _arguments(self, node: fx.Node, may_change: bool = False) -> Callable[..., Arguments]:
         """Return (patches, resolve, known=) -> ``Arguments``."""
-        region, template = self._plan.region, None
-        assert region is not None
-        if node.name in region.forms:
-            template = torch.empty(0, dtype=region.forms[node.name][1], device=self._device)
-        return functools.partial(Arguments, self._stage, node, may_change=may_change, template=template)
+        return functools.partial(Arguments, self._stage, node, may_change=may_change)
 
     def _without_rows(self, node: fx.Node) -> Callable[[Values], Callable[[fx.Node], Any]]:
-        """Return known values -> value of a node that a node takes; of sharded maps type and device alone."""
-        region = self._plan.region
-        assert region is not None
-        forms = {
-            source.name: torch.empty(0, dtype=region.forms[source.name][1], device=self._device)
-            for source in self._sources(node)
-            if source.name in region.forms and source.name not in region.constants
-        }
-
-        def resolve(known: Values, source: fx.Node) -> Any:
-            return forms[source.name] if source.name in forms else known[source.name]
-
-        return functools.partial(functools.partial, resolve)
+        """Return known values -> value of a node that a node takes; of sharded maps this member's part."""
+        return functools.partial(functools.partial, lambda known, source: known[source.name])
 
 
 def _frame(patch: Patch) -> Callable[[Any], Patch]:

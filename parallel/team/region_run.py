@@ -27,6 +27,7 @@ from parallel.space.team import TeamGrid
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, plan_part
 from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plain
+from parallel.streaming.read_node import changes_in_place
 from parallel.streaming.region import Region
 from parallel.streaming.strip_maps import StripMaps, column_cuts
 from parallel.team.halo_exchange import RegionExchange
@@ -163,8 +164,14 @@ class RegionRun:
     def _plain_forward(self, module: nn.Module, step: Step, known: Mapping[str, Any]) -> Any:
         """Compute what has no rows."""
         if self.region.nodes[step.name].name not in self._random:
-            return run_plain(module, self.region, step, known)
-        return self.context.run_with_rng(lambda: run_plain(module, self.region, step, known))
+            return self._run_plain(module, step, known)
+        return self.context.run_with_rng(lambda: self._run_plain(module, step, known))
+
+    def _run_plain(self, module: nn.Module, step: Step, known: Mapping[str, Any]) -> Any:
+        """Compute what has no rows; a change in place is of a copy where the backward pass needs what was changed."""
+        if step.name not in self.region.fixed and changes_in_place(module, self.region.nodes[step.name]):
+            known = {**known, **{name: known[name].clone() for name in step.others[:1]}}
+        return run_plain(module, self.region, step, known)
 
     def _merge_sums(self, phase: Phase, kept: Kept) -> None:
         """Merge the sums of all members' boxes."""
@@ -307,7 +314,7 @@ class RegionRun:
         known = {**kept.known, **before}
         with torch.enable_grad():
             for step in steps:
-                known[step.name] = run_plain(module, self.region, step, known)
+                known[step.name] = self._run_plain(module, step, known)
         names = [name for name in names if known[name].requires_grad]
         outputs, pulled = [known[name] for name in names], [back.known[name] for name in names]
         found = torch.autograd.grad(outputs, [*leaves.values(), *back.parameters], pulled, allow_unused=True)

@@ -117,13 +117,12 @@ def _function_fault(node: fx.Node) -> str | None:
     if name == "flatten":
         return None if _argument(node, 1, "start_dim", 0) > 0 else unknown
     if name in ("view", "reshape"):
-        shape = node.args[1:] if not isinstance(node.args[1], tuple | list) else node.args[1]
-        return None if _is_count(shape[0]) else unknown
+        shape = _numbers(node, "size" if name == "view" else "shape")
+        return None if shape and _is_count(shape[0]) else unknown
     if name in ("unsqueeze", "squeeze"):
         return None if _argument(node, 1, "dim", 0) > 0 else unknown
     if name == "permute":
-        order = node.args[1:] if not isinstance(node.args[1], tuple | list) else node.args[1]
-        return None if order[0] == 0 else unknown
+        return None if list(_numbers(node, "dims")[:1]) == [0] else unknown
     return unknown
 
 
@@ -152,6 +151,12 @@ def _is_count(node: Any) -> bool:
 
 def _argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
     return node.kwargs.get(name, node.args[place] if len(node.args) > place else default)
+
+
+def _numbers(node: fx.Node, name: str) -> Any:
+    """Return the numbers that a call is given one by one, or as one argument."""
+    first = _argument(node, 1, name, ())
+    return first if isinstance(first, tuple | list) else node.args[1:]
 
 
 @dataclass

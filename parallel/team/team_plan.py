@@ -83,7 +83,7 @@ def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Plans:
     Args:
         once: each member computes its part in one piece; False: in boxes, and again in the backward pass.
     """
-    model = traced.model
+    model, random = traced.model, {layer.name for layer in traced.graph.layers if layer.random}
 
     @functools.lru_cache(MOST_PLANS)
     def plan(shape: tuple[int, ...], training: bool) -> TeamPlan:
@@ -98,7 +98,7 @@ def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Plans:
             parameter = next(model.parameters())
             images = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
             try:
-                region = read_region(model, nodes, {entering: images}, refuse=mesh.fault, once=once)
+                region = read_region(model, nodes, {entering: images}, refuse=mesh.fault, once=once, random=random)
             except NothingTileable as reason:
                 return TeamPlan(mesh, (), {}, reason.ends_at, None)
         return TeamPlan(mesh, region.steps, region.sides, region.ends_at, region)

@@ -68,16 +68,14 @@ def _is_left_out(node: fx.Node, names: Collection[str]) -> bool:
 
 def _stages_in_evaluation(traced: Traced, partition: Partition, stages: dict[str, int]) -> dict[str, int]:
     """Return the stage of every node of the evaluation graph: that of training, else of its module and inputs."""
-    owners = {
-        str(node.target): stages[node.name]
-        for node in traced.training.graph.nodes
-        if node.op in ("call_module", "get_attr")
-    }
+    of_paths = ("call_module", "get_attr")
+    owners = {str(n.target): stages[n.name] for n in traced.training.graph.nodes if n.op in of_paths}
     nodes = list(traced.evaluation.graph.nodes)
     placed: dict[str, int] = {}
     for node in nodes:
         earliest = max((placed[argument.name] for argument in node.all_input_nodes), default=0)
-        placed[node.name] = stages.get(node.name, owners.get(str(node.target), earliest))
+        owner = owners.get(str(node.target), earliest) if node.op in of_paths else earliest
+        placed[node.name] = stages.get(node.name, owner)
     for node in reversed(nodes):  # what takes nothing from other layers is made where it is used
         if not node.all_input_nodes and node.name not in stages and str(node.target) not in owners and node.users:
             placed[node.name] = min(placed[user.name] for user in node.users)

@@ -134,6 +134,7 @@ KINDS: dict[str, tuple[nn.Module, int]] = {
     "channels": (Call(lambda x: x[:, 1:3]), 2),
     "softmax": (nn.Softmax(dim=1), 4),
     "transposed dims": (Call(lambda x: x.transpose(2, 3) * 2), 4),
+    "dims by name": (Call(lambda x: torch.transpose(torch.permute(x, dims=(0, 3, 2, 1)), dim0=1, dim1=3) * 2), 4),
     "linear over channels": (nn.Sequential(LAST, nn.Linear(4, 5), Call(lambda x: x.permute(0, 3, 1, 2))), 5),
     "channel shuffle": (Call(lambda x: x.view(-1, 2, 2, x.size(2), x.size(3)).transpose(1, 2).reshape(x.shape)), 4),
     "squeeze and excite": (SqueezeExcitation(4, 2), 4),

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.in_boxes import streamed
+from benchmarks.in_boxes import planned_regions, streamed
 from models.blocks import FrozenBatchNorm2d
 from parallel.space.cuts import Span
 from parallel.space.rule import Resample
 from parallel.streaming import part_plan
 from parallel.streaming.local_ops import resample
 from parallel.streaming.patch import Patch
+from parallel.team.boxed_nodes import PlannedRegion
 from tests.helpers.small_nets import Made
 from tests.helpers.streaming import end_of_boxes, in_boxes, streaming_error
 from tests.helpers.team_operations import Call
@@ -39,6 +40,11 @@ def shifted(channels: int) -> FrozenBatchNorm2d:
 
 def four_layers() -> nn.Module:
     return nn.Sequential(*(part for _ in range(4) for part in (nn.Conv2d(3, 3, 3, padding=1), shifted(3), nn.ReLU())))
+
+
+def padded_and_changed(m: Any, x: Tensor) -> Tensor:
+    y = m.first(x)
+    return m.change(F.pad(y, (1, 1, 1, 1), "reflect"))[:, :, 1:-1, 1:-1] + y
 
 
 def resized() -> nn.Module:
@@ -67,6 +73,9 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     # That of a root is infinite at zero, and infinity times zero no number.
     "norms of nothing have no gradient": (
         lambda: called(lambda x: x + F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True)), (1, 3, 18, 18), 8),
+    # A box without a pad around it is the map itself.
+    "what is padded is not changed in place": (
+        lambda: Made(padded_and_changed, first=nn.Conv2d(3, 4, 3), change=nn.ReLU(inplace=True)), (1, 3, 30, 30), 6),
     # A model that resamples to ``x.shape`` would resample to that of the box.
     "sizes are those of the whole image": (resized, (1, 3, 29, 22), 9),
 }  # fmt: skip
@@ -129,6 +138,7 @@ SQUARE = functools.partial(nn.Conv2d, 4, 4, 1)
 LARGEST = "takes the largest of the whole image, which boxes do not add up: use an average pool"
 
 
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
@@ -141,6 +151,7 @@ LARGEST = "takes the largest of the whole image, which boxes do not add up: use 
         (lambda: nn.Dropout(0.5), "draws a number for each px"),
         (lambda: Call(lambda x: x.flatten(2).softmax(-1)), "makes other dims of rows and columns"),
         (lambda: Call(lambda x: F.conv2d(x, x[:, :, :3, :3])), "takes several maps where boxes know one"),
+        (lambda: nn.Softmax(), "is given no dim"),
     ],
 )
 def test_the_first_layer_that_boxes_do_not_know_is_refused_by_name(layer: Callable[[], nn.Module], reason: str) -> None:
@@ -157,21 +168,87 @@ def test_two_backward_passes_are_refused() -> None:
         loss.backward()
 
 
-def gated(m: Any, x: Tensor) -> Any:
-    y = m.first(x)
-    return m.last(y * torch.sigmoid(m.dropout(m.norm(y.mean((2, 3), keepdim=True)))))
+def mean(y: Tensor) -> Tensor:
+    return y.mean((2, 3), keepdim=True)
 
 
-def counted() -> nn.Module:
-    first, last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
-    return Made(gated, first=first, norm=nn.BatchNorm2d(4), dropout=nn.Dropout(0.5), last=last)
+def normed(m: Any, y: Tensor) -> Tensor:
+    return F.batch_norm(y, m.norm.running_mean, m.norm.running_var, training=True)
 
 
-def test_what_counts_or_draws_in_a_gate_does_so_once() -> None:
+def standardised(m: Any, y: Tensor) -> Tensor:
+    weight = F.batch_norm(m.second.weight.view(1, 4, 4), None, None, training=True)
+    return F.conv2d(y, weight.view(4, 4, 1, 1))
+
+
+def changed_twice(m: Any, y: Tensor) -> Tensor:
+    z = m.second(y)
+    z.mul_(0.5).add_(y)
+    return z
+
+
+def changed_gate(m: Any, y: Tensor) -> Tensor:
+    s = mean(y)
+    s.sigmoid_()
+    return y * s
+
+
+def drawn_and_scaled(m: Any, y: Tensor) -> Tensor:
+    r = y.new_empty((4, 1, 1, 1)).bernoulli_(0.7)
+    r.div_(0.7)
+    return y * r
+
+
+def assigned(m: Any, y: Tensor) -> Tensor:
+    z = 2 * y
+    z[:, :2] = m.second(y)[:, :2]
+    return z
+
+
+def divided(m: Any, y: Tensor) -> Tensor:
+    y[:, :2] /= 2
+    return y
+
+
+def canvas(m: Any, y: Tensor) -> Tensor:
+    both = y.new_zeros(y.shape)
+    both[:, :2] = y[:, :2]
+    return both
+
+
+MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "a gate that draws and counts": (lambda m, y: y * torch.sigmoid(m.dropout(m.norm(mean(y)))), True),
+    "a gate of a functional dropout": (lambda m, y: y * F.dropout(mean(y), 0.4, m.training), True),
+    "a gate of a functional batch norm": (lambda m, y: y * normed(m, mean(y)), True),
+    "a gate that is changed in place": (changed_gate, True),
+    "a mean that an activation changes in place": (lambda m, y: y * torch.sigmoid(m.second(m.act(mean(y)))), False),
+    "a gate of truth values": (lambda m, y: y * (mean(y) > 0), False),
+    "factors changed after they are drawn": (drawn_and_scaled, False),
+    "a functional batch norm": (normed, False),
+    "standardised weights": (standardised, False),
+    "a map that is changed twice": (changed_twice, True),
+    "assigned parts": (assigned, True),
+    "divided parts": (divided, True),
+    "parts of a new tensor": (canvas, True),
+}
+"""What is between two convolutions, and whether boxes end there."""
+
+
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_what_counts_draws_or_changes_does_so_once(middle: str) -> None:
     """Boxes computed gates again in the backward pass: batch norm counted twice, dropout drew other numbers, and
-    gradients were a quarter off."""
+    gradients were a quarter off. They left assignments out."""
     torch.manual_seed(0)
-    net = counted().double()
+    compute, ends = MIDDLES[middle]
+    net = Made(
+        lambda m, x: m.last(compute(m, m.first(x))),
+        first=nn.Conv2d(3, 4, 3, padding=1),
+        second=nn.Conv2d(4, 4, 1),
+        norm=nn.BatchNorm2d(4),
+        dropout=nn.Dropout(0.5),
+        act=nn.SiLU(inplace=True),
+        last=nn.Conv2d(4, 2, 1),
+    ).double()
     ours = streamed(copy.deepcopy(net), 8, (4, 3, 20, 20))
     images = torch.randn(4, 3, 20, 20, dtype=torch.float64)
     for module in (net, ours):
@@ -180,6 +257,21 @@ def test_what_counts_or_draws_in_a_gate_does_so_once() -> None:
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(dict(ours.named_buffers()), dict(net.named_buffers()), rtol=1e-12, atol=0)
+    (planned,) = planned_regions(ours, (4, 3, 20, 20))
+    assert isinstance(planned, PlannedRegion)
+    assert (planned.run.region.ends_at is not None) is ends
+
+
+def test_a_view_that_is_changed_where_boxes_end_is_refused() -> None:
+    """Boxes keep a view apart from the map: the map stayed as it was."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        y[:, :2].mul_(2)
+        return y
+
+    with pytest.raises(ValueError, match=r"changes getitem in place, and with it conv, .* Write it without in-place"):
+        streamed(Made(compute, conv=nn.Conv2d(3, 4, 3)), 8, (1, 3, 20, 20))
 
 
 def test_autocast_keeps_no_weight_without_data() -> None:

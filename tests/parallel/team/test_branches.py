@@ -22,6 +22,7 @@ from parallel.schedule.registry import build_schedule
 from parallel.schedule.simulate import simulate
 from parallel.schedule.timeline import LinkCost, StageCost
 from parallel.strategy import Strategy
+from parallel.team.samplewise import samplewise_fault
 from parallel.trace.trace import trace
 from tests.helpers.branched_nets import BRANCHED_NETS, Inception, Module, steps_for, unit
 from tests.helpers.engine_runs import LR, assert_equal, build, on_gpus, on_threads, plain_of, run, train
@@ -149,6 +150,19 @@ def reordered() -> nn.Module:
     module = Module(6)
     parts = {"net": unit(3, 6), "module": module, "head": nn.Conv2d(module.channels, 3, 1)}
     return Made(lambda m, x: m.head(m.module(torch.flip(m.net(x), (0,)))), **parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "known"),
+    [
+        (lambda x: torch.permute(x, dims=(0, 2, 1)), True),
+        (lambda x: torch.permute(x, dims=(1, 0, 2)), False),
+        (lambda x: torch.reshape(x, shape=(x.shape[0], -1)), True),
+    ],
+)
+def test_arguments_by_name(change: Callable[[torch.Tensor], torch.Tensor], known: bool) -> None:
+    graph = trace(Made(lambda m, x: change(m.net(x)), net=nn.Linear(4, 4)), (2, 3, 4)).training
+    assert any(samplewise_fault(graph, node) for node in graph.graph.nodes) is not known
 
 
 def unbranched() -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -10,10 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath
 from torch import Tensor, nn
 
+from parallel.comm.communicator import Communicator
+from parallel.comm.thread_comm import run_on_threads
+from parallel.graph.partition import Partition
 from parallel.space.team import SpatialMesh, TeamGrid
-from parallel.team.team_plan import BoxedParts
+from parallel.team.team_comm import TeamComm
+from parallel.team.team_plan import BoxedParts, team_plans
+from parallel.team.team_stages import team_stages
+from parallel.trace.trace import trace_as_it_runs
 from tests.helpers.small_nets import Made
 from tests.helpers.team_error import team_error
 from tests.helpers.team_operations import OPERATIONS, Call, Network
@@ -95,6 +103,25 @@ def changed() -> nn.Module:
     return Made(compute, first=nn.Conv2d(2, 4, 3, padding=1), last=nn.Conv2d(4, 2, 3))
 
 
+def assigned() -> nn.Module:
+    """Each member follows the gradients of what is assigned; what is assigned to is with member 0."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        both = y.new_zeros(y.shape)
+        both[:, :2] = y[:, 2:]
+        z = 2 * y
+        z[:, :2] = m.second(y)[:, :2]
+        z[:, 1:] /= 2
+        z.mul_(0.5).add_(m.drop(m.second(y)))
+        return m.last(m.drop(z) + both)
+
+    second = nn.Conv2d(4, 4, 1)
+    return Made(
+        compute, first=nn.Conv2d(2, 4, 3, padding=1), second=second, drop=nn.Dropout(0.4), last=nn.Conv2d(4, 2, 3)
+    )
+
+
 def sequence(parts: Callable[[], Iterable[nn.Module]]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*parts())
 
@@ -145,6 +172,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], TeamGrid, Any, 
         SQUARE, HALVES, {}, ONE_PX),
     "ties of maxima go to the px that torch takes": (
         lambda: Network(Call(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1)), 4), SHAPE, HALVES, {}, None),
+    "parts that are assigned": (assigned, SHAPE, HALVES, {}, ...),
+    "parts that are assigned, in boxes": (assigned, SHAPE, HALVES, {"boxed": BoxedParts(8)}, ...),
+    "dropped paths": (lambda: Network(DropPath(0.4), 4), SHAPE, HALVES, {}, None),
     "a map that is changed in place outside the team": (changed, SHAPE, HALVES, {}, ...),
 }  # fmt: skip
 
@@ -158,3 +188,17 @@ def test_exact(case: str) -> None:
     assert ends_at is ... or errors.ends_at == ends_at
     assert make is not Skips or all(errors.sent_bytes), "every member has rims that others look at"
     assert make is not changed or errors.ends_at is not None
+
+
+def test_factors_have_the_type_of_their_map_in_mixed_precision() -> None:
+    """Factors in float32, the type of the plan, made a float32 map of a bfloat16 map."""
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout2d(0.3), DropPath(0.4))
+    traced = trace_as_it_runs(net, SQUARE, torch.float32)
+
+    def member(communicator: Communicator, _: None) -> torch.dtype:
+        own, comm, whole = copy.deepcopy(traced), TeamComm(communicator), Partition(traced.graph, (0,))
+        stage = team_stages(own, whole, [0], HALVES, comm, team_plans(own, HALVES), torch.device("cpu"))[0].train()
+        with stage.context(SQUARE), torch.autocast("cpu", torch.bfloat16):
+            return stage(stage.tiles(torch.randn(SQUARE), SQUARE))[0].dtype
+
+    assert run_on_threads(2, member, timeout_s=30) == [torch.bfloat16] * 2

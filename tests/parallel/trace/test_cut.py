@@ -240,6 +240,16 @@ def test_evaluation_that_needs_what_training_does_not_send() -> None:
         cut_stage(traced, partition, 1)
 
 
+def test_a_method_of_evaluation_is_not_placed_by_a_module_of_its_name() -> None:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = m.b(m.softmax(m.a(x)))
+        return y if m.training else y.softmax(1)
+
+    net = Made(compute, a=nn.Linear(6, 6), softmax=nn.Softmax(1), b=nn.Linear(6, 6)).double()
+    traced = trace(net, (4, 6), torch.float64)
+    assert_same(traced, partition_at(traced.graph, ["b"]), net, torch.rand(4, 6, dtype=torch.float64))
+
+
 def test_values_are_let_go_of_after_their_last_use() -> None:
     alive: list[int] = []
     made: list[weakref.ref[Tensor]] = []
