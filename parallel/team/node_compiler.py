@@ -73,8 +73,9 @@ class NodeCompiler:
         parts = parts if takes_type_alone(node, parts) else []
         loads = {n.name: operator.itemgetter(n.name) if n in parts else self._whole(n) for n in node.all_input_nodes}
         if self._member:
+            flows = changes_in_place(self._stage, node) or node.name not in self._plan.without_gradient
             (source, *others) = node.all_input_nodes or (None,)
-            if source is not None and not others and source.op != "get_attr" and self._is_stand_in(source):
+            if flows and source is not None and not others and source.op != "get_attr" and self._is_stand_in(source):
                 return lambda known, _: known[source.name]
 
             changed, last = [], node
@@ -86,7 +87,7 @@ class NodeCompiler:
 
             def stand_in(known: Values, context: ForwardContext) -> Tensor:
                 leaves = tree_leaves([load(known) for load in takes])
-                tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+                tensors = [leaf for leaf in leaves if flows and isinstance(leaf, Tensor) and leaf.requires_grad]
                 value = empty_with_zero_grad(tensors, context.device)
                 known.update(dict.fromkeys(changed, value))  # their later users pass gradients to what changed them
                 return value

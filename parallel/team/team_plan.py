@@ -32,10 +32,12 @@ class TeamPlan(SpatialPlan):
 
     Attributes:
         region: computed side by side; None where nothing can be.
+        without_gradient: names of the nodes through whose values no gradient flows back.
         compiled: programs of this plan, by what runs them; they go with the plan.
     """
 
     region: Region | None
+    without_gradient: frozenset[str] = frozenset()
     compiled: dict[Any, Any] = field(default_factory=dict)
 
     def placement(self, name: str) -> Placement:
@@ -84,12 +86,13 @@ def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Plans:
         once: each member computes its part in one piece; False: in boxes, and again in the backward pass.
     """
     model, random = traced.model, {layer.name for layer in traced.graph.layers if layer.random}
+    without_gradient = frozenset(layer.name for layer in traced.graph.layers if not layer.differentiable)
 
     @functools.lru_cache(MOST_PLANS)
     def plan(shape: tuple[int, ...], training: bool) -> TeamPlan:
         mesh = SpatialMesh(grid, (shape[2], shape[3]))
         if fault := mesh.fault(mesh.side):
-            return TeamPlan(mesh, (), {}, ("the tile", fault), None)
+            return TeamPlan(mesh, (), {}, ("the tile", fault), None, without_gradient)
         nodes = list((traced.training if training else traced.evaluation).graph.nodes)
         (entering,) = (node.name for node in nodes if node.op == "placeholder")
         with preserve_module_state(model):
@@ -100,8 +103,8 @@ def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Plans:
             try:
                 region = read_region(model, nodes, {entering: images}, refuse=mesh.fault, once=once, random=random)
             except NothingTileable as reason:
-                return TeamPlan(mesh, (), {}, reason.ends_at, None)
-        return TeamPlan(mesh, region.steps, region.sides, region.ends_at, region)
+                return TeamPlan(mesh, (), {}, reason.ends_at, None, without_gradient)
+        return TeamPlan(mesh, region.steps, region.sides, region.ends_at, region, without_gradient)
 
     return plan
 

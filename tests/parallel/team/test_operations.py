@@ -122,6 +122,21 @@ def assigned() -> nn.Module:
     )
 
 
+def cut_off() -> nn.Module:
+    """Of some values that member 0 computes, nothing flows back."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        chosen = m.second(y).argmax(1, keepdim=True)
+        with torch.no_grad():
+            before = m.second(y).sort(3).values
+        return m.last(y.sort(2).values + y.detach().sort(3).values + before) * chosen
+
+    return Made(
+        compute, first=nn.Conv2d(2, 4, 3, padding=1), second=nn.Conv2d(4, 4, 3, padding=1), last=nn.Conv2d(4, 2, 1)
+    )
+
+
 def sequence(parts: Callable[[], Iterable[nn.Module]]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*parts())
 
@@ -174,6 +189,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], TeamGrid, Any, 
         lambda: Network(Call(lambda x: F.max_pool2d((4 * x).clamp(-1, 1), 3, 2, 1)), 4), SHAPE, HALVES, {}, None),
     "parts that are assigned": (assigned, SHAPE, HALVES, {}, ...),
     "parts that are assigned, in boxes": (assigned, SHAPE, HALVES, {"boxed": BoxedParts(8)}, ...),
+    "values that nothing flows back through": (cut_off, SHAPE, HALVES, {}, ...),
     "dropped paths": (lambda: Network(DropPath(0.4), 4), SHAPE, HALVES, {}, None),
     "a map that is changed in place outside the team": (changed, SHAPE, HALVES, {}, ...),
 }  # fmt: skip
