@@ -88,11 +88,10 @@ class TrainingLoop:
 
     @property
     def is_done(self) -> bool:
-        """Nothing follows: all steps are done, or validation has not got better for as long as was asked for."""
+        """Return whether no step and no validation follows: the last step is done, or ``--patience`` has run out."""
         total, patience = self._session.total_steps, self._session.config.score.patience
-        if self._validation_due():
-            return False
-        return self.outcome.step >= total or self.outcome.stopped_early(patience, total) is not None
+        last = self.outcome.step >= total or self.outcome.stopped_early(patience, total) is not None
+        return last and not self._validation_due()
 
     def run(self) -> Outcome:
         """Train.

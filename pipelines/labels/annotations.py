@@ -165,11 +165,11 @@ def read_annotations(
 
     Masks with the values 0 and 1, or 0 and 255, have one class, ``foreground``. Other masks hold class ids 1, 2, ...
     without a gap; where a ``classes.txt`` in their folder (lines ``1 tumour``) names ids, these and no others count.
-    255 beside others is "ignore", as are classes named ``ignore...`` or ``exclude...``. ``class_map`` gives the names.
+    255 among others is "ignore", as are classes named ``ignore...`` or ``exclude...``. ``class_map`` gives the names.
 
     Args:
-        known: classes of a model that the annotations are compared with, which need not draw all of them; None: a
-            training learns what is drawn.
+        known: classes of a model that the annotations are compared with, which may lack some of them; None: a training
+            learns what is drawn.
 
     Raises:
         ValueError: no file can be read, nothing is drawn in any of them, ids without a name, or a class map that lists
@@ -177,30 +177,17 @@ def read_annotations(
     """
     cache = AnnotationCache()
     slides = sorted(files.path)
-    failed: dict[str, str] = {}
-    names: set[str] = set()
-    values: dict[str, set[int]] = {}
-    boxes: dict[str, Box] = {}
-    hidden: dict[str, Counter[str]] = {}
-    visible: set[str] = set()
-    without_area = 0
-
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for slide, content in zip(
-            slides, pool.map(lambda slide: _contents(cache, files.path[slide], class_map), slides), strict=True
-        ):
-            if isinstance(content, SlideError):
-                failed[slide] = str(content)
-                continue
-            names |= content.names
-            visible |= content.visible
-            without_area += content.without_area
-            if content.box is not None:
-                boxes[slide] = content.box
-            if content.hidden:
-                hidden[slide] = content.hidden
-            if content.values is not None:
-                values[slide] = content.values
+        read = pool.map(lambda slide: _contents(cache, files.path[slide], class_map), slides)
+        of_slides = dict(zip(slides, read, strict=True))
+    failed = {slide: str(content) for slide, content in of_slides.items() if isinstance(content, SlideError)}
+    contents = {slide: content for slide, content in of_slides.items() if not isinstance(content, SlideError)}
+    names = {name for content in contents.values() for name in content.names}
+    visible = {name for content in contents.values() for name in content.visible}
+    values = {slide: content.values for slide, content in contents.items() if content.values is not None}
+    boxes = {slide: content.box for slide, content in contents.items() if content.box is not None}
+    hidden = {slide: content.hidden for slide, content in contents.items() if content.hidden}
+    without_area = sum(content.without_area for content in contents.values())
     if len(failed) == len(slides):
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
     numbered = {value: f"class_{value}" for value in range(1, IGNORE)}
