@@ -97,9 +97,7 @@ def convert_folder(command: ConvertCommand) -> int:
     sources = sorted(files_below(command.source))
     if not sources:
         raise ValueError(f"IN holds no annotation file: {command.source}. Check the path")
-    specs: tuple[SlideSpec, ...] = ()
-    if command.slide is not None:
-        specs = slides_in(command.slide, command.opening)
+    specs = () if command.slide is None else slides_in(command.slide, command.opening)
     slides = slides_of(sources, specs)
     made: dict[Path, Path] = {}
     failed = there = 0

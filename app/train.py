@@ -88,8 +88,7 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
         finally:
             handed_over.unlink(missing_ok=True)
     if code:
-        begun = folder.attempts()
-        fault_file = folder.fault_of(begun.begun if begun else 1)
+        fault_file = folder.fault_of(folder.attempts().begun)
         where = f"above and in {fault_file}" if fault_file.exists() else "above"
         raise RunError(f"a rank ended with exit code {code}; its message stands {where}")
     return 0
@@ -227,8 +226,7 @@ def _train_guarded(
     session = Session(config, strategy, dataset, placement, FailedSlides(folder.failed_slides), guard.watchdog)
     loop = TrainingLoop(session, folder, interrupt)
     if before and placement.communicator.rank == 0:
-        attempts = folder.attempts()
-        say(describe_restart(before, loop.outcome.step, loop.repeated, attempts.ranks if attempts else ()))
+        say(describe_restart(before, loop.outcome.step, loop.repeated, folder.attempts().ranks))
     summary = RunSummary(session, folder, loop, before)
     if placement.communicator.rank == 0:
         for note in (*session.model.notes, *strategy_notes(strategy)):
@@ -252,9 +250,7 @@ def _train_guarded(
             error += f"\n{loop.memory.fault()}"
             if folder.last.exists():
                 error += f". {folder.last} is kept: all of these but --tile may be added to --resume"
-        is_full = False
-        if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
-            is_full = True
+        if is_full := isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
             kept = f"{folder.last} is kept: then continue with --resume"
             error = f"{describe_system_error(fault)}; {kept if folder.last.exists() else 'then start again'}"
         with contextlib.suppress(OSError) if is_full else contextlib.nullcontext():
@@ -321,8 +317,7 @@ def _prepare_once(config: RunConfig, folder: RunFolder, placement: RankPlacement
             dataset = _prepare(config, folder, before)
         folder.write_json("env.json", describe_environment())  # by a rank: torch knows the GPUs, and is loaded
         assert agents is not None
-        found = folder.attempts()
-        ranks = (*(found.ranks if found and before else ()), placement.communicator.world)
+        ranks = (*(folder.attempts().ranks if before else ()), placement.communicator.world)
         different = tuple(dict.fromkeys(agent for agent in agents if agent))
         folder.keep_attempts(Attempts(before + 1, different, starter.job, ranks))
         return dataset, plan_text(folder.path)

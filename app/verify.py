@@ -254,7 +254,7 @@ def _remark(result: dict[str, Any]) -> str:
     if result["float64_error"] is None:
         return where
     same = f"the same steps in float64 differ by {number_text(result['float64_error'], '.1e')}"
-    return f"{where}. This is rounding: {same}" if result["passed"] else f"{where}. This is not rounding: {same}"
+    return f"{where}. This is {'' if result['passed'] else 'not '}rounding: {same}"
 
 
 def _plain(value: Any) -> Any:

@@ -40,13 +40,9 @@ class TorchvisionSegmenter(nn.Module):
     Has torchvision's parameter names; the auxiliary head is gone.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: Any) -> None:
         super().__init__()
-        backbone, classifier = network.backbone, network.classifier
-        assert isinstance(backbone, nn.Module)
-        assert isinstance(classifier, nn.Module)
-        self.backbone = backbone
-        self.classifier = classifier
+        self.backbone, self.classifier = network.backbone, network.classifier
         # LR-ASPP's classifier takes two resolutions, that of FCN and DeepLab the last one.
         self.takes_all_features = type(network).__name__ == "LRASPP"
 

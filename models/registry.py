@@ -59,12 +59,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def build_model(
-    name: str,
-    *,
-    classes: int,
-    norm: Norm = "batch",
-    head: Head = "average",
-    side: int | None = None,
+    name: str, *, classes: int, norm: Norm = "batch", head: Head = "average", side: int | None = None
 ) -> nn.Module:
     """Return the model called ``name`` with random weights, on the current default device.
 

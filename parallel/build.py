@@ -96,7 +96,6 @@ def assemble(
     traced = trace_as_needed(module, shape, communicator, strategy)
     work = put_to_work(
         traced,
-        strategy.partition(traced.graph),
         loss,
         make_optimizer,
         communicator,
@@ -109,14 +108,12 @@ def assemble(
         host=host,
     )
     if strategy.pushes is not None:
-        replayed = strategy.pushes.replayed
-        return AsyncEngine(work, communicator, replayed=replayed, seed=seed, observer=observer)
+        return AsyncEngine(work, communicator, replayed=strategy.pushes.replayed, seed=seed, observer=observer)
     return Engine(work, communicator, seed=seed, observer=observer)
 
 
 def put_to_work(
     traced: Traced | Untraced,
-    partition: Partition,
     loss: Loss,
     make_optimizer: MakeOptimizer,
     communicator: Communicator,
@@ -129,11 +126,8 @@ def put_to_work(
     meter: ActivationMeter | None = None,
     host: HostMemory | None = None,
 ) -> RankProgram:
-    """Return the program of this rank of a traced model; for the other arguments see ``assemble``.
-
-    Args:
-        partition: of ``traced``, into the stages of ``strategy``.
-    """
+    """Return the program of this rank of a traced model; for the other arguments see ``assemble``."""
+    partition = strategy.partition(traced.graph)
     mesh, policy, rank = strategy.mesh, strategy.policy, communicator.rank
     team = mesh.team_of(rank)
     costs = nominal_costs(partition) if policy.moves else None
@@ -165,7 +159,7 @@ def put_to_work(
     compute = Compute(device, autocast, strategy.compile)
     saved = SavedTensors(policy, device, meter=meter)
     stages = {
-        number: _stage(cut, number, partition, strategy, holders, compute, loss, number in split, saved, meter, updated)
+        number: _stage(cut, number, partition, strategy, holders, compute, loss, number in split, saved, updated)
         for number, cut in cuts.items()
     }
     names = [name for name, _ in traced.model.named_parameters()]
@@ -277,7 +271,6 @@ def _stage(
     loss: Loss,
     splits: bool,
     saved_tensors: SavedTensors,
-    meter: ActivationMeter | None,
     updated: Collection[str],
 ) -> Stage:
     """Stage ``number``, with the same weights on all ranks that hold it."""
@@ -288,8 +281,6 @@ def _stage(
         broadcast_tensors(holding, cut.held((*cut.named_parameters(), *cut.named_buffers()), own=own), 0)
     if strategy.policy.parameters:
         saved_tensors.streams(HostParameters(cut.root, compute.device, saved_tensors.copies))
-    if meter is not None:
-        meter.exclude((*cut.parameters(), *cut.buffers()))
     return Stage(
         cut,
         compute,
@@ -303,7 +294,7 @@ def _stage(
             and edge.value not in partition.graph.asked_back
         ],
         uses_rng=any(layer.random for layer in partition.layers_of(number)),
-        weights=DeferredWeights(cut, meter) if splits else None,
+        weights=DeferredWeights(cut, saved_tensors.meter) if splits else None,
         saved_tensors=None if saved_tensors.idle else saved_tensors,
         updated=updated,
         versions=WeightVersions(cut) if strategy.stashes else None,

@@ -193,16 +193,14 @@ class Strategy:
     @property
     def team_faults(self) -> list[str]:
         """Return what teams cannot do, a line each."""
-        faults = []
-        for set_, word in (
+        given = (
             (self.name == "zero-bubble", "zero-bubble splits the backward pass, which exchanges cannot: use 1f1b"),
             (self.compile, "compiled stages cannot exchange parts of maps: leave compile out"),
             (self.statistics == "deferred", "deferred statistics are not of teams: keep them per-microbatch"),
             (bool(self.policy.parameters), "parameters on the host are not of teams: use offload-state=optimizer"),
             (self.schedule_csv is not None, "a schedule file is of single ranks, not of teams: leave schedule out"),
-        ):
-            if self.members > 1 and set_:
-                faults.append(word)
+        )
+        faults = [fault for is_set, fault in given if is_set and self.members > 1]
         if self.name == SUBGRAPH.name:
             faults += self._branch_faults
         if self.name == "spatial" and not self.grid:
@@ -262,18 +260,15 @@ class Strategy:
     @property
     def _split_faults(self) -> list[str]:
         """Reasons why backward passes cannot be split in two."""
-        policy, faults = self.policy, []
         splits = "zero-bubble" if self.schedule_csv is None else "the schedule file"
-        if policy.segmented or policy.parameters:
-            faults.append(
-                f"{splits} splits the backward pass, which neither parts computed again nor parameters on the host "
-                "allow: recompute whole stages, or use 1f1b"
-            )
-        if self.compile:
-            faults.append(
-                f"{splits} splits the backward pass, which compiled stages cannot: use 1f1b, or do not compile"
-            )
-        return faults
+        given = (
+            (
+                self.policy.segmented or self.policy.parameters,
+                "neither parts computed again nor parameters on the host allow: recompute whole stages, or use 1f1b",
+            ),
+            (self.compile, "compiled stages cannot: use 1f1b, or do not compile"),
+        )
+        return [f"{splits} splits the backward pass, which {what}" for is_set, what in given if is_set]
 
     def partition(self, graph: LayerGraph) -> Partition:
         """Return the stages of the model.

@@ -58,10 +58,9 @@ def write_samples(folder: Path) -> dict[str, Path]:
 
 def _write_tiff(path: Path, picture: Pixels) -> None:
     with TiffWriter(path, [Size(SIDE, SIDE), Size(TILE, TILE)], JPEG, MPP, "MegaTile sample") as writer:
-        for row in range(2):
-            for column in range(2):
-                tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
-                writer.write_tile(0, column, row, encode_jpeg(np.ascontiguousarray(tile), quality=95))
+        for row, column in np.ndindex(2, 2):
+            tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
+            writer.write_tile(0, column, row, encode_jpeg(np.ascontiguousarray(tile), quality=95))
         half = np.asarray(cv2.resize(picture, (TILE, TILE), interpolation=cv2.INTER_AREA), np.uint8)
         writer.write_tile(1, 0, 0, encode_jpeg(half, quality=95))
 
@@ -83,10 +82,9 @@ def _write_zarr(path: Path, picture: Pixels) -> None:
     (path / ".zgroup").write_text(json.dumps({"zarr_format": 2}))
     (path / ".zattrs").write_text(json.dumps({"multiscales": [image]}))
     (array / ".zarray").write_text(json.dumps(shape | rest))
-    for row in range(2):
-        for column in range(2):
-            tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
-            (array / f"0.{row}.{column}").write_bytes(tile.transpose(2, 0, 1).tobytes())
+    for row, column in np.ndindex(2, 2):
+        tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
+        (array / f"0.{row}.{column}").write_bytes(tile.transpose(2, 0, 1).tobytes())
 
 
 def _ndpi(picture: Pixels) -> bytes:

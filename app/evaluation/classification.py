@@ -10,7 +10,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from app.training import metrics
 from app.training.metrics import Floats, Labels, rows_by
 from parallel.units import number_text
 from pipelines.catalog.catalog import SlideNames
-from pipelines.catalog.table import Table, counted, listed, read_table, shown
+from pipelines.catalog.table import Table, counted, listed, shown
 from pipelines.labels.class_names import IGNORED_CLASS, ClassMap, known_patients
 
 BINS = 10
@@ -231,15 +230,6 @@ class LabelledPredictions:
     @functools.cached_property
     def calibration(self) -> Calibration:
         return Calibration(self.cases)
-
-
-def read_truth(path: Path, *, needs_labels: bool) -> Table:
-    """Return the table of ``--labels``, whose column label may be missing where annotations are scored.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    return read_table(path, ("slide", "label") if needs_labels else ("slide",))
 
 
 def patients_of(rows: Sequence[Mapping[str, Any]], table: Table | None, pattern: str | None) -> dict[str, str]:

@@ -26,13 +26,12 @@ from app.evaluation.classification import (
     confusion,
     labelled_slides,
     patients_of,
-    read_truth,
     with_interval,
 )
 from app.prediction.prediction_folder import PredictionFolder
 from app.training.metrics import mean_defined
 from parallel.units import number_text
-from pipelines.catalog.table import counted, listed
+from pipelines.catalog.table import counted, listed, read_table
 from pipelines.labels.class_names import ClassMap, patient_note, positive_class
 
 MEASURES = {"auc": auc, "auprc": auprc, "balanced_accuracy": balanced_accuracy}
@@ -67,7 +66,8 @@ class Evaluation:
         if not rows:
             raise ValueError(f"{folder.path} holds no predicted slide; {folder.failed.path} may say why")
         self.split = ScoredSplit(rows, split_name)
-        table = None if labels is None else read_truth(labels, needs_labels=annotations is None)
+        required = ("slide", "label") if annotations is None else ("slide",)
+        table = None if labels is None else read_table(labels, required)
         self.patient = patients_of(self.split.rows, table, patient_pattern)
         positive = positive_class(classes, positive_name or self.made_with["positive_class"])
         class_map = ClassMap.parse(self.made_with.get("class_map") or ())

@@ -118,8 +118,7 @@ def certain_tiles(
         except (KeyError, SlideError):
             continue
         small = cv2.resize(pixels, (PICTURE_PX, PICTURE_PX), interpolation=cv2.INTER_AREA)
-        caption = f"{name} {certainty:.3f}, {slide_id} at {l0_x}, {l0_y}"
-        pictures[caption] = as_png(small)
+        pictures[f"{name} {certainty:.3f}, {slide_id} at {l0_x}, {l0_y}"] = as_png(small)
     return pictures
 
 

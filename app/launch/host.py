@@ -43,8 +43,11 @@ CHECK_S = 0.5
 SAVE_S = 60.0
 """Time for the step under way and a checkpoint; then the rank is killed."""
 CGROUPS = Path("/sys/fs/cgroup")
+"""Where control groups are mounted."""
 OWN_CGROUP = Path("/proc/self/cgroup")
+"""Groups of this process, ``hierarchy:controllers:path`` lines."""
 VMSTAT = Path("/proc/vmstat")
+"""Counters of the kernel's memory, ``name number`` lines."""
 NO_LIMIT_BYTES = 1 << 60
 """Version 1 of control groups writes a number near 2^63 where there is no limit."""
 LOCK = "run.lock"
@@ -62,12 +65,8 @@ _held: set[int] = set()
 def kill_after(message: str, limit_s: float) -> Iterator[None]:
     """Give this process ``limit_s`` seconds to live within the block; past them, print ``message`` and kill it."""
     command = [sys.executable, "-I", "-S", "-c", TIMER, str(limit_s), str(os.getpid()), message]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as timer:
-        assert timer.stdin is not None
-        try:
-            yield
-        finally:
-            timer.stdin.close()
+    with subprocess.Popen(command, stdin=subprocess.PIPE):  # closes its input at the end
+        yield
 
 
 def stop_with_launcher() -> None:
@@ -89,48 +88,36 @@ def _stop_after(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class CgroupLimits:
-    """Limits of the control groups that this process is in, version 2 or 1; None where there is none.
-
-    Args:
-        cgroups: where they are mounted.
-        own: the file that names the process's groups, ``hierarchy:controllers:path`` lines.
-    """
-
-    def __init__(self, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> None:
-        cores: list[float] = []
-        memory: list[tuple[int, int]] = []
-        for group in _groups(cgroups, own):
-            quota, _, period = _text(group / "cpu.max").partition(" ")
-            if not quota:
-                quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
-            if quota.isdigit() and period.isdigit() and int(period) > 0:  # not "max" and not -1
-                cores.append(int(quota) / int(period))
-            for limit_name, used_name, cached_name in (
-                ("memory.max", "memory.current", "inactive_file"),
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            ):
-                limit, used = _text(group / limit_name), _text(group / used_name)
-                if limit.isdigit() and int(limit) < NO_LIMIT_BYTES:
-                    # Pages of files that were read count as used, and are given up as soon as memory is wanted.
-                    cached = _count(group / "memory.stat", cached_name) or 0
-                    held = max(0, int(used) - cached) if used.isdigit() else 0
-                    memory.append((int(limit), int(limit) - held))
-        self.cores = min(cores, default=None)
-        self.memory_bytes = min((limit for limit, _ in memory), default=None)
-        self.memory_free_bytes = min((free for _, free in memory), default=None)
+def cgroup_limits() -> tuple[float | None, int | None, int | None]:
+    """Return the cores, the bytes, and the bytes still free, that the control groups of this process allow, version 2
+    or 1; None where there is no limit."""
+    cores: list[float] = []
+    memory: list[tuple[int, int]] = []
+    for group in _groups():
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:  # not "max" and not -1
+            cores.append(int(quota) / int(period))
+        for limit_name, used_name, cached_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _text(group / limit_name), _text(group / used_name)
+            if limit.isdigit() and int(limit) < NO_LIMIT_BYTES:
+                # Pages of files that were read count as used, and are given up as soon as memory is wanted.
+                cached = _count(group / "memory.stat", cached_name) or 0
+                held = max(0, int(used) - cached) if used.isdigit() else 0
+                memory.append((int(limit), int(limit) - held))
+    least, free = min((size for size, _ in memory), default=None), min((left for _, left in memory), default=None)
+    return min(cores, default=None), least, free
 
 
-def memory_kills(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP, machine: Path = VMSTAT) -> int | None:
+def memory_kills() -> int | None:
     """Return how many processes the kernel has killed for lack of memory so far: in this process's control group, else
-    on the whole machine. None where neither is known.
-
-    Args:
-        cgroups, own: as for ``CgroupLimits``.
-        machine: the kernel's counters of its memory, ``name number`` lines.
-    """
-    files = (group / name for group in _groups(cgroups, own) for name in ("memory.events", "memory.oom_control"))
-    counts = (_count(path, "oom_kill") for path in (*files, machine))
+    on the whole machine. None where neither is known."""
+    files = (group / name for group in _groups() for name in ("memory.events", "memory.oom_control"))
+    counts = (_count(path, "oom_kill") for path in (*files, VMSTAT))
     return next((count for count in counts if count is not None), None)
 
 
@@ -143,11 +130,11 @@ def _count(path: Path, name: str) -> int | None:
     return None
 
 
-def _groups(cgroups: Path, own: Path) -> Iterator[Path]:
+def _groups() -> Iterator[Path]:
     """Yield the process's group folders and those above them, of every hierarchy."""
-    for line in _text(own).splitlines():
+    for line in _text(OWN_CGROUP).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        for mount in {cgroups} if not controllers else {cgroups / name for name in controllers.split(",")}:
+        for mount in {CGROUPS} if not controllers else {CGROUPS / name for name in controllers.split(",")}:
             group = mount / path.strip("/")
             yield group
             yield from (above for above in group.parents if above == mount or mount in above.parents)
@@ -163,19 +150,18 @@ def _text(path: Path) -> str:
 def usable_cores() -> int:
     """Return the cores this process may run on: its affinity, and no more than its control groups' share, rounded
     up."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = CgroupLimits().cores
+    affinity, share = len(os.sched_getaffinity(0)), cgroup_limits()[0]
     return affinity if share is None else max(1, min(affinity, math.ceil(share)))
 
 
 def memory_bytes() -> tuple[int, int]:
     """Return (all, still free) memory this process may use, in bytes."""
-    machine, limits = psutil.virtual_memory(), CgroupLimits()
+    machine = psutil.virtual_memory()
     total, free = int(machine.total), int(machine.available)
-    if limits.memory_bytes is None or limits.memory_bytes >= total:
+    _, limit, left = cgroup_limits()
+    if limit is None or left is None or limit >= total:
         return total, free
-    left = limits.memory_bytes if limits.memory_free_bytes is None else limits.memory_free_bytes
-    return limits.memory_bytes, max(0, min(free, left))
+    return limit, max(0, min(free, left))
 
 
 def cpu_model() -> str:

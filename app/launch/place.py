@@ -193,18 +193,13 @@ def _mixed(
 
 
 def device_of(settings: StrategySettings) -> torch.device:
+    """Return the device of this rank, made the current one; errors as of ``choose_device``."""
+    device = choose_device(settings.device)
+    return torch.device("cpu") if settings.is_mixed and _on_cpu(find_launch(), settings.cpu_ranks) else device
+
+
+def choose_device(asked: str) -> torch.device:
     """Return the device of this rank, made the current one.
-
-    Raises:
-        ValueError: as ``choose_device``.
-    """
-    launch = find_launch()
-    device = choose_device(settings.device, launch.local_rank if launch else 0)
-    return torch.device("cpu") if settings.is_mixed and _on_cpu(launch, settings.cpu_ranks) else device
-
-
-def choose_device(asked: str, local_rank: int) -> torch.device:
-    """Return the device of rank ``local_rank`` of this machine, made the current one.
 
     With auto the ranks of a machine are all on its GPUs, or all on its CPU if torch has no kernels for one of them.
 
@@ -214,9 +209,10 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     launch = find_launch()
     if asked != "cpu" and launch and launch.world > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", HARDWARE_QUEUES)  # before anything asks CUDA
+    local_rank, local_world = (launch.local_rank, launch.local_world) if launch else (0, 1)
 
     def missing_on_any() -> str:
-        used = min(torch.cuda.device_count(), launch.local_world if launch else 1)
+        used = min(torch.cuda.device_count(), local_world)
         return next(filter(None, map(missing_kernels, range(used))), "")
 
     kind, missing = _kind_of(asked, missing_on_any)
@@ -230,11 +226,7 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
 
 
 def device_kind(asked: str) -> Literal["cpu", "cuda"]:
-    """Return the kind of device that the ranks of ``--device`` will have; opens no CUDA context.
-
-    Raises:
-        ValueError: as ``choose_device``.
-    """
+    """Return the kind of device of the ranks of ``--device``; opens no CUDA context. Errors as of ``choose_device``."""
     return _kind_of(asked, lambda: gpu_at(0).missing_kernels)[0]
 
 

@@ -94,19 +94,17 @@ class ProgressRecord:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
+        is_new = descriptor is None
         if descriptor is None:
             # Of no disk: there, the kernel writing the page back could hold up the rank that changes it. And of no
             # folder: /dev/shm may be small, full or read-only.
             descriptor = os.memfd_create("progress_record")
             os.ftruncate(descriptor, _SIZE)
-            self.descriptor = descriptor
-            self._memory = mmap.mmap(descriptor, _SIZE)
+        self.descriptor, self._memory = descriptor, mmap.mmap(descriptor, _SIZE)
+        if is_new:
             self.at(AT_REST)
             self.at_device(None)
             _STEP.pack_into(self._memory, _STEP_AT, -1)
-        else:
-            self.descriptor = descriptor
-            self._memory = mmap.mmap(descriptor, _SIZE)
 
     def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
         """Record that the rank turns to the action at ``position``."""
@@ -218,22 +216,21 @@ class WatchdogProcess:
             if progress.phase == REPORTED or (self._fault_file and self._fault_file.exists()):
                 failed_s += passed_s
             if failed_s >= ENDS_WITHIN_S:
-                rank.kill()
-                return False
+                break
             if progress.phase != WATCHED:
                 continue
             if stopped_s >= self._stopped_s:
-                reason = f"was stopped (SIGSTOP) for {stopped_s:.0f} s and is killed"
-                self._say(progress, reason, STOPPED_ADVICE)
-                rank.kill()
-                return False
+                self._say(progress, f"was stopped (SIGSTOP) for {stopped_s:.0f} s and is killed", STOPPED_ADVICE)
+                break
             if progress.position != AT_REST and idle_s >= self._limit_s(progress):
                 doing = "waited for another rank" if progress.waiting else "made no progress"
                 where = " on its GPU" * progress.of_device
                 self._say(progress, f"{doing}{where} for {idle_s:.0f} s and is killed", STUCK_ADVICE)
-                rank.kill()
-                return False
-        return True
+                break
+        else:
+            return True
+        rank.kill()
+        return False
 
     def _is_connected(self) -> bool:
         """Wait a while for the rank to say something; return False when it cannot any more."""

@@ -272,7 +272,17 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
         raise ValueError(f"a comparison takes each run once; got {' '.join(map(str, runs))}")
     files = [RunFiles(run) for run in runs]
     out.parent.mkdir(parents=True, exist_ok=True)
-    return write_text(out, render_comparison(files, names_of(runs)))
+    headers = ("", *names_of(runs))
+    folder = os.path.commonpath([run.resolve() for run in runs])
+    page = rendered(
+        "comparison.html.j2",
+        runs=len(runs),
+        settings=Table(headers, _differing([run.config for run in files])),
+        figures=Table(headers, _rows([_figures(run) for run in files])),
+        curves=[f"tensorboard --logdir {shlex.quote(folder)}"],
+        environment=Table(headers, _differing([run.environment for run in files])),
+    )
+    return write_text(out, page)
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
@@ -283,18 +293,6 @@ def names_of(runs: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
-
-
-def render_comparison(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    headers = ("", *names)
-    return rendered(
-        "comparison.html.j2",
-        runs=len(runs),
-        settings=Table(headers, _differing([run.config for run in runs])),
-        figures=Table(headers, _rows([_figures(run) for run in runs])),
-        curves=[f"tensorboard --logdir {shlex.quote(os.path.commonpath([run.folder.resolve() for run in runs]))}"],
-        environment=Table(headers, _differing([run.environment for run in runs])),
-    )
 
 
 def _figures(run: RunFiles) -> dict[str, str]:

@@ -251,18 +251,12 @@ def unequal_notes(
     best = best_of(rows)
     if best is None or not best.images_per_second:
         return
-    for device, speed in of_device.items():
-        if speed == max(speeds):
-            continue
+    for device in [name for name, speed in of_device.items() if speed < max(speeds)]:
         others = without(device)
-        if others is None:
-            continue
-        gain = best.images_per_second / others - 1
-        what = f"{devices.count(device)} x {device}"
-        if gain < WORTH:
-            yield f"without {what}: {others:.3g} images/s, as many or more: leave them out"
-        else:
-            yield f"without {what}: {others:.3g} images/s; they add {gain:.0%}"
+        if others is not None:
+            gain = best.images_per_second / others - 1
+            advice = ", as many or more: leave them out" if gain < WORTH else f"; they add {gain:.0%}"
+            yield f"without {devices.count(device)} x {device}: {others:.3g} images/s{advice}"
 
 
 def _gain(rows: Sequence[PlanRow]) -> str:
@@ -274,10 +268,10 @@ def _gain(rows: Sequence[PlanRow]) -> str:
     strategy = shared.strategy
     counts = ",".join(str(len(share)) for share in strategy.shares)
     gain = shared.images_per_second / equal.images_per_second
-    coarse = ""
-    if strategy.m < FINE * strategy.groups:
-        coarse = f"; {strategy.m} microbatches follow speeds within {coarseness(strategy.m, strategy.groups):.0%}"
-    return (
+    text = (
         f"{strategy.name} --shares {counts}: {shared.images_per_second:.3g} images/s, {gain:.2f} times its best with "
-        f"equal shares{coarse}"
+        "equal shares"
     )
+    if strategy.m < FINE * strategy.groups:
+        text += f"; {strategy.m} microbatches follow speeds within {coarseness(strategy.m, strategy.groups):.0%}"
+    return text

@@ -23,6 +23,7 @@ from parallel.graph.branches import find_branches
 from parallel.graph.layers import LayerGraph
 from parallel.graph.partition import Partition
 from parallel.memory.rank_bytes import in_flight
+from parallel.memory.windows import Windows
 from parallel.plan.balance import partition_optimal
 from parallel.plan.candidates import PLAIN, MemoryOptions, candidates, fewest_bytes
 from parallel.plan.search import Planner
@@ -130,8 +131,8 @@ def _split_bytes(name: str, ranks: int, starts: dict[object, tuple[int, ...]], p
         if key not in starts:
             speeds = [1 / max(map(max, of_rank)) for of_rank in in_flight(*schedule_of(strategy))]
             kept = [float(size) for size in graph.freed_bytes]
-            places = planner.stages.places
-            starts[key] = partition_optimal(graph, strategy.stages, kept, speeds=speeds, positions=places).starts
+            windows = Windows(graph, kept, [0, *planner.stages.places, len(graph.layers)])
+            starts[key] = partition_optimal(windows, strategy.stages, speeds=speeds).starts
         check = planner.check_memory(strategy, partition=Partition(graph, starts[key]))
         peaks += [] if check is None else [max(check.peak_bytes)]
     return min(peaks, default=None)

@@ -51,9 +51,8 @@ def report(command: PlanCommand) -> int:
     machine = machine_of(command)
     work = workload_of(command, machine)
     planner = planner_for(command, machine, work)
-    names = command.names
     savings, m = command.memory_options, command.microbatches
-    rows = list(planner.search(names, ranks=command.ranks, depth=command.stages, m=m, savings=savings))
+    rows = list(planner.search(command.names, ranks=command.ranks, depth=command.stages, m=m, savings=savings))
     rows = planner.tune_recompute(rows, savings)
     # Never the plan unless it is named: whether each layer takes samples apart shows when it is built.
     by_name = command.parallel == SUBGRAPH.name
@@ -80,7 +79,7 @@ def report(command: PlanCommand) -> int:
     if best is not None and best.strategy.stashes:
         print("\n" + "\n".join(delayed_notes(planner, best, command.tile)))
     if planner.cluster.speeds:
-        print("\n" + "\n".join(_unequal(command, planner, rows, work, names)))
+        print("\n" + "\n".join(_unequal(command, planner, rows, work)))
     if best is None:
         print(f"\n{too_small(rows, machine.cluster)}")
     planners: dict[int, Planner | None] = {command.tile: planner}
@@ -93,15 +92,13 @@ def report(command: PlanCommand) -> int:
                 planners[tile] = None
         return planners[tile]
 
-    largest = _largest(command, machine.cluster, planner_at, names) if command.largest_tile else []
+    largest = _largest(command, machine.cluster, planner_at) if command.largest_tile else []
     if command.out:
         _write(command, machine, planner_at, rows, best, largest)
     return OK if best else FAILED
 
 
-def _unequal(
-    command: PlanCommand, planner: Planner, rows: Sequence[PlanRow], work: Workload, names: Sequence[str]
-) -> Iterator[str]:
+def _unequal(command: PlanCommand, planner: Planner, rows: Sequence[PlanRow], work: Workload) -> Iterator[str]:
     assert command.device_spec is not None
     devices = [spec.name for spec in devices_named(command.device_spec, command.ranks)]
 
@@ -110,7 +107,7 @@ def _unequal(
         fewer = dataclasses.replace(command, device_spec=",".join(left), ranks=len(left), batch=command.step_tiles)
         others = planner_for(fewer, machine_of(fewer), work)
         # As for the plan itself, without subgraph: whether each layer takes samples apart shows when it is built.
-        of_others = [name for name in names if name != SUBGRAPH.name] if len(left) > 1 else ["single"]
+        of_others = [name for name in command.names if name != SUBGRAPH.name] if len(left) > 1 else ["single"]
         depth, m, savings = command.stages, command.microbatches, command.memory_options
         best = best_of(others.search(of_others, ranks=len(left), depth=depth, m=m, savings=savings))
         return None if best is None else best.images_per_second
@@ -164,9 +161,7 @@ def planner_for(command: PlanCommand, machine: Machine, work: Workload) -> Plann
     return Planner(task, dataclasses.replace(machine.cluster, speeds=machine.speeds(usual)))
 
 
-def _largest(
-    command: PlanCommand, cluster: Cluster, planner_at: PlannerAt, names: Sequence[str]
-) -> list[dict[str, Any]]:
+def _largest(command: PlanCommand, cluster: Cluster, planner_at: PlannerAt) -> list[dict[str, Any]]:
     """Print the table of largest tiles, and return what it says as data."""
 
     def least(tile: int, name: str, savings: MemoryOptions) -> PlanRow | None:
@@ -183,7 +178,7 @@ def _largest(
         planner = planner_at(found.tile) if found.row else None
         return dataclasses.replace(found, row=planner.with_time(found.row)) if planner and found.row else found
 
-    asked = dict.fromkeys(("single", *names) if command.ranks > 1 else names)
+    asked = dict.fromkeys(("single", *command.names) if command.ranks > 1 else command.names)
     found = [timed(one) for one in largest_tiles(asked, steps_of(command.memory_options), least)]
     limits = [limit(one) for one in found]
     print_largest(found, limits, cluster)

@@ -5,7 +5,6 @@ Takes rows; prints tables. What does not fit says how many bytes it misses.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -102,14 +101,11 @@ def _line(row: PlanRow, mark: str) -> Sequence[str]:
 
 def _mesh(candidate: Strategy) -> str:
     """Return groups and teams, the grid of the teams, and shares that are not equal."""
-    if candidate.shares:
-        counts = ",".join(str(len(share)) for share in candidate.shares)
-        return f"{_mesh(dataclasses.replace(candidate, shares=()))} shares {counts}"
-
-    if not candidate.splits:
-        return str(candidate.ranks)
-    teams = f" of {candidate.grid}" if candidate.grid else ""
-    return f"{candidate.groups} x {candidate.group_ranks if candidate.ways > 1 else candidate.depth}{teams}"
+    mesh = str(candidate.ranks)
+    if candidate.splits:
+        teams = f" of {candidate.grid}" if candidate.grid else ""
+        mesh = f"{candidate.groups} x {candidate.group_ranks if candidate.ways > 1 else candidate.depth}{teams}"
+    return mesh + (f" shares {','.join(str(len(share)) for share in candidate.shares)}" if candidate.shares else "")
 
 
 def _runs(texts: Sequence[str]) -> list[str]:

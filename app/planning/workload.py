@@ -215,11 +215,11 @@ class Workload:
 
     def _region_of_teams(self, traced: Traced) -> Region:
         """Return the part of the model that has rows where each node is computed once."""
-        try:
+        with contextlib.suppress(*FAULTS):
             region = self._region(traced)
-        except FAULTS:
-            return self._read(traced, once=True)
-        return region if region.ends_at is None else self._read(traced, once=True)
+            if region.ends_at is None:
+                return region
+        return self._read(traced, once=True)
 
     def _region(self, traced: Traced) -> Region:
         """Return the part of the model that has rows, in training, where nodes are recomputed."""

@@ -30,7 +30,6 @@ from app.prediction.slide_files import slide_row, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.prediction.whole_slide import predict_slide
 from app.settings.cli import RunError
-from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
 from app.training.progress import log_to, say
 from app.training.run_slides import opening, predicted_slides
@@ -153,8 +152,7 @@ def _rectangle(spec: SlideSpec, model: TrainedModel) -> _Image:
 
 def predict_rank(command: PredictCommand, rank: int) -> None:
     """Predict the slides of this rank's group: of d groups every d-th."""
-    launch = find_launch()
-    device = choose_device(command.device, launch.local_rank if launch else 0)
+    device = choose_device(command.device)
     take_cores(device)
     command.out.mkdir(parents=True, exist_ok=True)
     with _device_faults(command, "loading the model"):

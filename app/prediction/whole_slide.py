@@ -23,13 +23,7 @@ from app.pages.pictures import as_png, tinted
 from app.prediction.blending import Blender, Floats, chunks, gaussian_window
 from app.prediction.computation import rank_faults
 from app.prediction.prediction_folder import PredictionFolder, file_names
-from app.prediction.slide_files import (
-    SlidePrediction,
-    bag_scores,
-    slide_row,
-    write_areas,
-    write_tiles,
-)
+from app.prediction.slide_files import SlidePrediction, bag_scores, slide_row, write_areas, write_tiles
 from app.prediction.trained_model import TrainedModel
 from app.training.metrics import slide_scores
 from app.training.run_slides import opening
@@ -124,7 +118,6 @@ def _scored(
     scores, certainty = np.full((len(windows), classes), np.nan), np.full(len(windows), np.nan)
     attention = np.full(len(windows), np.nan) if model.in_bags else None
     faults: list[str] = []
-    size = Size(windows.width, windows.height)
 
     def probabilities() -> Iterator[tuple[int, Floats]]:
         for i, values in answers:
@@ -139,7 +132,7 @@ def _scored(
             yield i, values
 
     factor = 1
-    while classes * -(-size.width // factor) * -(-size.height // factor) > AREA_VALUES and factor < CHUNK_ROWS:
+    while classes * -(-windows.width // factor) * -(-windows.height // factor) > AREA_VALUES and factor < CHUNK_ROWS:
         factor *= 2
     parts = file_names(list(model.shown.values()))
     maps = {

@@ -45,8 +45,6 @@ Config = TypeVar("Config")
 _TYRO = threading.Lock()
 """tyro keeps its state in globals while it parses; ranks that are threads parse at the same time."""
 OK, FAILED, USAGE = 0, 1, 2
-HELP = {"--help-all": "--help"}
-"""Flag of ours -> that of tyro."""
 ADVICE = {
     errno.ENOSPC: "make room on that disk, or name a folder on another (--out; TMPDIR for what is temporary)",
     errno.EDQUOT: "make room, or name a folder elsewhere (--out; TMPDIR for what is temporary)",
@@ -163,8 +161,7 @@ def _run(config_type: type[Config], body: Callable[[Config], int | None], argv: 
 
 
 def _fail(fault: BaseException, code: int, prog: str) -> int:
-    told = describe_system_error(fault) if isinstance(fault, OSError) else str(fault)
-    told = printable(told, keep="\n\t")
+    told = printable(describe_system_error(fault) if isinstance(fault, OSError) else str(fault), keep="\n\t")
     print(f"{prog}: error: {told or type(fault).__name__}", file=sys.stderr, flush=True)
     return code
 
@@ -207,7 +204,7 @@ def parse(config_type: type[Config], argv: list[str], prog: str) -> Config | Non
     with _TYRO:
         config: Config = tyro.cli(
             shown,
-            args=from_files + [HELP.get(word, word) for word in argv if word != "--print-config"],
+            args=from_files + ["--help" if word == "--help-all" else word for word in argv if word != "--print-config"],
             prog=prog,
             description=_description(config_type, short and any(flag.rare for flag in flags_of(config_type))),
             config=(tyro.conf.OmitArgPrefixes,),

@@ -6,6 +6,7 @@ Nothing in a file runs code (``yaml.safe_load``); files are written as a whole o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -64,14 +65,9 @@ def bytes_of(text: str) -> int | None:
     >>> bytes_of("1.5MiB"), bytes_of("lots")
     (1572864, None)
     """
-    for unit, factor in UNITS.items():
-        number = text.removesuffix(unit)
-        if number != text:
-            try:
-                size = float(number) * factor
-            except ValueError:
-                return None
-            return int(size) if 1 <= size < math.inf else None
+    with contextlib.suppress(KeyError, ValueError):
+        size = float(text[:-3]) * UNITS[text[-3:]]
+        return int(size) if 1 <= size < math.inf else None
     return None
 
 

@@ -204,10 +204,10 @@ def find_launcher(environment: Mapping[str, str] = os.environ, *, server: int | 
     return Launcher(agent, job, int(environment.get("SLURM_RESTART_COUNT", 0)) > 0)
 
 
-def previous_attempts(record: Attempts | None, starter: Launcher) -> int:
+def previous_attempts(record: Attempts, starter: Launcher) -> int:
     """Return how many attempts ``starter`` has made; 0 when the folder is new, or holds a run that something else
     started."""
-    return record.begun if record is not None and starter.has_started(record.agents, record.job) else 0
+    return record.begun if starter.has_started(record.agents, record.job) else 0
 
 
 def describe_restart(before: int, step: int, repeated: int, ranks: Sequence[int] = ()) -> str:

@@ -155,11 +155,10 @@ class TrainingLoop:
 
     def _name_tiles(self, step: int, first_sample: int, fault: NonFiniteLoss) -> str:
         """Return the error of a loss that is not finite, with the tiles of its microbatches on any rank."""
-        session = self._session
+        session, table = self._session, self._session.dataset.tiles
         samples = np.array([first_sample + k for i in fault.microbatches for k in session.ranges[i]], np.int64)
         tiles = [
-            f"{session.dataset.tiles.slide_id(row)} at level-0 ({session.dataset.tiles.l0_x[row]}, "
-            f"{session.dataset.tiles.l0_y[row]})"
+            f"{table.slide_id(row)} at level-0 ({table.l0_x[row]}, {table.l0_y[row]})"
             for row in session.train_rows[session.stream.source.rows_of(samples)].tolist()
         ]
         state = "The updates of this step's microbatches were made" if fault.updated else "Nothing was updated"
@@ -259,10 +258,8 @@ class TrainingLoop:
         state = resume_state(self._folder.last, self._folder.best)
         try:
             self._take_over(state)
-        except (KeyError, TypeError, AttributeError, IndexError) as fault:
-            raise not_resumable(self._folder.last, fault) from fault
-        except RuntimeError as fault:
-            if "state_dict" not in str(fault):  # of the ranks, or of memory
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as fault:
+            if isinstance(fault, RuntimeError) and "state_dict" not in str(fault):  # of the ranks, or of memory
                 raise
             raise not_resumable(self._folder.last, fault) from fault
         return state

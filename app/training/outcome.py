@@ -87,15 +87,14 @@ class MemoryLimit:
         return f"out of memory on {self._device}{within}: {HELP}; `python -m app.plan --largest-tile` says what fits"
 
 
-def excess(limit: int | None, device_bytes: Sequence[int | None]) -> str:
-    """A warning about the ranks that took more than ``limit``; empty where none did."""
-    over = {rank: size for rank, size in enumerate(device_bytes) if limit is not None and (size or 0) > limit}
+def excess(limit: int | None, device_bytes: Sequence[int]) -> str:
+    """Return a warning about the ranks that took more than ``limit``; empty where none did."""
+    over = [f"rank {rank} {bytes_text(size)}" for rank, size in enumerate(device_bytes) if limit and size > limit]
     if limit is None or not over:
         return ""
-    ranks = ", ".join(f"rank {rank} {bytes_text(size or 0)}" for rank, size in over.items())
     return (
         f"--memory allows {bytes_text(limit)} a rank, and tensors took more on {len(over)} of "
-        f"{len(device_bytes)}: {ranks}. A device of that size could not train this: {HELP}"
+        f"{len(device_bytes)}: {', '.join(over)}. A device of that size could not train this: {HELP}"
     )
 
 

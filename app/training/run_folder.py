@@ -112,14 +112,14 @@ class RunFolder:
                 return
         self._write_settings(flat(config))
 
-    def attempts(self) -> Attempts | None:
-        """Return the record of earlier attempts.
+    def attempts(self) -> Attempts:
+        """Return the record of earlier attempts; an empty one of a new folder.
 
         Raises:
             ValueError: the file is damaged.
         """
         if not self._attempts.exists():
-            return None
+            return Attempts(0, (), None)
         try:
             return Attempts.from_json(read_data(self._attempts))
         except (KeyError, TypeError) as fault:

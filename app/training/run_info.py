@@ -37,14 +37,7 @@ COMMAND_S = 20.0
 
 
 def describe_environment() -> dict[str, Any]:
-    """Everything about the machine and the versions that a later reader of a run needs.
-
-    Returns:
-        Keys ``megatile`` (version, commit, changed), ``python``, ``os``, ``packages`` (name -> version or None),
-        ``openslide_library``, ``cpu`` (model, cores, cores_of_machine), ``memory_bytes``, ``gpus`` (list), ``cuda``,
-        ``driver``, ``launcher`` (found, started_by, variables).
-    """
-    gpus = describe_gpus()
+    """Return everything about the machine and the versions that a later reader of a run needs."""
     return {
         "megatile": describe_checkout(),
         "python": platform.python_version(),
@@ -56,13 +49,13 @@ def describe_environment() -> dict[str, Any]:
         ),
         "cpu": {"model": cpu_model(), "cores": usable_cores(), "cores_of_machine": os.cpu_count()},
         "memory_bytes": memory_bytes()[0],
-        **gpus,
+        **describe_gpus(),
         "launcher": describe_launcher(),
     }
 
 
 def package_version(name: str) -> str | None:
-    """Version of an installed distribution, None when it is not installed."""
+    """Return the version of an installed distribution, None when it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -70,14 +63,11 @@ def package_version(name: str) -> str | None:
 
 
 def describe_checkout() -> dict[str, Any]:
-    """MegaTile's version; in a git checkout also the commit and whether files were changed since."""
-    described: dict[str, Any] = {"version": package_version("megatile"), "commit": None, "changed": None}
-    if (ROOT / ".git").exists():
-        described["commit"] = output_of(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
-        if described["commit"]:
-            changes = output_of(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"], empty="")
-            described["changed"] = bool(changes)
-    return described
+    """Return MegaTile's version; in a git checkout also the commit and whether files were changed since."""
+    git = ["git", "-C", str(ROOT)]
+    commit = output_of([*git, "rev-parse", "HEAD"]) if (ROOT / ".git").exists() else None
+    changed = bool(output_of([*git, "status", "--porcelain", "--untracked-files=no"])) if commit else None
+    return {"version": package_version("megatile"), "commit": commit, "changed": changed}
 
 
 def describe_gpus() -> dict[str, Any]:
@@ -113,10 +103,10 @@ def find_program(name: str) -> str | None:
     return shutil.which(name, path=beside)
 
 
-def output_of(command: list[str], empty: str | None = None) -> str | None:
-    """Return the output of a command, stripped; ``empty`` when it prints nothing, None when it fails."""
+def output_of(command: list[str]) -> str | None:
+    """Return the output of a command, stripped; None when it prints nothing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or empty
+    return done.stdout.strip() or None

@@ -20,7 +20,7 @@ from pipelines.labels.annotations import SlideAnnotations
 from pipelines.labels.class_names import patient_note
 from pipelines.labels.folds import fold_splits, read_split_file, site_splits
 from pipelines.labels.slide_labels import SlideLabels, read_mpp
-from pipelines.labels.splits import Splits, fixed_splits, make_splits
+from pipelines.labels.splits import Splits, fixed_splits, load_split, make_splits
 from pipelines.slides.slide import SlideError
 from pipelines.tiles.tiling import IndexSettings
 
@@ -116,21 +116,20 @@ def choose_splits(
     patients = {slide_id: truth.patient.get(slide_id, slide_id) for slide_id in usable}
     unknown = frozenset(usable) - truth.patient.keys()
     sites = {slide_id: truth.site[slide_id] for slide_id in usable if slide_id in truth.site}
-    saved = Splits.load(folder.splits, patients) if folder.splits.exists() else None
-    splits = saved
+    known = Splits({}, patients, slide_labels, sites, unknown)
+    saved = load_split(folder.splits, patients) if folder.splits.exists() else None
+    split = saved
     if saved is None or (config.split.is_asked and not folder.last.exists()):
         has_truth = {*truth.paths, *truth.failed} if isinstance(truth, SlideAnnotations) else {*truth.label}
-        known = has_truth.union(truth.unlabelled)
-        splits = _asked_splits(config, Splits({}, patients, slide_labels, sites), given, known, progress)
-        splits = dataclasses.replace(splits, unknown=unknown)
+        split = _asked_split(config, known, given, has_truth.union(truth.unlabelled), progress)
         if saved is None:
-            splits.save(folder.splits)
-        elif saved.split != splits.split:
+            dataclasses.replace(known, split=split).save(folder.splits)
+        elif saved != split:
             raise ValueError(
                 f"{folder.splits} holds another split than is asked for: delete it, or name another folder with --out"
             )
-    assert splits is not None
-    splits = dataclasses.replace(splits, site=sites, unknown=unknown)
+    assert split is not None
+    splits = dataclasses.replace(known, split=split)
     counts = ", ".join(f"{part} {sum(s == part for s in splits.split.values())}" for part in ("train", "val", "test"))
     at_sites = f"; sites in more than one split: {splits.site_overlap()}" if sites else ""
     overlap = f"patients in more than one split: {splits.patient_overlap()}"
@@ -141,9 +140,9 @@ def choose_splits(
     return splits
 
 
-def _asked_splits(
+def _asked_split(
     config: RunConfig, known: Splits, given: dict[str, str], slides: set[str], progress: Callable[[str], None]
-) -> Splits:
+) -> dict[str, str]:
     asked, patients, labels = config.split, known.patient, known.label or None
     if given and asked.is_asked:
         raise ValueError(
@@ -151,18 +150,15 @@ def _asked_splits(
             "--folds or --split-by asks for another split: leave that out, or move the slides out of these folders"
         )
     if asked.splits is not None:
-        splits = read_split_file(asked.splits, patients, slides=slides, fold=asked.fold)
-        return dataclasses.replace(splits, label=known.label, site=known.site)
+        return read_split_file(asked.splits, patients, slides=slides, fold=asked.fold)
     sites = known.site if asked.split_by == "site" else None
     if asked.folds is not None and asked.fold is not None:
-        splits = fold_splits(
+        return fold_splits(
             patients, labels, sites, folds=asked.folds, fold=asked.fold, test=asked.test, seed=config.seed
         )
-    elif sites is not None:
-        splits = site_splits(patients, labels, sites, validation=asked.validation, test=asked.test, seed=config.seed)
-    elif given:
+    if sites is not None:
+        return site_splits(patients, labels, sites, validation=asked.validation, test=asked.test, seed=config.seed)
+    if given:
         progress(f"split by the folders {', '.join(sorted(set(given.values())))}")
-        splits = fixed_splits(given, patients, known.label, validation=asked.validation, seed=config.seed)
-    else:
-        splits = make_splits(patients, labels, validation=asked.validation, test=asked.test, seed=config.seed)
-    return dataclasses.replace(splits, site=known.site)
+        return fixed_splits(given, patients, known.label, validation=asked.validation, seed=config.seed)
+    return make_splits(patients, labels, validation=asked.validation, test=asked.test, seed=config.seed)

@@ -105,10 +105,9 @@ class RunSummary:
 
     def finished(self, peak_bytes: int) -> None:
         """The run came to its end, or was interrupted and saved. Called by all ranks."""
-        own = [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, self._session.engine.sent_in_step]
-        own += self._on_host
-        peaks = self._communicator.all_gather(torch.tensor(own)).T
         session = self._session
+        own = [*self._peaks(peak_bytes), session.engine.sent_in_step]
+        peaks = self._communicator.all_gather(torch.tensor(own)).T
         if session.cache is not None:
             counts = torch.tensor(dataclasses.astuple(self._cached), dtype=torch.float64)
             self._communicator.all_reduce(counts)
@@ -132,18 +131,13 @@ class RunSummary:
     def failed(self, error: str, peak_bytes: int) -> None:
         """The run ended with ``error``. Asks nothing of the other ranks: they may be gone."""
         if self._communicator.rank == 0:
-            device_bytes = self._memory.device_bytes or 0
-            self._write(
-                "failed",
-                [[peak_bytes], [peak_resident_bytes()], [device_bytes], [], *([size] for size in self._on_host)],
-                error,
-            )
+            self._write("failed", [*([size] for size in self._peaks(peak_bytes)), []], error)
 
-    @property
-    def _on_host(self) -> list[int]:
-        """Bytes of tiles and maps at most: in memory and in files."""
+    def _peaks(self, peak_bytes: int) -> list[int]:
+        """Return the most bytes: ``peak_bytes``, resident, on the device, of tiles and maps in memory and in files."""
         host = self._session.host
-        return [host.peak_bytes, host.peak_file_bytes] if host else [0, 0]
+        on_host = [host.peak_bytes, host.peak_file_bytes] if host else [0, 0]
+        return [peak_bytes, peak_resident_bytes(), self._memory.device_bytes or 0, *on_host]
 
     def _write(
         self,
@@ -153,11 +147,7 @@ class RunSummary:
         step: dict[str, Any] | None = None,
         examples: Sequence[dict[str, Any]] = (),
     ) -> None:
-        summary = {
-            **self._figures(status, peaks, error),
-            **(step or dict.fromkeys(STEP)),
-            "examples": list(examples),
-        }
+        summary = {**self._figures(status, peaks, error), **(step or dict.fromkeys(STEP)), "examples": list(examples)}
         self._folder.write_json("summary.json", summary)
         page = write_report(self._folder.path)
         speed = summary["images_per_second"]
@@ -194,6 +184,7 @@ class RunSummary:
         session, outcome = self._session, self._outcome
         config, strategy, tiles = session.config, session.strategy, session.dataset.tiles
         speed = outcome.throughput.images_per_second
+        peak, resident, device, in_memory, in_files, sent = peaks
         return {
             "status": status,
             "error": error,
@@ -234,13 +225,13 @@ class RunSummary:
             "data_wait_fraction": outcome.throughput.data_wait_fraction,
             "idle_fraction": outcome.idle.fractions,
             "tile_cache": session.cache and {**dataclasses.asdict(self._cached), "full": session.cache.full},
-            "peak_memory_bytes": peaks[0],
-            "peak_resident_bytes": peaks[1],
-            "device_bytes": peaks[2] if any(peaks[2]) else None,
-            "host_bytes": peaks[4] if self._session.host else None,
-            "file_bytes": peaks[5] if self._session.host else None,
+            "peak_memory_bytes": peak,
+            "peak_resident_bytes": resident,
+            "device_bytes": device if any(device) else None,
+            "host_bytes": in_memory if session.host else None,
+            "file_bytes": in_files if session.host else None,
             "memory_limit_bytes": self._memory.limit,
-            "sent_bytes": peaks[3] or None,
+            "sent_bytes": sent or None,
             "final_loss": outcome.loss,
             "metrics": outcome.metrics,
             "best": outcome.best,

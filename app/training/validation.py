@@ -186,12 +186,10 @@ class _PixelScore:
         of_loss = self.loss.sums(logits, targets)  # says what is wrong with the model
         predicted = logits.argmax(1)
         counted = targets != IGNORE
-        columns = []
-        for c in range(self.classes):
-            columns.append(((predicted == c) & (targets == c)).sum((1, 2)))
-        for c in range(self.classes):
-            columns.append(((predicted == c) & counted).sum((1, 2)) + (targets == c).sum((1, 2)))
-        return torch.cat((of_loss.double(), torch.stack(columns, 1).double()), 1)
+        ids = range(self.classes)
+        overlap = [((predicted == c) & (targets == c)).sum((1, 2)) for c in ids]
+        size = [((predicted == c) & counted).sum((1, 2)) + (targets == c).sum((1, 2)) for c in ids]
+        return torch.cat((of_loss.double(), torch.stack(overlap + size, 1).double()), 1)
 
     def losses(self, sums: Tensor, pixels: int) -> Tensor:
         """Return the loss of each tile (n,) of ``pixels`` px."""

@@ -18,7 +18,6 @@ from parallel.build import put_to_work
 from parallel.comm.thread_comm import LocalCommunicator
 from parallel.engine.engine import Engine
 from parallel.engine.step import Microbatch
-from parallel.graph.partition import Partition
 from parallel.memory.policy import SMALLEST, ActivationPolicy
 from parallel.offload.copies import CopyClock
 from parallel.offload.packing import ActivationMeter
@@ -45,7 +44,6 @@ class Problem:
         self.setting, self.tiles = setting, tiles
         module = build_model(model, classes=CLASSES).to(memory_format=torch.channels_last)
         self.traced = trace(module, (tiles, 3, px, px))
-        self.partition = Partition(self.traced.graph, (0,))
         module.to(setting.device)
         self.optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
         for parameter in module.parameters():
@@ -86,7 +84,6 @@ class Work:
         self._problem, self._number = problem, 0
         program = put_to_work(
             problem.traced,
-            problem.partition,
             F.cross_entropy,
             lambda _: problem.optimizer,
             LocalCommunicator(),

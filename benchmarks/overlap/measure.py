@@ -239,9 +239,9 @@ def _stream(session: Session, read_ahead: int, slow: bool) -> TileStream:
     stream = stream.prefetch(read_ahead * batch_bytes, threads=1)
     if not slow:
         return stream
-    assert stream.reading is not None
-    pool: Any = SlowPool(stream.reading.pool)
-    return dataclasses.replace(stream, reading=dataclasses.replace(stream.reading, pool=pool))
+    assert stream.pool is not None
+    pool: Any = SlowPool(stream.pool)
+    return dataclasses.replace(stream, pool=pool)
 
 
 def _cpu_s() -> float:

@@ -44,6 +44,11 @@ def has_gpu_each(kinds: Sequence[RankKind]) -> bool:
     return all(kind.kind == "cuda" for kind in kinds) and len(set(kinds)) == len(kinds)
 
 
+def backend_of(kinds: Sequence[RankKind]) -> str:
+    """Return the backend of a group of ranks of ``kinds``, as torch.distributed names it."""
+    return "cpu:gloo,cuda:nccl" if has_gpu_each(kinds) else "gloo"
+
+
 def describe_shared_gpu(kinds: Sequence[RankKind]) -> str:
     """Name the first two ranks that share a GPU; "" where none do.
 

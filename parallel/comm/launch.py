@@ -9,7 +9,6 @@ here.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -141,11 +140,14 @@ class RankServer:
 
     def poll(self) -> None:
         """Wait for news of the ranks, ``POLL_S`` at most."""
-        while self.is_loaded and self._requests:
-            self._socket.send(self._requests.pop(0))
-        if not select.select([self._socket], [], [], POLL_S)[0]:
-            return
-        match json.loads(self._socket.recv(MESSAGE_BYTES) or "null"):
+        message = b""
+        with contextlib.suppress(ConnectionError):  # the server has ended with requests that it had not read
+            while self.is_loaded and self._requests:
+                self._socket.send(self._requests.pop(0))
+            if not select.select([self._socket], [], [], POLL_S)[0]:
+                return
+            message = self._socket.recv(MESSAGE_BYTES)
+        match json.loads(message or "null"):
             case [rank, code]:
                 self.codes[rank] = code
             case [rank]:
@@ -203,13 +205,6 @@ def environments(ranks: int, folder: Path, server: int) -> Iterator[dict[str, st
 def loopback_variables() -> dict[str, str]:
     """Return the variables that keep Gloo and NCCL on the loopback interface; empty on a host without one."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(_is_loopback(each.address) for each in addresses):
+        if any(each.address == "::1" or each.address.startswith("127.") for each in addresses):
             return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
     return {}
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a hardware address
-        return False

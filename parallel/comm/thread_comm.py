@@ -26,8 +26,7 @@ Result = TypeVar("Result")
 class ThreadGroup:
     """The messages and sums under way between the threads of a group, and whether the group is broken."""
 
-    def __init__(self, world: int, timeout_s: float) -> None:
-        self.world = world
+    def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.broken: str | None = None
@@ -36,10 +35,6 @@ class ThreadGroup:
         """Sends and receives that the other rank has not come to."""
         self.meetings: dict[Hashable, dict[int, ThreadWork]] = collections.defaultdict(dict)
         """Collective operations that not all ranks have come to."""
-
-    def communicator(self, rank: int) -> ThreadCommunicator:
-        """Return the communicator of ``rank``."""
-        return ThreadCommunicator(self, (), rank, self.world, rank)
 
     def fail(self, reason: str) -> None:
         """Raise on every rank that waits, now or later; the first reason stands."""
@@ -198,13 +193,13 @@ def run_on_threads(
         CommunicationError: ranks waited for each other in vain, or one still computes long after another failed.
         BaseException: what the first failing rank raised.
     """
-    group = ThreadGroup(world, timeout_s)
+    group = ThreadGroup(timeout_s)
     results: list[Future[Result]] = [Future() for _ in range(world)]
     faults: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank].set_result(function(group.communicator(rank), argument))
+            results[rank].set_result(function(ThreadCommunicator(group, (), rank, world, rank), argument))
         except BaseException as fault:
             faults.append(fault)  # before the others are told: theirs come after it
             group.fail(f"rank {rank} failed: {type(fault).__name__}: {fault}")
@@ -238,4 +233,4 @@ class LocalCommunicator(ThreadCommunicator):
     """Rank 0 of 1."""
 
     def __init__(self) -> None:
-        super().__init__(ThreadGroup(1, timeout_s=0), (), 0, 1, 0)
+        super().__init__(ThreadGroup(timeout_s=0), (), 0, 1, 0)

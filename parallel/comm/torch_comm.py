@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel.comm.communicator import RECEIVE, SEND, Communicator, Message, Operation, Work
 from parallel.comm.device_thread import OrderedTasks
-from parallel.comm.kinds import RankKind, are_mixed, has_gpu_each, own_kind
+from parallel.comm.kinds import RankKind, are_mixed, backend_of, has_gpu_each, own_kind
 from parallel.comm.objects import in_memory_order, pinned_like
 from parallel.comm.torch_rendezvous import join_group
 
@@ -92,9 +92,7 @@ class TorchCommunicator(Communicator):
         # Gloo reports that a message has left only to who waits for it: a rank that computes would hold on to it.
         self._send_reaper = OrderedTasks("sends")
         # All ranks decide from the same table, or some would make groups that the others do not.
-        self.kinds = join_group(
-            backend_of, kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s
-        )
+        self.kinds = join_group(kind or own_kind(device), self.rank, self.world, self._timeout, join_timeout_s)
         self.nccl = has_gpu_each(self.kinds)
 
     @property
@@ -270,11 +268,6 @@ class Links:
 def bytes_of(flat: Tensor) -> Tensor:
     """Return a view as bytes: NCCL has no 16-bit integers, nor unsigned ones of more than 8 bits."""
     return flat.view(torch.uint8)
-
-
-def backend_of(kinds: Sequence[RankKind]) -> str:
-    """Return the backend of a group of ranks of ``kinds``, as torch.distributed names it."""
-    return "cpu:gloo,cuda:nccl" if has_gpu_each(kinds) else "gloo"
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from torch.distributed import DistNetworkError
 
 from parallel.comm.communicator import CommunicationError, SecondaryError
 from parallel.comm.device_thread import OrderedTasks
-from parallel.comm.kinds import RankKind, from_text, to_text
+from parallel.comm.kinds import RankKind, backend_of, from_text, to_text
 from parallel.comm.launch import KEY, PRIVATE_STORE, loopback_variables
 
 Result = TypeVar("Result")
@@ -47,18 +47,10 @@ CONNECT_S, CONNECT_RANK_S = 10.0, 0.02
 """Limit for connecting ranks that have all arrived, and more for each rank: with the default limit, a minute in all."""
 
 
-def join_group(
-    backend_of: Callable[[Sequence[RankKind]], str],
-    own: RankKind,
-    rank: int,
-    world: int,
-    timeout: timedelta,
-    join_timeout_s: float,
-) -> tuple[RankKind, ...]:
+def join_group(own: RankKind, rank: int, world: int, timeout: timedelta, join_timeout_s: float) -> tuple[RankKind, ...]:
     """Make the default group of ``torch.distributed``; return what each rank computes on.
 
     Args:
-        backend_of: backend of the group, as for ``init_process_group``, from what the ranks compute on.
         own: what this rank computes on.
         timeout: of the operations of the group.
         join_timeout_s: limit for all ranks to arrive.

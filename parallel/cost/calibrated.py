@@ -65,17 +65,17 @@ def work_of(op: Op) -> OpWork | None:
     return None
 
 
-def work_of_shape(shape: Convolution | Product, itemsize: int = 4) -> OpWork:
-    """Return the work of an operation that the calibration ran, as ``work_of`` does for an operation of a graph."""
+def work_of_shape(shape: Convolution | Product) -> OpWork:
+    """Return the work of an operation that the calibration ran, as ``work_of`` does for one of a graph, in float32."""
     if isinstance(shape, Product):
         flops = 2.0 * shape.rows * shape.inner * shape.columns
         numbers = shape.rows * shape.inner + shape.inner * shape.columns + shape.rows * shape.columns
-        return OpWork("matmul", flops, itemsize * numbers, _product_features(flops, shape.rows * shape.columns))
+        return OpWork("matmul", flops, 4 * numbers, _product_features(flops, shape.rows * shape.columns))
     weights = shape.channels_in * shape.channels_out // shape.groups * math.prod(shape.kernel)
     px_in, px_out = math.prod(shape.size_in), math.prod(shape.size_out)
     flops = 2.0 * shape.batch * weights * (px_in if shape.transposed else px_out)
     numbers = shape.batch * (shape.channels_in * px_in + shape.channels_out * px_out) + weights
-    return OpWork(kind_of(shape), flops, itemsize * numbers, _convolution_features(shape, flops))
+    return OpWork(kind_of(shape), flops, 4 * numbers, _convolution_features(shape, flops))
 
 
 def _product_features(flops: float, written: float) -> tuple[float, ...]:

@@ -32,7 +32,6 @@ class DeviceSpec:
     Attributes:
         flops: dtype -> multiply-adds times two per second, at best; a dtype the device has no unit for is missing.
         bandwidth: bytes per second between memory and arithmetic, at best.
-        op_s: seconds that an operation takes besides its work; a kernel launch.
         host_link: name of the link between its memory and the host's, of the device's generation.
     """
 
@@ -40,7 +39,6 @@ class DeviceSpec:
     memory_bytes: int
     flops: Mapping[str, float]
     bandwidth: float
-    op_s: float
     host_link: str = "pcie4"
 
 
@@ -54,18 +52,19 @@ class LinkSpec:
 
 
 LAUNCH_S = 5e-6
-"""Of a CUDA or HIP kernel, first to last: 4 to 6 us on V100 and A100 (assumed alike on all)."""
+"""Seconds that an operation takes besides its work: of a CUDA or HIP kernel, first to last, 4 to 6 us on V100 and A100
+(assumed alike on all)."""
 
 
 def _gpu(name: str, gib: float, gigabytes_s: float, host_link: str, **teraflops: float) -> DeviceSpec:
     flops = {dtype: value * 1e12 for dtype, value in teraflops.items()}
-    return DeviceSpec(name, round(gib * GIB), flops, gigabytes_s * 1e9, LAUNCH_S, host_link)
+    return DeviceSpec(name, round(gib * GIB), flops, gigabytes_s * 1e9, host_link)
 
 
 def _cpu(name: str, cores: int, gigahertz: float, flops_per_cycle: int, gigabytes_s: float) -> DeviceSpec:
     """A processor with all of its cores and memory channels, next to GPUs; its memory is assumed."""
     flops = {"float32": cores * gigahertz * 1e9 * flops_per_cycle}
-    return DeviceSpec(name, 128 * GIB, flops, gigabytes_s * 1e9, LAUNCH_S)
+    return DeviceSpec(name, 128 * GIB, flops, gigabytes_s * 1e9)
 
 
 DEVICES: Mapping[str, DeviceSpec] = {

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from parallel.cost.cluster import DTYPES, DeviceSpec
+from parallel.cost.cluster import DTYPES, LAUNCH_S, DeviceSpec
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.graph.layers import Convolution, LayerGraph, Op
 
@@ -85,19 +85,19 @@ def cost_on(graph: LayerGraph, device: DeviceSpec, dtype: str = "float32") -> Co
         forward = backward = backward_input = 0.0
         for op in layer.ops:
             if op.name in PRODUCTS:
-                once = max(op.flops / _flops_s(op, device, dtype), forward_bytes(op) * memory_s) + device.op_s
+                once = max(op.flops / _flops_s(op, device, dtype), forward_bytes(op) * memory_s) + LAUNCH_S
                 forward += once
                 if op.differentiable:
                     backward += once * (1 + op.passes_on)
                     backward_input += once * op.passes_on
             elif moved := forward_bytes(op):
-                forward += moved * memory_s + device.op_s
+                forward += moved * memory_s + LAUNCH_S
                 if moved := backward_bytes(op):
-                    backward += moved * memory_s + device.op_s
-                    backward_input += moved * memory_s + device.op_s
-        extra = accumulated * memory_s + (device.op_s if accumulated else 0.0)
+                    backward += moved * memory_s + LAUNCH_S
+                    backward_input += moved * memory_s + LAUNCH_S
+        extra = accumulated * memory_s + (LAUNCH_S if accumulated else 0.0)
         layers.append(LayerCost(forward, backward + extra, backward_input + extra))
-    return Costs(tuple(layers), f"the data sheet of {device.name}, {dtype}", None)
+    return Costs(tuple(layers), f"the data sheet of {device.name}, {dtype}")
 
 
 def _flops_s(op: Op, device: DeviceSpec, dtype: str) -> float:
@@ -204,12 +204,8 @@ def _matmul(draw: random.Random) -> Product:
 def _convolution(draw: random.Random, kind: str) -> Convolution:
     while True:
         shape = _drawn(draw, kind)
-        largest = (
-            4
-            * shape.batch
-            * max(shape.channels_in * math.prod(shape.size_in), shape.channels_out * math.prod(shape.size_out))
-        )
-        if largest <= MOST_BYTES and max(shape.size_in) <= 2048:
+        per_tile = max(shape.channels_in * math.prod(shape.size_in), shape.channels_out * math.prod(shape.size_out))
+        if 4 * shape.batch * per_tile <= MOST_BYTES and max(shape.size_in) <= 2048:
             return shape
 
 
@@ -236,20 +232,11 @@ def _drawn(draw: random.Random, kind: str) -> Convolution:
         px /= stride**2  # flops are counted per px that goes in
     batch = draw.choice((1, 1, 1, 1, 1, 2, 4))
     side = max(round(math.sqrt(px / batch)), SMALLEST)
-    size = (side, side)
-    double = (side * stride, side * stride)
-    size_in, size_out = (size, double) if kind == "transposed" else (double, size)
+    small, large = (side, side), (side * stride, side * stride)
+    size_in, size_out = (small, large) if kind == "transposed" else (large, small)
+    strides, dilations = (stride, stride), (dilation, dilation)
     return Convolution(
-        batch,
-        channels_in,
-        channels_out,
-        kernel,
-        (stride, stride),
-        (dilation, dilation),
-        groups,
-        size_in,
-        size_out,
-        kind == "transposed",
+        batch, channels_in, channels_out, kernel, strides, dilations, groups, size_in, size_out, kind == "transposed"
     )
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from parallel.draw.graph_layout import BOX_HEIGHT, Band, Box, Layout, Wire, lay_out
 from parallel.draw.outline import ModelView, Part
-from parallel.draw.svg_style import FONT, HUES, fitted, style, svg_text, text_width
+from parallel.draw.svg_style import HUES, fitted, style, svg_file, svg_text, text_width
 from parallel.graph.layers import INPUT, OUTPUT
 from parallel.units import bytes_text, seconds_text
 
@@ -40,21 +40,16 @@ def graph_svg(view: ModelView) -> str:
     legend, legend_width = _legend(view)
     width = max(layout.width, legend_width, text_width(view.title, 19)) + 2 * MARGIN
     height = layout.height + 2 * MARGIN
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-            f'height="{height:g}" role="img" font-family="{FONT}">',
-            f"<title>{escape(view.title)}</title>",
-            f"<style>{style()}</style>",
-            f'<rect class="paper edge" width="{width:g}" height="{height:g}" rx="10"/>',
-            f'<g transform="translate({MARGIN:g} {MARGIN:g})">',
-            svg_text(0, 18, view.title, 19, bold=True),
-            *legend,
-            *filter(None, parts),
-            "</g>",
-            "</svg>\n",
-        ]
-    )
+    lines = [
+        f"<style>{style()}</style>",
+        f'<rect class="paper edge" width="{width:g}" height="{height:g}" rx="10"/>',
+        f'<g transform="translate({MARGIN:g} {MARGIN:g})">',
+        svg_text(0, 18, view.title, 19, bold=True),
+        *legend,
+        *filter(None, parts),
+        "</g>",
+    ]
+    return svg_file(width, height, view.title, lines)
 
 
 def _box_width(parts: Sequence[Part]) -> float:

@@ -54,10 +54,9 @@ def graph_text(view: ModelView) -> str:
 
 
 def _rows(view: ModelView) -> list[list[str]]:
-    columns = [[part.forward_s for part in view.parts], [part.backward_s for part in view.parts]]
-    times = [column for column in columns if any(seconds is not None for seconds in column)]
-    names = ["forward" if column is columns[0] else "backward" for column in times]
-    rows = [["#", "part", "kind", "takes", "gives", "params", "saved", "flops", *names]]
+    times = {"forward": [part.forward_s for part in view.parts], "backward": [part.backward_s for part in view.parts]}
+    times = {name: column for name, column in times.items() if any(seconds is not None for seconds in column)}
+    rows = [["#", "part", "kind", "takes", "gives", "params", "saved", "flops", *times]]
     sources: dict[int, list[int]] = {}
     for link in view.links:
         sources.setdefault(link.target, []).append(link.source)
@@ -70,8 +69,7 @@ def _rows(view: ModelView) -> list[list[str]]:
             *(bytes_text(size) if size else "" for size in (part.output_bytes, part.param_bytes, part.saved_bytes)),
             flops_text(part.flops) if part.flops else "",
         ]
-        row += [seconds_text(column[number] or 0.0) for column in times]
-        rows.append(row)
+        rows.append([*row, *(seconds_text(column[number] or 0.0) for column in times.values())])
     return rows
 
 
@@ -136,13 +134,8 @@ def graph_json(view: ModelView) -> dict[str, Any]:
         "edges": [{**asdict(link), "values": list(link.values)} for link in view.links],
         "groups": [asdict(group) for group in view.groups],
         "cuts": [
-            {
-                "before": graph.layers[position].name,
-                "position": position,
-                "values": list(cut.values),
-                "bytes": cut.bytes,
-            }
-            for position, cut in view.cuts.items()
+            {"before": graph.layers[start].name, "position": start, "values": list(cut.values), "bytes": cut.bytes}
+            for start, cut in view.cuts.items()
         ],
         "stages": [
             {

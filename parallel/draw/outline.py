@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Literal, get_args
@@ -95,7 +95,7 @@ class ModelView:
         forward_s, backward_s: seconds of each layer.
 
     Raises:
-        ValueError: an unknown level, or seconds that are not one number for each layer.
+        ValueError: an unknown level.
     """
 
     graph: LayerGraph
@@ -108,10 +108,6 @@ class ModelView:
     def __post_init__(self) -> None:
         if self.level not in get_args(Level):
             raise ValueError(f"a graph is drawn by {', '.join(get_args(Level))}; got {self.level!r}")
-        count = len(self.graph.layers)
-        for name, seconds in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
-            if seconds is not None and len(seconds) != count:
-                raise ValueError(f"{name} has one number for each of {count} layers; got {len(seconds)}")
 
     @property
     def stages(self) -> Partition:
@@ -244,27 +240,17 @@ def _kind(graph: LayerGraph, block: Block) -> str:
 def _operations(graph: LayerGraph) -> list[Part]:
     """A part for each operation; a layer without any, such as a view, stays."""
     parts = []
-    used = {value for layer in graph.layers for value in layer.inputs}
     for k, layer in enumerate(graph.layers):
         ops = [op for op in layer.ops if op.differentiable or op.written_bytes > COUNTER_BYTES]
-        if not ops:
-            parts.append(_part(graph, Block(k, k + 1), layer.name, None, None))
+        # Which operation uses the layer's parameters and keeps what, nobody noted: the last stands for all.
+        last = _part(graph, Block(k, k + 1), layer.name, None, None)
+        other = replace(last, param_bytes=0, saved_bytes=0)
         for number, op in enumerate(ops, 1):
-            last = number == len(ops)
-            parts.append(
-                Part(
-                    name=layer.name if len(ops) == 1 else f"{layer.name} [{number}/{len(ops)}]",
-                    kind=op.name,
-                    scope=layer.scope,
-                    start=k,
-                    stop=k + 1,
-                    flops=op.flops,
-                    # Which operation uses the layer's parameters and keeps what, nobody noted: the last stands for all.
-                    param_bytes=layer.param_bytes if last else 0,
-                    saved_bytes=saved_bytes(graph, [k]) if last else 0,
-                    output_bytes=(layer.output_bytes if layer.name in used else 0) if last else op.written_bytes,
-                )
-            )
+            part = last if number == len(ops) else replace(other, output_bytes=op.written_bytes)
+            name = layer.name if len(ops) == 1 else f"{layer.name} [{number}/{len(ops)}]"
+            parts.append(replace(part, name=name, kind=op.name, scope=layer.scope, flops=op.flops))
+        if not ops:
+            parts.append(last)
     return parts
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from parallel.draw.svg_style import FONT
+from parallel.draw.svg_style import svg_file
 from parallel.schedule.action import Kind
 from parallel.schedule.timeline import Span, Timeline
 
@@ -60,7 +60,7 @@ def schedule_svg(
     parts = [_text(MARGIN, top - 4, title, size=19, weight=600)]
     for name, chart in charts:
         top += 26
-        facts = f"{_number(chart.makespan_s * per_s)} {unit}, bubble {chart.bubble:.1%}"
+        facts = f"{chart.makespan_s * per_s:.4g} {unit}, bubble {chart.bubble:.1%}"
         parts.append(_text(MARGIN, top - 6, f"{name}: {facts}" if name else facts, size=14, fill=PALE))
         parts += _rows(chart, top + 4, scale)
         parts += [_joined(team, top + 4) for team in teams if len(team) > 1]
@@ -68,19 +68,14 @@ def schedule_svg(
     parts += _axis(top, whole_s, unit, per_s)
     parts += _legend([chart for _, chart in charts], top + 52)
     height, width = top + 52 + MARGIN, MARGIN + LABELS + WIDTH + MARGIN
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-            f'height="{height:g}" role="img" font-family="{FONT}">',
-            f"<title>{escape(title)}</title>",
-            '<defs><pattern id="again" width="6" height="6" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><path d="M0 0V6" stroke="#000000" stroke-opacity="0.3" stroke-width="2"/>'
-            "</pattern></defs>",
-            f'<rect width="{width:g}" height="{height:g}" rx="10" fill="{PAPER}" stroke="{LINE}"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    lines = [
+        '<defs><pattern id="again" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><path d="M0 0V6" stroke="#000000" stroke-opacity="0.3" stroke-width="2"/>'
+        "</pattern></defs>",
+        f'<rect width="{width:g}" height="{height:g}" rx="10" fill="{PAPER}" stroke="{LINE}"/>',
+        *parts,
+    ]
+    return svg_file(width, height, title, lines)
 
 
 def _joined(team: range, top: float) -> str:
@@ -135,7 +130,7 @@ def _axis(top: float, whole_s: float, unit: str, per_s: float) -> Iterator[str]:
     for tick in range(math.floor(whole_s * per_s / step + 1e-9) + 1):
         x = left + tick * step / per_s * WIDTH / whole_s
         yield f'<path d="M{x:.2f} {top:g}v5" stroke="{PALE}"/>'
-        yield _text(x, top + 19, _number(tick * step), size=13, fill=PALE, anchor="middle")
+        yield _text(x, top + 19, f"{tick * step:.4g}", size=13, fill=PALE, anchor="middle")
     yield _text(MARGIN, top + 19, f"time, {unit}", size=13, fill=PALE)
 
 
@@ -178,7 +173,3 @@ def _step(whole: float) -> float:
     """Return the distance between ticks: 1, 2 or 5 times a power of ten, for eight to twenty ticks."""
     power = 10.0 ** math.floor(math.log10(whole / 8))
     return next(factor * power for factor in (5, 2, 1) if factor * power <= whole / 8)
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"

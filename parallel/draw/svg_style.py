@@ -5,6 +5,7 @@ Widths of text are those of Helvetica (Adobe font metrics), for boxes that hold 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -43,6 +44,13 @@ def style() -> str:
             rules.append(f".w{stage}{{stroke:{line};fill:none}}")
         sheets.append("".join(rules))
     return f"{sheets[0]}@media (prefers-color-scheme:dark){{{sheets[1]}}}"
+
+
+def svg_file(width: float, height: float, title: str, lines: Iterable[str]) -> str:
+    """Return the text of a file whose picture, of so many px, is drawn by ``lines``."""
+    sides = f'width="{width:g}" height="{height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" {sides} role="img"'
+    return "\n".join([f'{head} font-family="{FONT}">', f"<title>{escape(title)}</title>", *lines, "</svg>\n"])
 
 
 def svg_text(

@@ -44,7 +44,6 @@ class AsyncEngine(Engine):
         observer: Observer | None = None,
     ) -> None:
         self._server = work.server
-        self._of: dict[int, list[tuple[int, Action]]] = {}
         super().__init__(work, communicator, seed=seed, observer=observer)
         self._stage = work.stages[0]
         self._pulled = flat_buckets(p for p in self._stage.module.parameters() if p.requires_grad)
@@ -57,7 +56,7 @@ class AsyncEngine(Engine):
 
     def _follow(self, work: RankProgram) -> None:
         super()._follow(work)
-        self._of = defaultdict(list)
+        self._of: dict[int, list[tuple[int, Action]]] = defaultdict(list)
         for position, action in enumerate(self._actions):
             if action.microbatch is not None:
                 self._of[action.microbatch].append((position, action))

@@ -197,13 +197,9 @@ class Engine(TrainingEngine):
         )
 
     @property
-    def bytes_sent(self) -> Mapping[int, int]:
-        """Rank -> bytes of values and gradients that this rank has sent to it as messages since it was made."""
-        return self._work.messenger.bytes_sent
-
-    @property
     def _sent_so_far(self) -> int:
-        return sum(self.bytes_sent.values()) + (self._work.link.sent_bytes if self._work.link else 0)
+        link, messenger = self._work.link, self._work.messenger
+        return sum(messenger.bytes_sent.values()) + (link.sent_bytes if link else 0)
 
     @property
     def sent_in_step(self) -> int:

@@ -35,11 +35,8 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
 
 @torch.no_grad()
 def swap_average(optimizer: Optimizer) -> bool:
-    """Exchange the parameters' values for their averages, and the averages for these values; twice is as before.
-
-    Returns:
-        whether there is any average.
-    """
+    """Exchange the parameters' values for their averages, and the averages for these values; twice is as before. Return
+    whether there is any average."""
     pairs = [(p, state[AVERAGE]) for p, state in optimizer.state.items() if AVERAGE in state]
     for parameter, average in pairs:
         value = parameter.detach().clone()

@@ -179,17 +179,14 @@ class StageGroups:
         self.peers: Communicator = LocalCommunicator()
         self._alone = mesh.depth == 1 and mesh.members == 1  # no message meets a sum
         for stage in range(mesh.stages):
-            ranks = self._among(mesh.ranks_with(stage))
-            if ranks is not None:
+            if (ranks := self._among(mesh.ranks_with(stage))) is not None:
                 self.of_stage[stage] = ranks
         for team in range(mesh.teams if mesh.members > 1 else 0):
             # Its own, where it is also that of a stage: sums of gradients come between those of passes.
-            ranks = communicator.subgroup(tuple(mesh.ranks_of(team)))
-            if ranks is not None:
+            if (ranks := communicator.subgroup(tuple(mesh.ranks_of(team)))) is not None:
                 self.team = ranks
         for member in range(mesh.members if peers else 0):
-            ranks = self._among([mesh.ranks_of(team)[member] for team in range(mesh.teams)])
-            if ranks is not None:
+            if (ranks := self._among([mesh.ranks_of(team)[member] for team in range(mesh.teams)])) is not None:
                 self.peers = ranks
 
     def _among(self, ranks: Sequence[int]) -> Communicator | None:

@@ -88,8 +88,7 @@ def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
             seconds[span.action.stage, span.action.kind].append(span.duration_s)
 
     def usual(stage: int, kind: Kind) -> float:
-        durations = seconds[stage, kind]
-        return statistics.median(durations) if durations else 0.0
+        return statistics.median(seconds[stage, kind] or [0.0])
 
     return [
         StageCost(

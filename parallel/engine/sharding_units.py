@@ -6,7 +6,7 @@ bound the bytes that are whole at a time, and too many of them are messages too 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -142,10 +142,6 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
-def _parameters(run: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    seen: set[nn.Parameter] = set()
-    for member in run:
-        for parameter in member.parameters():
-            if parameter not in seen:
-                seen.add(parameter)
-                yield parameter
+def _parameters(run: Iterable[nn.Module]) -> dict[nn.Parameter, None]:
+    """Return the parameters of ``run``, in order, each once."""
+    return dict.fromkeys(parameter for member in run for parameter in member.parameters())

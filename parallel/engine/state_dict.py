@@ -55,18 +55,12 @@ class FullStateDict:
             for key, value in stage.module.state_dict().items()
             if self._gives(key, stage, givers[number] if key in stage.parameters else self.mesh.rank_at(number))
         }
-        names = {
-            name
-            for number, stage in self.stages.items()
-            for name in stage.parameters
-            if self._gives(name, stage, givers[number])
-        }
         optimizer, pieces = self.update.optimizer, self.update.pieces
         states, options = (states_by_name(optimizer), options_by_name(optimizer)) if optimizer else ({}, {})
         own = [
             (name, pieces[name].begin if name in pieces else 0, state)
             for name, state in states.items()
-            if name in pieces or name in names
+            if name in pieces or name in model
         ]
         parts = gather_objects(self.communicator, (model, own, options))
         if parts is None:
@@ -124,10 +118,12 @@ DIVIDING = ("weight_decay", LR_SCALE)
 
 def whole_state(names: Sequence[str], states: Mapping[str, Any], options: Mapping[str, Options]) -> dict[str, Any]:
     """Return the state dict of a plain optimizer over the parameters ``names``, of state and options by name."""
-    return {
-        "state": {number: states[name] for number, name in enumerate(names) if name in states},
-        "param_groups": grouped(names, [options[name] for name in names]),
-    }
+    groups = []
+    for own, run in groupby(range(len(names)), key=lambda number: options[names[number]]):
+        numbers = list(run)
+        groups.append({**own, "params": numbers, "param_names": [names[number] for number in numbers]})
+    state = {number: states[name] for number, name in enumerate(names) if name in states}
+    return {"state": state, "param_groups": groups}
 
 
 def own_state(optimizer: Optimizer, whole: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -154,8 +150,7 @@ def own_state(optimizer: Optimizer, whole: Mapping[str, Any], names: Sequence[st
                     )
             if number in whole["state"]:
                 states[own_number] = whole["state"][number]
-        own = {key: group[key] for key in NOT_OPTIONS}
-        groups.append({**options[numbers[group["param_names"][0]]], **own})
+        groups.append({**options[numbers[group["param_names"][0]]], **{key: group[key] for key in NOT_OPTIONS}})
     return {"state": states, "param_groups": groups}
 
 
@@ -169,20 +164,6 @@ def states_by_name(optimizer: Optimizer) -> dict[str, Any]:
 def options_by_name(optimizer: Optimizer) -> dict[str, Options]:
     """Return the options of each parameter of ``optimizer``."""
     return {name: _options(group) for group in optimizer.param_groups for name in group["param_names"]}
-
-
-def grouped(names: Sequence[str], options: Sequence[Options]) -> list[dict[str, Any]]:
-    """Return groups as an optimizer's state dict has them.
-
-    Args:
-        names: of the parameters, in order.
-        options: of each.
-    """
-    groups = []
-    for own, run in groupby(range(len(names)), key=options.__getitem__):
-        numbers = list(run)
-        groups.append({**own, "params": numbers, "param_names": [names[number] for number in numbers]})
-    return groups
 
 
 def _options(group: Mapping[str, Any]) -> Options:

@@ -136,13 +136,11 @@ class Observer(Protocol):
 
     def follow(self, schedule: Schedule) -> None:
         """Positions are from now on those in ``schedule``, all ranks' actions of a step."""
-        ...
 
     def step(self, number: int) -> None: ...
 
     def at(self, position: int, waiting: bool = False, shapes: str = "") -> None:
         """Before the action at ``position`` of this rank's list; ``waiting``: for other ranks."""
-        ...
 
 
 class TrainingEngine(Protocol):
@@ -165,7 +163,6 @@ class TrainingEngine(Protocol):
 
     def wants(self, i: int) -> NeededInputs:
         """Return the parts of microbatch ``i`` of its share that this rank needs when training."""
-        ...
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Box | None, Box | None]:
         """Return rows and columns that this rank needs of a tile of ``shape`` (n, 3, h, w), and of its mask; None:
@@ -175,7 +172,6 @@ class TrainingEngine(Protocol):
     @property
     def predict_wants(self) -> NeededInputs:
         """Parts of a microbatch that this rank needs when predicting: images as inputs, targets to compare with."""
-        ...
 
     def step(self, microbatches: Iterable[Microbatch], step: int, learning_rate: float) -> StepResult:
         """Forward, backward and update on one global batch.
@@ -189,7 +185,6 @@ class TrainingEngine(Protocol):
         Raises:
             NonFiniteLoss: on every rank alike, before anything was updated.
         """
-        ...
 
     def predicting(self) -> AbstractContextManager[None]:
         """Around the predictions of every rank: all enter and leave it together, each with its own number of them."""
@@ -206,43 +201,35 @@ class TrainingEngine(Protocol):
             The output on ranks whose ``predict_wants`` has targets, but for members of a team that are not
             ``counted``; None on the others.
         """
-        ...
 
     def averaged(self) -> AbstractContextManager[None]:
         """Around predictions between two steps: parameters have the values of their running averages, where the
         optimizer keeps any (``weight_average``). All ranks enter and leave it together."""
-        ...
 
     def on_device(self) -> Iterator[Tensor]:
         """Yield all tensors on this rank's device between two steps: of parameters, buffers, gradients, optimizer."""
-        ...
 
     @property
     def sent_in_step(self) -> int:
         """Bytes that this rank sent in the last step: values and gradients as messages, and its part of the sums of
         gradients as a ring sends them."""
-        ...
 
     def before_update(self, call: Callable[[], None]) -> None:
         """Run ``call`` in every step from now on before any parameter or optimizer state changes, on the thread that
         changes it; the step waits for it."""
-        ...
 
     @property
     def parameter_names(self) -> frozenset[str]:
         """Names in ``state_dict()["model"]`` of all that only updates change; forward passes may change the others."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers and optimizer state: ``model`` and ``optimizer`` as the plain module and a plain
         optimizer over its parameters give them, whatever the strategy. Every rank takes part; only rank 0 gets it,
         the others get {}.
         """
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` of any strategy returned; every rank is given all of it."""
-        ...
 
     def close(self) -> None:
         """Release what a step that was given up left. No step can follow."""

@@ -9,11 +9,14 @@ go with the heavy ones next to them, so that fewest bytes cross.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from parallel import remembered
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
-from parallel.graph.partition import bytes_across, carries_data, single_value_cuts
+from parallel.graph.partition import bytes_across, carries_data, cut_positions, single_value_cuts
 
 
 def owner_path(layer: Layer) -> tuple[str, ...]:
@@ -96,27 +99,18 @@ def repeated(graph: LayerGraph, groups: list[list[int]]) -> list[list[int]]:
 def unit_paths(graph: LayerGraph) -> list[tuple[str, ...]]:
     """Return for each layer the path of its unit; () for layers that are called between units."""
     root = scope_tree(graph)
-    copies: dict[tuple[str, ...], int] = {}
-    for scope in _all(root):
-        kind = signature(graph, scope.positions)
-        copies[kind] = copies.get(kind, 0) + 1
+    copies = Counter(signature(graph, scope.positions) for scope in _all(root))
     opened = {scope.path for scope in _all(root) if _is_opened(graph, scope, root, copies)}
-    result: list[tuple[str, ...]] = []
-    for layer in graph.layers:
-        path = owner_path(layer)
-        depth = next((depth for depth in range(len(path) + 1) if path[:depth] not in opened), None)
-        result.append(() if depth is None else path[:depth])
-    return result
+    around = ([path[:depth] for depth in range(len(path) + 1)] for path in map(owner_path, graph.layers))
+    return [next((path for path in paths if path not in opened), ()) for paths in around]
 
 
 def _all(scope: Scope) -> list[Scope]:
     return [scope, *(inside for child in scope.children.values() for inside in _all(child))]
 
 
-def _is_opened(graph: LayerGraph, scope: Scope, root: Scope, copies: dict[tuple[str, ...], int]) -> bool:
-    if not scope.path or (2 * scope.heavy > root.heavy and len(scope.inner) > 1):
-        return True
-    if _only_strings(scope):
+def _is_opened(graph: LayerGraph, scope: Scope, root: Scope, copies: Mapping[tuple[str, ...], int]) -> bool:
+    if not scope.path or (2 * scope.heavy > root.heavy and len(scope.inner) > 1) or _only_strings(scope):
         return True
     if not scope.inner:
         # A plain chain, as VGG's: a unit only where the model has it several times.
@@ -146,14 +140,11 @@ def find_blocks(graph: LayerGraph) -> list[Block]:
     return _with_light_layers(graph, unit_paths(graph), regions=True)
 
 
+@remembered
 def block_cuts(graph: LayerGraph) -> tuple[int, ...]:
     """Return positions in ``graph.layers``, increasing, at which a block begins and a stage may begin."""
-    if "block_cuts" not in graph.remembered:
-        starts = [block.start for block in find_blocks(graph)[1:]]
-        allowed = (start for start in starts if 2 <= start < len(graph.layers) - 1 and graph.can_cut(start))
-        graph.remembered["block_cuts"] = tuple(allowed)
-    cuts: tuple[int, ...] = graph.remembered["block_cuts"]
-    return cuts
+    allowed = set(cut_positions(graph))
+    return tuple(block.start for block in find_blocks(graph)[1:] if block.start in allowed)
 
 
 def find_modules(graph: LayerGraph) -> list[Block]:

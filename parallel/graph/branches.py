@@ -8,8 +8,10 @@ modules the fork is one value, in cells of AmoebaNet two, and in DeepLab's ASPP 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from parallel.graph.blocks import Block, find_blocks, heavy_positions
 from parallel.graph.layers import INPUT, OUTPUT, LayerGraph
@@ -17,8 +19,6 @@ from parallel.graph.partition import carries_data, equal_cost
 
 LEAST = 0.1
 """Part of a model's seconds that has to be computed in parallel to the busiest member, at least."""
-LOOKED_FOR = "Inception modules, cells of NAS networks, ASPP, projections beside residual blocks"
-"""Blocks that have branches, for messages."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def find_branches(graph: LayerGraph, members: int) -> Branches:
         )
         raise ValueError(
             f"the model has too little that ranks could compute side by side: {found}, and at least {LEAST:.0%} is "
-            f"asked for. Looked for in its blocks: {LOOKED_FOR}. Use --parallel ddp, or one with stages"
+            "asked for. Looked for in its blocks: Inception modules, cells of NAS networks, ASPP, projections beside "
+            "residual blocks. Use --parallel ddp, or one with stages"
         )
     return Branches(graph, tuple(regions), member_of, region_of)
 
@@ -103,14 +104,16 @@ def _regions(graph: LayerGraph, block: Block, seconds: Sequence[float], members:
     for stop in range(first + 2, min(block.stop, len(graph.layers) - 1) + 1):
         if len(graph.layers[stop].inputs) < 2 or not graph.can_cut(stop):  # nothing is joined there
             continue
-        groups = _Groups(graph)
+        parts: list[list[int]] = []  # connected layers of the region, which grows towards the beginning
         for start in range(stop - 1, first - 1, -1):
             if graph.layers[start].random or graph.layers[start].kind in (INPUT, OUTPUT):
                 break  # random numbers are drawn in the order of layers, by all members alike
-            groups.add(start, stop)
-            if groups.count < 2 or not graph.can_cut(start):
+            near = _connected(graph, start, stop)
+            joined = [part for part in parts if not near.isdisjoint(part)]
+            parts = [part for part in parts if near.isdisjoint(part)] + [[start, *chain(*joined)]]
+            if len(parts) < 2 or not graph.can_cut(start):
                 continue
-            branches = groups.branches()
+            branches = tuple(sorted(tuple(sorted(part)) for part in parts))
             if sum(not heavy.isdisjoint(branch) for branch in branches) < 2:
                 continue
             entering, live_out = _crossing(graph, start, stop)
@@ -119,38 +122,12 @@ def _regions(graph: LayerGraph, block: Block, seconds: Sequence[float], members:
                 yield BranchRegion(start, stop, branches, owners, entering, live_out, loads)
 
 
-class _Groups:
-    """Connected parts of the layers of a region that grows towards the beginning."""
-
-    def __init__(self, graph: LayerGraph) -> None:
-        self._graph, self._root = graph, dict[int, int]()
-        self.count = 0
-
-    def add(self, start: int, stop: int) -> None:
-        """Add the layer at ``start``."""
-        graph = self._graph
-        self._root[start] = start
-        self.count += 1
-        name = graph.layers[start].name
-        users = [k for k in range(start + 1, min(graph.last_uses[start] + 1, stop)) if name in graph.layers[k].inputs]
-        held = next((last for first, last in graph.inseparable if first <= start < last), start)
-        for other in (*users, *range(start + 1, min(held + 1, stop))):
-            root, own = self._find(other), self._find(start)
-            self._root[root] = own
-            self.count -= root != own
-
-    def branches(self) -> tuple[tuple[int, ...], ...]:
-        """Return the positions of each part, in order."""
-        parts: dict[int, list[int]] = {}
-        for position in sorted(self._root):
-            parts.setdefault(self._find(position), []).append(position)
-        return tuple(map(tuple, parts.values()))
-
-    def _find(self, position: int) -> int:
-        while self._root[position] != position:
-            self._root[position] = self._root[self._root[position]]
-            position = self._root[position]
-        return position
+def _connected(graph: LayerGraph, start: int, stop: int) -> set[int]:
+    """Return the positions up to ``stop`` that use the value at ``start``, or that no cut may separate from it."""
+    name = graph.layers[start].name
+    users = (k for k in range(start + 1, min(graph.last_uses[start] + 1, stop)) if name in graph.layers[k].inputs)
+    held = next((last for first, last in graph.inseparable if first <= start < last), start)
+    return {*users, *range(start + 1, min(held + 1, stop))}
 
 
 def _crossing(graph: LayerGraph, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -183,6 +160,4 @@ def _exchanged(graph: LayerGraph, region: BranchRegion, held: Sequence[int]) -> 
     for member, load in enumerate(region.seconds):
         seconds[new[member]] = load
     members = tuple(new[member] for member in region.members)
-    return BranchRegion(
-        region.start, region.stop, region.branches, members, region.entering, region.live_out, tuple(seconds)
-    )
+    return dataclasses.replace(region, members=members, seconds=tuple(seconds))

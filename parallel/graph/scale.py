@@ -47,11 +47,10 @@ def _scaled(layer: Layer, tiles: int) -> Layer:
     casts = cast_parameters(layer)
     saved = []
     for number, size in layer.saved:
-        if size in casts:
+        is_cast = size in casts
+        if is_cast:
             casts.remove(size)
-            saved.append((number, size))
-        else:
-            saved.append((number, size * tiles))
+        saved.append((number, size if is_cast else size * tiles))
     return dataclasses.replace(
         layer,
         output_bytes=layer.output_bytes * tiles,

@@ -17,10 +17,6 @@ import numpy.typing as npt
 
 from parallel.graph.layers import INPUT, OUTPUT, Layer, LayerGraph
 
-HANDS_ON = ("add", "add_", "cat")
-"""Operations whose inputs' gradients lie in the memory of their output's gradient."""
-
-
 Ints = npt.NDArray[np.int64]
 NEVER = 1 << 40
 """Behind every position."""
@@ -233,9 +229,5 @@ class _Gradients:
 
 def _hands_on(layer: Layer, size: int) -> bool:
     """The gradient of an input of ``size`` bytes lies in the memory of that of the output."""
-    for op in layer.ops:
-        if op.name not in HANDS_ON:
-            return False
-    if any(op.name == "cat" for op in layer.ops):
-        return all(op.name == "cat" for op in layer.ops)
-    return layer.output_bytes == size
+    names = {op.name for op in layer.ops}
+    return names == {"cat"} or (names <= {"add", "add_"} and layer.output_bytes == size)

@@ -101,10 +101,8 @@ class OffloadedStorages:
         else:
             self._spans.append(LiveRange(begin, last, size))
         for use in recomputed:
-            begin, free = (
-                self._again[use.begin] + use.enters,
-                self._again[use.last],
-            )  # what enters has just been brought
+            begin = self._again[use.begin] + use.enters  # what enters has just been brought
+            free = self._again[use.last]
             if use.saved:
                 asked = [(self._back[place],) * 2 for place in use.saved]
                 self._host_again[use.segment] += self._leave(size, begin, free, self._again[use.saved[0]], asked)
@@ -151,11 +149,9 @@ class _OffloadSimulation:
             packs[interval.packed].append(number)
             for first, last in interval.asked:
                 asks[first].append((number, last, (first, last) == interval.asked[-1]))
-        turned = False
         for now in sorted({*packs, *asks, self._backward_start}):
-            if now >= self._backward_start and not turned:
-                turned = True
-                yield from self._evict_to(self._backward_start - 1, 0)
+            if now == self._backward_start:
+                yield from self._evict_to(now - 1, 0)
                 self._look_ahead(now, len(self._packed))
             for number in packs[now]:
                 begin = self._intervals[number].begin

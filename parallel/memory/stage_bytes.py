@@ -213,14 +213,8 @@ class StageArrays:
         )
         counted = self._counted
         alone = _running(moments.backward_start, (begins[counted], lasts[counted], self._bytes[counted]))
-        return Timeline(
-            moments,
-            live,
-            int(alone.max()),
-            int(stays[kept].sum()),
-            int(stays[kept & self._entered].sum()),
-            host,
-        )
+        held_bytes, input_bytes = int(stays[kept].sum()), int(stays[kept & self._entered].sum())
+        return Timeline(moments, live, int(alone.max()), held_bytes, input_bytes, host)
 
     def _parts(self, segments: Sequence[Segment]) -> tuple[Ints, Ints, Flags]:
         """Return first position, position after the last, and whether it is recomputed, of each part.

@@ -24,9 +24,6 @@ Rectangle = tuple[int, int, int, int, int]
 """Bytes in the windows that begin at positions ``first`` to ``last`` and end behind positions ``from`` to ``to``, all
 included: (first, last, from, to, bytes)."""
 
-FINEST = 2400
-"""Positions at most: a matrix then takes 46 MB, and a work array 64 MB for 3,300 layers."""
-
 
 class Windows:
     """Window [i, j) holds the layers from ``positions[i]`` to ``positions[j]``, not included; entries with i >= j mean
@@ -36,7 +33,7 @@ class Windows:
         graph: traced with a microbatch of the size in question.
         seconds: of each layer, forward and backward.
         positions: increasing, where stages may begin, with both ends: 0 and the number of layers. All places where a
-            cut may fall unless given; of more than ``FINEST``, those with the fewest bytes across.
+            cut may fall unless given.
         held: storages of the graph's memory, or those that the layers of the windows asked for touch; all unless given.
 
     Attributes:
@@ -60,9 +57,8 @@ class Windows:
         held: Iterable[Storage] | None = None,
     ) -> None:
         count = len(graph.layers)
-        if positions is None:
-            positions = thinned(graph, [0, *cut_positions(graph), count], FINEST)
-        self.graph, self.positions = graph, tuple(positions)
+        self.graph = graph
+        self.positions: tuple[int, ...] = (0, *cut_positions(graph), count) if positions is None else tuple(positions)
         assert self.positions[0] == 0, self.positions
         assert self.positions[-1] == count, self.positions
         self._begin = np.asarray(self.positions)
@@ -112,12 +108,12 @@ class Windows:
     @functools.cached_property
     def peak_bytes(self) -> Matrix:
         forward = self._rows(r for storage in self._storages for r in _unsaved(storage))
-        own, borrowed = _gradients(self.graph)
-        backward = self._rows(own)
+        spans = gradient_spans(self.graph)
+        backward = self._rows((0, first, first, last, size) for first, last, size in spans)
         backward += np.asarray(self.graph.owned_bytes)
         # Two bounds from above: gradients of received values until the end, or all that pass by.
         first = self._peak(np.maximum(forward, backward)) + self.returned_bytes
-        backward += self._rows(borrowed)
+        backward += self._rows((first + 1, last, 0, last, size) for first, last, size in spans)
         peak: Matrix = np.minimum(first, self._peak(np.maximum(forward, backward)))
         # A backward pass begins with all that is kept, and the gradients of all that was sent.
         np.maximum(peak, self.kept_bytes + self._at_ends(_sent(self.graph)), out=peak)
@@ -241,13 +237,6 @@ def _unsaved(storage: Storage) -> Iterator[Rectangle]:
         first = min(storage.made)
         last = max([*storage.made, *(use for _, use in storage.used)])
         yield 0, first, first, min([last, *(position - 1 for position in storage.saved)]), storage.bytes
-
-
-def _gradients(graph: LayerGraph) -> tuple[list[Rectangle], list[Rectangle]]:
-    """Return the gradients of values made in the window, and of values received: these stay until the end."""
-    spans = list(gradient_spans(graph))
-    own = [(0, span.first, span.first, span.last, span.bytes) for span in spans]
-    return own, [(span.first + 1, span.last, 0, span.last, span.bytes) for span in spans]
 
 
 class SegmentWindows:

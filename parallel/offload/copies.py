@@ -77,9 +77,13 @@ class CopyClock:
 
 
 class Copies:
-    """Copies of one device; this one of a CPU, where they are done (``at_once``) when the call that asks returns."""
+    """Copies of one device; this one of a CPU, where they are done when the call that asks returns.
 
-    at_once = True
+    Attributes:
+        pinned: copies overlap what the device computes, and host memory should be page-locked for them.
+    """
+
+    pinned = False
 
     def __init__(self) -> None:
         self.clock = CopyClock()
@@ -88,11 +92,6 @@ class Copies:
     def for_device(device: torch.device) -> Copies:
         """Return the copies of ``device``."""
         return CudaCopies(device) if device.type == "cuda" else Copies()
-
-    @property
-    def pinned(self) -> bool:
-        """Return whether host memory should be page-locked."""
-        return not self.at_once
 
     def empty_on_host(self, size: int) -> Tensor:
         """Return ``size`` bytes of host memory, page-locked for a GPU until they are freed: uint8 (size,)."""
@@ -131,7 +130,7 @@ class Copies:
 class CudaCopies(Copies):
     """Copies of a GPU, each direction on a stream that all copies of this process share."""
 
-    at_once = False
+    pinned = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

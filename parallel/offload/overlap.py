@@ -97,7 +97,7 @@ class OverlapOffload:
         self.copies, self.pool = copies, pool
         self._ahead, self._largest, self._smallest = ahead, 0, smallest
         # Copies that overlap a GPU's work need a storage to copy, whatever the window.
-        self._under_way = 0 if copies.at_once or ahead == 0 else 1
+        self._under_way = 1 if copies.pinned and ahead != 0 else 0
         self._meter = meter
         self._waiting: dict[SavedStorage, None] = {}  # oldest first
         self._waiting_bytes = 0
@@ -127,7 +127,7 @@ class OverlapOffload:
             self._largest = max(self._largest, size)
             self._wait(storage)
             # Copies take time beside a GPU's work: they begin when half of the window is full.
-            window = self.window if self.copies.at_once else self.window // 2
+            window = self.window // 2 if self.copies.pinned else self.window
             while self._waiting_bytes > window:
                 self._send(next(iter(self._waiting)))
             self._free_copied(self.window, self._under_way)

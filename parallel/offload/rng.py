@@ -52,8 +52,7 @@ def drawing(start: int | Tensor, device: torch.device) -> Iterator[Draws]:
 
 def get_random_state(device: torch.device) -> Tensor:
     """Return the states of the default generators of the CPU and the device: uint8 (``state_size(device)``,)."""
-    states = [generator.get_state() for generator in _generators(device)]
-    return torch.cat(states)
+    return torch.cat([generator.get_state() for generator in _generators(device)])
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:

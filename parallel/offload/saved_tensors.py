@@ -43,9 +43,9 @@ class SavedTensors:
 
     Args:
         rule: what is to be done.
-        meter: counts the bytes of activations on the device.
 
     Attributes:
+        meter: counts the bytes of activations on the device.
         pool: host memory, with overlap.
     """
 
@@ -53,7 +53,7 @@ class SavedTensors:
         self.rule = rule
         self.pool: HostMemory | None = None
         self.copies = Copies.for_device(device)
-        self._meter = meter
+        self.meter = meter
         self._keep_on_device: Packer = functools.partial(SavedTensor, meter=meter)
         self._overlap: OverlapOffload | None = None
         if rule.moves:
@@ -75,7 +75,7 @@ class SavedTensors:
     def idle(self) -> bool:
         """Return whether autograd keeps everything on the device, and no meter counts it."""
         recomputes = self.rule.segmented or self.rule.stagewise
-        return not (self.rule.moves or recomputes or self._meter is not None or self._hosts)
+        return not (self.rule.moves or recomputes or self.meter is not None or self._hosts)
 
     @contextlib.contextmanager
     def watching(self, key: Any, state: Iterable[Tensor]) -> Iterator[None]:

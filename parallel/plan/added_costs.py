@@ -189,12 +189,11 @@ class BranchedParts:
                     layers[k] = _renumbered(many.layers[k], number) if member == fullest else _without(many.layers[k])
                     seconds[k] = of_all.layers[k] if member == slowest else LayerCost(0.0, 0.0, 0.0)
             entering = sum(many.by_name[name].output_bytes for name in region.entering)
-            first = layers[region.start]
+            first, cost = layers[region.start], seconds[region.start]
             layers[region.start] = dataclasses.replace(
                 first, forward_work=first.forward_work + entering, backward_work=first.backward_work + entering
             )
             exchange_s = self._exchange_s(branches, region, tiles)
-            cost = seconds[region.start]
             seconds[region.start] = LayerCost(
                 cost.forward_s + exchange_s, cost.backward_s + exchange_s, cost.backward_input_s + exchange_s
             )
@@ -256,12 +255,8 @@ def policy_costs(
     result = []
     for number, stage in enumerate(stages):
         segments = segments_of(partition, number, policy)
-        again_s = sum(
-            costs.layers[position].forward_s
-            for segment in segments
-            if segment.recompute
-            for position in range(segment.start, segment.stop)
-        )
+        recomputed = [cost for each in segments if each.recompute for cost in costs.layers[each.start : each.stop]]
+        again_s = sum(cost.forward_s for cost in recomputed)
         forward_s, backward_s = stage.forward_s, stage.backward_s + again_s
         if policy.moves:
             kept, again = moved_bytes(memory.touched((segments[0].start, segments[-1].stop)), segments, policy)
@@ -271,12 +266,8 @@ def policy_costs(
             out_s, back_s = kept / copy_bandwidth, (back + 2 * again) / copy_bandwidth
             forward_s = max(forward_s, out_s) if overlapped else forward_s + out_s
             backward_s = max(backward_s, back_s) if overlapped else backward_s + back_s
-        more = backward_s - stage.backward_s
-        result.append(
-            dataclasses.replace(
-                stage, forward_s=forward_s, backward_s=backward_s, backward_input_s=stage.backward_input_s + more
-            )
-        )
+        input_s = stage.backward_input_s + (backward_s - stage.backward_s)
+        result.append(dataclasses.replace(stage, forward_s=forward_s, backward_s=backward_s, backward_input_s=input_s))
     return result
 
 

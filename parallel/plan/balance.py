@@ -1,8 +1,8 @@
 """The best partition for given devices: the slowest rank as fast as it can be, within the memory of each.
 
-Takes a ``LayerGraph``, seconds per layer, the link and the devices; gives a ``Partition``. Messages are charged to the
+Takes the ``Windows`` of a graph, the link and the devices; gives a ``Partition``. Messages are charged to the
 stage that receives the values: their bytes, and those of the gradients that go back. Among all partitions that are as
-fast, the one with the fewest bytes between stages. Exact over all places where a cut may fall (up to 2,400), by dynamic
+fast, the one with the fewest bytes between stages. Exact over all places where a cut may fall, by dynamic
 programming as in PipeDream (Harlap et al., 2018, section 3.2), without replication. No torch here.
 
 Pairs of stages on one rank are searched over at most ``PLACES`` places, spread over the model, and the cuts that
@@ -13,14 +13,13 @@ several replicas (Narayanan et al., SOSP 2019, section 3.1), to compare: the eng
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from parallel.graph.layers import LayerGraph
-from parallel.graph.partition import Loads, Partition, best_chain, cut_positions, too_many
+from parallel.graph.partition import Loads, Partition, best_chain, too_many
 from parallel.memory.windows import Windows, thinned
 from parallel.plan.bottleneck import Pair, best_pairs
 
@@ -52,16 +51,13 @@ class MemoryRule:
 
 
 def partition_optimal(
-    graph: LayerGraph,
+    windows: Windows,
     stages: int,
-    seconds: Sequence[float],
     *,
     link_s: float = 0.0,
     speeds: Sequence[float] | None = None,
     memory: MemoryRule | None = None,
     paired: bool = False,
-    positions: Sequence[int] | None = None,
-    windows: Callable[[Sequence[int] | None], Windows] | None = None,
 ) -> Partition:
     """Return the partition into ``stages`` whose slowest rank is fastest; of those, the one with the fewest bytes sent.
 
@@ -69,15 +65,12 @@ def partition_optimal(
     Each stage of a rank may then take an equal part of its memory.
 
     Args:
-        graph: traced with a microbatch of the size in question.
-        seconds: of each layer, forward and backward.
+        windows: between the places where stages may begin.
         link_s: per byte on a link between ranks.
-        speeds: of the ranks of a group in order, as multiples of that which ``seconds`` are for; their number is that
-            of the ranks. All 1 unless given.
+        speeds: of the ranks of a group in order, as multiples of that which the seconds of ``windows`` are for; their
+            number is that of the ranks. All 1 unless given.
         memory: of each rank; as much as it takes unless given.
         paired: two inverted replicas: rank k holds stages k and D-1-k, and computes both.
-        positions: in ``graph.layers`` at which stages may begin; all places where a cut may fall unless given.
-        windows: gives the windows between places, where searches share them; they are made anew unless given.
 
     Raises:
         ValueError: the model cannot be cut into so many stages, or not so that they fit the memory.
@@ -85,26 +78,16 @@ def partition_optimal(
     ranks = len(speeds) if speeds is not None else len(memory.limits) if memory is not None else stages
     assert stages % ranks == 0, (stages, ranks)
     assert not paired or stages == ranks, (stages, ranks)
-    places = [0, *(cut_positions(graph) if positions is None else positions), len(graph.layers)]
+    graph, places = windows.graph, windows.positions
     if not 1 <= stages < len(places):
         raise ValueError(too_many(graph, len(places) - 1, stages))
     speeds = [1.0] * ranks if speeds is None else speeds
-
-    def search(chosen: Sequence[int] | None, known: Sequence[int] | None = None) -> Partition:
-        between = Windows(graph, seconds, chosen) if windows is None else windows(chosen)
-        starts = _Problem(between, stages, link_s, speeds, memory, paired).solve(known)
-        return Partition(graph, tuple(starts))
-
-    if not paired:
-        return search(places if positions is not None else None)
-    few = thinned(graph, places, max(PLACES, 2 * stages))
     known: Sequence[int] | None = None
-    if len(few) < len(places):  # cuts that are good for each stage by itself are a good beginning
-        known = partition_optimal(
-            graph, stages, seconds, link_s=link_s, speeds=speeds, positions=positions, windows=windows
-        ).starts
-        few = sorted({*few, *known})
-    return search(few, known)
+    if paired and len(few := thinned(graph, places, max(PLACES, 2 * stages))) < len(places):
+        # Cuts that are good for each stage by itself are a good beginning.
+        known = partition_optimal(windows, stages, link_s=link_s, speeds=speeds).starts
+        windows = windows.among(sorted({*few, *known}))
+    return Partition(graph, tuple(_Problem(windows, stages, link_s, speeds, memory, paired).solve(known)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,18 +64,13 @@ class MemoryCheck:
             over = max(over, on_host - round(cluster.host_bytes) - left)
         return max(0, over)
 
-    @functools.cached_property
-    def _peak(self) -> Callable[[int], int]:
-        return functools.cache(lambda rank: self.stages.rank_bytes(self.strategy, self.partition, rank).total)
+    @remembered
+    def _peak(self, rank: int) -> int:
+        return self.stages.rank_bytes(self.strategy, self.partition, rank).total
 
 
 class Evaluator:
-    """Bytes and seconds of strategies for one task on one cluster.
-
-    Args:
-        task: what is to be trained.
-        cluster: where.
-    """
+    """Bytes and seconds of strategies for one task on one cluster."""
 
     def __init__(self, task: Task, cluster: Cluster) -> None:
         self.task, self.cluster = task, cluster

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,10 +78,6 @@ class Task:
 
 class StageCache:
     """Cache of the stages of candidates.
-
-    Args:
-        task: what is to be trained.
-        cluster: where.
 
     Attributes:
         places: positions in the graph's layers at which stages may begin.
@@ -175,9 +171,8 @@ class StageCache:
             within: that keep every rank within the memory; None where there are none.
         """
         size = self._size(candidate)
-        graph, costs = self.microbatch(*size)
         if candidate.stages == 1:
-            return None if within else Partition(graph, (0,))
+            return None if within else Partition(self.microbatch(*size)[0], (0,))
         paired = candidate.paired and candidate.depth <= DEEP
         # Of what is left on the device in the end, what enters a stage is the part that its cuts decide.
         candidate = candidate.under(recompute="stage" if candidate.policy.saves else "none", offload="none")
@@ -187,15 +182,12 @@ class StageCache:
             links = [self.cluster.link(seat * members, (seat + 1) * members) for seat in range(candidate.depth - 1)]
             try:
                 self._partitions[key] = partition_optimal(
-                    graph,
+                    self._windows(size),
                     candidate.stages,
-                    costs.seconds,
                     link_s=max(1 / link.bandwidth for link in links if link is not None),
                     speeds=self._speeds(candidate),
                     memory=self._rule(candidate) if within else None,
                     paired=paired,
-                    positions=self.places,
-                    windows=functools.partial(self._windows_of, size),
                 )
             except ValueError:
                 self._partitions[key] = None
@@ -316,10 +308,6 @@ class StageCache:
     def _windows(self, size: _Size) -> Windows:
         graph, costs = self.microbatch(*size)
         return Windows(graph, costs.seconds, [0, *self.places, len(graph.layers)], self._memory(size).storages)
-
-    def _windows_of(self, size: _Size, positions: Sequence[int] | None) -> Windows:
-        assert positions is not None  # of all places that ``partition_optimal`` is given
-        return self._windows(size).among(positions)
 
     def _rule(self, candidate: Strategy) -> MemoryRule:
         return MemoryRule(

@@ -62,7 +62,12 @@ def schedule_of(candidate: Strategy) -> tuple[Schedule, Mesh]:
         ValueError: the schedule does not run with these numbers.
     """
     most = max(len(candidate.share_of(group)) for group in ((0,) if not candidate.shares else range(candidate.groups)))
-    return _schedule(candidate.name, candidate.depth, candidate.chunks, most, candidate.policy.stagewise)
+    return _schedule_of_group(candidate, most)
+
+
+def _schedule_of_group(candidate: Strategy, microbatches: int) -> tuple[Schedule, Mesh]:
+    """Return what the ranks of a group with so many microbatches compute, and where."""
+    return _schedule(candidate.name, candidate.depth, candidate.chunks, microbatches, candidate.policy.stagewise)
 
 
 @functools.lru_cache(maxsize=128)  # the same few are asked for by turns: for memory, for time, for a shorter step
@@ -141,11 +146,8 @@ def links_between(candidate: Strategy, partition: Partition, cluster: Cluster) -
             if (spec := cluster.link(*(first + seat * candidate.members for seat in way))) is not None
         ]
         slower = min(known, key=lambda spec: spec.bandwidth, default=None)
-        return (
-            cluster.inside_team
-            if candidate.members > 1 and cluster.inside_team and slower == cluster.inside
-            else slower
-        )
+        inside = candidate.members > 1 and slower == cluster.inside
+        return (cluster.inside_team or slower) if inside else slower
 
     return link_costs(partition, link)
 
@@ -176,8 +178,7 @@ def by_speed(
         if speeds not in known:
             ends = []
             for count in (2 * candidate.depth, 3 * candidate.depth):
-                alone = dataclasses.replace(candidate, ranks=candidate.group_ranks, m=count, shares=())
-                schedule, mesh = schedule_of(alone)
+                schedule, mesh = _schedule_of_group(candidate, count)
                 ends.append(simulate(schedule, mesh, costs, links, speeds=speeds).makespan_s)
             each = (ends[1] - ends[0]) / candidate.depth
             known[speeds] = each, ends[0] - 2 * candidate.depth * each
@@ -193,15 +194,11 @@ def _adding(
         seconds = [_update_s(size, slots, cluster, candidate.ranks) for size in gradient_bytes]
         return [dataclasses.replace(cost, update_s=update_s) for cost, update_s in zip(costs, seconds, strict=True)]
     share = len(candidate.share_of(0)) / (2 if candidate.paired else 1)
-    adding = []
-    for cost, size in zip(costs, gradient_bytes, strict=True):
-        more = max(0.0, 1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth
-        adding.append(
-            dataclasses.replace(
-                cost, backward_s=cost.backward_s + more, backward_weight_s=cost.backward_weight_s + more
-            )
-        )
-    return adding
+    adding = [max(0.0, 1 - 1 / share) * ADDING_PASSES * size / cluster.update_bandwidth for size in gradient_bytes]
+    return [
+        dataclasses.replace(cost, backward_s=cost.backward_s + s, backward_weight_s=cost.backward_weight_s + s)
+        for cost, s in zip(costs, adding, strict=True)
+    ]
 
 
 def _step(
@@ -221,9 +218,7 @@ def _step(
     assert not (devices and cluster.speeds), "ranks that share a device have its speed"
 
     def run(microbatches: int) -> tuple[Timeline, Mesh]:
-        schedule, mesh = schedule_of(
-            dataclasses.replace(candidate, ranks=candidate.group_ranks, m=microbatches, shares=())
-        )
+        schedule, mesh = _schedule_of_group(candidate, microbatches)
         own = weights[:microbatches]
         timeline = simulate(schedule, mesh, costs, links, weights=own, speeds=speeds, devices=devices)
         return timeline, mesh

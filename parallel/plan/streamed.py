@@ -69,12 +69,7 @@ class Streamed:
 
 
 class StreamedStages:
-    """Bytes and costs of candidates that compute tiles box by box.
-
-    Args:
-        streamed: of the model.
-        cluster: where.
-    """
+    """Bytes and costs of candidates that compute tiles box by box."""
 
     def __init__(self, streamed: Streamed, cluster: Cluster) -> None:
         self._streamed, self._cluster = streamed, cluster

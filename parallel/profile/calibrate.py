@@ -144,7 +144,7 @@ def fit_model(readings: Iterable[dict[str, Any]], key: dict[str, Any], seconds: 
         else:
             shape = _shape(reading)
             seconds_of = {name: reading["reading"][f"{name}_s"] for name in PASSES}
-            work = work_of_shape(shape, 8 if key["dtype"] == str(torch.float64) else 4)
+            work = work_of_shape(shape)
             products[work.kind].append((work, seconds_of))
     models: dict[str, dict[str, PassModel]] = {}
     errors: list[float] = []

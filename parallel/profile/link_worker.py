@@ -72,9 +72,9 @@ def measure(communicator: Communicator, rounds: int) -> dict[str, float]:
         "message": lambda: _round_trips(communicator, message, communicator.rank ^ 1),
         "empty_sum": lambda: communicator.all_reduce(word),
         "sum": lambda: communicator.all_reduce(summed),
-        "alone": lambda: _step(plain, plain, images),
+        "alone": lambda: _step(plain, images),
         "replicated": lambda: _summed_step(shared, reducer, images),
-        "sharded": lambda: _step(sharded, sharded, images),
+        "sharded": lambda: _step(sharded, images),
     }
     seconds: dict[str, list[float]] = defaultdict(list)
     for number in range(-WARM_UP, rounds):
@@ -178,9 +178,9 @@ def _summed_step(module: nn.Module, reducer: GradReducer, images: Tensor) -> Non
     reducer.finish()
 
 
-def _step(forward: Callable[[Tensor], Tensor], module: nn.Module, images: Tensor) -> None:
+def _step(module: nn.Module, images: Tensor) -> None:
     module.zero_grad()
-    forward(images).mean().backward()  # type: ignore[no-untyped-call]
+    module(images).mean().backward()
 
 
 class MemberPass:

@@ -66,19 +66,18 @@ def add_offload(schedule: Schedule, costs: Sequence[StageCost] | None = None) ->
 
 def _with_offload(actions: list[Action], costs: Sequence[StageCost] | None) -> Iterator[Action]:
     computing = [n for n, action in enumerate(actions) if action.kind in COMPUTE]
-    order = {n: k for k, n in enumerate(computing)}
     ahead: dict[int, list[Action]] = defaultdict(list)
     behind: dict[int, list[Action]] = defaultdict(list)
     begun: dict[tuple[int, int | None, int], int] = {}
-    for n in computing:
+    for k, n in enumerate(computing):
         action = actions[n]
         if action.kind is Kind.FORWARD:
-            begun[action.key] = n
+            begun[action.key] = k
         elif (start := begun.pop(action.key, None)) is not None:
-            between = computing[order[start] + 1 : order[n]]
-            first = _prefetched([actions[k] for k in between], action.stage, costs)
+            between = computing[start + 1 : k]
+            first = _prefetched([actions[position] for position in between], action.stage, costs)
             if first is not None:
-                behind[_end_of_sends(actions, start)].append(action.as_kind(Kind.OFFLOAD))
+                behind[_end_of_sends(actions, computing[start])].append(action.as_kind(Kind.OFFLOAD))
                 ahead[between[first]].append(action.as_kind(Kind.PREFETCH))
     for n, action in enumerate(actions):
         yield from ahead[n]

@@ -52,7 +52,7 @@ class AxisNeeds:
 
     Attributes:
         spans: the rows by name of the map.
-        own: rows of what leaves the part that are of these boxes alone, by name.
+        own: rows of what leaves the part that are of these boxes alone, in the order of ``live_out``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AxisNeeds:
     ) -> None:
         self._sides, self._axis = sides, axis
         self.spans = {step.name: box_span(cuts, step.sides[axis], number, last) for step in live_out}
-        self.own = {name: span.size for name, span in self.spans.items()}
+        self.own = tuple(span.size for span in self.spans.values())
 
     def prepend(self, step: Step) -> Needed:
         """Let the part begin with ``step``, before all that it has."""
@@ -104,18 +104,20 @@ class BoxBytes:
 
     Args:
         live_out: steps whose values leave the part.
-        needs: (rows, columns) of the box, before any step.
+        own: (rows, columns) of what leaves the part that are of the box alone, in the order of ``live_out``.
 
     Attributes:
         fetched: bytes of the maps that the part fetches, by name; ``fetched_bytes``: of all of them.
     """
 
-    def __init__(self, live_out: Sequence[Step], region: RegionSpec, needs: tuple[AxisNeeds, AxisNeeds]) -> None:
+    def __init__(
+        self, live_out: Sequence[Step], region: RegionSpec, own: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> None:
         self._sides, self._sizes, self._images = region.sides, region.sizes, region.images
-        sizes = region.sizes
-        own = {step.name: needs[0].own[step.name] * needs[1].own[step.name] for step in live_out}
         self._given = {
-            step.name: sizes[step.name] * own[step.name] / math.prod(step.sides) for step in live_out if own[step.name]
+            step.name: region.sizes[step.name] * rows * columns / math.prod(step.sides)
+            for step, rows, columns in zip(live_out, *own, strict=True)
+            if rows and columns
         }
         self._pulled = sum(self._given.values())
         self.fetched: dict[str, float] = {}
@@ -205,21 +207,14 @@ def fullest_box_bytes(
         steps: of the part, from the last to the first.
         live_out, places, square: as ``PartNeeds`` takes them.
     """
-    known: dict[object, tuple[AxisNeeds, tuple[Needed, ...]]] = {}
 
     @functools.cache
-    def along(axis: int, number: int) -> tuple[AxisNeeds, tuple[Needed, ...]]:
+    def along(axis: int, number: int) -> tuple[tuple[int, ...], tuple[Needed, ...]]:
         needs = AxisNeeds(live_out, region.sides, cuts[axis], axis, number)
-        walked = tuple(map(needs.prepend, steps))
-        return known.setdefault((axis, *needs.own.values(), walked), (needs, walked))
+        return needs.own, tuple(map(needs.prepend, steps))
 
-    most, seen = 0.0, set[tuple[int, int]]()
-    for row, column in places:
-        rows, columns = along(0, row), along(0 if square else 1, column)
-        pair = id(rows), id(columns)
-        if pair in seen:
-            continue
-        seen |= {pair, (pair[1], pair[0])} if square else {pair}
+    most = 0.0
+    for rows, columns in {(along(0, row), along(0 if square else 1, column)) for row, column in places}:
         box = BoxBytes(live_out, region, (rows[0], columns[0]))
         for step, high, wide in zip(steps, rows[1], columns[1], strict=True):
             box.prepend(step, high, wide)
@@ -247,7 +242,7 @@ class PartNeeds:
         keys = list(dict.fromkeys(key for pair in pairs for key in pair))
         self._lines = [AxisNeeds(live_out, region.sides, cuts[axis], axis, k) for axis, k in keys]
         self._numbers = [(keys.index(row), keys.index(column)) for row, column in pairs]
-        self.boxes = [BoxBytes(live_out, region, (self._lines[r], self._lines[c])) for r, c in self._numbers]
+        self.boxes = [BoxBytes(live_out, region, (self._lines[r].own, self._lines[c].own)) for r, c in self._numbers]
 
     def prepend(self, step: Step) -> list[float]:
         """Let the part begin with ``step``; return the share of it that each box computes."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from parallel import remembered
 from parallel.space.box_bytes import AxisNeeds, Cuts, fullest_box_bytes
+from parallel.space.cuts import Span
 from parallel.space.parts import divide, worst_case_boxes
 from parallel.space.phases import Part, Phase, peak_map_bytes, peak_stored_bytes, phases_of
 from parallel.space.spatial_plan import RegionSpec
@@ -54,11 +53,7 @@ class Boxes:
 
     def cuts(self, part: Part) -> Cuts:
         """Return where the boxes of a part begin and end."""
-        return self._boxed(part.box)
-
-    @remembered
-    def _boxed(self, box: int) -> Cuts:
-        return self.mesh.boxed(box)
+        return self.mesh.boxed(part.box)
 
     def places(self, member: int, part: Part) -> tuple[range, range]:
         """Return the numbers of the rows and columns of boxes that ``member`` computes."""
@@ -68,33 +63,24 @@ class Boxes:
         """Return number of a box -> how many are as large, of the member with most boxes along an axis: the first and
         the last, and the largest between them."""
         members = range(self.mesh.grid.members)
-        numbers = max((self.places(member, part)[axis] for member in members), key=len)
-        cuts, counts = self.cuts(part)[axis], {numbers[0]: 1, numbers[-1]: 1}
-        if inner := numbers[1:-1]:
-            counts[max(inner, key=lambda k: cuts[k + 1] - cuts[k])] = len(inner)
-        return counts
+        return _counts(self.cuts(part)[axis], max((self.places(member, part)[axis] for member in members), key=len))
 
     @functools.cached_property
     def held(self) -> dict[str, tuple[int, int]]:
         """(Most rows, most columns) that a member holds of each map between parts, or that enters; of one rank none."""
-        spans: dict[str, list[list[tuple[int, int]]]] = {}
-        grid = self.mesh.grid
-        if grid.members == 1:
+        if self.mesh.grid.members == 1:
             return {}
-        for name in {
-            *self.region.inputs,
-            *(step.name for phase, part in self.parts() for step in phase.live_steps(part) if not step.sums),
-        }:
-            sides = self.region.sides[name]
-            rows = [self.mesh.owned(row * grid.columns, sides)[0] for row in range(grid.rows)]
-            columns = [self.mesh.owned(column, sides)[1] for column in range(grid.columns)]
-            spans[name] = [[(span.start, span.stop) for span in axis] for axis in (rows, columns)]
+        live = (step.name for phase, part in self.parts() for step in phase.live_steps(part) if not step.sums)
+        names = {*self.region.inputs, *live}
+        spans = {name: [list(axis) for axis in self.mesh.axes(self.region.sides[name])] for name in names}
         for phase, part in self.parts():
             self._look(phase, part, spans)
-        most = {name: [max(stop - start for start, stop in axis) for axis in axes] for name, axes in spans.items()}
-        return {name: (rows, columns) for name, (rows, columns) in most.items()}
+        return {
+            name: (max(span.size for span in rows), max(span.size for span in columns))
+            for name, (rows, columns) in spans.items()
+        }
 
-    def _look(self, phase: Phase, part: Part, spans: dict[str, list[list[tuple[int, int]]]]) -> None:
+    def _look(self, phase: Phase, part: Part, spans: Mapping[str, list[list[Span]]]) -> None:
         """Widen what members hold to where their boxes of a part look."""
         steps, live_out, cuts, grid = phase.steps_of(part), phase.live_steps(part), self.cuts(part), self.mesh.grid
         for axis, count in enumerate((grid.rows, grid.columns)):
@@ -104,18 +90,19 @@ class Boxes:
                 for name, span in needs.prepend_all(steps).items():
                     if name in spans:
                         start, stop = spans[name][axis][number]
-                        spans[name][axis][number] = min(start, span.start), max(stop, span.stop)
+                        spans[name][axis][number] = Span(min(start, span.start), max(stop, span.stop))
 
     def map_bytes(self, name: str) -> int:
         """Return the bytes that a member holds of a map."""
-        sides = self.region.sides[name]
-        px = self.held[name] if name in self.held else self.mesh.largest(sides)
-        return round(self.region.sizes[name] * math.prod(px) / math.prod(sides))
+        return self._bytes(name, self.held[name]) if name in self.held else self.own_bytes(name)
 
     def own_bytes(self, name: str) -> int:
         """Return the bytes of a map that a member owns."""
-        sides = self.region.sides[name]
-        return round(self.region.sizes[name] * math.prod(self.mesh.largest(sides)) / math.prod(sides))
+        return self._bytes(name, self.mesh.largest(self.region.sides[name]))
+
+    def _bytes(self, name: str, sides: tuple[int, int]) -> int:
+        """Return the bytes of so many rows and columns of a map."""
+        return round(self.region.sizes[name] * math.prod(sides) / math.prod(self.region.sides[name]))
 
     @functools.cached_property
     def fetched_of_others(self) -> dict[str, int]:
@@ -180,7 +167,7 @@ class Boxes:
 
     def part_bytes(self, phase: Phase, part: Part) -> float:
         """Return the bytes of the fullest box of a part."""
-        rows, columns = (_kinds(cuts) for cuts in self.cuts(part))
+        rows, columns = (_counts(cuts, range(len(cuts) - 1)) for cuts in self.cuts(part))
         boxes = ((r, c) for r in rows for c in columns if r <= c or not self.square)
         steps, live_out = phase.steps_of(part)[::-1], phase.live_steps(part)
         return fullest_box_bytes(steps, live_out, self.region, self.cuts(part), boxes, self.square)
@@ -201,9 +188,10 @@ class Boxes:
         their halos add."""
         steps, live_out = phase.steps_of(part), phase.live_steps(part)
         usual, of_all = ({step.name: 1.0 for step in steps} for _ in range(2))
-        for axis, (cuts, middle) in enumerate(zip(self.cuts(part), self._middle_box(part), strict=True)):
+        cuts = self.cuts(part)
+        for axis, middle in enumerate(worst_case_boxes(cuts)[0]):
             counts = self.counts(part, axis)
-            needs = {kind: AxisNeeds(live_out, self.region.sides, cuts, axis, kind) for kind in {*counts, middle}}
+            needs = {kind: AxisNeeds(live_out, self.region.sides, cuts[axis], axis, kind) for kind in {*counts, middle}}
             for step in reversed(steps):
                 sizes = {kind: need.prepend(step).size for kind, need in needs.items()}
                 usual[step.name] *= sizes[middle] / step.sides[axis]
@@ -216,25 +204,23 @@ class Boxes:
 
     def fetched_bytes(self, phase: Phase, part: Part, here: frozenset[str] = frozenset()) -> float:
         """Return the bytes that all boxes of a part fetch, of maps that are not ``here``."""
-        steps, live_out, region = phase.steps_of(part), phase.live_steps(part), self.region
+        steps, live_out, region, cuts = phase.steps_of(part), phase.live_steps(part), self.region, self.cuts(part)
         rows, columns = (
-            AxisNeeds(live_out, region.sides, cuts, axis, usual).prepend_all(steps)
-            for axis, (cuts, usual) in enumerate(zip(self.cuts(part), self._middle_box(part), strict=True))
+            AxisNeeds(live_out, region.sides, cuts[axis], axis, usual).prepend_all(steps)
+            for axis, usual in enumerate(worst_case_boxes(cuts)[0])
         )
         fetched = (rows.keys() & columns.keys()) - here.union(step.name for step in steps)
         px = {name: rows[name].size * columns[name].size for name in fetched}
         of_box = math.fsum(region.sizes[name] * px[name] / math.prod(region.sides[name]) for name in fetched)
         return of_box * math.prod(sum(self.counts(part, axis).values()) for axis in range(2))
 
-    def _middle_box(self, part: Part) -> tuple[int, int]:
-        return worst_case_boxes(self.cuts(part))[0]
 
-
-def _kinds(cuts: Sequence[int]) -> list[int]:
-    """First, last, and the largest between them."""
-    sizes = [last - first for first, last in pairwise(cuts)]
-    inner = range(1, len(sizes) - 1)
-    return sorted({0, len(sizes) - 1, *([max(inner, key=lambda k: sizes[k])] if inner else [])})
+def _counts(cuts: Sequence[int], numbers: range) -> dict[int, int]:
+    """Return number of a box -> how many are as large: the first and the last, and the largest between them."""
+    counts = {numbers[0]: 1, numbers[-1]: 1}
+    if inner := numbers[1:-1]:
+        counts[max(inner, key=lambda k: cuts[k + 1] - cuts[k])] = len(inner)
+    return counts
 
 
 def plan_boxes(region: RegionSpec, box: int, grid: TeamGrid, stored_bytes: int | None = None) -> Boxes:

@@ -24,9 +24,9 @@ class Span(NamedTuple):
         """Rows; 0 of what is empty."""
         return max(0, self.stop - self.start)
 
-    def hull(self, other: Span | None) -> Span:
-        """Return the smallest span that holds both; this one where there is no other, or an empty one."""
-        if other is None or other.stop <= other.start:
+    def hull(self, other: Span) -> Span:
+        """Return the smallest span that holds both; this one where the other is empty."""
+        if other.stop <= other.start:
             return self
         start, stop = self
         if start <= other.start and stop >= other.stop:

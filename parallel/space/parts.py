@@ -82,9 +82,7 @@ def _places(phase: Phase, barred: Collection[str]) -> list[int]:
         and (k == 0 or size <= crossing[k - 1])
         and (k + 1 == len(crossing) or size <= crossing[k + 1])
     ]
-    if len(dips) > PLACES:
-        dips = sorted(sorted(dips, key=lambda place: crossing[place - 1])[:PLACES])
-    return dips
+    return sorted(sorted(dips, key=lambda place: crossing[place - 1])[:PLACES])
 
 
 def _costs(
@@ -127,26 +125,13 @@ def _costs(
 def worst_case_boxes(cuts: Cuts) -> list[tuple[int, int]]:
     """Return (row, column) of the boxes that take most: one in the middle, and one at an edge, where padding copies
     what it pads."""
-    rows, columns = (max(range(len(axis) - 1), key=lambda k, axis=axis: _inner(axis, k)) for axis in cuts)  # type: ignore[misc]
+    rows, columns = (max(range(len(axis) - 1), key=functools.partial(_inner, axis)) for axis in cuts)
     return list(dict.fromkeys([(rows, columns), (0, columns)]))
 
 
 def _inner(axis: Sequence[int], k: int) -> tuple[int, int]:
     """(px of box ``k``, how far from the ends it lies), to compare."""
     return axis[k + 1] - axis[k], min(k, len(axis) - 2 - k)
-
-
-def rule_faults(steps: Sequence[Step], sides: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the steps whose rules give other sides than they have, or whose maps differ in size."""
-    found = []
-    for step in steps:
-        if step.global_op:
-            continue
-        for axis, word in ((0, "rows"), (1, "columns")):
-            given = {step.rules[axis].out(sides[name][axis]) for name in step.maps}
-            if given != {step.sides[axis]}:
-                found.append(f"{step.name} has {step.sides[axis]} {word}; its rule gives {sorted(given)}")
-    return found
 
 
 def span_faults(

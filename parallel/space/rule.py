@@ -203,7 +203,6 @@ class Step:
         aliases: map in whose memory its value lies; "" where it has its own.
         passes_grad_through: its backward pass gives the gradient of its value on as it is.
         draws_whole: it draws a number for each pixel of the whole map, whatever of it is computed.
-        normed: it normalises each channel of a map by the moments that are summed before it.
         pads_by_copy: where a box is padded on one side alone, what it takes is copied, and the copy kept.
     """
 
@@ -224,7 +223,6 @@ class Step:
     passes_grad_through: bool = False
     pads_by_copy: bool = False
     draws_whole: bool = False
-    normed: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from parallel import remembered
 from parallel.space.cuts import ALIGNED, Span, box_span, box_spans, tile_cuts
 from parallel.space.rule import Rule
 
@@ -156,24 +157,20 @@ class SpatialMesh:
 
     def all_owned(self, sides: Sides) -> tuple[Box, ...]:
         """Return the box of every member in a map of ``sides``."""
-        return tuple(itertools.product(*self._axes(sides)))
+        return tuple(itertools.product(*self.axes(sides)))
 
     def largest(self, sides: Sides) -> Sides:
         """Return the most rows, and the most columns, that a member has of a map of ``sides``."""
-        rows, columns = self._axes(sides)
+        rows, columns = self.axes(sides)
         return max(span.size for span in rows), max(span.size for span in columns)
 
-    def _axes(self, sides: Sides) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    def axes(self, sides: Sides) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
         """Return the rows of each row of members, and the columns of each column."""
         return box_spans(self.cuts[0], sides[0]), box_spans(self.cuts[1], sides[1])
 
-    def fits(self, sides: Sides) -> bool:
-        """Return whether every member has a part of a map of ``sides``."""
-        return all(span.size for axis in self._axes(sides) for span in axis)
-
     def fault(self, sides: Sides) -> str | None:
         """Return why a map of ``sides`` cannot be divided; None where it can."""
-        if self.fits(sides):
+        if all(span.size for axis in self.axes(sides) for span in axis):
             return None
         return f"gives maps of {sides[0]} x {sides[1]} px, of which not every member of a {self.grid} team has a part"
 
@@ -184,6 +181,7 @@ class SpatialMesh:
         needs = [(of_rows.need(rows, high), of_columns.need(columns, wide)) for rows, columns in self.all_owned(made)]
         return self.needed(needs, taken)
 
+    @remembered
     def boxed(self, box: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return where the members' parts are cut into boxes of ``box`` px: rows and columns, in px of the tile."""
         rows, columns = (
@@ -207,8 +205,8 @@ class SpatialMesh:
 
     def needed(self, needs: Sequence[Box], sides: Sides) -> Exchange:
         """Return the exchange that gives each member what it ``needs`` of a map."""
-        axes, width = self._axes(sides), self.grid.columns
-        boxes = [within(need, sides) for need in needs]
+        axes, width = self.axes(sides), self.grid.columns
+        boxes = [(rows.within(sides[0]), columns.within(sides[1])) for rows, columns in needs]
         pieces = []
         for box in boxes:
             rows, columns = (
@@ -221,11 +219,6 @@ class SpatialMesh:
 
 def box_px(box: Box) -> int:
     return box[0].size * box[1].size
-
-
-def within(need: Box, sides: Sides) -> Box:
-    """Return what of ``need`` a map of ``sides`` has."""
-    return need[0].within(sides[0]), need[1].within(sides[1])
 
 
 def overlap(source: Box, target: Box) -> Box | None:

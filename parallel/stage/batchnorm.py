@@ -168,10 +168,6 @@ class DeferredStatistics(RunningStatistics):
     Momentum 1 makes a pass leave its own mean and variance in the layer. Those of all microbatches are combined as in
     Chan, Golub and LeVeque (1983): counts, means and sums of squared deviations, never sums of squares.
 
-    Args:
-        module: its BatchNorm layers that track running statistics take part while they are in training mode.
-        communicator: the ranks that hold a copy of ``module``.
-
     Raises:
         ValueError: other layers with running statistics. Those of InstanceNorm are means over tiles, not over the
             values of a batch, and SyncBatchNorm already sees more than a microbatch.

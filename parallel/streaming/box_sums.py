@@ -6,6 +6,7 @@ Takes a region; gives it with that step, or None where the map that leaves it is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +17,6 @@ from parallel.space.cuts import Span
 from parallel.space.rule import Step
 from parallel.space.team import Box
 from parallel.streaming.operation import DIMS, Operation
-from parallel.streaming.patch import Patch
 from parallel.streaming.region import Region
 from parallel.trace.stage_module import Boxes
 
@@ -62,10 +62,6 @@ class BoxSums:
         rows, columns = self.targets.shape[1:]
         return int(rows * columns)
 
-    def of_box(self, patch: Patch) -> Tensor:
-        """Return what a box adds."""
-        return self.of_part(patch.tensor, patch.box)
-
     def of_part(self, output: Tensor, box: Box) -> Tensor:
         """Return what the rows and columns ``box`` of the output add."""
         return self.sums(output, self._targets(*box).to(output.device))
@@ -100,7 +96,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
     made, kind, _ = region.forms[source.name]
     if len(made) != 4 or (made[0], *made[2:]) != tuple(shape):
         return None
-    name, size = output.name + STEP, float(made[0] * made[1] * made[2] * made[3])
+    name, size = output.name + STEP, float(math.prod(made))
     step = Step(
         name,
         (source.name,),
@@ -110,7 +106,7 @@ def with_sums(region: Region, nodes: Sequence[fx.Node], shape: Sequence[int]) ->
         kept_bytes=int(KEEPS * size * kind.itemsize),
         value_bytes=8 * made[0],
     )
-    operation = Operation(lambda given: given.prior(ASKED).of_box(given.patch), sums=True)
+    operation = Operation(lambda given: given.prior(ASKED).of_part(given.patch.tensor, given.patch.box), sums=True)
     return replace(
         region,
         steps=(*region.steps, step),

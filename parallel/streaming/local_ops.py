@@ -44,7 +44,7 @@ def convolve_again(
 ) -> Tensor:
     """Return ``stored``, the box of a convolution, or any numbers; the gradients of ``convolve`` do not need them."""
     rows, columns = rules
-    strides = ((rows.stride, columns.stride), (rows.dilation, columns.dilation))
+    stride, dilation = (rows.stride, columns.stride), (rows.dilation, columns.dilation)
     x, pads = _evenly_padded(patch)
     operands = [x, weight, bias]
     device = weight.device.type
@@ -52,7 +52,7 @@ def convolve_again(
         operands = [each if each is None else each.to(torch.get_autocast_dtype(device)) for each in operands]
     (first_row, last_row), (first_column, last_column) = patch.box
     box = last_row - first_row, last_column - first_column
-    value: Tensor = _AgainConvolved.apply(*operands, stored, box, strides[0], pads, strides[1], groups)
+    value: Tensor = _AgainConvolved.apply(*operands, stored, box, stride, pads, dilation, groups)
     return value
 
 
@@ -107,14 +107,13 @@ def shuffle(patch: Patch, factor: int) -> Tensor:
 
 def pool_max(patch: Patch, rules: Rules) -> Tensor:
     """Return the box of a max pool."""
-    kernel, stride, dilation = (tuple(getattr(rule, name) for rule in rules) for name in _WINDOW)
+    rows, columns = rules
+    kernel, stride = (rows.kernel, columns.kernel), (rows.stride, columns.stride)
+    dilation = rows.dilation, columns.dilation
     (top, bottom), (left, right) = patch.pads
     if top == bottom and left == right and 2 * top <= kernel[0] and 2 * left <= kernel[1]:
         return F.max_pool2d(patch.tensor, kernel, stride, (top, left), dilation)
     return F.max_pool2d(patch.padded(-math.inf), kernel, stride, 0, dilation)
-
-
-_WINDOW = ("kernel", "stride", "dilation")
 
 
 def pool_mean(patch: Patch, rules: Rules, counts_pads: bool, divisor: int | None) -> Tensor:
@@ -148,28 +147,24 @@ def _counting_rows(rule: Window, side: int, counts_pads: bool) -> Span:
     return Span(-rule.before, side + rule.after) if counts_pads else Span(0, side)
 
 
-def resample(patch: Patch, rules: Rules) -> Tensor:
+def resample(patch: Patch, rules: tuple[Resample, Resample]) -> Tensor:
     """Return the box of a bilinear or nearest resampling, by torch's own formula in its own precision."""
     value = patch.tensor
-    for axis, rule in enumerate(rules):
-        value = _looked_up(value, patch, rule, axis)
-    return value
-
-
-def _looked_up(value: Tensor, patch: Patch, rule: Resample, axis: int) -> Tensor:
-    side, first = patch.sides[axis], patch.have[axis].start
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-    rows = torch.arange(*patch.box[axis], device=value.device, dtype=wide)
-    scale = rule.scale(side)
-    if rule.how.startswith("nearest"):
-        at = ((rows + 0.5) * scale if rule.how == "nearest-exact" else rows * scale).long().clamp(max=side - 1)
-        return value.index_select(2 + axis, at - first)
-    at = rows * scale if rule.how == "corners" else ((rows + 0.5) * scale - 0.5).clamp(min=0)
-    low = at.long().clamp(max=side - 1)
-    shape = (-1, 1) if axis == 0 else (-1,)
-    weight = (at - low).clamp(0, 1).to(value.dtype).reshape(shape)
-    below = value.index_select(2 + axis, low - first)
-    return below + (value.index_select(2 + axis, (low + 1).clamp(max=side - 1) - first) - below) * weight
+    for axis, rule in enumerate(rules):
+        side, first = patch.sides[axis], patch.have[axis].start
+        rows = torch.arange(*patch.box[axis], device=value.device, dtype=wide)
+        scale = rule.scale(side)
+        if rule.how.startswith("nearest"):
+            at = ((rows + 0.5) * scale if rule.how == "nearest-exact" else rows * scale).long().clamp(max=side - 1)
+            value = value.index_select(2 + axis, at - first)
+            continue
+        at = rows * scale if rule.how == "corners" else ((rows + 0.5) * scale - 0.5).clamp(min=0)
+        low = at.long().clamp(max=side - 1)
+        weight = (at - low).clamp(0, 1).to(value.dtype).reshape((-1, 1) if axis == 0 else (-1,))
+        below = value.index_select(2 + axis, low - first)
+        value = below + (value.index_select(2 + axis, (low + 1).clamp(max=side - 1) - first) - below) * weight
+    return value
 
 
 def mirrored(patch: Patch, rules: tuple[Mirrored, Mirrored]) -> Tensor:

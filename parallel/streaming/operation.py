@@ -52,15 +52,9 @@ class Arguments:
         self.patches = patches
         if len(patches) == 1:
             (self.patch,) = patches.values()
-        self.stored, self.may_change = stored, may_change
-        self._model, self._known, self._template = model, known, template
+        self.stored, self.may_change, self.template = stored, may_change, template
+        self._model, self._known = model, known
         self._node, self._resolve = node, resolve
-
-    @property
-    def template(self) -> Tensor:
-        """Return a tensor in the type and on the device of the node's value."""
-        assert self._template is not None
-        return self._template
 
     def prior(self, suffix: str) -> Any:
         """Return the value of a step of the node before its own, for all boxes alike."""

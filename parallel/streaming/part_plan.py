@@ -14,12 +14,12 @@ from torch import fx
 
 from parallel.space.box_bytes import AxisNeeds, Cuts
 from parallel.space.cuts import Span, box_spans
-from parallel.space.parts import partition_faults, rule_faults, span_faults
+from parallel.space.parts import partition_faults, span_faults
 from parallel.space.phases import Part, live_steps
 from parallel.space.rule import Step
 from parallel.space.team import Box
 from parallel.streaming.operation import Operation
-from parallel.streaming.patch import Cut, available, cut_of, padded_need
+from parallel.streaming.patch import Cut, cut_of, need_and_have
 from parallel.streaming.region import Region
 
 Spans = Mapping[str, Span]
@@ -164,27 +164,24 @@ def plan_part(
     part: Part,
     live_out: Collection[str],
     cuts: Cuts,
-    mine: tuple[range, range] | None = None,
+    mine: tuple[range, range],
 ) -> PartPlan:
     """Return the part of a phase, whose ``steps`` these are.
 
     Args:
         cuts: where its boxes begin and end, px of the tile.
-        mine: rows and columns of boxes that are computed here; None: all.
+        mine: rows and columns of boxes that are computed here.
     """
     own = tuple(steps[part.start : part.stop])
     live = tuple(live_steps(steps, part.stop, live_out, part.start))
     spans_of = {step.name: (box_spans(cuts[0], step.sides[0]), box_spans(cuts[1], step.sides[1])) for step in live}
-    by_axis = []
+    by_axis, faults = [], list[str]()
     for axis in (0, 1):
         needs = [AxisNeeds(live, region.sides, cuts[axis], axis, k) for k in range(len(cuts[axis]) - 1)]
         by_axis.append(tuple(need.prepend_all(own) for need in needs))
-    faults = [
-        fault for axis in (0, 1) for spans in by_axis[axis] for fault in span_faults(own, spans, region.sides, axis)
-    ]
-    faults += rule_faults(own, region.sides)
-    for step in live:
-        for axis in (0, 1):
+        for spans in by_axis[axis]:
+            faults += span_faults(own, spans, region.sides, axis)
+        for step in live:
             faults += partition_faults(step.name, spans_of[step.name][axis], step.sides[axis])
     assert not faults, "; ".join(faults[:3])
     made = {step.name for step in own}
@@ -203,7 +200,6 @@ def plan_part(
         )
         for axis in (0, 1)
     )
-    numbers = mine or (range(len(by_axis[0])), range(len(by_axis[1])))
     return PartPlan(
         region,
         own,
@@ -216,7 +212,7 @@ def plan_part(
         finished,
         frozenset(last),
         alone,
-        places_of(spans_of, numbers),
+        places_of(spans_of, mine),
     )
 
 
@@ -248,9 +244,7 @@ def _line(
                 needs.append(None)
                 continue
             side, has = region.sides[name][axis], spans[name]
-            need = step.rules[axis].need(made, side)
-            have = available(need, has, side)
-            need = padded_need(need, have)
+            need, have = need_and_have(step.rules[axis].need(made, side), has, side)
             needs.append((need, need if need == have else have))
             shape += (need.start - have.start, need.stop - have.stop, have.start - has.start, have.size)
     return Line(tuple(needs), tuple(shape))
@@ -303,12 +297,7 @@ def _compiled(part: PartPlan, row: int, column: int) -> BoxProgram:
     return BoxProgram(
         tuple((name, pieces(name)) for name in part.entering if name in boxes),
         tuple(run(step) for step in part.steps if step.name in boxes),
-        tuple(
-            Result(name, region.dims[name], *taken(name, box))
-            if name in region.dims
-            else Result(name, None, None, None)
-            for name, box in live.items()
-        ),
+        tuple(Result(name, region.dims.get(name), *taken(name, box)) for name, box in live.items()),
         frozenset(live),
     )
 

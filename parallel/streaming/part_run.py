@@ -126,9 +126,7 @@ def _template(region: Region, name: str) -> Tensor:
 
 def run_plain(module: nn.Module, region: Region, step: Step, known: Mapping[str, Any]) -> Any:
     """Return the value of a step without rows."""
-    node = region.nodes[step.name]
-    if step.name in region.operations:
-        template = _template(region, node.name) if node.name in region.forms else None
-        given = Arguments(module, node, {}, resolver(module, region, known), known=known, template=template)
-        return region.operations[step.name].compute(given)
-    return Arguments(module, node, {}, resolver(module, region, known)).run()
+    node, operation = region.nodes[step.name], region.operations.get(step.name)
+    template = _template(region, node.name) if node.name in region.forms else None
+    given = Arguments(module, node, {}, resolver(module, region, known), known=known, template=template)
+    return given.run() if operation is None else operation.compute(given)

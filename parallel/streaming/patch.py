@@ -95,18 +95,14 @@ class Patch:
         return F.pad(self.tensor, (left, right, top, bottom), value=fill)
 
 
-def available(need: Span, has: Span, side: int) -> Span:
-    """Return the rows of ``need`` that the map, of ``side`` rows, has; an empty span of ``has`` where it has none."""
-    inside = need.within(side)
-    if inside.size:
-        return inside
+def need_and_have(need: Span, has: Span, side: int) -> tuple[Span, Span]:
+    """Return ``need``, and those of its rows that the map, of ``side`` rows, has. Where the map has none of them: as
+    many rows next to an empty span of ``has``, and that span."""
+    have = need.within(side)
+    if have.size:
+        return need, have
     place = min(max(need.start, has.start), has.stop)  # beyond the map altogether, before or after it
-    return Span(place, place)
-
-
-def padded_need(need: Span, have: Span) -> Span:
-    """Return ``need``, or the same number of rows next to an empty ``have``."""
-    return need if have.size else Span(have.start - need.size, have.stop)
+    return Span(place - need.size, place), Span(place, place)
 
 
 def cut_of(part: Box, has: Box) -> Cut:

@@ -268,7 +268,6 @@ class _Reader:
                 flops=flops,
                 value_bytes=numbers * tensors[0].element_size(),
                 draws_whole=operation.drawn is not None,
-                normed=operation.norm is not None,
             )
         )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from parallel.graph.layers import Op
 from parallel.offload.live_bytes import LiveBytes
@@ -120,7 +120,7 @@ class _Recording:
     def global_value(self, name: str) -> Any:
         """Return the value of a step without rows; one that takes no map may name a device."""
         value = run_plain(self.module, self._region, self.global_steps[name], self._known)
-        return tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, value)
+        return tree_map_only(Tensor, lambda leaf: leaf.to(META), value)
 
     def _key(self, step: Step) -> Hashable:
         """Return what is equal for steps that are recorded alike; None for a step like no other."""
@@ -172,7 +172,8 @@ class _Recording:
             return tensor
 
         with torch.enable_grad():
-            taken = {name: _copy(value) for name, value in leaves.items()}
+            # Copies are no leaves, so that they may be changed in place.
+            taken = {name: tree_map_only(Tensor, Tensor.clone, value) for name, value in leaves.items()}
             patches = {name: self._patch(step, name, value) for name, value in taken.items()}
             resolve = resolver(self.module, region, known)
             given = Arguments(
@@ -262,14 +263,7 @@ def _backward_work(value: Any, leaves: Sequence[Any], others: Sequence[Tensor]) 
 
 
 def _leaf(value: Any, wants: bool) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(wants)
-    return tuple(_leaf(each, wants) for each in value)
-
-
-def _copy(value: Any) -> Any:
-    """Not a leaf, so that it may be changed in place."""
-    return value.clone() if isinstance(value, Tensor) else tuple(_copy(each) for each in value)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(wants), value)
 
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -294,7 +288,8 @@ def called(module: nn.Module | None, node: fx.Node, names: dict[str, int], resol
     if module is None or any(True for _ in module.children()):
         return None
     settings = repr(sorted((name, value) for name, value in vars(module).items() if name not in REGISTRIES))
-    return type(module), settings, _held(module), given
+    held = {**module._parameters, **module._buffers}
+    return type(module), settings, tuple((name, form(tensor)) for name, tensor in held.items()), given
 
 
 def form(value: Any) -> Hashable:
@@ -304,12 +299,6 @@ def form(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return tuple(map(form, value))
     return repr(value)
-
-
-def _held(module: nn.Module) -> Hashable:
-    """Forms of a module's own parameters and buffers, by name."""
-    held = {**module._parameters, **module._buffers}
-    return tuple((name, form(tensor)) for name, tensor in held.items())
 
 
 class _Text(str):

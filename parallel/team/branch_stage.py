@@ -102,10 +102,8 @@ class BranchRun(NodeRun):
             inputs = tuple(s.name for s in sources if s.name not in made and s.op != "get_attr")
             outputs = tuple(name for name in made if name in later)
             finished = tuple(name for name in inputs if name not in later)
-            compute = (
-                self._region(nodes, inputs, outputs) if isinstance(key, int) else self._shared(nodes, inputs, outputs)
-            )
-            yield _Step(inputs, outputs, compute, finished)
+            make = self._region if isinstance(key, int) else self._shared
+            yield _Step(inputs, outputs, make(nodes, inputs, outputs), finished)
 
     def _key(self, node: fx.Node) -> int | str:
         """Return the number of a node's region, the name of a node that runs alone, or "" of other shared ones."""

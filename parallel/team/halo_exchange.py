@@ -22,7 +22,7 @@ from parallel.space.cuts import Span
 from parallel.space.team import Box, Exchange, overlap
 from parallel.streaming.maps import Maps
 from parallel.streaming.part_plan import PartPlan, places_of
-from parallel.streaming.patch import Patch, available, cut_of, narrowed, padded_need
+from parallel.streaming.patch import Patch, cut_of, narrowed, need_and_have
 from parallel.streaming.region import Region
 from parallel.team.team_comm import TeamComm
 from parallel.trace.stage_module import Boxes, layout_of
@@ -144,8 +144,8 @@ def all_of_own(exchange: Exchange, member: int, patch: Patch) -> Patch | None:
 def patch_of(exchange: Exchange, member: int, value: Any, made: Box, sides: tuple[int, int], dims: Dims) -> Patch:
     """Return ``value``, the box that is needed of a map of ``sides``, as what an operation takes to give ``made``."""
     need, has = exchange.needs[member], exchange.boxes[member]
-    have = available(need[0], has[0], sides[0]), available(need[1], has[1], sides[1])
-    return Patch(value, (padded_need(need[0], have[0]), padded_need(need[1], have[1])), have, made, sides, dims)
+    rows, columns = (need_and_have(need[axis], has[axis], sides[axis]) for axis in (0, 1))
+    return Patch(value, (rows[0], columns[0]), (rows[1], columns[1]), made, sides, dims)
 
 
 def slices(dims: Dims, box: Box, at: Box) -> Slices:

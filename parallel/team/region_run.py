@@ -118,7 +118,7 @@ class RegionRun:
         """Return where maps between parts, or their gradients, are kept."""
         self._host = self._host or HostMemory(Copies.for_device(device))
         forms = self._shapes, self.region.dims, device, self._host, here | self._on_device, self._exchange.held
-        return Maps(*forms) if self._host.copies.at_once else StripMaps(*forms, cuts=self._cuts)
+        return StripMaps(*forms, cuts=self._cuts) if self._host.copies.pinned else Maps(*forms)
 
     def forward(
         self, module: nn.Module, entering: Sequence[Tensor | Boxes], keep: bool, others: Mapping[str, Any]

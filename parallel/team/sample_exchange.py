@@ -24,16 +24,8 @@ from parallel.trace.stage_module import layout_of
 
 MOST_DIMS = 8
 """Dims of a map, at most."""
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 Wait = Callable[[], list[Tensor | None]]
 

@@ -15,21 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.modules import (
-    activation,
-    channelshuffle,
-    conv,
-    dropout,
-    flatten,
-    instancenorm,
-    linear,
-    normalization,
-    padding,
-    pixelshuffle,
-    pooling,
-    upsampling,
-)
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from parallel.schedule.shares import even_parts
 from parallel.streaming.moments import merged, moments, next_share, normalised_part, update_running
@@ -41,13 +29,16 @@ from parallel.trace.stage_module import layout_of
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUT_FUNCTIONS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
-MODULES = (
-    *(activation, channelshuffle, conv, dropout, flatten, instancenorm, linear, normalization, padding),
-    *(pixelshuffle, pooling, upsampling),
+FILES = (
+    *("activation", "channelshuffle", "conv", "dropout", "flatten", "instancenorm", "linear", "normalization"),
+    *("padding", "pixelshuffle", "pooling", "upsampling"),
 )
+MODULES = {f"torch.nn.modules.{file}" for file in FILES}
 """Modules of torch.nn whose classes treat each sample alone, but for those that ``_module_fault`` names."""
-ARITHMETIC = {operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul, operator.truediv}
-SHAPES = {operator.floordiv, operator.mod}
+ARITHMETIC = {
+    *(operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul, operator.truediv),
+    *(operator.floordiv, operator.mod),
+}
 FORMS = ("shape", "dtype", "device", "ndim")
 """Attributes of a tensor that nodes may take."""
 LIBRARIES = ("torch", "_operator", "builtins", "parallel.trace.patched_kernels")
@@ -77,9 +68,9 @@ def _module_fault(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, _BatchNorm):
         return None if kind in NORMS else f"is a {kind.__name__}, whose sums over all samples are not known"
-    if kind.__name__.startswith("Lazy") or kind.__module__ not in {file.__name__ for file in MODULES}:
+    if kind.__name__.startswith("Lazy") or kind.__module__ not in MODULES:
         return None if kind is nn.Identity else f"is a {kind.__name__}, not known to treat each sample alone"
-    if isinstance(module, instancenorm._InstanceNorm) and module.track_running_stats:
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "keeps running statistics of each sample"
     if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
         return "is attention with batch_first=False"
@@ -87,7 +78,7 @@ def _module_fault(module: nn.Module) -> str | None:
         return "is a softmax over samples"
     if isinstance(module, nn.Flatten) and module.start_dim == 0:
         return "flattens samples"
-    if isinstance(module, dropout._DropoutNd) and kind not in DROPOUTS:
+    if isinstance(module, _DropoutNd) and kind not in DROPOUTS:
         return f"is a {kind.__name__}, whose numbers are not known to be factors"
     return None
 
@@ -100,7 +91,7 @@ def _function_fault(node: fx.Node) -> str | None:
         return None
     if callable(target) and not str(getattr(target, "__module__", None) or "torch").startswith(LIBRARIES):
         return unknown
-    if target in ARITHMETIC or target in SHAPES:
+    if target in ARITHMETIC:
         counts = any(map(_is_count, node.all_input_nodes))
         return f"computes {name} of the number of samples, of which each rank has its own" if counts else None
     if target in DROPOUT_FUNCTIONS or name in POINTWISE or _is_shape(node):
@@ -110,17 +101,17 @@ def _function_fault(node: fx.Node) -> str | None:
         first = place[0] if isinstance(place, tuple) else place
         return None if _is_shape(source) or (isinstance(first, slice) and first == slice(None)) else unknown
     if name in ALONG:
-        given = _argument(node, 1, "dim", ALONG[name])
+        given = _argument(node, "dim", ALONG[name])
         dims = given if isinstance(given, tuple | list) else (given,)
         behind = all(isinstance(dim, int) and dim > 0 for dim in dims) or set(dims) in ({-1}, {-1, -2})
         return None if dims and behind else unknown
     if name == "flatten":
-        return None if _argument(node, 1, "start_dim", 0) > 0 else unknown
+        return None if _argument(node, "start_dim", 0) > 0 else unknown
     if name in ("view", "reshape"):
         shape = _numbers(node, "size" if name == "view" else "shape")
         return None if shape and _is_count(shape[0]) else unknown
     if name in ("unsqueeze", "squeeze"):
-        return None if _argument(node, 1, "dim", 0) > 0 else unknown
+        return None if _argument(node, "dim", 0) > 0 else unknown
     if name == "permute":
         return None if list(_numbers(node, "dims")[:1]) == [0] else unknown
     return unknown
@@ -149,13 +140,14 @@ def _is_count(node: Any) -> bool:
     return node.target is operator.getitem and _is_shape(node.args[0]) and bool(node.args[1] == 0)
 
 
-def _argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
-    return node.kwargs.get(name, node.args[place] if len(node.args) > place else default)
+def _argument(node: fx.Node, name: str, default: Any) -> Any:
+    """Return the argument behind the tensor."""
+    return node.kwargs.get(name, node.args[1] if len(node.args) > 1 else default)
 
 
 def _numbers(node: fx.Node, name: str) -> Any:
     """Return the numbers that a call is given one by one, or as one argument."""
-    first = _argument(node, 1, name, ())
+    first = _argument(node, name, ())
     return first if isinstance(first, tuple | list) else node.args[1:]
 
 

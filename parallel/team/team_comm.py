@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,10 +89,11 @@ class TeamComm:
 
     @contextmanager
     def on(self, log: ReplayLog) -> Iterator[None]:
-        """Record the block on ``log``, or have it replayed from there."""
+        """Record the block on ``log``, or replay it from there if it is recorded."""
         before, self.log = self.log, log
         try:
-            yield
+            with log.replayed() if log.entries else nullcontext():
+                yield
         finally:
             self.log = before
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.offload.host_memory import HostMemory
 from parallel.space.spatial_plan import SpatialPlan
@@ -19,7 +19,7 @@ from parallel.space.team import SpatialMesh, TeamGrid
 from parallel.streaming.read_region import NothingTileable, read_region
 from parallel.streaming.region import Region
 from parallel.trace.trace import Traced
-from parallel.trace.without_data import preserve_module_state
+from parallel.trace.without_data import empty_like, preserve_module_state, replacements, state_of, swapped
 
 MOST_PLANS = 64
 """Plans that are kept, each with its programs: tiles of whole slides have a shape each."""
@@ -95,9 +95,8 @@ def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Plans:
             return TeamPlan(mesh, (), {}, ("the tile", fault), None, without_gradient)
         nodes = list((traced.training if training else traced.evaluation).graph.nodes)
         (entering,) = (node.name for node in nodes if node.op == "placeholder")
-        with preserve_module_state(model):
+        with preserve_module_state(model), swapped(model, _on_one_device(model)):
             model.train(training)
-            _put_on_one_device(model)
             parameter = next(model.parameters())
             images = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device).expand(shape)
             try:
@@ -109,15 +108,8 @@ def team_plans(traced: Traced, grid: TeamGrid, once: bool = True) -> Plans:
     return plan
 
 
-def _put_on_one_device(model: nn.Module) -> None:
-    """Put tensors on the CPU, without data, in place of all, if a rank has moved its own stages to its device."""
-    held: list[dict[str, Any]] = [part for m in model.modules() for part in (m._parameters, m._buffers)]
-    tensors = {id(tensor): tensor for values in held for tensor in values.values() if tensor is not None}
-    if len({tensor.device for tensor in tensors.values()}) < 2:
-        return
-    empty = {key: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for key, t in tensors.items()}
-    for key, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter):
-            empty[key] = nn.Parameter(empty[key], tensor.requires_grad)
-    for values in held:
-        values.update({name: empty[id(tensor)] for name, tensor in values.items() if tensor is not None})
+def _on_one_device(model: nn.Module) -> dict[int, Tensor]:
+    """Return tensors on the CPU, without data, in place of all, by id; none unless a rank has moved its own stages."""
+    if len({tensor.device for tensor in state_of(model).values()}) < 2:
+        return {}
+    return replacements(model, functools.partial(empty_like, device=torch.device("cpu")))

@@ -42,10 +42,7 @@ class TeamStage(StageModule):
         self, shape: tuple[int, ...], random: int | Tensor = 0, log: ReplayLog | None = None
     ) -> Iterator[ForwardContext]:
         self._context = self._begin_pass(shape, random)
-        with contextlib.ExitStack() as scopes:
-            if log is not None:
-                scopes.enter_context(log.replayed() if log.entries else contextlib.nullcontext())
-                scopes.enter_context(self.link.on(log))
+        with contextlib.nullcontext() if log is None else self.link.on(log):
             yield self._context
 
     def _begin_pass(self, shape: tuple[int, ...], random: int | Tensor) -> ForwardContext:
@@ -85,7 +82,6 @@ class TeamStage(StageModule):
         return sums
 
     def sums(self, values: Sequence[Any], asked: BoxSums) -> Tensor | None:
-        """Return the sums that are asked of the model's output; None on members that do not have it."""
         found = self.sums_in_parts(values, asked)
         if found is None:
             (output,) = self(*values)
@@ -93,15 +89,12 @@ class TeamStage(StageModule):
         return found if self.counts else None
 
     def part_of_tiles(self, shape: tuple[int, ...]) -> Box | None:
-        """Return the rows and columns that this member computes of tiles of ``shape``; None: it may want all."""
         plans = [self.plans(shape, training) for training in (True, False)]
         if any(plan.region is None for plan in plans):
             return None
         return plans[0].tile_boxes[self.link.member]
 
     def part_of_masks(self, shape: tuple[int, ...]) -> Box | None:
-        """Return the rows and columns whose targets this member holds against the model's output; None: it may want
-        all."""
         for run, training in ((self._run_training, True), (self._run_evaluation, False)):
             assert isinstance(run, NodeRun)
             if not run.gives_parts(self.plans(shape, training), (shape[0], *shape[2:])):
@@ -116,9 +109,12 @@ class TeamStage(StageModule):
         if plan.region is None:
             return as_tensor(images)
         box = plan.tile_boxes[self.link.member]
-        if isinstance(images, Tensor):
-            return own_part(images, plan.mesh.side, box)
-        return images.box(*box)
+        if not isinstance(images, Tensor):
+            return images.box(*box)
+        assert tuple(images.shape[-2:]) == plan.mesh.side, (tuple(images.shape), plan.mesh.side)
+        part = images[..., slice(*box[0]), slice(*box[1])]
+        layout = torch.channels_last if images.dim() == 4 and images.stride(1) == 1 else torch.contiguous_format
+        return part.contiguous(memory_format=layout)
 
     def segment_pass(self, segment: SegmentRun) -> Run:
         """Return the segment's pass; its recomputation replays the messages that the first one received."""
@@ -130,16 +126,8 @@ class TeamStage(StageModule):
 
         def compute(*values: Any) -> tuple[Any, ...]:
             again = next(passes)
-            with log.replayed() if again else contextlib.nullcontext(), self.link.on(log):
+            with self.link.on(log):
                 own = dataclasses.replace(context, random=0) if again else context
                 return run.run(self, own, values, asked)
 
         return compute
-
-
-def own_part(value: Tensor, whole: tuple[int, int], box: Box) -> Tensor:
-    """Return the rows and columns ``box`` of tiles or targets (..., h, w), in memory of their own."""
-    assert tuple(value.shape[-2:]) == whole, (tuple(value.shape), whole)
-    part = value[..., slice(*box[0]), slice(*box[1])]
-    layout = torch.channels_last if value.dim() == 4 and value.stride(1) == 1 else torch.contiguous_format
-    return part.contiguous(memory_format=layout)

@@ -156,9 +156,7 @@ def constant(values: bytes, dtype: torch.dtype, shape: torch.Size) -> Callable[[
     """Return what gives a tensor of these values, a new one each time; the same for the same values."""
 
     def give() -> Tensor:
-        return (
-            torch.frombuffer(bytearray(values), dtype=dtype).view(shape) if values else torch.empty(shape, dtype=dtype)
-        )
+        return torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
 
     give.__name__ = give.__qualname__ = "constant"
     return give

@@ -5,8 +5,7 @@ The run is on fake tensors (shape, dtype and device, no data); a model that look
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,41 +17,34 @@ from parallel.trace.op_recorder import OpRecorder, bytes_of, storage_of, tensors
 from parallel.trace.tracer import scope_of
 from parallel.trace.without_data import Trial, swapped, trials
 
+if TYPE_CHECKING:
+    from parallel.trace.trace import Traced
+
 DETERMINISTIC = ("torch.nn.", "torch.ao.nn.", "torchvision.", "timm.")
 """Packages whose modules draw random numbers whenever they can, so that one run shows it."""
 
 
 def layer_graph(
-    model: nn.Module,
-    training: fx.GraphModule,
-    evaluation: fx.GraphModule,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    autocast: torch.dtype | None,
-    whole: Mapping[str, str],
+    traced: Traced, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
 ) -> LayerGraph:
-    """Return the layers of the ``training`` graph of ``model``. Parameters, buffers and random state stay as they are.
-
-    Args:
-        whole: path of a module that is one layer, whatever is in it -> why.
+    """Return the layers of the graph of training. Parameters, buffers and random state stay as they are.
 
     Raises:
         ValueError: the model cannot run on ``shape``.
     """
     precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), precision:
-        attempts = trials(training, shape, dtype, device=device, sides=())
+        attempts = trials(traced.training, shape, dtype, device=device, sides=())
         try:
-            run = _run(training, next(attempts))
+            run = _run(traced.training, next(attempts))
         except Exception:  # data-dependent, or an operation without a fake version: the real run tells faults apart
-            run = _run(training, next(attempts))
+            run = _run(traced.training, next(attempts))
     ranges = [*run.changed, *((min(positions), max(positions)) for positions in run.uses.values())]
     # What only training does stays with what it works on: evaluation goes around it and can send no more than training.
-    common = {node.name for node in evaluation.graph.nodes}
+    common = {node.name for node in traced.evaluation.graph.nodes}
     ranges += [(k - 1, k) for k, layer in enumerate(run.layers) if layer.name not in common]
-    classes = {path: type(submodule).__name__ for path, submodule in model.named_modules()}
-    return LayerGraph(tuple(run.layers), merged(ranges), classes, dict(whole))
+    classes = {path: type(submodule).__name__ for path, submodule in traced.model.named_modules()}
+    return LayerGraph(tuple(run.layers), merged(ranges), classes, traced.graph.whole)
 
 
 def _run(training: fx.GraphModule, trial: Trial) -> _LayerInterpreter:

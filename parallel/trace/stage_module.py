@@ -236,12 +236,8 @@ def compiled(
         name: of the code in tracebacks.
     """
     graph = fx.Graph()
-    copies: dict[str, fx.Node] = {}
-    for value in inputs:
-        copies[value] = graph.placeholder(value)
-    for value, slot in slots.items():
-        if slot in copies:
-            copies[value] = copies[slot]
+    copies = {value: graph.placeholder(value) for value in inputs}
+    copies |= {value: copies[slot] for value, slot in slots.items() if slot in copies}
     results: dict[str, Any] = {}
     for node in nodes:
         if node.op == "output":

@@ -165,11 +165,9 @@ def run_again(
     Raises:
         ValueError: the module does not run on ``shape``.
     """
-    model, graphs = traced.model, (traced.training, traced.evaluation)
-    with preserve_module_state(model), any_number_of_values():
-        model.train()
-        whole = traced.graph.whole
-        graph = layer_graph(model, *graphs, shape, dtype, torch.device(device), autocast, whole)
+    with preserve_module_state(traced.model), any_number_of_values():
+        traced.model.train()
+        graph = layer_graph(traced, shape, dtype, torch.device(device), autocast)
     return replace(traced, graph=graph)
 
 

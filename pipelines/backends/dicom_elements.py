@@ -209,13 +209,10 @@ def items(file: BinaryIO, length: int, wanted: Wanted, depth: int) -> Iterator[I
 
 def _item(file: BinaryIO, length: int, wanted: Wanted, depth: int) -> Item:
     end = None if length == UNDEFINED else file.tell() + length
-    item = Item()
-    if length == 0:
-        return item
-    for tag, inner in elements(file, depth, wanted.is_implicit):
+    item, inside = Item(), elements(file, depth, wanted.is_implicit)
+    while end is None or file.tell() < end:
+        tag, inner = next(inside)
         if tag == ITEM_END:
             break
         keep(item, tag, inner, wanted, file, depth)
-        if end is not None and file.tell() >= end:
-            break
     return item

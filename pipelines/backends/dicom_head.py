@@ -126,11 +126,7 @@ def source_series(path: Path) -> frozenset[str]:
 
 
 def placement_of(path: Path) -> Placement:
-    """Return where the matrix of a DICOM file, slide or segmentation, lies.
-
-    Raises:
-        SlideError: the file is damaged.
-    """
+    """Return where the matrix of a DICOM slide or segmentation lies. Raises SlideError where the file is damaged."""
     try:
         return head_placement(_head(path))
     except (EOFError, ValueError) as fault:

@@ -40,7 +40,7 @@ class ImageReader:
 
     name = "image"
 
-    def __init__(self, path: Path, page: Page | None = None) -> None:
+    def __init__(self, path: Path, page: Page | None) -> None:
         self._path, self._page = path, page
         self._lock = threading.Lock()
         self._pixels: MemoryReader | None = None
@@ -113,8 +113,7 @@ def _too_large(path: Path, what: str) -> SlideError:
 def _decode(path: Path, page: Page | None) -> Pixels:
     """All pixels of a page, transparent ones blended onto white."""
     try:
-        strips = None if page is None else _decode_strips(path, page)
-        if strips is not None:
+        if page is not None and (strips := _decode_strips(path, page)) is not None:
             return strips
         with Image.open(path, formats=FORMATS) as file:
             file.seek(page.index if page else 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -36,6 +37,13 @@ def pad(out: Pixels, l_x: int, l_y: int, l_width: int, l_height: int) -> Inside 
     if left == right or top == bottom:
         return None
     return Inside(l_x + left, l_y + top, out[top:bottom, left:right])
+
+
+def bands(l_y: int, rows: int, tile_rows: int, most_rows: int) -> Iterator[tuple[int, int]]:
+    """Return (start, stop) of each band in which ``rows`` rows from row ``l_y`` of a level are read: at most
+    ``most_rows``, or else one row of tiles. Bands end where tiles end, so that no tile is decoded twice."""
+    height = max(1, most_rows // tile_rows) * tile_rows
+    return pairwise((0, *range(height - l_y % height, rows, height), rows))
 
 
 _thread = threading.local()

@@ -91,10 +91,8 @@ class ArrayMask:
             out[y0:y1, x0:x1] = byte_values(nearest(self._pixels, columns[x0:x1], rows[y0:y1]), self.path)
 
     def values(self) -> set[int]:
-        values: set[int] = set()
-        for row in range(0, self.height, BAND_ROWS):
-            values.update(np.unique(self._pixels[row : row + BAND_ROWS]).tolist())
-        return values
+        bands = (self._pixels[row : row + BAND_ROWS] for row in range(0, self.height, BAND_ROWS))
+        return {value for band in bands for value in np.unique(band).tolist()}
 
 
 def open_mask(path: Path) -> Mask:
@@ -131,13 +129,14 @@ def _png_values(path: Path) -> NDArray[np.integer]:
         # PNG specification, 11.2.2 IHDR: width, height, bits of a sample, colour type. A file of a kilobyte can ask for
         # terabytes.
         width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-        size_bytes = width * height * CHANNELS.get(data[25], 4) * (2 if data[24] > 8 else 1)
+        bits, colour = data[24], data[25]
+        size_bytes = width * height * CHANNELS.get(colour, 4) * (2 if bits > 8 else 1)
         if size_bytes > PNG_BYTES:
             raise SlideError(
                 f"mask {path} is {width} x {height} px, {size_bytes >> 20} MiB decoded; a PNG may have "
                 f"{PNG_BYTES >> 20}. Save it as a tiled TIFF"
             )
-        if data[25] == INDEXED:
+        if colour == INDEXED:
             data = _with_indices_as_colours(data)
         with _large if size_bytes > WHOLE_PIXELS else contextlib.nullcontext():
             pixels: NDArray[np.integer] = imagecodecs.png_decode(data)
@@ -147,7 +146,6 @@ def _png_values(path: Path) -> NDArray[np.integer]:
         raise
     except Exception as fault:  # imagecodecs raises its own classes for each codec
         raise SlideError(f"mask {path} is damaged: {fault}. Save it again") from fault
-    bits, colour = data[24], data[25]
     if colour == INDEXED:
         return pixels[:, :, 0]
     if pixels.ndim == 3:

@@ -139,19 +139,16 @@ def _multiscale(root: ZarrStore, below: str, image: Mapping[str, Any]) -> ZarrIm
     scales = [_scale(root, [*datasets[i]["coordinateTransformations"], *of_image], len(axes)) for i in order]
     arrays = [arrays[i] for i in order]
     first = scales[0]
-    if first is None or not all(
-        _same_extent(axes, arrays[0], first, a, s) for a, s in zip(arrays, scales, strict=True)
-    ):
-        if first is not None:
-            log.warning("%s: the scales of its levels contradict their sizes, so its um/px is not known", root)
-        return ZarrImage(tuple(arrays), axes, (None, None), _printable_name(image))
     um: dict[str, Recorded] = {}
-    for axis, scale in zip(image["axes"], first, strict=True):
-        unit = axis.get("unit")
-        if unit in UM_PER_UNIT:
-            um[axis["name"]] = scale * UM_PER_UNIT[unit]
-        elif unit is not None:  # without a unit a scale says nothing about um
-            um[axis["name"]] = f"records a scale of {scale:g} in {str(unit)[:40]!r}, a unit that is not read"
+    if first and not all(_same_extent(axes, arrays[0], first, a, s) for a, s in zip(arrays, scales, strict=True)):
+        log.warning("%s: the scales of its levels contradict their sizes, so its um/px is not known", root)
+    elif first:
+        for axis, scale in zip(image["axes"], first, strict=True):
+            unit = axis.get("unit")
+            if unit in UM_PER_UNIT:
+                um[axis["name"]] = scale * UM_PER_UNIT[unit]
+            elif unit is not None:  # without a unit a scale says nothing about um
+                um[axis["name"]] = f"records a scale of {scale:g} in {str(unit)[:40]!r}, a unit that is not read"
     return ZarrImage(tuple(arrays), axes, (um.get("x"), um.get("y")), _printable_name(image))
 
 

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import math
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import cv2
@@ -20,7 +21,7 @@ from openslide import OpenSlide, OpenSlideError, OpenSlideUnsupportedFormatError
 
 from pipelines.backends.dicom_elements import is_dicom
 from pipelines.backends.dicom_head import refuse_series
-from pipelines.backends.level_reader import Recorded, level0_mpp, pad, scratch
+from pipelines.backends.level_reader import Recorded, bands, level0_mpp, pad, scratch
 from pipelines.backends.tiff_levels import choose_image, recorded_mpp
 from pipelines.backends.tiff_page import MAX_SIDE
 from pipelines.backends.tiff_tags import check_tiff, read_tiff
@@ -68,10 +69,9 @@ class OpenSlideReader:
         if slide is not None:
             try:
                 self._draw(slide, level, *inside)
+                return
             except OpenSlideError:
                 log.debug("%s: handle failed at level %d (%d, %d); reopened", self._path, level, l_x, l_y)
-            else:
-                return
         fresh = _open(self._path)
         try:
             self._draw(fresh, level, *inside)
@@ -90,14 +90,10 @@ class OpenSlideReader:
                 self._slide = fresh
 
     def _draw(self, slide: OpenSlide, level: int, l_x: int, l_y: int, out: Pixels) -> None:
-        """Fill ``out``, which lies inside the level, in bands that end where tiles end: none is decoded twice."""
+        """Fill ``out``, which lies inside the level."""
         rows, columns = out.shape[:2]
         downsample, tile_rows = self._downsamples[level], self._tile_rows[level] or 1
-        fitting = max(1, BAND_BYTES // (columns * 4))
-        band_rows = max(tile_rows, fitting // tile_rows * tile_rows)
-        start = 0
-        while start < rows:
-            stop = min(rows, (l_y + start) // band_rows * band_rows + band_rows - l_y)
+        for start, stop in bands(l_y, rows, tile_rows, BAND_BYTES // (columns * 4)):
             argb = scratch((stop - start) * columns * 4).view(np.uint32).reshape(stop - start, columns)
             # Private, hence the bound on openslide-python's version: the public reader makes a PIL image of twice the
             # size, un-premultiplied, and takes 1.6 times as long.
@@ -111,7 +107,6 @@ class OpenSlideReader:
                 stop - start,
             )
             _rgb_on_white(argb, out[start:stop])
-            start = stop
 
     def close(self) -> None:
         with self._lock:
@@ -145,10 +140,7 @@ def open_openslide(path: Path, *, mpp: float | None, scene: int | None = None) -
     slide = _open(path)
     try:
         properties = slide.properties
-        recorded: tuple[Recorded, Recorded] = (
-            _number(properties.get("openslide.mpp-x")),
-            _number(properties.get("openslide.mpp-y")),
-        )
+        recorded: tuple[Recorded, Recorded] = (_number(properties, "mpp-x"), _number(properties, "mpp-y"))
         if properties.get("openslide.vendor") == "generic-tiff":
             image, _ = choose_image(read_tiff(path), scene)
             if image.page.index:
@@ -163,13 +155,13 @@ def open_openslide(path: Path, *, mpp: float | None, scene: int | None = None) -
                 zip(slide.level_dimensions, slide.level_downsamples, strict=True)
             )
         )
-        box = [_number(properties.get(f"openslide.bounds-{name}")) for name in ("x", "y", "width", "height")]
-        x, y, width, height = (None if value is None or not math.isfinite(value) else int(value) for value in box)
-        bounds = None if x is None or y is None or width is None or height is None else Bounds(x, y, width, height)
+        box = [_number(properties, f"bounds-{name}") for name in ("x", "y", "width", "height")]
+        sides = [int(number) for number in box if number is not None and math.isfinite(number)]
+        bounds = Bounds(*sides) if len(sides) == len(box) else None
         if bounds is not None and min(bounds.width, bounds.height) < 1:
             raise SlideError(
-                f"{path}: the slide has no scanned area: the file records one of {width} x {height} px; its data are "
-                "missing or damaged, copy the slide again"
+                f"{path}: the slide has no scanned area: the file records one of {bounds.width} x {bounds.height} px; "
+                "its data are missing or damaged, copy the slide again"
             )
         composed = properties.get("openslide.vendor") in COMPOSED
         drawn = frozenset(level.index for level in levels if composed or not level.downsample.is_integer())
@@ -188,8 +180,8 @@ def _open(path: Path) -> OpenSlide:
         raise SlideError(f"{path}: OpenSlide knows the format and cannot open the file: {error}") from error
 
 
-def _number(text: str | None) -> float | None:
+def _number(properties: Mapping[str, str], name: str) -> float | None:
     try:
-        return None if text is None else float(text)
-    except ValueError:
+        return float(properties[f"openslide.{name}"])
+    except (KeyError, ValueError):
         return None

@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 BACKENDS: Final = ("tiled", "ndpi", "zarr", "openslide", "image")
 """In the order in which they are asked: each is ``open_<name>`` in a module of that name, ``ndpi`` in ``tiled``."""
 
-READS_FOLDERS: Final = ("zarr",)
-
 
 def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "auto", scene: int | None = None) -> Slide:
     """Open a slide of any known format.
@@ -50,7 +48,7 @@ def open_slide(path: str | Path, *, mpp: float | None = None, backend: str = "au
         check_content(path)
     asked = BACKENDS if backend == "auto" else (backend,)
     said: list[str] = []
-    for name in asked if is_file else set(asked).intersection(READS_FOLDERS):
+    for name in asked if is_file else {"zarr"}.intersection(asked):  # the only one that reads folders and URLs
         # Imported when first asked for, so that a run over SVS files loads no Zarr.
         module = importlib.import_module(f"pipelines.backends.{'tiled' if name == 'ndpi' else name}")
         try:
@@ -94,11 +92,7 @@ def _is_file(path: Path) -> bool:
 
 
 def other_images(path: Path, scene: int | None = None) -> list[str]:
-    """Return name and size of the images of a file that opens as a slide and are not the slide.
-
-    Raises:
-        SlideError: as ``open_slide``.
-    """
+    """Return name and size of a file's images that are not its slide; raises SlideError as ``open_slide`` does."""
     if path.is_dir() or url_of(path) is not None:
         from pipelines.backends.zarr import other_zarr_images  # here, so that no Zarr library is loaded for files
 
@@ -123,10 +117,7 @@ def _nothing_opens(path: Path, backend: str, said: list[str]) -> str:
 
 
 _KINDS: Final = {
-    b"II*\0": "TIFF",
-    b"MM\0*": "TIFF",
-    b"II+\0": "TIFF",
-    b"MM\0+": "TIFF",
+    **dict.fromkeys((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), "TIFF"),
     b"\xff\xd8\xff": "JPEG",
     b"\x89PNG": "PNG",
     b"BM": "BMP",
@@ -141,12 +132,8 @@ _KINDS: Final = {
 """Kind of a file by its first bytes; DICOM is known by bytes 128 to 131."""
 
 _TIFF_SUFFIXES: Final = (".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".scn", ".bif")
-_EXPECTED: Final = dict.fromkeys(_TIFF_SUFFIXES, "TIFF") | {
-    ".svslide": "SQLite",
-    ".dcm": "DICOM",
-    ".vms": "text",
-    ".vmu": "text",
-}
+_OTHERS: Final = {".svslide": "SQLite", ".dcm": "DICOM", ".vms": "text", ".vmu": "text"}
+_EXPECTED: Final = dict.fromkeys(_TIFF_SUFFIXES, "TIFF") | _OTHERS
 _PLAIN_TIFF: Final = (".tif", ".tiff", ".btf")
 """A TIFF of one of these suffixes may be a plain picture; one of a scanner's suffix is none."""
 
@@ -179,11 +166,7 @@ def check_content(path: Path) -> None:
 
 
 def refuse_preview(path: Path) -> None:
-    """Refuse a plain picture with a scanner's suffix.
-
-    Raises:
-        SlideError: it is one.
-    """
+    """Raise SlideError for a plain picture with a scanner's suffix."""
     suffix = path.suffix.lower()
     if suffix in _EXPECTED and suffix not in _PLAIN_TIFF:
         raise SlideError(

@@ -17,14 +17,7 @@ from typing import BinaryIO, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.backends.dicom_elements import (
-    PREAMBLE_BYTES,
-    UNDEFINED,
-    Item,
-    Wanted,
-    items,
-    read_until,
-)
+from pipelines.backends.dicom_elements import PREAMBLE_BYTES, UNDEFINED, Item, Wanted, items, read_until
 from pipelines.backends.dicom_head import Placement, Tag, begin, decimals, head_placement, is_segmentation
 from pipelines.slides.slide import SlideError
 
@@ -121,10 +114,8 @@ class _Reader:
         frames = int(head.text(Tag.FRAMES, "1"))
         self._check(kind, bits, (width, height, columns, rows, frames))
         labels = self._labels(kind)
-        if head.text(Tag.ORGANIZATION) == "TILED_FULL":
-            x, y, segment = self._grid(kind, sorted(labels), frames)
-        else:
-            x, y, segment = self._listed(kind, sorted(labels), frames)
+        place = self._grid if head.text(Tag.ORGANIZATION) == "TILED_FULL" else self._listed
+        x, y, segment = place([0] if kind == "LABELMAP" else sorted(labels), frames)
         if pixels[1] != UNDEFINED and pixels[1] * 8 < frames * rows * columns * bits:
             raise EOFError
         spacing = decimals(head.first(Tag.SHARED).first(Tag.MEASURES), Tag.SPACING)
@@ -208,27 +199,27 @@ class _Reader:
             self._refuse("has no segments (SegmentSequence)", "export it again")
         return labels
 
-    def _grid(self, kind: str, numbers: list[int], frames: int) -> tuple[NDArray[np.int64], ...]:
+    def _grid(self, segments: list[int], frames: int) -> tuple[NDArray[np.int64], ...]:
         """Places of frames in the order of TILED_FULL: row by row, segment by segment (PS3.3 section C.7.6.17.3)."""
         head = self._head
         columns, rows = head.number(Tag.COLUMNS, 0), head.number(Tag.ROWS, 0)
         across, down = -(-head.number(Tag.MATRIX_COLUMNS, 0) // columns), -(-head.number(Tag.MATRIX_ROWS, 0) // rows)
-        layers = [0] if kind == "LABELMAP" else numbers
-        if frames != len(layers) * across * down:
+        if frames != len(segments) * across * down:
             self._refuse(
-                f"is TILED_FULL with {frames} frames; {len(layers)} x {across} x {down} (segments, columns and rows of "
-                f"tiles) would be {len(layers) * across * down}",
+                f"is TILED_FULL with {frames} frames; {len(segments)} x {across} x {down} (segments, columns and rows "
+                f"of tiles) would be {len(segments) * across * down}",
                 "export it again",
             )
         x, y = np.arange(across) * columns, np.arange(down) * rows
-        segment, row, column = np.meshgrid(np.array(layers, np.int64), y, x, indexing="ij")
+        segment, row, column = np.meshgrid(np.array(segments, np.int64), y, x, indexing="ij")
         return column.ravel(), row.ravel(), segment.ravel()
 
-    def _listed(self, kind: str, numbers: list[int], frames: int) -> tuple[NDArray[np.int64], ...]:
+    def _listed(self, segments: list[int], frames: int) -> tuple[NDArray[np.int64], ...]:
+        """Places of frames as the file lists them; in a label map, of segment 0, whatever it says."""
         head = self._head
         x, y, segment = np.array(self._places, np.int64).reshape(-1, 3).T
         shared = head.first(Tag.SHARED).first(Tag.IDENTIFICATION).number(Tag.FRAME_SEGMENT, 0)
-        segment = np.where(segment == 0, shared, segment) if kind == "BINARY" else np.zeros_like(segment)
+        segment = np.zeros_like(segment) if segments == [0] else np.where(segment == 0, shared, segment)
         if len(x) != frames:
             self._refuse(
                 f"has {frames} frames and says of {len(x)} where they lie (per-frame functional groups)",
@@ -237,7 +228,7 @@ class _Reader:
         width, height = head.number(Tag.MATRIX_COLUMNS, 0), head.number(Tag.MATRIX_ROWS, 0)
         for is_wrong, rule in (
             ((x < 1) | (x > width) | (y < 1) | (y > height), f"its place must be within 1..{width}, 1..{height}"),
-            (~np.isin(segment, [0] if kind == "LABELMAP" else numbers), f"its segment must be one of {numbers}"),
+            (~np.isin(segment, segments), f"its segment must be one of {segments}"),
         ):
             if is_wrong.any():
                 k = int(np.argmax(is_wrong))

@@ -88,11 +88,7 @@ def is_reduced(page: Page) -> bool:
 
 
 def refuse_planes(tiff: Tiff, page: Page) -> None:
-    """Refuse channels in pages of their own, of which a reader would show the first.
-
-    Raises:
-        SlideError: other pages hold a single channel of the size of ``page``.
-    """
+    """Raise SlideError where channels of the size of ``page`` are pages of their own: a reader would show the first."""
     planes = [
         other
         for other in tiff.pages
@@ -193,11 +189,8 @@ def find_levels(tiff: Tiff, scene: int | None = None) -> tuple[TiffImage, list[P
 
 
 def other_tiff_images(path: Path, scene: int | None) -> list[str]:
-    """Return name and size of the images of a TIFF file that are not the slide, its further planes included.
-
-    Raises:
-        SlideError: as ``find_levels``.
-    """
+    """Return name and size of the images of a TIFF file that are not the slide, its further planes included; raises
+    SlideError as ``find_levels`` does."""
     try:
         tiff = read_tiff(path)
         refuse_other_vendors(tiff)

@@ -147,8 +147,7 @@ def table_fault(page: Page, size_bytes: int) -> str | None:
     expected = columns * rows
     if min(len(offsets), len(counts)) < expected:
         return f"{name}: {expected} {kind}s, but {len(offsets)} offsets and {len(counts)} byte counts"
-    outside = int(((offsets[:expected] >= size_bytes) & (counts[:expected] > 0)).sum())
-    if outside:
+    if outside := int(((offsets[:expected] >= size_bytes) & (counts[:expected] > 0)).sum()):
         return (
             f"{name}: {outside} of {expected} {kind}s begin past the end of the file of {size_bytes} bytes: cut short"
         )
@@ -160,8 +159,7 @@ def data_faults(page: Page, size_bytes: int) -> list[str]:
 
     Offset and byte count both 0 are no fault: so a sparse TIFF says that a tile was never written.
     """
-    fault = table_fault(page, size_bytes)
-    if fault:
+    if fault := table_fault(page, size_bytes):
         return [fault]
     kind, columns, rows, offsets, counts = _table(page)
     offsets, counts = offsets[: columns * rows], counts[: columns * rows]

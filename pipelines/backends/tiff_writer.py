@@ -62,13 +62,8 @@ class TiffWriter:
     ) -> None:
         self.levels = tuple(levels)
         self._path, self._encoding, self._mpp, self._description = path, encoding, mpp, description
-        self._places = [np.zeros((self.grid(k).height, self.grid(k).width, 2), np.int64) for k in range(len(levels))]
+        self._places = [np.zeros((-(-size.height // TILE), -(-size.width // TILE), 2), np.int64) for size in levels]
         self._waiting: IO[bytes]
-
-    def grid(self, level: int) -> Size:
-        """Return the number of tile columns and rows of a level."""
-        size = self.levels[level]
-        return Size(-(-size.width // TILE), -(-size.height // TILE))
 
     def write_tile(self, level: int, column: int, row: int, encoded: bytes) -> None:
         """Take one compressed tile. Every tile of every level is to be given once, in any order."""
@@ -171,7 +166,7 @@ class PyramidWriter:
 
     def _write_tiles(self, level: int, rows: NDArray[np.uint8]) -> None:
         """Write one row of tiles, the last of which may be short, and hand on what the next level makes of it."""
-        columns = self._tiff.grid(level).width
+        columns = -(-rows.shape[1] // TILE)
         missing = ((0, TILE - len(rows)), (0, columns * TILE - rows.shape[1]), (0, 0))[: rows.ndim]
         padded = np.pad(rows, missing, "edge")
         tiles = (np.ascontiguousarray(padded[:, column * TILE : (column + 1) * TILE]) for column in range(columns))
@@ -213,7 +208,7 @@ def write_mask(path: Path, size: Size, mpp: float, bands: Iterable[NDArray[np.ui
         OSError: the disk is full or the folder not writable.
     """
     if path.suffix.lower() == ".png":
-        if size.pixels > PNG_BYTES:
+        if size.width * size.height > PNG_BYTES:
             raise ValueError(
                 f"a mask of {size.width} x {size.height} px is too large for a PNG, which may have "
                 f"{PNG_BYTES >> 20} Mpx: write a .tif, or ask for a coarser --mpp"

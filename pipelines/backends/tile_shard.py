@@ -67,11 +67,7 @@ def with_checksum(data: bytes) -> bytes:
 
 
 def checked(data: bytes) -> bytes:
-    """Return ``data`` without the checksum at its end.
-
-    Raises:
-        DamagedShard: it is of other bytes.
-    """
+    """Return ``data`` without the checksum at its end. Raises DamagedShard where it is of other bytes."""
     body, checksum = data[:-CRC_BYTES], data[-CRC_BYTES:]
     if len(checksum) < CRC_BYTES or google_crc32c.value(body) != int.from_bytes(checksum, "little"):
         raise DamagedShard(f"the checksum of {len(data)} bytes is wrong")

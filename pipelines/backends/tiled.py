@@ -149,8 +149,7 @@ def open_tiled(path: Path, *, mpp: float | None, scene: int | None = None) -> Py
 
 
 def _grid(tiff: Tiff, page: Page) -> StoredTiles:
-    fault = table_fault(page, tiff.size_bytes)
-    if fault:
+    if fault := table_fault(page, tiff.size_bytes):
         raise SlideError(f"{tiff.path}: damaged TIFF: {fault}")
     tile_width, tile_height = page.number(Tag.TILE_WIDTH, 0), page.number(Tag.TILE_HEIGHT, 0)
     decode = decoder(page)
@@ -236,8 +235,7 @@ def _is_magnified(page: Page) -> bool:
 def _segment_grid(tiff: Tiff, page: Page, fd: int) -> StoredTiles:
     """Segments of a level as its tiles: one restart interval wide, one MCU high."""
     name = f"{tiff.path}: page {page.index} ({page.width} x {page.height} px)"
-    fault = table_fault(page, tiff.size_bytes)
-    if fault:
+    if fault := table_fault(page, tiff.size_bytes):
         raise SlideError(f"{tiff.path}: damaged NDPI: {fault}")
     if page.is_tiled or len(page.array(Tag.STRIP_OFFSETS)) != 1:
         raise NotThisFormat(f"{name}: a level of an NDPI file is one JPEG stream")

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import zarr
 
-from pipelines.backends.level_reader import choose_scene, describe, find_scenes, level0_mpp, pad
+from pipelines.backends.level_reader import bands, choose_scene, describe, find_scenes, level0_mpp, pad
 from pipelines.backends.ome_zarr import ZarrImage, read_images
 from pipelines.backends.zarr_store import NO_FILE, ZarrStore, bound_v2, key_of, most_bytes, open_store
 from pipelines.slides.geometry import levels_from_sizes
@@ -26,7 +26,7 @@ from pipelines.slides.pyramid import PyramidSlide
 from pipelines.slides.slide import NotThisFormat, Pixels, SlideError, TileReadError
 
 BAND_BYTES = 64 << 20
-"""Decoded pixels held beside the caller's array; a band ends where chunks end, so that no chunk is decoded twice."""
+"""Decoded pixels held beside the caller's array."""
 
 _BLURRED_PX: Final = 1
 """Px of a coarser level, at the edge of what was left out, that its neighbours may have run into."""
@@ -54,12 +54,8 @@ class ZarrReader:
         if inside is None:
             return
         rows, columns = inside.out.shape[:2]
-        chunk_rows = array.chunks[y_axis]
-        band_rows = max(1, BAND_BYTES // (columns * 3) // chunk_rows) * chunk_rows
-        start = 0
-        while start < rows:
+        for start, stop in bands(inside.l_y, rows, array.chunks[y_axis], BAND_BYTES // (columns * 3)):
             y = inside.l_y + start
-            stop = min(rows, start + band_rows - y % band_rows)
             box = self._box(slice(inside.l_x, inside.l_x + columns), slice(y, y + stop - start))
             for chunk in self._absent(level, box):
                 if not self._was_left_out(level, chunk):
@@ -80,7 +76,6 @@ class ZarrReader:
                 ) from error
             band = band.transpose(self._to_yxc)
             inside.out[start:stop] = band if band.ndim == 3 else band[..., None]  # one channel: grey
-            start = stop
 
     def close(self) -> None:
         if self._arrays:
@@ -132,8 +127,7 @@ class ZarrReader:
             if any(s.start >= s.stop for s in box):
                 return False
             if not self._absent(coarser, tuple(box)):
-                empty = bool((np.asarray(self._arrays[coarser][tuple(box)]) == fine.fill).all())
-                if empty:
+                if empty := bool((np.asarray(self._arrays[coarser][tuple(box)]) == fine.fill).all()):
                     self._empty.add((level, chunk))
                 return empty
         return False
@@ -172,22 +166,14 @@ def open_zarr(path: Path, *, mpp: float | None, scene: int | None = None) -> Pyr
 
 
 def remote_metadata(path: Path) -> bytes:
-    """Return what the server says of the slide at a URL: levels, chunks, axes, um/px.
-
-    Raises:
-        SlideError: it says nothing that can be used.
-    """
+    """Return levels, chunks, axes and um/px of the slide at a URL, as text. Raises SlideError if they are unusable."""
     with contextlib.closing(open_store(path)) as store:
         images = _images(path, store)
         return repr(images if len(images) > 1 else images[0]).encode()
 
 
 def other_zarr_images(path: Path, scene: int | None) -> list[str]:
-    """Return name and size of the images in a store that are not the slide.
-
-    Raises:
-        SlideError: as ``open_zarr``.
-    """
+    """Return name and size of a store's images that are not the slide; raises SlideError as ``open_zarr`` does."""
     with contextlib.closing(open_store(path)) as store:
         images = _images(path, store)
         chosen = _chosen(store, images, scene)

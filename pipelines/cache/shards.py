@@ -49,11 +49,7 @@ PLACE_NUMBERS = 4
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Tiles of one size and resolution.
-
-    Raises:
-        ValueError: a tile is larger than Blosc compresses in one piece.
-    """
+    """Tiles of one size and resolution. Raises ValueError where a tile is larger than Blosc compresses in one piece."""
 
     width: int
     height: int
@@ -93,10 +89,7 @@ class CacheSpec:
 
 def slide_number(slide: Slide, scene: int | None = None) -> tuple[int, int]:
     """Return two numbers for an open slide: of its file's size, time of change and digest, backend, um/px, scene.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    Raises OSError where the file cannot be read."""
     state = SlideState.now(slide.path)
     text = f"{state.file_bytes} {state.modified_ns} {state.digest} {slide.backend} {slide.mpp!r}"
     text += "" if scene is None else f" scene {scene}"
@@ -196,11 +189,7 @@ WRITING, LEDGER = ".writing", ".bytes"
 
 
 class ShardFolder:
-    """The shards of one kind of tiles.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-    """
+    """The shards of one kind of tiles. Raises OSError where the folder cannot be made or written."""
 
     def __init__(self, cache: Path, kind: CacheSpec) -> None:
         self.cache, self.kind = cache, kind
@@ -208,11 +197,9 @@ class ShardFolder:
         self._tiles, self._places = self.path / "tiles", self.path / "places"
         for folder in (self._tiles, self._places):
             folder.mkdir(parents=True, exist_ok=True)
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {"megatile": kind.about}}
-        slots = kind.slots
-        _write_json(self.path, group)
-        _write_json(self._tiles, tiles_metadata(MOST_SHARDS, slots, kind.height, kind.width))
-        _write_json(self._places, places_metadata(MOST_SHARDS, slots, PLACE_NUMBERS))
+        _write_json(self.path, {"zarr_format": 3, "node_type": "group", "attributes": {"megatile": kind.about}})
+        _write_json(self._tiles, tiles_metadata(MOST_SHARDS, kind.slots, kind.height, kind.width))
+        _write_json(self._places, places_metadata(MOST_SHARDS, kind.slots, PLACE_NUMBERS))
         self._remove_abandoned()
         numbers = (_number(name, "c.", ".0.0.0") for name in os.listdir(self._tiles))
         self._next = 1 + max((number for number in numbers if number is not None), default=-1)  # to be claimed
@@ -228,11 +215,7 @@ class ShardFolder:
         return self._tiles / f"c.{shard}.0.0.0"
 
     def places_of(self, shard: int) -> NDArray[np.int64]:
-        """Return the places of the tiles of ``shard``, int64 (slots, 4).
-
-        Raises:
-            OSError, DamagedShard: they cannot be read.
-        """
+        """Return the places of the tiles of ``shard``, int64 (slots, 4). Raises OSError or DamagedShard."""
         data = checked((self._places / f"c.{shard}.0").read_bytes())
         return np.frombuffer(data, "<i8").reshape(self.kind.slots, -1)
 

@@ -199,13 +199,11 @@ class TileCache(Closing):
         try:
             begun_s = time.monotonic()
             try:
-                found = self._shards.shards()
+                for shard in self._shards.shards():
+                    if shard not in self._known:
+                        self._learn(shard)
             except OSError as fault:  # somebody took the folder away: the slide itself can be read all the same
                 log.warning("%s: its tiles cannot be listed: %s", self._shards.path, fault)
-                found = []
-            for shard in found:
-                if shard not in self._known:
-                    self._learn(shard)
             ended_s = time.monotonic()
             self._look_at_s = ended_s + max(LOOK_EVERY_S, (ended_s - begun_s) / LOOK_SHARE)
         finally:

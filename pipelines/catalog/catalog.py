@@ -6,6 +6,7 @@ opened: a damaged file, or a text file named ``.svs``, stays a candidate and fai
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections import Counter, defaultdict
@@ -65,11 +66,7 @@ class SlideSpec:
     scene: int | None = None
 
     def verify_unchanged(self) -> None:
-        """Refuse a slide that was replaced since it was indexed: its tiles may lie elsewhere, or be none.
-
-        Raises:
-            SlideError: it is not the same.
-        """
+        """Raise SlideError if the slide was replaced since it was indexed: its tiles may lie elsewhere, or be none."""
         if self.state is not None and not self.state.is_of(self.path):
             raise SlideError(
                 f"{self.path}: this is not the slide that was indexed: it was replaced, changed or taken away since; "
@@ -275,8 +272,11 @@ def is_mask_name(stem: str) -> bool:
 
 def _hamamatsu_parts(folder: Path, names: list[str]) -> set[str]:
     """The files of ``names`` that a VMS or VMU file of the same folder names as its pixels."""
-    indexes = [f for f in names if os.path.splitext(f)[1].lower() in HAMAMATSU_INDEXES]
-    text = b"\n".join(_head(folder / f) for f in indexes).decode("utf-8", "replace")
+    text = ""
+    for name in names:
+        if _has_suffix(name, HAMAMATSU_INDEXES) and _size(folder / name) >= 0:
+            with contextlib.suppress(OSError), (folder / name).open("rb") as file:  # it fails as a slide
+                text += file.read(HEAD_BYTES).decode("utf-8", "replace") + "\n"
     return {line.partition("=")[2].strip() for line in text.splitlines()}.intersection(names)
 
 
@@ -295,17 +295,6 @@ def _dicom_slides(folder: Path, names: list[str]) -> Iterator[tuple[str, Path]]:
         largest = max(files, key=lambda path: (_size(path), path.name))
         named_after_folder = len(files) > 1 and len(series) == 1
         yield (folder.resolve().name if named_after_folder else slide_stem(largest.name)), largest
-
-
-def _head(path: Path) -> bytes:
-    """The first ``HEAD_BYTES`` of a file; none of what cannot be read, which fails as a slide."""
-    if _size(path) < 0:
-        return b""
-    try:
-        with path.open("rb") as file:
-            return file.read(HEAD_BYTES)
-    except OSError:
-        return b""
 
 
 def _size(path: Path) -> int:

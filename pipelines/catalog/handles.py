@@ -176,11 +176,7 @@ class SlideState:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return the state of the slide at ``path``.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return the state of the slide at ``path``. Raises OSError where it cannot be read."""
         return cls(*_size_and_time(path), digest(path))
 
     @classmethod
@@ -216,18 +212,18 @@ def digest(path: Path) -> str:
         OSError: it cannot be read.
         SlideError: the server that has it cannot be asked.
     """
+    if url_of(path) is not None:
+        from pipelines.backends.zarr import remote_metadata  # here, so that no slide library is loaded for files
+
+        return hashlib.blake2b(remote_metadata(path), digest_size=16).hexdigest()
     hasher = hashlib.blake2b(digest_size=16)
-    files = list(islice(_files(path), MOST_FILES)) if url_of(path) is None else []
+    files = list(islice(_files(path), MOST_FILES))
     for file in files:
         hasher.update(f"{os.path.relpath(file, path)}:{file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
     read = files if len(files) <= FILES_READ else [files[i * len(files) // FILES_READ] for i in range(FILES_READ)]
     for file in read:
         for block in _blocks(file):
             hasher.update(block)
-    if url_of(path) is not None:
-        from pipelines.backends.zarr import remote_metadata  # here, so that no slide library is loaded for files
-
-        hasher.update(remote_metadata(path))
     return hasher.hexdigest()
 
 

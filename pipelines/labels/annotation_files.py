@@ -183,12 +183,21 @@ def damaged_is_slide_error(path: Path) -> Iterator[None]:
         raise SlideError(f"annotation {path} is damaged ({text}). Export it again") from fault
 
 
+FILE_BYTES = 2 << 30
+"""Largest drawing that is read: parsed, it takes about ten times as much."""
+
+
 def read_annotation(path: Path) -> PolygonSet | Mask:
     """Return what a file of annotations holds, by its suffix. Raises SlideError where it cannot be read."""
     suffix = path.suffix.lower()
     if suffix in RASTER_SUFFIXES:
         return open_mask(path)
-    return read_xml(path) if suffix == XML_SUFFIX else read_geojson(path)
+    try:
+        if path.stat().st_size > FILE_BYTES:
+            raise SlideError(f"annotation {path} is larger than {FILE_BYTES >> 30} GiB: leave out what is not drawn")
+        return read_xml(path) if suffix == XML_SUFFIX else read_geojson(path)
+    except OSError as fault:
+        raise SlideError(f"annotation {path} cannot be read: {fault.strerror or fault}") from fault
 
 
 class AnnotationCache:

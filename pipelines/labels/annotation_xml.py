@@ -16,7 +16,6 @@ import shapely
 
 from pipelines.labels.drawing import (
     BACKGROUND,
-    FILE_BYTES,
     UNNAMED_CLASS,
     Origin,
     Point,
@@ -208,8 +207,8 @@ def read_xml(path: Path) -> PolygonSet:
     """Return the areas of an ASAP or Aperio ImageScope file, distinguished by the root element.
 
     Raises:
-        SlideError: the file cannot be read, is no such XML, declares a document type, or an object is malformed (says
-            in which line).
+        SlideError: it is no such XML, declares a document type, or an object is malformed (says in which line).
+        OSError: the file cannot be read.
     """
     reader: AsapReader | ImageScopeReader | None = None
     parser = expat.ParserCreate()
@@ -232,12 +231,9 @@ def read_xml(path: Path) -> PolygonSet:
     parser.StartElementHandler = start
     parser.EndElementHandler = end
     parser.StartDoctypeDeclHandler = refuse_document_type
-    line = ""
+    line = "in or before line {}: "
     try:
-        if path.stat().st_size > FILE_BYTES:
-            raise SlideError(f"annotation {path} is larger than {FILE_BYTES >> 30} GiB: leave out what is not drawn")
         with path.open("rb") as file:
-            line = "in or before line {}: "
             fed = 0
             while chunk := file.read(CHUNK_BYTES):
                 parser.Parse(chunk, False)
@@ -249,8 +245,6 @@ def read_xml(path: Path) -> PolygonSet:
         line = ""
         assert reader is not None, "expat has seen a root element"
         return reader.drawing()
-    except OSError as fault:
-        raise SlideError(f"annotation {path} cannot be read: {fault.strerror or fault}") from fault
     except expat.ExpatError as fault:
         raise SlideError(f"annotation {path} is damaged: not XML ({fault}). Export it again") from fault
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as fault:

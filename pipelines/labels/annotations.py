@@ -49,7 +49,6 @@ class SlideAnnotations:
         class_map: names to learn by names as drawn.
         failed: what is wrong with the annotation, by slide id, for slides whose file is damaged.
         unlabelled: slides without an annotation file; they take no part.
-        unknown: annotation files without a slide.
         site: by slide id, of slides whose site is known.
         box: left, top, right and bottom of all that is drawn, by slide id, in the coordinates of the file.
     """
@@ -62,7 +61,6 @@ class SlideAnnotations:
     class_map: ClassMap = field(default_factory=ClassMap)
     failed: Mapping[str, str] = field(default_factory=dict)
     unlabelled: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
     site: Mapping[str, str] = field(default_factory=dict)
     box: Mapping[str, Box] = field(default_factory=dict)
     _cache: AnnotationCache = field(default_factory=AnnotationCache, repr=False, compare=False)
@@ -217,7 +215,6 @@ def read_annotations(
         class_map,
         failed,
         unlabelled,
-        tuple(map(str, files.unknown)),
         {slide: name for slide, name in (site or {}).items() if slide in files.path and slide not in failed},
         boxes,
         cache,
@@ -260,15 +257,16 @@ def _of_drawing(drawing: PolygonSet, class_map: ClassMap) -> _Content:
     learned = list(map(class_map.learned, drawing.classes))
     number = {name: k for k, name in enumerate(dict.fromkeys(learned))}
     group = np.array([number[name] for name in learned], np.int32)[drawing.polygon_class]
+    without_area = sum(drawing.left_out.values())
     if not len(group):
-        return _Content(set(), set(), drawing.without_area)
+        return _Content(set(), set(), without_area)
     covered = painted_over(drawing, group)
     box = (*drawing.box[:, :2].min(axis=0).tolist(), *drawing.box[:, 2:].max(axis=0).tolist())
     seen = ~covered & (areas_within(drawing, *box) > 0)
     names = list(number)
     hidden = Counter(names[k] for k in group[covered].tolist() if is_learned(names[k]))
     visible = {names[k] for k in np.unique(group[seen]).tolist()}
-    return _Content(set(drawing.classes), visible, drawing.without_area, box=box, hidden=hidden)
+    return _Content(set(drawing.classes), visible, without_area, box=box, hidden=hidden)
 
 
 def _log_hidden(source: str, hidden: Mapping[str, Counter[str]], unseen: Sequence[str]) -> None:

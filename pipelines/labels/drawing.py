@@ -27,9 +27,6 @@ UNNAMED_CLASS = "foreground"
 
 BACKGROUND = "background"
 
-FILE_BYTES = 2 << 30
-"""Largest file that is read: parsed, it takes about ten times as much."""
-
 FARTHEST_PX = 1e9
 """A coordinate beyond is no pixel of any slide."""
 
@@ -112,11 +109,6 @@ class PolygonSet:
         count = start[runs + 1] - first
         return ranges(first, count), np.repeat(polygon[runs], count)
 
-    @property
-    def without_area(self) -> int:
-        """Number of objects that are not used."""
-        return sum(self.left_out.values())
-
     def rings(self, polygon: int) -> list[NDArray[np.float64]]:
         """Return the rings of a polygon, float64 (n, 2), the outer one first; the first point is not repeated."""
         first, last = np.searchsorted(self.ring_start, self.first_edge[polygon : polygon + 2])
@@ -165,17 +157,9 @@ def make_polygon_set(
     corners = [np.minimum.reduceat(start, first_edge[:-1]), np.maximum.reduceat(start, first_edge[:-1])]
     classes = {name: index for index, name in enumerate(dict.fromkeys(names))}
     end, box = start[following], np.concatenate(corners, axis=1)
-    return PolygonSet(
-        start,
-        end,
-        first_edge,
-        ring_start,
-        box,
-        np.array([classes[name] for name in names], np.int32),
-        tuple(classes),
-        dict(left_out),
-        origin,
-    )
+    polygon_class = np.array([classes[name] for name in names], np.int32)
+    edges = start, end, first_edge, ring_start, box
+    return PolygonSet(*edges, polygon_class, tuple(classes), dict(left_out), origin)
 
 
 def printable_name(text: str) -> str:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pipelines.catalog.catalog import SlideNames
 from pipelines.catalog.table import listed, original, read_cells, read_table, read_text
-from pipelines.labels.splits import NAMES, SPELLINGS, Splits, refuse_faults, shuffled, strata_of
+from pipelines.labels.splits import NAMES, SPELLINGS, refuse_faults, shuffled, strata_of
 from pipelines.slides.slide import printable
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ def fold_splits(
     fold: int,
     test: float = 0.0,
     seed: int,
-) -> Splits:
-    """Return the splits in which one of several folds validates and the others train.
+) -> dict[str, str]:
+    """Return the split of every slide by id: one of several folds validates and the others train.
 
     Patients, or whole sites, are dealt out to a test part and the folds before it is asked which fold validates: over
     the folds every patient that is not in test validates exactly once, and test is the same in all.
@@ -70,8 +70,8 @@ def site_splits(
     validation: float,
     test: float = 0.0,
     seed: int,
-) -> Splits:
-    """Return splits of whole sites that come as near to the asked fractions of patients as sites of their sizes do.
+) -> dict[str, str]:
+    """Return the split of every slide by id: of whole sites, as near to the asked fractions of patients as they allow.
 
     Raises:
         ValueError: fractions out of range, slides without a site, or fewer sites than parts.
@@ -87,7 +87,7 @@ def _dealt_splits(
     names: Sequence[str],
     shares: Sequence[float],
     seed: int,
-) -> Splits:
+) -> dict[str, str]:
     """Splits by parts of these shares of the patients, each called by one of ``names``; parts of share 0 stay empty."""
     by_class, classes = strata_of(patient, label)
     if not (min(shares) >= 0 and shares[0] > 0):
@@ -109,12 +109,7 @@ def _dealt_splits(
     part_of = {who: asked[dealt[row_of[group]]] for who, group in group_of.items()}
     if label and (validates := names.index("val")) in asked:
         _tell_lacking(validates, {c: Counter(part_of[who] for who in members) for c, members in strata})
-    return Splits(
-        {slide: names[part_of[who]] for slide, who in patient.items()},
-        dict(patient),
-        dict(label or {}),
-        dict(site or {}),
-    )
+    return {slide: names[part_of[who]] for slide, who in patient.items()}
 
 
 def assign_groups(sizes: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -181,8 +176,8 @@ TRUTHS = {"true": True, "1": True, "false": False, "0": False, "": False}
 
 def read_split_file(
     path: Path, patient: Mapping[str, str], *, slides: Collection[str] = (), fold: int | None = None
-) -> Splits:
-    """Return the splits of the slides of ``patient`` that a file of one of the four kinds fixes.
+) -> dict[str, str]:
+    """Return the split by id, of the slides of ``patient``, that a file of one of the four kinds fixes.
 
     Args:
         path: a file whose name ends in ``.json`` is nnU-Net's; others are tables, distinguished by their columns.
@@ -212,7 +207,7 @@ def read_split_file(
     if missing:
         faults.append(f"slides that it does not name: {listed(missing)}; put each into a split")
     refuse_faults(f"--splits {path}", faults, split, patient)
-    return Splits(split, dict(patient))
+    return split
 
 
 def _of_folds(path: Path, fold: int | None) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.labels.drawing import FILE_BYTES, UNNAMED_CLASS, Origin, PolygonSet, make_polygon_set, printable_name
+from pipelines.labels.drawing import UNNAMED_CLASS, Origin, PolygonSet, make_polygon_set, printable_name
 from pipelines.slides.slide import SlideError
 
 AREAS = frozenset({"Polygon", "MultiPolygon"})
@@ -27,14 +27,11 @@ def read_geojson(path: Path) -> PolygonSet:
     """Return the areas of a GeoJSON file.
 
     Raises:
-        SlideError: the file cannot be read, is no GeoJSON, or a feature is malformed (says which).
+        SlideError: it is no GeoJSON, or a feature is malformed (says which).
+        OSError: the file cannot be read.
     """
     try:
-        if path.stat().st_size > FILE_BYTES:
-            raise SlideError(f"annotation {path} is larger than {FILE_BYTES >> 30} GiB: leave out what is not drawn")
         document = json.loads(path.read_bytes())
-    except OSError as fault:
-        raise SlideError(f"annotation {path} cannot be read: {fault.strerror or fault}") from fault
     except (ValueError, RecursionError) as fault:
         raise SlideError(f"annotation {path} is damaged: not JSON ({fault}). Export it again") from fault
     polygons: list[Sequence[Any]] = []
@@ -68,15 +65,14 @@ def read_geojson(path: Path) -> PolygonSet:
 def write_geojson(drawing: PolygonSet, path: Path) -> None:
     """Write ``drawing``, counted from the bounds, as a FeatureCollection: a Polygon for each, in painting order."""
     assert drawing.origin is Origin.BOUNDS
-    features = []
-    for polygon, index in enumerate(drawing.polygon_class.tolist()):
-        features.append(
-            {
-                "type": "Feature",
-                "geometry": {"type": "Polygon", "coordinates": closed_rings(drawing.rings(polygon))},
-                "properties": {"objectType": "annotation", "classification": {"name": drawing.classes[index]}},
-            }
-        )
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": closed_rings(drawing.rings(polygon))},
+            "properties": {"objectType": "annotation", "classification": {"name": drawing.classes[index]}},
+        }
+        for polygon, index in enumerate(drawing.polygon_class.tolist())
+    ]
     path.write_text(json.dumps({"type": "FeatureCollection", "features": features}), encoding="utf-8")
 
 
@@ -103,17 +99,17 @@ def class_name(properties: Mapping[str, Any]) -> str:
 
 
 def _features(document: Any) -> Iterator[Mapping[str, Any]]:
+    kind = document.get("type") if isinstance(document, dict) else type(document).__name__
     if isinstance(document, list):
         for item in document:
             yield from _features(item)
-    elif isinstance(document, dict) and document.get("type") == "FeatureCollection":
+    elif kind == "FeatureCollection":
         yield from _features(list(document["features"]))
-    elif isinstance(document, dict) and document.get("type") == "Feature":
+    elif kind == "Feature":
         yield document
-    elif isinstance(document, dict) and document.get("type") in AREAS | {"GeometryCollection"}:
+    elif kind in AREAS | {"GeometryCollection"}:
         yield {"geometry": document}
     else:
-        kind = document.get("type") if isinstance(document, dict) else type(document).__name__
         raise ValueError(f"expected a FeatureCollection, a Feature or a list of them, found {kind!r}")
 
 

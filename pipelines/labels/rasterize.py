@@ -183,9 +183,7 @@ def mask_box(mask: Mask, slide: Slide) -> Bounds:
         SlideError: neither has; or a DICOM Segmentation is of another size in um than these, or lies elsewhere.
     """
     level, bounds = slide.levels[0], slide.bounds
-    boxes = [
-        box for box in (Bounds(0, 0, level.width, level.height), bounds) if _proportioned(mask, box.width, box.height)
-    ]
+    boxes = [box for box in (Bounds(0, 0, level.width, level.height), bounds) if _proportioned(mask, box)]
     if not boxes:
         raise SlideError(
             f"mask {mask.path} must have the proportions of its slide; it is {mask.width} x {mask.height} px, "
@@ -221,9 +219,9 @@ def mask_pixels(mask: Mask, slide: Slide, grid: PixelGrid) -> tuple[NDArray[np.i
     return columns.astype(np.int64), rows.astype(np.int64)
 
 
-def _proportioned(mask: Mask, width: int, height: int) -> bool:
+def _proportioned(mask: Mask, box: Bounds) -> bool:
     # a reduced mask is rounded to whole pixels, up or down
-    proportion = width / height
+    proportion = box.width / box.height
     return abs(proportion * mask.height - mask.width) <= 1 + proportion + 0.005 * mask.width
 
 

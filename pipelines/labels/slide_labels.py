@@ -38,7 +38,6 @@ class SlideLabels:
         patient: by slide id, of slides whose patient is known.
         source: where the labels come from, for the log.
         unlabelled: slides of the folder without a label; they take no part.
-        unknown: names that have a label and no slide.
         site: by slide id, of slides whose site the table names.
     """
 
@@ -47,7 +46,6 @@ class SlideLabels:
     patient: Mapping[str, str]
     source: str
     unlabelled: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
     site: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -240,7 +238,6 @@ def _labels(
         {slide: patients[slide] for slide in sorted(name_of) if slide in patients},
         source,
         unlabelled,
-        tuple(unknown),
         {slide: sites[slide] for slide in sorted(name_of) if slide in sites},
     )
 

@@ -1,8 +1,8 @@
 """Which slides train, which validate, which test: decided per patient, so that no patient is on two sides.
 
-Takes the patient and the label of every slide; gives ``Splits``, which a run writes to ``splits.csv`` and reads back
-when the file is there. Patients are shared out within each class (stratified) in an order drawn from the seed and the
-patient's name alone: the order of the slides does not matter, and another slide of the same patient changes nothing.
+Takes the patient and the label of every slide; gives the split of each, which a run writes to ``splits.csv`` and reads
+back when the file is there. Patients are shared out within each class (stratified) in an order drawn from the seed and
+the patient's name alone: the order of the slides does not matter, another slide of the same patient changes nothing.
 """
 
 from __future__ import annotations
@@ -46,11 +46,6 @@ class Splits:
     site: Mapping[str, str] = field(default_factory=dict)
     unknown: frozenset[str] = frozenset()
 
-    def slides(self, name: str) -> tuple[str, ...]:
-        """Ids of the slides of one split, sorted."""
-        assert name in NAMES, name
-        return tuple(sorted(slide for slide, split in self.split.items() if split == name))
-
     def patient_overlap(self) -> int:
         """Number of patients with slides in more than one split. 0, or scores are worth nothing."""
         return len(split_twice(self.split, self.patient))
@@ -76,52 +71,40 @@ class Splits:
             rows = ([slide, *(values.get(slide) for _, values in columns)] for slide in sorted(self.split))
             write_rows(file, [["slide", *(name for name, _ in columns)], *rows])
 
-    @classmethod
-    def load(cls, path: Path, patient: Mapping[str, str]) -> Splits:
-        """Read the split file that a run wrote, or a user put in its place, with columns slide and split. The result
-        has exactly the slides of ``patient``, those of the run; slides that only the file knows are logged.
 
-        Raises:
-            ValueError: all faults of the file: an unknown split, a slide in two, a slide of the run that the
-                file lacks (it is not guessed into a split: scores would no longer be those of the file's test set), a
-                patient on two sides, no training slide.
-        """
-        table = read_table(path, ("slide", "split"))
-        faults: list[str] = []
-        split: dict[str, str] = {}
-        patients: dict[str, str] = {}  # in the order of the file
-        labels: dict[str, int] = {}
-        sites: dict[str, str] = {}
-        foreign: list[str] = []
-        unknown: set[str] = set()
-        names = SlideNames(patient)
-        for row in table.rows:
-            named = original(row["slide"])
-            slide = names.match(named)
-            if slide is None:
-                foreign.append(named)
-                continue
-            name = SPELLINGS.get(row["split"].casefold())
-            if name is None:
-                faults.append(f"line {row.line}: a split is train, val or test; got {row['split']!r}")
-            elif split.setdefault(slide, name) != name:
-                faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
-            patients[slide] = patient[slide]
-            if not row["patient"]:
-                unknown.add(slide)
-            if row["label"].lstrip("-").isdecimal():
-                labels[slide] = int(row["label"])
-            if row["site"]:
-                sites[slide] = original(row["site"])
-        missing = sorted(set(patient) - set(patients))
-        if missing:
-            faults.append(
-                f"slides without a line: {listed(missing)}; add a line for each, or delete the file to split anew"
-            )
-        refuse_faults(f"split file {path}", faults, split, patients)
-        if foreign:
-            logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
-        return cls(split, patients, labels, sites, frozenset(unknown))
+def load_split(path: Path, patient: Mapping[str, str]) -> dict[str, str]:
+    """Return the split by slide id of the file that a run wrote, or a user put in its place, with columns slide and
+    split: of exactly the slides of ``patient``, those of the run. Slides that only the file knows are logged.
+
+    Raises:
+        ValueError: all faults of the file: an unknown split, a slide in two, a slide of the run that the file lacks (it
+            is not guessed into a split: scores would no longer be those of the file's test set), a patient on two
+            sides, no training slide.
+    """
+    faults: list[str] = []
+    split: dict[str, str] = {}
+    foreign: list[str] = []
+    missing = set(patient)
+    names = SlideNames(patient)
+    for row in read_table(path, ("slide", "split")).rows:
+        named = original(row["slide"])
+        slide = names.match(named)
+        if slide is None:
+            foreign.append(named)
+            continue
+        missing.discard(slide)
+        name = SPELLINGS.get(row["split"].casefold())
+        if name is None:
+            faults.append(f"line {row.line}: a split is train, val or test; got {row['split']!r}")
+        elif split.setdefault(slide, name) != name:
+            faults.append(f"line {row.line}: slide {slide!r} is in {split[slide]} and in {name}; keep one line")
+    if missing:
+        lacking = listed(sorted(missing))
+        faults.append(f"slides without a line: {lacking}; add a line for each, or delete the file to split anew")
+    refuse_faults(f"split file {path}", faults, split, patient)
+    if foreign:
+        logger.warning("%s: left out, not among the slides of this run: %s", path, listed(foreign))
+    return split
 
 
 def split_folders(root: Path, specs: Sequence[SlideSpec]) -> dict[str, str]:
@@ -153,16 +136,14 @@ def folders_of(root: Path, spec: SlideSpec) -> tuple[str, ...]:
 
 def fixed_splits(
     split: Mapping[str, str], patient: Mapping[str, str], label: Mapping[str, int], *, validation: float, seed: int
-) -> Splits:
-    """Splits that are given by slide id; where none is "val", patients of "train" are drawn for it, as ``make_splits``
-    does.
+) -> dict[str, str]:
+    """Return ``split``, given by slide id; where none is "val", patients of "train" are drawn for it, as
+    ``make_splits`` does.
 
     Raises:
         ValueError: a patient is on two sides, or no slide is in train.
     """
-    split = dict(split)
-    both = split_twice(split, patient)
-    if both:
+    if both := split_twice(split, patient):
         raise ValueError(
             f"folders of splits: patients with slides in two of them: {listed(both)}; put all of a patient in one"
         )
@@ -171,11 +152,10 @@ def fixed_splits(
         raise ValueError(
             f"folders of splits: no usable slide is in train; got {', '.join(sorted(set(split.values())))}"
         )
-    if "val" not in split.values():
-        split |= make_splits(
-            train, {slide: label[slide] for slide in train} if label else None, validation=validation, seed=seed
-        ).split
-    return Splits(split, dict(patient), dict(label))
+    if "val" in split.values():
+        return dict(split)
+    labels = {slide: label[slide] for slide in train} if label else None
+    return {**split, **make_splits(train, labels, validation=validation, seed=seed)}
 
 
 def make_splits(
@@ -185,8 +165,8 @@ def make_splits(
     validation: float = 0.2,
     test: float = 0.0,
     seed: int,
-) -> Splits:
-    """Split the patients of each class by the asked fractions.
+) -> dict[str, str]:
+    """Return the split of every slide: the patients of each class are shared out by the asked fractions.
 
     A patient counts for the rarest class among their slides. Of a class with two patients or more at least one trains.
     Where a fraction is asked, at least one validates (then tests), so that small sets are scored on every class. Each
@@ -218,7 +198,7 @@ def make_splits(
                 "too few patients%s (%d) for every split: none in %s", of_class, len(ordered), " and ".join(lacking)
             )
     _keep_classes_in_train(name_of, classes)
-    return Splits({s: name_of[p] for s, p in patient.items()}, dict(patient), dict(label or {}))
+    return {slide: name_of[who] for slide, who in patient.items()}
 
 
 def shuffled(names: Iterable[str], seed: int) -> list[str]:

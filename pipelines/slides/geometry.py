@@ -30,10 +30,6 @@ class Size:
     width: int
     height: int
 
-    @property
-    def pixels(self) -> int:
-        return self.width * self.height
-
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -69,10 +65,6 @@ class Region:
     def __post_init__(self) -> None:
         if self.width < 1 or self.height < 1:
             raise ValueError(f"a region is at least 1 x 1 px; got {self.width} x {self.height}")
-
-    @property
-    def size(self) -> Size:
-        return Size(self.width, self.height)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +143,12 @@ def best_level(levels: Sequence[Level], mpp: float) -> Level:
 
 
 def plan_read(levels: Sequence[Level], region: Region) -> ReadPlan:
-    """Choose the level and the box to read for ``region``.
-
-    Raises:
-        ValueError: no level is fine enough for ``region.mpp``.
-    """
-    level = best_level(levels, region.mpp)
+    """Choose the level and the box to read for ``region``. Raises ValueError where no level is fine enough for it."""
+    level, out = best_level(levels, region.mpp), Size(region.width, region.height)
     scale = region.mpp / level.mpp
     l_x, l_y = l_from_l0(region.l0_x, level.downsample), l_from_l0(region.l0_y, level.downsample)
     if abs(scale - 1) <= NATIVE_TOLERANCE:
-        return ReadPlan(level.index, l_x, l_y, region.width, region.height, 1, region.size)
+        return ReadPlan(level.index, l_x, l_y, region.width, region.height, 1, out)
     block = math.floor(scale + 0.5)
     if not (is_whole := abs(scale / block - 1) <= NATIVE_TOLERANCE):
         block = math.floor(scale)
@@ -169,15 +157,12 @@ def plan_read(levels: Sequence[Level], region: Region) -> ReadPlan:
         blocks = t_px if is_whole else math.floor(t_px * scale / block + 0.5)
         return max(1, blocks) * block
 
-    return ReadPlan(level.index, l_x, l_y, box(region.width), box(region.height), block, region.size)
+    return ReadPlan(level.index, l_x, l_y, box(region.width), box(region.height), block, out)
 
 
 def l0_step(levels: Sequence[Level], side: int, mpp: float) -> float:
-    """Return the level-0 px from one px to the next of a region of ``side`` px at ``mpp``, as it is read.
-
-    Raises:
-        ValueError: no level is fine enough for ``mpp``.
-    """
+    """Return the level-0 px from one px to the next of a region of ``side`` px at ``mpp``, as it is read; raises
+    ValueError where no level is fine enough."""
     plan = plan_read(levels, Region(0, 0, side, side, mpp))
     return plan.l_width / side * levels[plan.level].downsample
 

@@ -49,7 +49,6 @@ Pixels = NDArray[np.uint8]
 PADDING = 255
 """Value of pixels outside the slide: white, as the glass around tissue is."""
 
-
 UNEXPECTED = "unexpected"
 """Word in the message of an error that no rule of ours foresaw; its cause is chained."""
 

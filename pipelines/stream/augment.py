@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines import Rare
+from pipelines.labels.class_names import IGNORE
 from pipelines.slides.slide import PADDING, Pixels
 from pipelines.tiles.stain import LAB_FROM_LOG_LMS, Method, StainFit
 
@@ -108,16 +109,14 @@ class Draw:
     Attributes:
         quarter_turns: int64 (n,), 0 to 3, counter-clockwise.
         flip: bool (n,), left to right.
-        matrix, shift: float32 (n, 3, 3), (n, 3), for optical densities as ``jitter`` gives them; None when the
+        rgb: matrix float32 (n, 3, 3) and shift (n, 3) for optical densities as ``jitter`` gives them; None when the
             settings leave colour alone.
-        lms: float32 (n, 3, 3), (n, 3), matrix and shift for densities of L, M, S, before those, as ``StainSteps``
-            has them; None: there is no such step.
+        lms: the same for densities of L, M, S, before those, as ``StainSteps`` has them; None: there is no such step.
     """
 
     quarter_turns: NDArray[np.int64]
     flip: NDArray[np.bool_]
-    matrix: NDArray[np.float32] | None
-    shift: NDArray[np.float32] | None
+    rgb: tuple[NDArray[np.float32], NDArray[np.float32]] | None
     lms: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
 
@@ -131,19 +130,16 @@ def draw(settings: AugmentSettings, seed: int, samples: NDArray[np.int64]) -> Dr
     uniform = np.array([sample_rng(seed, int(sample), DRAW).random(8) for sample in samples]).reshape(-1, 8)
     on = settings.augment != "none"
     orientation = (uniform[:, 0] * 8).astype(np.int64) * (on and settings.flip)
-    matrix = shift = None
+    rgb = None
     if on and (settings.stain_jitter or settings.brightness):
         spread = 2 * uniform[:, 1:] - 1
-        matrix, shift = jitter(
+        rgb = jitter(
             1 + settings.stain_jitter * spread[:, 0:3],
             settings.stain_jitter * spread[:, 3:6],
             1 + settings.brightness * spread[:, 6],
         )
-    return Draw(orientation // 2, orientation % 2 == 1, matrix, shift)
+    return Draw(orientation // 2, orientation % 2 == 1, rgb)
 
-
-IGNORE = 255
-"""Mask value of pixels that come from outside the tile."""
 
 BLUR_PROBABILITY = 0.2
 
@@ -177,9 +173,8 @@ class CpuAugment:
         if image is None:
             return
         image[...] = varied["image"]
-        drawn = draw(self.settings, self.seed, np.array([sample]))
-        if drawn.matrix is not None and drawn.shift is not None:
-            apply_jitter(image, drawn.matrix[0], drawn.shift[0])
+        if (rgb := draw(self.settings, self.seed, np.array([sample])).rgb) is not None:
+            apply_jitter(image, rgb[0][0], rgb[1][0])
 
     def _compose(self, is_square: bool) -> Any:
         made: dict[tuple[AugmentSettings, bool], Any] = _threads.__dict__.setdefault("made", {})
@@ -207,7 +202,7 @@ def _albumentations(settings: AugmentSettings, is_square: bool) -> Any:
                 rotate=(-90 * extent, 90 * extent),
                 border_mode=cv2.BORDER_CONSTANT,
                 fill=PADDING,
-                fill_mask=IGNORE,
+                fill_mask=IGNORE,  # px from outside the tile
                 p=1,
             )
         )
@@ -255,9 +250,9 @@ class StainSteps:
         matrix, shift = self.matrix[slides], self.shift[slides].astype(np.float32)
         if self.method == "reinhard":
             return replace(drawn, lms=(matrix.astype(np.float32), shift))
-        if drawn.matrix is None or drawn.shift is None:
-            return replace(drawn, matrix=matrix.astype(np.float32), shift=shift)
-        return replace(drawn, matrix=(matrix @ drawn.matrix).astype(np.float32))
+        if drawn.rgb is None:
+            return replace(drawn, rgb=(matrix.astype(np.float32), shift))
+        return replace(drawn, rgb=((matrix @ drawn.rgb[0]).astype(np.float32), drawn.rgb[1]))
 
 
 def _step(fit: StainFit, target: StainFit) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

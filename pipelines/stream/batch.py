@@ -139,8 +139,7 @@ class Batch:
         if self.size_of is None:
             height, width = self.images.shape[1:3]
             return height, width
-        row = int(self.rows[position])
-        width, height = self.size_of(row if row >= 0 else int(self.wanted[position]))
+        width, height = self.size_of(int(self.known_rows[position]))
         return height, width
 
     def image(self, position: int) -> Pixels:

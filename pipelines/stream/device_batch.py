@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipelines.slides.geometry import TileBox
 from pipelines.stream.batch import Batch, TileParts, shaped
-from pipelines.stream.device_pixels import Extent, MadePart, Orientation, PixelMaker, TileBytes, orientation
+from pipelines.stream.device_pixels import Extent, MadePart, Orientation, PixelMaker, TileBytes, box_inside, orientation
 
 
 class BoxMaker:
@@ -33,7 +33,7 @@ class BoxMaker:
         images: torch.Tensor | None,
         targets: torch.Tensor | None,
         samples: NDArray[np.int64],
-        rows: NDArray[np.int64] | None = None,
+        rows: NDArray[np.int64],
     ) -> tuple[HostBoxes | None, HostBoxes | torch.Tensor | None]:
         """Return one microbatch, as ``PixelMaker.make`` does, of images and masks on the host; they are read for as
         long as boxes are asked for."""
@@ -46,7 +46,7 @@ class BoxMaker:
         images: TileBytes | None,
         targets: TileBytes | torch.Tensor | None,
         samples: NDArray[np.int64],
-        rows: NDArray[np.int64] | None = None,
+        rows: NDArray[np.int64],
     ) -> tuple[HostBoxes | None, HostBoxes | torch.Tensor | None]:
         """Return the part of one microbatch that is stored, the rest as ``make``."""
         drawn = self._pixels.drawn(samples, rows)
@@ -84,7 +84,8 @@ class HostBoxes:
             ValueError: they are not all inside the part that is stored.
         """
         # torch keeps pinned memory from being reused before the copy is done.
-        cut = self._stored.turned(self._orientations, rows, columns, pinned=self.device.type == "cuda")
+        box = box_inside(self._stored.part, rows, columns)
+        cut = self._stored.turned(self._orientations, box, pinned=self.device.type == "cuda")
         sent = cut.to(self.device, non_blocking=True)
         return sent if self._floats is None else self._floats(sent)
 
@@ -217,19 +218,15 @@ class DeviceBatch:
 
     def _begin(self, tiles: slice) -> tuple[Future[Part], torch.cuda.Event | None]:
         def make(pixels: Maker) -> Part:
-            if self.batch.parts is not None:
-                about = self.batch.samples[tiles], self.batch.known_rows[tiles]
-                return pixels.make_part(*self._parts(self.batch.parts, tiles), *about)
+            about = self.batch.samples[tiles], self.batch.known_rows[tiles]
             if self.batch.size_of is not None:
-                stored = self._of_own_size(
-                    tiles, torch.device("cpu") if isinstance(pixels, BoxMaker) else pixels.device
-                )
-            else:
-                stored = (
-                    _of_part(self._images, self.batch.has_image, tiles),
-                    _of_part(self._targets, self.batch.has_target, tiles),
-                )
-            return pixels.make(*stored, self.batch.samples[tiles], self.batch.known_rows[tiles])
+                device = torch.device("cpu") if isinstance(pixels, BoxMaker) else pixels.device
+                return pixels.make(*self._of_own_size(tiles, device), *about)
+            images = _of_part(self._images, self.batch.has_image, tiles)
+            targets = _of_part(self._targets, self.batch.has_target, tiles)
+            if self.batch.parts is None:
+                return pixels.make(images, targets, *about)
+            return pixels.make_part(*_in_parts(images, targets, self.batch.parts, about[0]), *about)
 
         making = self._lane.making
         if making is None or self._copied is None:
@@ -237,22 +234,6 @@ class DeviceBatch:
         self._wait_on(making)
         with torch.cuda.stream(making):
             return self._lane.submit(make), making.record_event()
-
-    def _parts(self, parts: TileParts, tiles: slice) -> tuple[TileBytes | None, TileBytes | torch.Tensor | None]:
-        """Stored parts of the tiles of a microbatch."""
-
-        def stored(lines: torch.Tensor, box: TileBox, channels: tuple[int, ...]) -> TileBytes:
-            boxes = [parts.stored(box, int(sample)) for sample in self.batch.samples[tiles]]
-            pieces = [line.view(box.height, box.width, *channels) for line, box in zip(lines, boxes, strict=True)]
-            return TileBytes(pieces, parts.height, parts.width, box, boxes)
-
-        images = _of_part(self._images, self.batch.has_image, tiles)
-        targets = _of_part(self._targets, self.batch.has_target, tiles)
-        is_mask = targets is not None and targets.ndim == 2
-        return (
-            None if images is None else stored(images, parts.images, (3,)),
-            stored(targets, parts.targets, ()) if is_mask and targets is not None else targets,
-        )
 
     def _of_own_size(self, tiles: slice, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Stored bytes of the one tile of a microbatch on ``device``, where tiles differ in size."""
@@ -300,3 +281,19 @@ def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], tiles: slice) -> torc
     assert count in (0, tiles.stop - tiles.start), "a microbatch is wanted as a whole"
     start = int(np.count_nonzero(has[: tiles.start]))
     return stored[start : start + count] if count else None
+
+
+def _in_parts(
+    images: torch.Tensor | None, targets: torch.Tensor | None, parts: TileParts, samples: NDArray[np.int64]
+) -> tuple[TileBytes | None, TileBytes | torch.Tensor | None]:
+    """Lines of a microbatch as the parts of tiles that they hold; classes stay as they are."""
+
+    def stored(lines: torch.Tensor, box: TileBox, channels: tuple[int, ...]) -> TileBytes:
+        boxes = [parts.stored(box, int(sample)) for sample in samples]
+        pieces = [line.view(box.height, box.width, *channels) for line, box in zip(lines, boxes, strict=True)]
+        return TileBytes(pieces, parts.height, parts.width, box, boxes)
+
+    pixels = None if images is None else stored(images, parts.images, (3,))
+    if targets is None or targets.ndim == 1:
+        return pixels, targets
+    return pixels, stored(targets, parts.targets, ())

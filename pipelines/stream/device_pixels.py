@@ -65,34 +65,23 @@ class TileBytes:
         box = TileBox.full(height, width)
         return cls(list(tiles), height, width, box, [box] * len(tiles))
 
-    def turned(self, orientations: Orientation, rows: Extent, columns: Extent, *, pinned: bool = False) -> torch.Tensor:
-        """Return rows and columns of the tiles as they lie once turned counter-clockwise and then flipped; of oblong
-        tiles, which would not fit turned by quarters, that number of half turns. uint8 (m, rows, columns, ...).
-
-        Raises:
-            ValueError: they are not all inside ``part``.
-        """
-        asked = _box_inside(self.part, rows, columns)
-        first = self.tiles[0]
+    def turned(self, orientations: Orientation, box: TileBox | None = None, *, pinned: bool = False) -> torch.Tensor:
+        """Return ``box``, inside ``part``, or all of it, of the tiles as they lie once turned counter-clockwise and
+        then flipped; of oblong tiles, which would not fit turned by quarters, that number of half turns. uint8 (m, h,
+        w, ...)."""
+        asked, first = box or self.part, self.tiles[0]
         shape = (len(self.tiles), asked.height, asked.width, *first.shape[2:])
         turned = torch.empty(shape, dtype=first.dtype, device=first.device, pin_memory=pinned)
-        for out, tile, box, (quarters, flip) in zip(turned, self.tiles, self.boxes, orientations, strict=True):
+        for out, tile, stored, (quarters, flip) in zip(turned, self.tiles, self.boxes, orientations, strict=True):
             turns = turns_that_fit(quarters, self.height, self.width)
             before = asked.before_turning(turns, flip, self.height, self.width)
-            if not box.holds(before):
-                raise ValueError(f"{asked} of a turned tile are {before} of it, and {box} were read: other turns")
-            inner = before.within(box)
+            if not stored.holds(before):
+                raise ValueError(f"{asked} of a turned tile are {before} of it, and {stored} were read: other turns")
+            inner = before.within(stored)
             pixels = tile[inner.row_start : inner.row_stop, inner.column_start : inner.column_stop]
             pixels = torch.rot90(pixels, turns, (0, 1))
             out.copy_(pixels.flip(1) if flip else pixels)
         return turned
-
-    def all_turned(self, orientations: Orientation) -> torch.Tensor:
-        """Return all of ``part``, as ``turned`` does."""
-        part = self.part
-        return self.turned(
-            orientations, range(part.row_start, part.row_stop), range(part.column_start, part.column_stop)
-        )
 
 
 class MadePart:
@@ -116,13 +105,13 @@ class MadePart:
         Raises:
             ValueError: they are not all inside the part.
         """
-        inner = _box_inside(self._part, rows, columns).within(self._part)
+        inner = box_inside(self._part, rows, columns).within(self._part)
         return self.made[..., inner.row_start : inner.row_stop, inner.column_start : inner.column_stop].clone(
             memory_format=torch.preserve_format
         )
 
 
-def _box_inside(part: TileBox, rows: Extent, columns: Extent) -> TileBox:
+def box_inside(part: TileBox, rows: Extent, columns: Extent) -> TileBox:
     """Return the box of ``rows`` and ``columns``; ValueError where this rank did not read it."""
     asked = TileBox(rows.start, rows.stop, columns.start, columns.stop)
     if not part.holds(asked):
@@ -179,7 +168,7 @@ class PixelMaker:
         images: torch.Tensor | None,
         targets: torch.Tensor | None,
         samples: NDArray[np.int64],
-        rows: NDArray[np.int64] | None = None,
+        rows: NDArray[np.int64],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """One microbatch, in memory of its own.
 
@@ -192,9 +181,9 @@ class PixelMaker:
         drawn = self.drawn(samples, rows)
         if drawn is not None:
             orientations = orientation(drawn, len(samples))
-            images = None if images is None else TileBytes.full(images).all_turned(orientations)
+            images = None if images is None else TileBytes.full(images).turned(orientations)
             if targets is not None and targets.ndim > 1:
-                targets = TileBytes.full(targets).all_turned(orientations)
+                targets = TileBytes.full(targets).turned(orientations)
         if targets is not None and (drawn is None or targets.ndim == 1):
             targets = targets.clone()
         return None if images is None else self.floats(images, drawn), targets
@@ -204,26 +193,24 @@ class PixelMaker:
         images: TileBytes | None,
         targets: TileBytes | torch.Tensor | None,
         samples: NDArray[np.int64],
-        rows: NDArray[np.int64] | None = None,
+        rows: NDArray[np.int64],
     ) -> tuple[MadePart | None, MadePart | torch.Tensor | None]:
         """Return the part of one microbatch that is stored, the rest as ``make``."""
         drawn = self.drawn(samples, rows)
         orientations = orientation(drawn, len(samples))
         made = None
         if images is not None:
-            floats = self.floats(images.all_turned(orientations), drawn)
+            floats = self.floats(images.turned(orientations), drawn)
             made = MadePart(floats, images.part, images.height, images.width)
         if isinstance(targets, TileBytes):
-            masks = targets.all_turned(orientations)
-            return made, MadePart(masks, targets.part, targets.height, targets.width)
+            return made, MadePart(targets.turned(orientations), targets.part, targets.height, targets.width)
         return made, None if targets is None else targets.clone()
 
-    def drawn(self, samples: NDArray[np.int64], rows: NDArray[np.int64] | None = None) -> Draw | None:
+    def drawn(self, samples: NDArray[np.int64], rows: NDArray[np.int64]) -> Draw | None:
         """Return what is done to ``samples``, tiles of the table's ``rows``; None: nothing."""
         varied = self._augment.augment == "device"
         if self._stains is None:
             return draw(self._augment, self._seed, samples) if varied else None
-        assert rows is not None, "tiles are normalised by the slide they are of"
         return self._stains.before(draw(self._augment if varied else NO_AUGMENTATION, self._seed, samples), rows)
 
     def floats(self, images: torch.Tensor, drawn: Draw | None) -> torch.Tensor:
@@ -236,8 +223,8 @@ class PixelMaker:
         pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout)
         if drawn is not None and drawn.lms is not None:
             self._transfer(pixels, *map(self._to_device, drawn.lms))
-        if drawn is not None and drawn.matrix is not None and drawn.shift is not None:
-            matrix, shift = self._to_device(drawn.matrix), self._to_device(drawn.shift)
+        if drawn is not None and drawn.rgb is not None:
+            matrix, shift = map(self._to_device, drawn.rgb)
             for band, light in _bands(pixels):  # change optical densities
                 band.copy_(_levels(_mixed(light.log_().neg_(), matrix, shift).neg_().exp_()))
         return pixels.mul_(self._scale).add_(self._offset)

@@ -41,15 +41,28 @@ class IndexOrder:
 
 
 @dataclass(frozen=True, eq=False)
-class SlideShuffle(IndexOrder):
-    """Every row once per epoch; tiles of up to ``open_slides`` slides are mixed at a time.
+class SlideOrder(IndexOrder):
+    """Base of orders that go by slide.
 
     Attributes:
         slide: int (n,), slide of each of ``rows``.
-        stratum: tells apart the shuffles of several strata in one run.
     """
 
     slide: NDArray[np.integer]
+
+    @cached_property
+    def _tiles_of_slides(self) -> list[Rows]:
+        return by_slide(np.arange(len(self.rows)), self.slide)
+
+
+@dataclass(frozen=True, eq=False)
+class SlideShuffle(SlideOrder):
+    """Every row once per epoch; tiles of up to ``open_slides`` slides are mixed at a time.
+
+    Attributes:
+        stratum: tells apart the shuffles of several strata in one run.
+    """
+
     seed: int
     stratum: int
     open_slides: int
@@ -57,10 +70,6 @@ class SlideShuffle(IndexOrder):
     def epoch(self, number: int) -> Rows:
         rng = np.random.default_rng([self.seed, SHUFFLE, self.stratum, number])
         return self.rows[_mixed(rng, self._tiles_of_slides, self.open_slides)]
-
-    @cached_property
-    def _tiles_of_slides(self) -> list[NDArray[np.int64]]:
-        return by_slide(np.arange(self.length), self.slide)
 
 
 def by_slide(tiles: Rows, slide: NDArray[np.integer]) -> list[Rows]:
@@ -81,7 +90,7 @@ def _mixed(rng: np.random.Generator, slides: Sequence[Rows], open_slides: int) -
 
 
 @dataclass(frozen=True, eq=False)
-class Weighted(IndexOrder):
+class Weighted(SlideOrder):
     """Order with a draw for each row, in proportion to its weight; slides are mixed as in ``SlideShuffle``.
 
     Rows lie on a line, each as long as its weight, those of a slide next to each other; an epoch draws at points of
@@ -89,11 +98,9 @@ class Weighted(IndexOrder):
     one. From epoch to epoch the points move by the golden ratio of their distance, so that no row is left out for long.
 
     Attributes:
-        slide: int (n,), slide of each of ``rows``.
         weight: float64 (n,), at least 0, sum above 0.
     """
 
-    slide: NDArray[np.integer]
     weight: NDArray[np.float64]
     seed: int
     open_slides: int
@@ -122,20 +129,16 @@ class Weighted(IndexOrder):
 
 
 @dataclass(frozen=True, eq=False)
-class Bags:
+class Bags(SlideOrder):
     """Bags of tiles: every slide once per epoch, with ``size`` of its tiles one after the other.
 
     Tiles of a slide are drawn without replacement, from a new permutation whenever all were seen; a slide with fewer
     tiles than a bag has some of them twice.
 
     Attributes:
-        rows: int64 (n,).
-        slide: int (n,), slide of each of ``rows``.
         size: tiles of a bag.
     """
 
-    rows: Rows
-    slide: NDArray[np.integer]
     size: int
     seed: int
 
@@ -157,10 +160,6 @@ class Bags:
             for turn in np.unique(turns // len(tiles))
         }
         return np.array([drawn[turn // len(tiles)][turn % len(tiles)] for turn in turns], np.int64)
-
-    @cached_property
-    def _tiles_of_slides(self) -> list[Rows]:
-        return by_slide(np.arange(len(self.rows)), self.slide)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +196,7 @@ class Balance:
         return drawn.reshape(-1)
 
 
-Order = IndexOrder | Bags | Balance
+Order = IndexOrder | Balance
 
 
 def _stretch(order: Order, first: int, count: int) -> Rows:

@@ -59,38 +59,78 @@ def report_once(on_fault: OnFault | None) -> OnFault:
 
 
 @dataclass(frozen=True, eq=False)
-class TileReader:
-    """Reads rows of a table through a pool of open slides.
+class SampleReader:
+    """Reads and augments samples, rows of a table, through a pool of open slides. Knows nothing of the iterator: the
+    reading threads must not keep it alive.
 
     Attributes:
-        on_fault: called for every tile that could not be read, by a reading thread, one call at a time.
+        report: called for every tile that could not be read, by a reading thread.
         replaces: read another tile in place of one that cannot be read; otherwise it is blank, and its row ``UNREAD``.
         crop: cuts each slide, which is a picture, to the tile; None: tiles are read as they are.
-        parts: what is read of each tile; None: all.
+        augment: varies whole tiles; their parts are cut after that.
+        parts: what is wanted of each tile; None: all.
     """
 
     tiles: TileTable
     pool: SlidePool
-    on_fault: OnFault | None
+    target: Target
+    report: OnFault
     replaces: bool = True
     crop: PictureCrop | None = None
+    augment: CpuAugment | None = None
     parts: TileParts | None = None
 
-    def fill(
-        self, sample: int, row: int, target: Target, image: Pixels, out: NDArray[Any] | None, report: OnFault
-    ) -> int:
-        """Write the pixels of ``row``, or of its replacement, into ``image`` and its target into ``out``.
+    def fill(self, sample: int, row: int, image: Pixels | None, out: NDArray[Any] | None) -> int:
+        """Write the pixels of ``row``, or of its replacement, into ``image`` and its target into ``out``; return the
+        row that was used, or ``UNREAD``. A target without its pixels may stay ``UNREAD``: the rank with the pixels
+        finds out whether it is replaced.
 
         Args:
-            sample: its number, which says how a picture is cut, and where in the tile a part of it lies.
+            sample: its number, which says how it is varied, and where in the tile a part of it lies.
             out: None where another rank has the target; a slide whose targets cannot be read is replaced all the same.
-
-        Returns:
-            the row that was used, or ``UNREAD``.
 
         Raises:
             SlideError: ``MAX_FAULTS`` tiles cannot be read; names them.
         """
+        if self.parts is not None and self.augment is not None:
+            return self.parts.cut(image, out, partial(self._whole.fill, sample, row))
+        if image is None:
+            assert out is not None
+            try:
+                return self.fill_target(sample, row, out)
+            except (SlideError, OSError) as error:
+                if not self.replaces:
+                    self.report(self.tiles.slide_id(row), self.tiles.region(row), error)
+                out[...] = 0
+                return UNREAD
+        with self._naming(sample, row):
+            used = self._fill_or_replace(sample, row, image, out)
+            if self.augment is not None:
+                self.augment.apply(sample, image, out)
+        return used
+
+    def fill_target(self, sample: int, row: int, out: NDArray[Any]) -> int:
+        """Write the target of exactly ``row``, varied as its pixels are, and return ``row``.
+
+        Raises:
+            SlideError, OSError: the slide does not open, or its annotation is damaged.
+        """
+        if self.parts is not None and self.augment is not None:
+            return self.parts.cut(None, out, lambda _, mask: self._whole.fill_target(sample, row, mask))
+        with self._naming(sample, row):
+            slide_id, box = self.tiles.slide_id(row), self._boxes(sample)[1]
+            with self.pool.lease(slide_id) if self.target.is_drawn else contextlib.nullcontext() as slide:
+                self.target.fill(row, slide_id, slide, self.tiles.region(row), out, box)
+            if self.augment is not None:
+                self.augment.apply(sample, None, out)
+        return row
+
+    @cached_property
+    def _whole(self) -> SampleReader:
+        """The reader of whole tiles."""
+        return replace(self, parts=None)
+
+    def _fill_or_replace(self, sample: int, row: int, image: Pixels, out: NDArray[Any] | None) -> int:
         faults: list[str] = []
         box, target_box = self._boxes(sample)
         for rows in self._slides_from(row):
@@ -103,14 +143,14 @@ class TileReader:
                         opened = True
                         self._read(sample, slide, region, box, pixels)
                         if out is None:
-                            target.check(slide_id, slide)
+                            self.target.check(slide_id, slide)
                         else:
-                            target.fill(used, slide_id, slide, region, out, target_box)
+                            self.target.fill(used, slide_id, slide, region, out, target_box)
                     return used
                 except (SlideError, OSError) as error:
                     # OSError: the network share under an open slide went away; to training that is the same fault.
                     self.pool.discard(slide_id)
-                    report(slide_id, region if opened else None, error)
+                    self.report(slide_id, region if opened else None, error)
                     if not self.replaces:
                         pixels[...] = 0
                         if out is not None:
@@ -143,16 +183,6 @@ class TileReader:
         if box is not None:
             out[...] = box.crop(tile)
 
-    def fill_target(self, sample: int, row: int, target: Target, out: NDArray[Any]) -> None:
-        """Write the target of exactly ``row`` into ``out``, without reading pixels.
-
-        Raises:
-            SlideError, OSError: the slide does not open, or its annotation is damaged.
-        """
-        slide_id, box = self.tiles.slide_id(row), self._boxes(sample)[1]
-        with self.pool.lease(slide_id) if target.is_drawn else contextlib.nullcontext() as slide:
-            target.fill(row, slide_id, slide, self.tiles.region(row), out, box)
-
     def _slides_from(self, row: int) -> Iterator[Iterator[int]]:
         """Rows to try, slide by slide: first those of the slide of ``row``, from ``row`` on and around."""
         yield self._of_own_slide(row)
@@ -179,63 +209,13 @@ class TileReader:
             f"{self.tiles.region(row)}); {len(faults)} tried. Check the disk, or take these slides out:\n  {listed}"
         )
 
-
-@dataclass(frozen=True, eq=False)
-class SampleReader:
-    """Reads and augments one sample. Knows nothing of the iterator: the reading threads must not keep it alive.
-
-    Attributes:
-        parts: what is left of each tile once it is augmented here; None: all that ``reading`` reads.
-    """
-
-    reading: TileReader
-    target: Target
-    augment: CpuAugment | None
-    report: OnFault
-    parts: TileParts | None = None
-
-    def fill(self, sample: int, row: int, image: Pixels | None, out: NDArray[Any] | None) -> int:
-        """Fill one sample and return the row used, as ``prefetch.Fill`` says. A target without its pixels may stay
-        ``UNREAD``: the rank with the pixels finds out whether it is replaced."""
-        if self.parts is not None:
-            return self.parts.cut(image, out, partial(replace(self, parts=None).fill, sample, row))
-        if image is None:
-            assert out is not None
-            try:
-                return self.fill_target(sample, row, out)
-            except (SlideError, OSError) as error:
-                if not self.reading.replaces:
-                    self.report(self.reading.tiles.slide_id(row), self.reading.tiles.region(row), error)
-                out[...] = 0
-                return UNREAD
-        with self._naming(sample, row):
-            used = self.reading.fill(sample, row, self.target, image, out, self.report)
-            if self.augment is not None:
-                self.augment.apply(sample, image, out)
-        return used
-
-    def fill_target(self, sample: int, row: int, out: NDArray[Any]) -> int:
-        """Write the target of exactly ``row``, varied as its pixels are, and return ``row``.
-
-        Raises:
-            SlideError, OSError: the slide does not open, or its annotation is damaged.
-        """
-        if self.parts is not None:
-            whole = replace(self, parts=None)
-            return self.parts.cut(None, out, lambda _, mask: whole.fill_target(sample, row, mask))
-        with self._naming(sample, row):
-            self.reading.fill_target(sample, row, self.target, out)
-            if self.augment is not None:
-                self.augment.apply(sample, None, out)
-        return row
-
     @contextlib.contextmanager
     def _naming(self, sample: int, row: int) -> Iterator[None]:
-        tiles = self.reading.tiles
         try:
             yield
         except BaseException as error:
-            error.add_note(f"while reading sample {sample}: slide {tiles.slide_id(row)}, {tiles.region(row)}")
+            slide_id, region = self.tiles.slide_id(row), self.tiles.region(row)
+            error.add_note(f"while reading sample {sample}: slide {slide_id}, {region}")
             raise
 
 

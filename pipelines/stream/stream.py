@@ -26,7 +26,7 @@ from pipelines.stream.augment import NO_AUGMENTATION, AugmentSettings, CpuAugmen
 from pipelines.stream.batch import Allocate, BufferPool, Labels, Masks, Target, TileParts
 from pipelines.stream.iterator import TileIterator
 from pipelines.stream.order import Bags, Balance, BatchSampler, IndexOrder, Order, Rows, SlideShuffle, Weighted
-from pipelines.stream.read import OnFault, PictureCrop, SampleReader, TileReader, report_once
+from pipelines.stream.read import OnFault, PictureCrop, SampleReader, report_once
 
 if TYPE_CHECKING:
     from pipelines.catalog.handles import SlidePool
@@ -48,7 +48,9 @@ class TileStream:
     strata: NDArray[np.int64] | None = None
     weights: NDArray[np.float64] | None = None
     bag: int | None = None
-    reading: TileReader | None = None
+    pool: SlidePool | None = None
+    on_fault: OnFault | None = None
+    replaces: bool = True
     target: Target | None = None
     augmentation: AugmentSettings = NO_AUGMENTATION
     cut: PictureCrop | None = None
@@ -126,7 +128,7 @@ class TileStream:
         Args:
             replaces: another tile is read in place of each; otherwise it is blank, and ``UNREAD`` in ``Batch.rows``.
         """
-        return replace(self, reading=TileReader(self.tiles, pool, on_fault, replaces))
+        return replace(self, pool=pool, on_fault=on_fault, replaces=replaces)
 
     def label(self, class_of_tile: NDArray[np.int64]) -> Self:
         """Targets are classes: int64 (n,), one for every row of the table. Without any target they are -1."""
@@ -230,13 +232,9 @@ class TileStream:
         # Each stratum has a group of slides of its own open, so they share the number.
         return SlideShuffle(rows, self.tiles.slide[rows], self.seed, stratum, max(1, self.open_slides // strata))
 
-    def __len__(self) -> int:
-        """Global batches that go through all tiles once, the last one shorter or reaching into the next epoch."""
-        return -(-self.order.length // self.global_batch)
-
     def __iter__(self) -> TileIterator:
         """Return an iterator over the batches of this rank, from the first on."""
-        if self.reading is None:
+        if self.pool is None:
             raise ValueError("the stream reads from no slides: add .read(pool) to it")
         target: Target = self.target or Labels(np.broadcast_to(np.int64(-1), len(self.tiles)))
         augment = CpuAugment(self.augmentation, self.seed) if self.augmentation.augment == "cpu" else None
@@ -257,9 +255,8 @@ class TileStream:
             self.tiles.size if differ else None,
             parts,
         )
-        cut_after = None if augment is None else parts  # varied by the reading threads, and cut after that
-        reading = replace(self.reading, crop=self.cut, parts=parts if cut_after is None else None)
-        reader = SampleReader(reading, target, augment, report_once(reading.on_fault), cut_after)
+        report = report_once(self.on_fault)
+        reader = SampleReader(self.tiles, self.pool, target, report, self.replaces, self.cut, augment, parts)
         return TileIterator(self.source, reader, buffers, self.threads, lambda: self.fingerprint)
 
     def _parts(self) -> TileParts | None:

@@ -226,7 +226,7 @@ def _told(result: SlideTiles | SlideFault, settings: IndexSettings) -> str:
     width, height = result.size
     tiles = f"{width} x {height} px of tissue" if settings.tile == "slide" else counted(len(result.l0_x), "tile")
     return (
-        f"{tiles}, {result.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
+        f"{tiles}, {source.tissue_share:.0%} tissue, {source.width} x {source.height} px at "
         f"{source.mpp:.4g} um/px, {source.backend}, {result.seconds:.1f} s"
         + (f", {result.unreadable_share:.1%} damaged" if result.unreadable_share else "")
     )

@@ -24,7 +24,7 @@ from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import PICTURE_SUFFIXES, SlideSpec
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.processes import Limits
-from pipelines.slides.geometry import Region, best_level, l0_from_l, l0_step, l_from_l0
+from pipelines.slides.geometry import Level, Region, best_level, l0_from_l, l0_step, l_from_l0
 from pipelines.slides.slide import Slide, SlideError, TileReadError
 from pipelines.tiles.overlay import draw_overlay, read_thumbnail
 from pipelines.tiles.tile_table import IndexedSlide, SlideFault
@@ -49,38 +49,32 @@ MOST_DAMAGED = 0.5
 
 
 def find_unreadable_tiles(
-    slide: Slide,
-    l0_x: NDArray[np.int64],
-    l0_y: NDArray[np.int64],
-    size: tuple[int, int],
-    mpp: float,
-    l0_size: tuple[int, int],
-    scene: int | None = None,
+    slide: Slide, grid: TileGrid, rows: NDArray[np.intp], columns: NDArray[np.intp], mpp: float, scene: int | None
 ) -> tuple[NDArray[np.bool_], str]:
     """Return which tiles cannot be read, bool (n,), and the first fault; empty where all can.
 
     Args:
-        l0_x, l0_y: (n,), top left of each tile in level-0 px.
-        size, mpp: width and height of a tile in px at ``mpp`` um/px.
-        l0_size: the same in level-0 px.
+        rows, columns: (n,), place of each tile in ``grid``.
+        mpp: um/px that they are read at.
         scene: of several images of the file, the one that was opened.
 
     Raises:
         TileReadError: more than ``MOST_DAMAGED`` of the tiles, or of those looked at.
     """
     level = best_level(slide.levels, mpp)
+    l0_x, l0_y = grid.l0_x[columns], grid.l0_y[rows]
     damaged = np.zeros(len(l0_x), np.bool_)
     fault = ""
     if slide.backend == "tiled":
-        damaged = _in_table(slide.path, level.index, level.downsample, l0_x, l0_y, l0_size, scene)
+        damaged = _in_table(slide.path, level, l0_x, l0_y, grid.l0_size, scene)
         if damaged.any():
             fault = f"{slide.path}: level {level.index}: compressed tiles without data, or past the end of the file"
     looked_at = np.flatnonzero(~damaged)
     if len(looked_at) > LOOKED_AT:
         random = np.random.default_rng(zlib.crc32(slide.path.name.encode("utf-8", "replace")))
         looked_at = np.sort(random.choice(looked_at, LOOKED_AT, replace=False))
-    piece = [min(PIECE_PX, side) for side in size]
-    insets = [(l0 - round(l0 * px / side)) // 2 for l0, px, side in zip(l0_size, piece, size, strict=True)]
+    piece = [min(PIECE_PX, side) for side in grid.size]
+    insets = [(l0 - round(l0 * px / side)) // 2 for l0, px, side in zip(grid.l0_size, piece, grid.size, strict=True)]
     failed = 0
     for i in looked_at:
         try:
@@ -96,8 +90,7 @@ def find_unreadable_tiles(
 
 def _in_table(
     path: Path,
-    level: int,
-    downsample: float,
+    level: Level,
     l0_x: NDArray[np.int64],
     l0_y: NDArray[np.int64],
     l0_size: tuple[int, int],
@@ -105,7 +98,7 @@ def _in_table(
 ) -> NDArray[np.bool_]:
     """Tiles that meet a compressed tile which the file cannot hold, bool (n,)."""
     tiff = read_tiff(path)
-    page = find_levels(tiff, scene)[1][level]
+    page = find_levels(tiff, scene)[1][level.index]
     columns, rows = page.grid
     offsets, sizes = (page.array(tag)[: rows * columns] for tag in (Tag.TILE_OFFSETS, Tag.TILE_BYTES))
     outside = (sizes < 1) | (offsets < 8) | (sizes > tiff.size_bytes - offsets)
@@ -120,8 +113,8 @@ def _in_table(
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First compressed tile that each tile meets, and one past the last."""
         px = page.number(tag, 1)
-        first = np.array([l_from_l0(float(x), downsample) // px for x in l0_starts], np.int64)
-        past = np.array([(l_from_l0(float(x + l0_side), downsample) - 1) // px + 1 for x in l0_starts], np.int64)
+        first = np.array([l_from_l0(float(x), level.downsample) // px for x in l0_starts], np.int64)
+        past = np.array([(l_from_l0(float(x + l0_side), level.downsample) - 1) // px + 1 for x in l0_starts], np.int64)
         return first.clip(0, most), past.clip(0, most)
 
     left, right = cells(l0_x, l0_size[0], Tag.TILE_WIDTH, bad.shape[1])
@@ -145,7 +138,7 @@ class SlideTiles:
         l0_x, l0_y: int64 (n,), top left in level-0 px, row by row.
         tissue: float32 (n,), the part of each that is tissue.
         size: width and height of each in px.
-        tissue_share, unreadable_share: parts of the slide that are tissue, and damaged; tiles there are left out.
+        unreadable_share: the part of the slide that is damaged; tiles there are left out.
         damaged: tiles of tissue left out because the level they are read from is damaged there, and the first fault.
     """
 
@@ -154,9 +147,8 @@ class SlideTiles:
     l0_y: NDArray[np.int64]
     tissue: NDArray[np.float32]
     size: tuple[int, int]
-    tissue_share: float
     seconds: float
-    unreadable_share: float
+    unreadable_share: float = 0.0
     damaged: tuple[int, str] = (0, "")
 
 
@@ -236,7 +228,7 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
         if grid is None:
             grid = _whole(slide, tissue, settings)
         fractions = tissue_fractions(tissue, grid)
-        damage = TissueMask(overview.unreadable, tissue.l0_x, tissue.l0_y, tissue.downsample, tissue.mpp)
+        damage = replace(tissue, mask=overview.unreadable)
         intact = tissue_fractions(damage, grid) == 0
         least = settings.min_tissue
         enough = fractions >= least if settings.tile != "slide" or not least else fractions > 0
@@ -257,11 +249,11 @@ def find_tiles(spec: SlideSpec, settings: IndexSettings, threads: int, progress:
         if not len(kept):
             most = float(fractions.max())
             raise SlideError(_why_none(tissue, damage.share if (enough & ~intact).any() else 0.0, most, settings))
-        bad, fault = find_unreadable_tiles(slide, l0_x, l0_y, grid.size, settings.mpp, grid.l0_size, spec.scene)
+        bad, fault = find_unreadable_tiles(slide, grid, rows, columns, settings.mpp, spec.scene)
         l0_x, l0_y, kept = l0_x[~bad], l0_y[~bad], kept[~bad]
         source = replace(_source(spec, slide, state), tissue_share=tissue.share)
     seconds = time.perf_counter() - started_s
-    return SlideTiles(source, l0_x, l0_y, kept, grid.size, tissue.share, seconds, damage.share, (int(bad.sum()), fault))
+    return SlideTiles(source, l0_x, l0_y, kept, grid.size, seconds, damage.share, (int(bad.sum()), fault))
 
 
 def _source(spec: SlideSpec, slide: Slide, state: SlideState) -> IndexedSlide:
@@ -284,7 +276,7 @@ def _whole_picture(spec: SlideSpec, slide: Slide, state: SlideState, side: int, 
     slide.read(Region(0, 0, 1, 1, slide.mpp))  # decodes all of it
     origin, all_of_it = np.zeros(1, np.int64), np.ones(1, np.float32)
     seconds = time.perf_counter() - started_s
-    return SlideTiles(_source(spec, slide, state), origin, origin, all_of_it, (side, side), 1.0, seconds, 0.0)
+    return SlideTiles(_source(spec, slide, state), origin, origin, all_of_it, (side, side), seconds)
 
 
 def _whole(slide: Slide, tissue: TissueMask, settings: IndexSettings) -> TileGrid:

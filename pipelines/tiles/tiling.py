@@ -17,16 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines import Rare
-from pipelines.slides.geometry import (
-    MPP_MAX,
-    MPP_MIN,
-    Bounds,
-    Level,
-    Region,
-    l0_from_l,
-    l0_step,
-    l_from_l0,
-)
+from pipelines.slides.geometry import MPP_MAX, MPP_MIN, Bounds, Level, Region, l0_from_l, l0_step, l_from_l0
 from pipelines.tiles.tissue import TissueMask
 
 WHOLE_SLIDE_MULTIPLE = 32

@@ -212,9 +212,8 @@ def _bright(pixels: Pixels) -> tuple[Mask, float]:
     brightest = cv2.GaussianBlur(_largest_channel(pixels), (0, 0), 2)
     log_scale = 255 / np.log2(256)
     log = np.round(np.log2(brightest.astype(np.float32) + 1) * log_scale).astype(np.uint8)
-    otsu, _ = cv2.threshold(log, 0, 255, cv2.THRESH_BINARY + cv2.THRESH_OTSU)
     glow = FLUORESCENCE_CONTRAST * float(np.percentile(brightest, 1))
-    threshold = max(min(2 ** (otsu / log_scale) - 1, glow), FLUORESCENCE_FLOOR)
+    threshold = max(min(2 ** (_otsu(log) / log_scale) - 1, glow), FLUORESCENCE_FLOOR)
     mask: Mask = brightest > threshold
     return mask, threshold
 

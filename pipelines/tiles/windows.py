@@ -159,8 +159,7 @@ def find_windows(spec: SlideSpec, settings: WindowSettings, threads: int) -> Sli
                 f"tissue; {tissue.found}): a blank slide, or one whose tissue was not found. --min-tissue of the run "
                 "that made the checkpoint decides which windows count"
             )
-        tiles = (grid.l0_x[column], grid.l0_y[row], grid.size, settings.mpp, grid.l0_size)
-        bad, fault = find_unreadable_tiles(slide, *tiles, spec.scene)
+        bad, fault = find_unreadable_tiles(slide, grid, row, column, settings.mpp, spec.scene)
         row, column = row[~bad], column[~bad]
         thumbnail = read_thumbnail(slide, overview, threads)
         return SlideWindows(

@@ -29,9 +29,9 @@ _output_of = run_info.output_of
 _SAID: dict[tuple[str, ...], str] = {}
 
 
-def _output_once(command: list[str], empty: str | None = None) -> str | None:
+def _output_once(command: list[str]) -> str | None:
     """Return what a program said when it was first asked: each run asks for versions, by processes of their own."""
-    said = _SAID.get(tuple(command)) or _output_of(command, empty)
+    said = _SAID.get(tuple(command)) or _output_of(command)
     if said:
         _SAID[tuple(command)] = said
     return said

@@ -8,10 +8,11 @@ import pytest
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, roc_auc_score
 
 from app.evaluation import classification
-from app.evaluation.classification import ScoredSplit, labelled_slides, read_truth
+from app.evaluation.classification import ScoredSplit, labelled_slides
 from app.evaluation.report_page import SHOWN, extreme_tiles
 from app.prediction.prediction_folder import PredictionFolder
 from pipelines.catalog.handles import SlideState
+from pipelines.catalog.table import read_table
 from pipelines.labels.class_names import ClassMap
 from tests.helpers.in_process import call
 
@@ -170,7 +171,7 @@ def test_missing_labels_take_no_part_and_names_are_mapped(tmp_path):
     path.write_text("slide,label\nd,blurred\nb,normal\na,Tumor\nc,nan\n")
     rows = [{"slide": slide, "score_normal": 0.5, "score_tumour": 0.5} for slide in "abcd"]
     class_map = ClassMap.parse(("Tumor=tumour", "blurred=ignore"))
-    found = labelled_slides(rows, ("normal", "tumour"), read_truth(path, needs_labels=True), {}, 1, class_map)
+    found = labelled_slides(rows, ("normal", "tumour"), read_table(path, ("slide", "label")), {}, 1, class_map)
     assert found.slides == ("a", "b")
     assert found.cases.label.tolist() == [1, 0]
     assert "2 predicted slides without a label: c, d" in found.left_out[0]

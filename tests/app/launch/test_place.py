@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from app.launch import host
 from app.launch import place as module
-from app.launch.host import CgroupLimits, cpu_model, memory_bytes, memory_kills, usable_cores
+from app.launch.host import cgroup_limits, cpu_model, memory_bytes, memory_kills, usable_cores
 from app.launch.place import autocast_of, choose_device, device_of, host_share, place, rank_cores
 from app.settings.launcher import find_launch
 from app.settings.strategy import StrategySettings
@@ -64,7 +65,7 @@ def test_hardware_queues_are_set_before_cuda_starts(world, asked, own, expected,
     monkeypatch.setattr(os, "environ", environ | ({name: own} if own else {}))
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found.append(os.environ.get(name)))
-    assert choose_device(asked, 0).type == "cpu"
+    assert choose_device(asked).type == "cpu"
     assert (found or [os.environ.get(name)]) == [expected]
 
 
@@ -128,16 +129,16 @@ def test_a_gpu_without_kernels_is_not_chosen(gpus, monkeypatch, caplog):
     """All ranks of a machine then compute on its CPU, and the first warns; a GPU that no rank uses does not matter."""
     gpus[1] = (7, 0)
     be_rank(monkeypatch, 0, 1)
-    assert str(choose_device("auto", 0)) == "cuda:0"
+    assert str(choose_device("auto")) == "cuda:0"
     for local_rank in (0, 1):
         be_rank(monkeypatch, local_rank, 2)
-        assert str(choose_device("auto", local_rank)) == "cpu"
+        assert str(choose_device("auto")) == "cpu"
     (warning,) = caplog.messages
     said = refusal(monkeypatch, StrategySettings("ddp", device="cuda", ranks=2), 2)
     for message in (warning, said):
         assert "GPU 1 (Tesla V100-SXM2-16GB" in message
         assert "cu126" in message
-    assert str(choose_device("cpu", 0)) == "cpu"
+    assert str(choose_device("cpu")) == "cpu"
 
 
 GPU, CPU = RankKind("a", "cuda", "GPU-0"), RankKind("a", "cpu")
@@ -208,12 +209,21 @@ def test_tf32_is_refused_where_there_is_none(device, named, gpus, monkeypatch):
     assert f"--precision tf32 needs a GPU of compute capability 8.0 or more; got {named}" in said
 
 
-def write_groups(path, groups):
-    """Files of control groups: folder -> file name, dots as ``__``, and its text."""
-    for folder, files in groups.items():
-        (path / folder).mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (path / folder / name.replace("__", ".")).write_text(text + "\n")
+@pytest.fixture
+def write_groups(tmp_path, monkeypatch):
+    """Makes files of control groups: folder -> file name, dots as ``__``, and its text; the kernel's are not seen."""
+    for name, path in {"CGROUPS": "cgroup", "OWN_CGROUP": "own", "VMSTAT": "vmstat"}.items():
+        monkeypatch.setattr(host, name, tmp_path / path)
+
+    def write(groups, own):
+        for folder, files in groups.items():
+            (tmp_path / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                (tmp_path / "cgroup" / folder / name.replace("__", ".")).write_text(text + "\n")
+        if own:
+            (tmp_path / "own").write_text(own + "\n")
+
+    return write
 
 
 TREE = {
@@ -245,12 +255,9 @@ UNLIMITED = {
     ],
     ids=["version 2", "fuller below", "version 1", "no limit", "no group"],
 )
-def test_limits_of_control_groups(groups, own, cores, limit, free, tmp_path):
-    write_groups(tmp_path / "cgroup", groups)
-    if own:
-        (tmp_path / "own").write_text(own + "\n")
-    found = CgroupLimits(tmp_path / "cgroup", tmp_path / "own")
-    assert (found.cores, found.memory_bytes, found.memory_free_bytes) == (cores, limit, free)
+def test_limits_of_control_groups(groups, own, cores, limit, free, write_groups):
+    write_groups(groups, own)
+    assert cgroup_limits() == (cores, limit, free)
 
 
 KILLS = {"slurm/job": {"memory__events": "low 0\noom 4\noom_kill 3"}, "slurm": {"memory__events": "oom_kill 7"}}
@@ -261,13 +268,13 @@ KILLS |= {"memory/job": {"memory__oom_control": "oom_kill_disable 0\noom_kill 2"
     ("own", "machine", "count"),
     [("0::/slurm/job", "40", 3), ("4:memory:/job\n0::/", "40", 2), ("", "40", 40), ("", None, None)],
 )
-def test_kills_for_lack_of_memory_are_those_of_the_own_group_or_of_the_machine(own, machine, count, tmp_path):
-    write_groups(tmp_path / "cgroup", KILLS if own else {})
-    if own:
-        (tmp_path / "own").write_text(own + "\n")
+def test_kills_for_lack_of_memory_are_those_of_the_own_group_or_of_the_machine(
+    own, machine, count, write_groups, tmp_path
+):
+    write_groups(KILLS if own else {}, own)
     if machine:
         (tmp_path / "vmstat").write_text(f"nr_free_pages 12\noom_kill {machine}\n")
-    assert memory_kills(tmp_path / "cgroup", tmp_path / "own", tmp_path / "vmstat") == count
+    assert memory_kills() == count
 
 
 def test_this_machine():

@@ -25,7 +25,7 @@ NO_SIDES = SimpleNamespace(sides=None)
 @pytest.mark.parametrize(
     ("record", "starter", "before"),
     [
-        (None, Launcher(agent="node 7"), 0),
+        (Attempts(0, (), None), Launcher(agent="node 7"), 0),
         (Attempts(2, ("node 7",), None), Launcher(agent="node 7"), 2),
         (Attempts(2, ("node 7",), None), Launcher(agent="node 8"), 0),
         # The agent of the first rank was lost, and another's rank is the first now.

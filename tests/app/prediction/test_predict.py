@@ -197,7 +197,7 @@ def test_a_slide_with_bounds_is_aligned_as_qupath_has_it(predict_in_bounds, tmp_
 
 def test_windows_that_cannot_be_read_are_left_out_and_counted(predict_in_bounds, tmp_path, monkeypatch):
     # a sample of the windows is tried before: here none of those that are damaged
-    monkeypatch.setattr(windows, "find_unreadable_tiles", lambda slide, x, *_: (np.zeros(len(x), bool), ""))
+    monkeypatch.setattr(windows, "find_unreadable_tiles", lambda slide, grid, rows, *_: (np.zeros(len(rows), bool), ""))
     folder, row = predict_in_bounds(30 + HEIGHT - 10)
     assert (row["tiles"], row["tiles_unreadable"]) == (12, 4)
     ((slide, step, error),) = folder.failed.rows()

@@ -103,7 +103,7 @@ def train_on_threads(config, dataset):
             opened = session.pool.open_ids
             session.close()
         if communicator.rank == 0:  # what finished() would write; its sums over ranks are not what is tested
-            summary._write(loop.outcome.status, [[0], [0], [0], [], *([size] for size in summary._on_host)], None)
+            summary._write(loop.outcome.status, [[0], [0], [0], *([size] for size in summary._peaks(0)[3:]), []], None)
         return outcome.loss, outcome.metrics, opened
 
     ranks = run_on_threads(config.strategy.world, rank, timeout_s=60)

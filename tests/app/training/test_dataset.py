@@ -13,10 +13,11 @@ from pipelines.catalog.catalog import find_slides
 from pipelines.catalog.handles import SlideState
 from pipelines.catalog.table import FailedSlides
 from pipelines.labels.slide_labels import SlideLabels
-from pipelines.labels.splits import Splits
+from pipelines.labels.splits import load_split
 from pipelines.tiles.tiling import IndexSettings
 from tests.app.conftest import rows_of
 from tests.helpers.drawings import box, write_geojson
+from tests.helpers.splits import slides_in
 
 SLIDES = [f"s{i}" for i in range(12)]
 LABELS = {slide: i % 2 for i, slide in enumerate(SLIDES)}
@@ -35,9 +36,13 @@ def chosen(folder, said=None, given=None, patient=None, **split):
 def test_folds_and_sites_are_told_and_saved(tmp_path):
     said = []
     runs = [chosen(tmp_path / str(k), said, folds=4, fold=k, split_by="site") for k in range(4)]
-    assert sorted(slide for run in runs for slide in run.slides("val")) == sorted(SLIDES)
+    assert sorted(slide for run in runs for slide in slides_in(run.split, "val")) == sorted(SLIDES)
     assert said[0].endswith("patients in more than one split: 0; sites in more than one split: 0")
-    assert Splits.load(tmp_path / "0" / "splits.csv", runs[0].patient) == runs[0]
+    saved = tmp_path / "0" / "splits.csv"
+    assert load_split(saved, runs[0].patient) == runs[0].split
+    assert {row["slide"]: (row["site"], int(row["label"])) for row in rows_of(saved)} == {
+        slide: (f"site{i // 3}", i % 2) for i, slide in enumerate(SLIDES)
+    }
     chosen(tmp_path / "by patient", said, folds=4, fold=1)
     assert "sites in more than one split: 2" in said[-1]
 
@@ -47,8 +52,8 @@ def test_unknown_patients_are_said_and_saved(tmp_path):
     none_known = chosen(tmp_path / "none", said, patient={})
     assert "patients unknown: slides are split one by one" in said[-1]
     assert "in more than one split: 0; sites" not in said[-1]
-    saved = Splits.load(tmp_path / "none" / "splits.csv", none_known.patient)
-    assert saved.unknown == none_known.unknown == frozenset(SLIDES)
+    assert {row["slide"] for row in rows_of(tmp_path / "none" / "splits.csv") if not row["patient"]} == set(SLIDES)
+    assert none_known.unknown == frozenset(SLIDES)
     chosen(tmp_path / "some", said, patient=dict.fromkeys(SLIDES[:2], "p"))
     assert "patients in more than one split: 0; patients of 10 of 12 slides unknown: these are split one by" in said[-1]
 
@@ -67,7 +72,7 @@ def test_a_file_decides_alone(tmp_path):
     lines = [f"{slide},{'val' if i < 2 else 'train'}" for i, slide in enumerate(SLIDES)]
     file = tmp_path / "own.csv"
     file.write_text("\n".join(["slide,split", *lines, "unlabelled,test"]))
-    assert chosen(tmp_path / "run", splits=file).slides("val") == ("s0", "s1")
+    assert slides_in(chosen(tmp_path / "run", splits=file).split, "val") == ("s0", "s1")
     with pytest.raises(ValueError, match="folders called like splits, train, and --splits"):
         chosen(tmp_path / "other", given=dict.fromkeys(SLIDES, "train"), splits=file)
 
@@ -88,7 +93,7 @@ def test_folders_called_like_splits_are_the_split(classify_slides, tmp_path):
         (folder / path.name).symlink_to(path)
     dataset = prepared(slides, tmp_path / "run", said)
     assert set(dataset.classes) == set(label.values())
-    assert dataset.splits.slides("val") == tuple(path.stem for path in paths[4:])
+    assert slides_in(dataset.splits.split, "val") == tuple(path.stem for path in paths[4:])
     assert "split by the folders train, val" in said
     assert any(line.startswith("slides by split: train 4, val 2, test 0; patients unknown") for line in said)
     assert prepared(slides, tmp_path / "run", said).splits == dataset.splits

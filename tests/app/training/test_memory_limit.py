@@ -127,7 +127,7 @@ def test_microbatches_made_ahead_on_another_thread_count():
 
 def test_who_took_more_is_named():
     assert excess(None, [5]) == ""
-    assert excess(5 * MIB, [MIB, 5 * MIB, None]) == ""
+    assert excess(5 * MIB, [MIB, 5 * MIB, 0]) == ""
     said = excess(5 * MIB, [MIB, 6 * MIB, 7 * MIB])
     assert "--memory allows 5 MiB a rank" in said
     assert "on 2 of 3: rank 1 6 MiB, rank 2 7 MiB" in said

@@ -25,6 +25,7 @@ from pipelines.catalog.table import FailedSlides
 from pipelines.slides.slide import TileReadError
 from tests.app.conftest import rows_of
 from tests.app.training.conftest import config_of, prepared, train_on_threads
+from tests.helpers.splits import slides_in
 from tests.helpers.tiff_damage import tile_extent, with_bytes
 
 
@@ -90,7 +91,7 @@ def test_unreadable_tiles_take_no_part_in_scores(task, strategy, classify_slides
     splits = {s: "val" if k < 2 else "train" for k, s in enumerate(sorted(dataset.tiles.slides, reverse=True))}
     dataset = dataclasses.replace(dataset, splits=dataclasses.replace(dataset.splits, split=splits))
     # Of two validation slides the first is unreadable, the second in one tile.
-    lost, torn = dataset.splits.slides("val")[:2]
+    lost, torn = slides_in(dataset.splits.split, "val")[:2]
     validated = subsample_per_slide(dataset, dataset.rows("val"), 5)
     bad_row = validated[dataset.tiles.slide[validated] == dataset.tiles.slides.index(torn)][0]
     corner = (int(dataset.tiles.l0_x[bad_row]), int(dataset.tiles.l0_y[bad_row]))
@@ -125,7 +126,7 @@ def test_unreadable_tiles_take_no_part_in_scores(task, strategy, classify_slides
 
 def test_replaced_training_tiles_are_counted_and_their_labels_follow(classify_slides, data, tmp_path):
     """Each replaced tile counts once where one rank has the pixels and another the labels."""
-    bad = data.splits.slides("train")[0]
+    bad = slides_in(data.splits.split, "train")[0]
     dataset, two = broken(data, {bad: None}), {"parallel": "gpipe", "ranks": 2, "device_prefetch": 2}
     config = tile_config(classify_slides, tmp_path / "run", steps=6, **two)
     ran = train_on_threads(config, dataset)
@@ -142,7 +143,7 @@ def test_replaced_training_tiles_are_counted_and_their_labels_follow(classify_sl
 
 def test_a_tile_that_is_damaged_in_one_box_is_found_when_it_is_read(classify_slides, data, tmp_path):
     """Before any of its boxes is computed: the whole tile is replaced, as without boxes."""
-    torn = data.splits.slides("train")[0]
+    torn = slides_in(data.splits.split, "train")[0]
     (spec,) = (spec for spec in data.specs if spec.slide_id == torn)
     row = np.flatnonzero(data.tiles.slide == data.tiles.slides.index(torn))[0]
     page = read_tiff(spec.path).pages[0]
@@ -172,7 +173,7 @@ def test_a_run_of_replaced_tiles_fails_early_or_at_its_end(
     config = tile_config(classify_slides, tmp_path / "run", steps=steps, **strategy)
     folder = RunFolder(config.out)
     with pytest.raises(RunError, match="more than half of the tiles"):
-        train_on_threads(config, broken(data, dict.fromkeys(data.splits.slides("train")[1:])))
+        train_on_threads(config, broken(data, dict.fromkeys(slides_in(data.splits.split, "train")[1:])))
     summary = json.loads(folder.summary.read_text())
     assert (summary["status"], summary["images"]) == ("failed", 20 if strategy else 12)
     assert summary["tiles_replaced"] > summary["images"] / 2
@@ -185,7 +186,7 @@ def test_a_run_of_replaced_tiles_fails_early_or_at_its_end(
 
 def test_with_no_readable_validation_tile_there_is_no_score(classify_slides, data, tmp_path):
     config = tile_config(classify_slides, tmp_path / "run", parallel="ddp", ranks=2)
-    summary = train_on_threads(config, broken(data, dict.fromkeys(data.splits.slides("val")))).summary
+    summary = train_on_threads(config, broken(data, dict.fromkeys(slides_in(data.splits.split, "val")))).summary
     assert (summary["status"], set(summary["metrics"].values()), summary["best"]) == ("completed", {None}, None)
     assert summary["validation_tiles_unreadable"] == summary["validation_tiles"]
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from parallel.comm.communicator import CommunicationError, Communicator, Operation
-from parallel.comm.kinds import RankKind, are_mixed, from_text, has_gpu_each, own_kind, to_text
+from parallel.comm.kinds import RankKind, are_mixed, backend_of, from_text, has_gpu_each, own_kind, to_text
 from parallel.comm.thread_comm import LocalCommunicator, run_on_threads
-from parallel.comm.torch_comm import TorchCommunicator, TorchWork, backend_of, is_lost_peer
+from parallel.comm.torch_comm import TorchCommunicator, TorchWork, is_lost_peer
 from tests.contracts.communicator_contract import check_communicator
 from tests.helpers.forked import run_ranks
 from tests.helpers.ranks import run_on_ranks

@@ -23,6 +23,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from app.train import LOADED_BY_RANKS
+from parallel.comm.launch import RankServer
 from parallel.comm.torch_rendezvous import call_with_timeout
 
 pytestmark = pytest.mark.process
@@ -197,6 +198,22 @@ def test_a_server_that_is_killed_or_cannot_load_a_module_ends_the_run(tmp_path: 
     (tmp_path / "tmp").rmdir()
     printed = ended(start(tmp_path, "", program=START.replace("json", "no_such_module")), 1)
     assert "No module named 'no_such_module'" in printed
+
+
+@pytest.mark.parametrize("unread", [True, False])
+def test_a_server_that_is_killed_with_requests_on_their_way_counts_as_the_rank_that_failed(unread: bool) -> None:
+    with RankServer(["json.tool"], ["json"]) as server:
+        while not server.is_loaded:
+            server.poll()
+        os.kill(server.pid, signal.SIGSTOP)
+        server.start({})
+        if unread:
+            server.poll()
+        os.kill(server.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+        while server.are_running:
+            server.poll()
+        assert server.codes == {server.pid: -signal.SIGKILL}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

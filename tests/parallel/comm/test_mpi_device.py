@@ -167,7 +167,7 @@ def connection(told: Told, patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(torch_rendezvous, "open_store", lambda *_: None)
     patch.setattr(torch_rendezvous, "join_attempt", lambda *_: (None, ()))
     patch.setattr(dist, "init_process_group", told)
-    torch_rendezvous.join_group(lambda kinds: "gloo", RankKind("a", "cpu"), 0, 1, None, 1.0)
+    torch_rendezvous.join_group(RankKind("a", "cpu"), 0, 1, None, 1.0)
 
 
 @pytest.fixture

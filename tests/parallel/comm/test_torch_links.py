@@ -188,7 +188,7 @@ def test_groups_on_gpus_outlast_the_watchdog_send_bytes_and_take_few_thread_bloc
     assert fake.options[0] is not fake.options[1]  # torch writes the name of the group there
     waits = dict[str, float]()
     monkeypatch.setattr(
-        torch_comm, "join_group", lambda _, kind, *rest: waits.update({kind.kind: rest[2].total_seconds()}) or (kind,)
+        torch_comm, "join_group", lambda kind, *rest: waits.update({kind.kind: rest[2].total_seconds()}) or (kind,)
     )
     monkeypatch.setattr(torch_comm, "has_gpu_each", lambda _: False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -258,5 +258,3 @@ def test_wrong_requests() -> None:
     graph = traced("unet")
     with pytest.raises(ValueError, match=r"op, layer, block, module; got 'stage'"):
         ModelView(graph, "stage")  # what a user may type
-    with pytest.raises(ValueError, match=r"backward_s has one number for each of 70 layers; got 3"):
-        ModelView(graph, "block", backward_s=[1.0, 2.0, 3.0])

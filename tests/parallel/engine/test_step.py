@@ -179,7 +179,7 @@ def test_messages_and_sums_are_counted_for_one_step(strategy: Strategy) -> None:
     def work(communicator: Communicator, _: int) -> tuple[int, int, int, int]:
         engine = build(communicator, "skips", strategy, steps())
         train(engine, steps()[:1])
-        first, messages = engine.sent_in_step, sum(engine.bytes_sent.values())
+        first, messages = engine.sent_in_step, sum(engine._work.messenger.bytes_sent.values())
         train(engine, steps()[1:])
         return first, engine.sent_in_step, messages, sum(g.nbytes for g in engine.gradients().values())
 
@@ -200,7 +200,7 @@ def test_every_value_goes_straight_to_the_stages_that_use_it(name: str) -> None:
     def work(communicator: Communicator, _: None) -> dict[int, int]:
         engine = build(communicator, "skips", strategy, [batch])
         train(engine, [batch])
-        return dict(engine.bytes_sent)
+        return dict(engine._work.messenger.bytes_sent)
 
     partition = partition_equal(trace(net("skips", torch.float32), (1, 3, 12, 12)).graph, strategy.mesh.stages)
     assert any(edge.target > edge.source + 1 for edge in partition.edges)

@@ -127,7 +127,7 @@ def test_a_step_that_is_given_up_frees_nothing_that_is_still_copied() -> None:
 class Logged(Copies):
     """Copies of a GPU that write down, in the order of the computing stream, what begins and what is waited for."""
 
-    at_once = False
+    pinned = True
 
     def __init__(self) -> None:
         super().__init__()

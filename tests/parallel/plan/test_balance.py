@@ -46,9 +46,8 @@ class Case:
 
     def solve(self) -> Partition:
         return partition_optimal(
-            self.graph,
+            Windows(self.graph, self.seconds),
             self.stages,
-            self.seconds,
             link_s=self.link_s,
             speeds=self.speeds,
             memory=self.memory,
@@ -126,19 +125,20 @@ def graph_of(count: int) -> LayerGraph:
 
 
 def test_errors_say_how_many_stages_and_how_much_memory() -> None:
-    graph = graph_of(6)
+    windows = Windows(graph_of(6), [1.0] * 8)
     with pytest.raises(ValueError, match="1 to 6 stages; got 7"):
-        partition_optimal(graph, 7, [1.0] * 8)
+        partition_optimal(windows, 7)
     rule = MemoryRule((2.0**20,) * 2, (((1,),),) * 2, per_parameter=4)
     with pytest.raises(ValueError, match="no 2 stages fit the memory"):
-        partition_optimal(graph, 2, [1.0] * 8, memory=rule)
+        partition_optimal(windows, 2, memory=rule)
 
 
 def test_versions_of_the_weights_move_the_cut() -> None:
     """The first of two ranks holds two versions, and 21 MiB fit three layers with them, four without."""
     rule = MemoryRule((21 * 2.0**20, 2.0**30), (((2,),), ((1,),)), per_parameter=4)
+    windows = Windows(graph_of(8), [1.0] * 10)
     starts = [
-        partition_optimal(graph_of(8), 2, [1.0] * 10, memory=dataclasses.replace(rule, stashes=stashes)).starts
+        partition_optimal(windows, 2, memory=dataclasses.replace(rule, stashes=stashes)).starts
         for stashes in (False, True)
     ]
     assert starts == [(0, 5), (0, 4)]
@@ -146,20 +146,20 @@ def test_versions_of_the_weights_move_the_cut() -> None:
 
 def test_a_slower_rank_gets_less_and_a_slow_link_moves_the_cut() -> None:
     graph = graph_of(9)
-    _, second, third = partition_optimal(graph, 3, [1.0] * 11, speeds=[1.0, 0.25, 1.0]).starts
+    _, second, third = partition_optimal(Windows(graph, [1.0] * 11), 3, speeds=[1.0, 0.25, 1.0]).starts
     assert third - second == 1
     graph = graph_of(8)
     heavy = dataclasses.replace(graph.layers[4], output_bytes=2**30)
-    wide = LayerGraph((*graph.layers[:4], heavy, *graph.layers[5:]))
-    assert partition_optimal(wide, 2, [1.0] * 10).starts == (0, 5)
-    assert partition_optimal(wide, 2, [1.0] * 10, link_s=1e-9).starts in ((0, 4), (0, 6))
+    wide = Windows(LayerGraph((*graph.layers[:4], heavy, *graph.layers[5:])), [1.0] * 10)
+    assert partition_optimal(wide, 2).starts == (0, 5)
+    assert partition_optimal(wide, 2, link_s=1e-9).starts in ((0, 4), (0, 6))
 
 
 def test_more_places_than_are_searched_at_a_time_lose_little() -> None:
     draw = random.Random(0)
     graph = graph_of(300)
     seconds = [draw.random() for _ in graph.layers]
-    bounds = [*partition_optimal(graph, 8, seconds, paired=True).starts, len(seconds)]
+    bounds = [*partition_optimal(Windows(graph, seconds), 8, paired=True).starts, len(seconds)]
     stages = [sum(seconds[start:stop]) for start, stop in pairwise(bounds)]
     assert max(stages[k] + stages[7 - k] for k in range(8)) < 1.01 * sum(seconds) / 4
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parallel.space.box_bytes import AxisNeeds
 from parallel.space.cuts import Span, box_spans, tile_cuts
-from parallel.space.parts import MULTIPLES, divide, partition_faults, rule_faults, span_faults
+from parallel.space.parts import MULTIPLES, divide, partition_faults, span_faults
 from parallel.space.phases import Part, phases_of
 from parallel.space.rule import SAME, Resample, Rule, Step, Transposed, Window, in_phases
 from parallel.space.spatial_plan import RegionSpec
@@ -182,5 +182,3 @@ def test_faults_of_plans_are_named() -> None:
     twice, never = partition_faults("conv", [Span(0, 15), Span(14, 30)], 31)
     assert "14 to 14" in twice
     assert "30 to 30" in never
-    assert not rule_faults(STEPS, SIDES)
-    assert rule_faults([CONV], {"image": (64, 61)}) == ["conv has 31 rows; its rule gives [32]"]

@@ -108,8 +108,8 @@ def test_cuts_boxes_and_grids() -> None:
     assert team_cuts(2048, 3) == (0, 672, 1376, 2048)  # where strides do
     assert team_cuts(61, 2) == (0, 30, 61)
     mesh = SpatialMesh(TeamGrid(4, 1), (64, 64))
-    assert mesh.fits((4, 1))
-    assert not mesh.fits((3, 64))  # every member has a part
+    assert mesh.fault((4, 1)) is None
+    assert mesh.fault((3, 64)) is not None  # every member has a part
     box = Span(2, 5), Span(0, 4)
     assert overlap(box, (Span(4, 9), Span(1, 2))) == (Span(4, 5), Span(1, 2))
     assert overlap(box, (Span(5, 9), Span(1, 2))) is None  # they only touch
@@ -144,7 +144,7 @@ def test_every_number_is_made_of_its_part_or_in_a_rim(seed: int) -> None:
         rules, taken = (window(draw), window(draw)), (draw.randrange(20, 50), draw.randrange(20, 50))
         made = rules[0].out(taken[0]), rules[1].out(taken[1])
         mesh = SpatialMesh(draw.choice([TeamGrid(2, 1), TeamGrid(1, 2), TeamGrid(2, 2)]), taken)
-        if min(made) < 2 or not mesh.fits(made):
+        if min(made) < 2 or mesh.fault(made):
             continue
         exchange = mesh.exchange(rules, made, taken)
         for member, have in enumerate(exchange.boxes):

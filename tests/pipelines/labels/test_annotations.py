@@ -149,7 +149,7 @@ def test_the_shipped_nuclei(caplog):
     assert found.paths == annotations_in(NUCLEI / "masks", *slides).paths
     assert found.classes == ("background", "foreground")
     assert set(found.paths) == {spec.slide_id for spec in slides}
-    assert not any((found.patient, found.failed, found.unlabelled, found.unknown, caplog.records))
+    assert not any((found.patient, found.failed, found.unlabelled, caplog.records))
     with slides[0].open() as slide:
         region = Region(0, 0, slide.levels[0].width, slide.levels[0].height, slide.mpp)
         mask = mask_of(found, slides[0].slide_id, slide, region)
@@ -186,7 +186,6 @@ def test_what_fits_nothing_is_said(tmp_path, caplog):
     write_geojson(tmp_path / "nobody.geojson", box(0, 0, 5, 5))
     found = annotations_in(tmp_path, "a", "b")
     assert set(found.paths) == {"a", "b"}
-    assert found.unknown == (str(tmp_path / "nobody.geojson"),)
     assert "for slides that are not there: 1 file: nobody.geojson" in caplog.text
     assert "1 points, lines and empty features have no area" in caplog.text
 

@@ -1,11 +1,12 @@
 """Split files as CLAM, nnU-Net and this program write them, and every fault of one by name."""
 
+import csv
 import json
 
 import pytest
 
 from pipelines.labels.folds import read_split_file
-from pipelines.labels.splits import Splits
+from pipelines.labels.splits import Splits, load_split
 
 PATIENT = {"1": "p", "2": "q", "c": "r", "d": "r", "e": "s"}
 SPLIT = {"1": "train", "2": "val", "c": "train", "d": "train", "e": "test"}
@@ -33,7 +34,7 @@ CLAM_BOOL += "e,False,False,True\n"
     ],
 )
 def test_each_kind_says_the_same(tmp_path, name, text):
-    assert read_split_file(written(tmp_path, name, text), PATIENT) == Splits(SPLIT, PATIENT)
+    assert read_split_file(written(tmp_path, name, text), PATIENT) == SPLIT
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
@@ -43,7 +44,7 @@ def test_line_ends_and_separators_of_other_programs(tmp_path, newline, delimiter
     """Line ends of a classic Mac were once a traceback, and a semicolon the name of a column."""
     path = tmp_path / "splits.csv"
     path.write_bytes(b"\xef\xbb\xbf" + text.replace(",", delimiter).replace("\n", newline).encode())
-    assert read_split_file(path, PATIENT).split == SPLIT
+    assert read_split_file(path, PATIENT) == SPLIT
 
 
 @pytest.mark.parametrize(
@@ -69,16 +70,16 @@ def test_damaged_files_and_files_of_other_kinds_are_named(tmp_path, name, text, 
 
 
 def test_the_file_of_a_run_with_sites_is_one(tmp_path):
-    splits = Splits(SPLIT, PATIENT, site=dict.fromkeys(SPLIT, "x"))
-    splits.save(tmp_path / "splits.csv")
-    assert Splits.load(tmp_path / "splits.csv", PATIENT) == splits
-    assert read_split_file(tmp_path / "splits.csv", PATIENT).split == SPLIT
+    path = tmp_path / "splits.csv"
+    Splits(SPLIT, PATIENT, site=dict.fromkeys(SPLIT, "x")).save(path)
+    assert {row["site"] for row in csv.DictReader(path.read_text().splitlines())} == {"x"}
+    assert load_split(path, PATIENT) == read_split_file(path, PATIENT) == SPLIT
 
 
 def test_a_fold_of_nnunet(tmp_path):
     folds = [{"train": ["a"], "val": ["b"]}, {"train": ["b"], "val": ["a"]}]
     path, patient = written(tmp_path, "splits_final.json", json.dumps(folds)), {"a": "a", "b": "b"}
-    assert read_split_file(path, patient, fold=1).split == {"a": "val", "b": "train"}
+    assert read_split_file(path, patient, fold=1) == {"a": "val", "b": "train"}
     for fold, words in ((None, "say which with --fold 0 to --fold 1"), (2, "numbered from 0; got --fold 2")):
         with pytest.raises(ValueError, match=f"has 2 folds.*{words}"):
             read_split_file(path, patient, fold=fold)

@@ -1,5 +1,6 @@
 """Splits, folds and split files of any set of patients: nobody and no site on two sides, every class trained on."""
 
+import csv
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from sklearn.model_selection import StratifiedGroupKFold
 
 from pipelines.labels.folds import assign_groups, fold_splits, read_split_file, site_splits
-from pipelines.labels.splits import Splits, fixed_splits, make_splits
+from pipelines.labels.splits import Splits, fixed_splits, load_split, make_splits
+from tests.helpers.splits import slides_in
 
 patients_of_slides = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 4)), min_size=1, max_size=120
@@ -23,7 +25,7 @@ def as_mappings(rows):
 
 def load(tmp_path, text, patient):
     (tmp_path / "splits.csv").write_text(text)
-    return Splits.load(tmp_path / "splits.csv", patient)
+    return load_split(tmp_path / "splits.csv", patient)
 
 
 def one_each(count):
@@ -36,14 +38,14 @@ def one_each(count):
 def test_any_set(rows, parts, seed):
     patient, label = as_mappings(rows)
     splits = make_splits(patient, label, validation=parts[0], test=parts[1], seed=seed)
-    assert set(splits.split) == set(patient)
-    assert splits.patient_overlap() == 0
-    assert {label[s] for s in splits.slides("train")} == set(label.values())
+    assert set(splits) == set(patient)
+    assert Splits(splits, patient).patient_overlap() == 0
+    assert {label[s] for s in slides_in(splits, "train")} == set(label.values())
     for name, fraction in (("val", parts[0]), ("test", parts[1])):
         if fraction == 0:
-            assert splits.slides(name) == ()
+            assert slides_in(splits, name) == ()
     reordered = dict(reversed(patient.items()))
-    assert make_splits(reordered, label, validation=parts[0], test=parts[1], seed=seed).split == splits.split
+    assert make_splits(reordered, label, validation=parts[0], test=parts[1], seed=seed) == splits
 
 
 @settings(max_examples=100, deadline=None)
@@ -58,7 +60,7 @@ def test_fractions_within_one_patient_per_class(classes, parts, seed):
     splits = make_splits(patient, label, validation=parts[0], test=parts[1], seed=seed)
     for name, fraction in (("val", parts[0]), ("test", parts[1])):
         got = defaultdict(set)
-        for slide in splits.slides(name):
+        for slide in slides_in(splits, name):
             got[label[slide]].add(patient[slide])
         for c, n in enumerate(classes):
             assert abs(len(got[c]) - n * fraction) <= 1
@@ -67,23 +69,23 @@ def test_fractions_within_one_patient_per_class(classes, parts, seed):
 
 
 def test_without_classes_two_patients_are_enough_and_with_classes_two_of_each():
-    assert sorted(make_splits({"a": "a", "b": "b"}, seed=1).split.values()) == ["train", "val"]
+    assert sorted(make_splits({"a": "a", "b": "b"}, seed=1).values()) == ["train", "val"]
     splits = make_splits({f"s{i}": f"p{i // 2}" for i in range(20)}, validation=0.2, test=0.1, seed=1)
-    assert [len(splits.slides(n)) for n in ("train", "val", "test")] == [14, 4, 2]
+    assert [len(slides_in(splits, n)) for n in ("train", "val", "test")] == [14, 4, 2]
     label = {"a": 0, "b": 0, "c": 1, "d": 1}
     splits = make_splits({slide: slide for slide in label}, label, seed=1)
-    assert all(sorted(label[slide] for slide in splits.slides(name)) == [0, 1] for name in ("train", "val"))
+    assert all(sorted(label[slide] for slide in slides_in(splits, name)) == [0, 1] for name in ("train", "val"))
 
 
 def test_the_seed_decides_and_another_slide_of_a_patient_changes_nothing():
-    assert len({make_splits(one_each(20), seed=seed).slides("val") for seed in range(10)}) > 5
-    before = make_splits(one_each(20), seed=3).split
-    assert make_splits(one_each(20) | {"extra": "p4"}, seed=3).split == before | {"extra": before["s4"]}
+    assert len({slides_in(make_splits(one_each(20), seed=seed), "val") for seed in range(10)}) > 5
+    before = make_splits(one_each(20), seed=3)
+    assert make_splits(one_each(20) | {"extra": "p4"}, seed=3) == before | {"extra": before["s4"]}
 
 
 def test_too_few_patients_are_said(caplog):
     splits = make_splits({"a": "a", "b": "b", "c": "c"}, {"a": 0, "b": 0, "c": 1}, validation=0.3, test=0.3, seed=0)
-    assert splits.split["c"] == "train"
+    assert splits["c"] == "train"
     assert "too few patients of class 0 (2) for every split: none in test" in caplog.text
     assert "too few patients of class 1 (1) for every split: none in val and test" in caplog.text
 
@@ -96,7 +98,7 @@ def test_a_class_that_only_mixed_patients_have_is_trained_on():
         label |= {f"mixed{i}": rare, f"mixed{i}c": 0, f"rare{i}": rare}
     for seed in range(40):
         splits = make_splits(patient, label, validation=0.5, seed=seed)
-        assert {label[s] for s in splits.slides("train")} == {0, 1, 2, 3}
+        assert {label[s] for s in slides_in(splits, "train")} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(("validation", "test"), [(-0.1, 0), (0.5, 0.5), (0, 1), (float("nan"), 0)])
@@ -110,17 +112,20 @@ def test_fractions_out_of_range(validation, test):
 @pytest.mark.parametrize("label", [{"a,1": 0, "b": 1, "ü": 0}, None])
 def test_saved_and_loaded(tmp_path, label):
     patient = {"a,1": "p", "b": 'q"', "ü": "p"}
-    splits = make_splits(patient, label, seed=1)
-    splits.save(tmp_path / "splits.csv")
-    assert (tmp_path / "splits.csv").read_text().splitlines()[0] == "slide,patient,label,split"
-    assert Splits.load(tmp_path / "splits.csv", patient) == splits
-    assert read_split_file(tmp_path / "splits.csv", patient).split == splits.split
+    path, split = tmp_path / "splits.csv", make_splits(patient, label, seed=1)
+    Splits(split, patient, label or {}, unknown=frozenset(["ü"])).save(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "slide,patient,label,split"
+    saved = {row["slide"]: (row["patient"], row["label"], row["split"]) for row in csv.DictReader(lines)}
+    of_class = {slide: str((label or {}).get(slide, "")) for slide in patient}
+    assert saved == {slide: (who * (slide != "ü"), of_class[slide], split[slide]) for slide, who in patient.items()}
+    assert load_split(path, patient) == split
+    assert read_split_file(path, patient) == split
 
 
 def test_a_users_own_file(tmp_path, caplog):
-    splits = load(tmp_path, "Image;Split\na.svs;training\nb.svs;Validation\nold;test\n", {"a": "p", "b": "q"})
-    assert splits.split == {"a": "train", "b": "val"}
-    assert splits.patient == {"a": "p", "b": "q"}
+    split = load(tmp_path, "Image;Split\na.svs;training\nb.svs;Validation\nold;test\n", {"a": "p", "b": "q"})
+    assert split == {"a": "train", "b": "val"}
     assert "left out, not among the slides of this run: old" in caplog.text
 
 
@@ -141,7 +146,7 @@ def test_all_faults_of_a_file(tmp_path):
 
 def test_the_runs_patients_count_before_the_files(tmp_path):
     text = "slide,patient,split\na,p,train\nb,q,val\n"
-    assert load(tmp_path, text, {"a": "p", "b": "q"}).patient_overlap() == 0
+    assert load(tmp_path, text, {"a": "p", "b": "q"}) == {"a": "train", "b": "val"}
     with pytest.raises(ValueError, match="patient 'same' is on two sides"):
         load(tmp_path, text, {"a": "same", "b": "same"})
 
@@ -154,12 +159,12 @@ def test_overlap_is_counted():
 def test_given_splits_stay_and_validation_is_drawn_from_train_without_a_folder_of_it():
     given = {"a": "train", "b": "train", "c": "val", "d": "test"}
     label = {"a": 0, "b": 1, "c": 0, "d": 1}
-    assert fixed_splits(given, {s: s for s in given}, label, validation=0.5, seed=0).split == given
+    assert fixed_splits(given, {s: s for s in given}, label, validation=0.5, seed=0) == given
     given = {f"s{k}": "test" if k < 2 else "train" for k in range(10)}
     label = {slide: k % 2 for k, slide in enumerate(given)}
     found = fixed_splits(given, {s: s for s in given}, label, validation=0.25, seed=0)
-    assert found.slides("test") == ("s0", "s1")
-    assert (len(found.slides("val")), len(found.slides("train"))) == (2, 6)
+    assert slides_in(found, "test") == ("s0", "s1")
+    assert (len(slides_in(found, "val")), len(slides_in(found, "train"))) == (2, 6)
     for given, patient, words in (
         ({"a": "train", "b": "val"}, {"a": "p", "b": "p"}, "patients with slides in two of them: p; put all"),
         ({"a": "test", "b": "val"}, {"a": "a", "b": "b"}, "no usable slide is in train; got test, val"),
@@ -180,15 +185,15 @@ def test_every_patient_validates_once(rows, folds, test, seed):
     if len(set(patient.values())) < folds + 1:
         return
     runs = [fold_splits(patient, label, folds=folds, fold=k, test=test, seed=seed) for k in range(folds)]
-    (tested,) = {run.slides("test") for run in runs}
+    (tested,) = {slides_in(run, "test") for run in runs}
     assert bool(tested) == bool(test)
-    assert Counter(slide for run in runs for slide in run.slides("val")) == Counter(set(patient) - set(tested))
+    assert Counter(slide for run in runs for slide in slides_in(run, "val")) == Counter(set(patient) - set(tested))
     for run in runs:
-        assert run.patient_overlap() == 0
-        assert run.slides("train")
-        assert run.slides("val")
+        assert Splits(run, patient).patient_overlap() == 0
+        assert slides_in(run, "train")
+        assert slides_in(run, "val")
     reordered = dict(reversed(patient.items()))
-    assert fold_splits(reordered, label, folds=folds, fold=0, test=test, seed=seed).split == runs[0].split
+    assert fold_splits(reordered, label, folds=folds, fold=0, test=test, seed=seed) == runs[0]
 
 
 def test_classes_are_even_among_folds_to_one_patient():
@@ -196,10 +201,10 @@ def test_classes_are_even_among_folds_to_one_patient():
     label = {slide: 0 if i < 30 else 1 if i < 40 else 2 for i, slide in enumerate(patient)}
     runs = [fold_splits(patient, label, folds=5, fold=k, seed=3) for k in range(5)]
     for number in range(3):
-        counts = [sum(label[slide] == number for slide in run.slides("val")) for run in runs]
+        counts = [sum(label[slide] == number for slide in slides_in(run, "val")) for run in runs]
         assert max(counts) - min(counts) <= 1
-    assert {len(run.slides("val")) for run in runs} <= {9, 10}
-    assert runs[0].split != fold_splits(patient, label, folds=5, fold=0, seed=4).split
+    assert {len(slides_in(run, "val")) for run in runs} <= {9, 10}
+    assert runs[0] != fold_splits(patient, label, folds=5, fold=0, seed=4)
 
 
 def sites_of_many_sizes(seed):
@@ -215,9 +220,9 @@ def test_sites_stay_whole_and_are_shared_out_as_evenly_as_by_scikit_learn():
     for seed in range(10):
         patient, label, site = sites_of_many_sizes(seed)
         runs = [fold_splits(patient, label, site, folds=4, fold=k, seed=seed) for k in range(4)]
-        assert {run.site_overlap() for run in runs} == {0}
-        assert Counter(slide for run in runs for slide in run.slides("val")) == Counter([*patient])
-        ours.append(unevenness([run.slides("val") for run in runs], label))
+        assert {Splits(run, patient, site=site).site_overlap() for run in runs} == {0}
+        assert Counter(slide for run in runs for slide in slides_in(run, "val")) == Counter([*patient])
+        ours.append(unevenness([slides_in(run, "val") for run in runs], label))
         slides = sorted(patient)
         labels, sites = [label[s] for s in slides], [site[s] for s in slides]
         parts = StratifiedGroupKFold(4, shuffle=True, random_state=seed).split(slides, labels, sites)
@@ -233,18 +238,19 @@ def unevenness(parts, label):
 def test_sites_by_fractions():
     patient, label, site = sites_of_many_sizes(1)
     splits = site_splits(patient, label, site, validation=0.2, test=0.1, seed=0)
-    assert splits.site_overlap() == splits.patient_overlap() == 0
-    assert len(splits.slides("val")) / len(patient) == pytest.approx(0.2, abs=0.05)
-    assert len(splits.slides("test")) / len(patient) == pytest.approx(0.1, abs=0.05)
+    run = Splits(splits, patient, site=site)
+    assert run.site_overlap() == run.patient_overlap() == 0
+    assert len(slides_in(splits, "val")) / len(patient) == pytest.approx(0.2, abs=0.05)
+    assert len(slides_in(splits, "test")) / len(patient) == pytest.approx(0.1, abs=0.05)
     # the same slides without regard to sites: nearly every site is then on two sides
-    assert fold_splits(patient, label, folds=5, fold=0, seed=0).split != splits.split
+    assert fold_splits(patient, label, folds=5, fold=0, seed=0) != splits
 
 
 def test_a_patient_of_two_sites_joins_them():
     patient = {"a": "p", "b": "p", "c": "q", "d": "r", "e": "s", "f": "t"}
     site = {"a": "north", "b": "south", "c": "south", "d": "east", "e": "west", "f": "north"}
     runs = [fold_splits(patient, None, site, folds=3, fold=k, seed=0) for k in range(3)]
-    assert sorted(run.slides("val") for run in runs) == [("a", "b", "c", "f"), ("d",), ("e",)]
+    assert sorted(slides_in(run, "val") for run in runs) == [("a", "b", "c", "f"), ("d",), ("e",)]
     with pytest.raises(ValueError, match=r"4 parts need at least 4 sites .*; got 3: "):
         fold_splits(patient, None, site, folds=4, fold=0, seed=0)
 

@@ -15,6 +15,7 @@ from pipelines.slides.geometry import (
     NATIVE_TOLERANCE,
     Level,
     Region,
+    Size,
     best_level,
     l0_from_l,
     l0_step,
@@ -102,7 +103,7 @@ def test_a_plan_covers_the_region_and_only_ever_shrinks(levels, region):
     plan = plan_read(levels, region)
     level = levels[plan.level]
     scale = region.mpp / level.mpp
-    assert plan.out == region.size
+    assert plan.out == Size(region.width, region.height)
     assert plan.l_width % plan.block == plan.l_height % plan.block == 0
     for box, size in ((plan.l_width, region.width), (plan.l_height, region.height)):
         assert box // plan.block >= size  # nothing is enlarged

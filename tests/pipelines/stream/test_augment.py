@@ -24,8 +24,8 @@ def test_a_sample_draws_the_same_in_any_company():
     together = draw(AugmentSettings(), 5, np.array([3, 1000, 7]))
     alone = draw(AugmentSettings(), 5, np.array([1000]))
     assert together.quarter_turns[1] == alone.quarter_turns[0]
-    assert (together.matrix[1] == alone.matrix[0]).all()
-    assert not (together.matrix[0] == alone.matrix[0]).any()
+    assert (together.rgb[0][1] == alone.rgb[0][0]).all()
+    assert not (together.rgb[0][0] == alone.rgb[0][0]).any()
 
 
 def test_all_eight_orientations_come_equally_often_and_what_is_off_changes_nothing():
@@ -35,8 +35,8 @@ def test_all_eight_orientations_come_equally_often_and_what_is_off_changes_nothi
     off = draw(AugmentSettings(flip=False, stain_jitter=0, brightness=0), 0, np.arange(20))
     assert not off.quarter_turns.any()
     assert not off.flip.any()
-    assert off.matrix is None
-    assert draw(AugmentSettings(augment="none"), 0, np.arange(20)).matrix is None
+    assert off.rgb is None
+    assert draw(AugmentSettings(augment="none"), 0, np.arange(20)).rgb is None
 
 
 def tile(seed):
@@ -227,7 +227,7 @@ def test_jitter_follows_normalisation(method):
     normal, both = (made(steps, tissue(), [0, 0], how) for how in (NONE, settings))
     drawn = draw(settings, 5, np.arange(2))
     for k in range(2):
-        density = -np.log((normal[k] + 1) / 256) @ drawn.matrix[k] + drawn.shift[k]
+        density = -np.log((normal[k] + 1) / 256) @ drawn.rgb[0][k] + drawn.rgb[1][k]
         expected = np.clip(256 * np.exp(-density) - 1, 0, 255)
         inside = (normal[k] > 0).all(1) & (normal[k] < 255).all(1)  # a limit between the two is not drawn
         assert inside.sum() > 3000

@@ -105,7 +105,7 @@ def test_stains_change_as_the_numpy_version_changes_them():
     drawn = draw(settings, 9, batch.samples)
     for k in range(4):
         expected = batch.images[k].copy()
-        apply_jitter(expected, drawn.matrix[k], drawn.shift[k])
+        apply_jitter(expected, drawn.rgb[0][k], drawn.rgb[1][k])
         found = (images[k].numpy() * STD + MEAN) * 255
         assert np.abs(found - expected.transpose(2, 0, 1)).max() <= 0.51  # that one rounds to uint8
         assert (expected != batch.images[k]).mean() > 0.5
@@ -338,6 +338,6 @@ def test_oblong_tiles_are_turned_by_halves_alone():
     """Each of the four ways as often as the others: none are lost to turns that do not fit."""
     image = torch.arange(6, dtype=torch.uint8).reshape(1, 2, 3, 1).expand(32, 2, 3, 3)
     pixels = PixelMaker(CPU, AugmentSettings(stain_jitter=0, brightness=0), 1)
-    _, turned = pixels.make(None, image[..., 0], np.arange(32))
+    _, turned = pixels.make(None, image[..., 0], np.arange(32), np.arange(32))
     corners = [int(tile[0, 0]) for tile in turned]
     assert [corners.count(k) > 3 for k in range(6)] == [True, False, True, True, False, True]

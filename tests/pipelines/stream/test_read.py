@@ -21,7 +21,7 @@ from pipelines.stream.read import (
     MAX_FAULTS_PER_SLIDE,
     RATIO,
     PictureCrop,
-    TileReader,
+    SampleReader,
     centre,
     random_box,
     report_once,
@@ -39,10 +39,11 @@ def specs_of(table, bad, lost):
 
 def fill(table, row, bad=(), lost=(), log=None, times=1):
     """Row used, slide and tile that the pixels tell, and the target; of tiles ``bad`` by slide and slides ``lost``."""
-    read = TileReader(table, SlidePool(specs_of(table, dict(bad), lost), 2), None)
-    image, target, log = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64), log or report_once(None)
+    pool, labels = SlidePool(specs_of(table, dict(bad), lost), 2), Labels(np.arange(len(table)) * 10)
+    read = SampleReader(table, pool, labels, log or report_once(None))
+    image, target = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64)
     for _ in range(times):
-        used = read.fill(0, row, Labels(np.arange(len(read.tiles)) * 10), image, target, log)
+        used = read.fill(0, row, image, target)
     assert (image[..., :2] == image[0, 0, :2]).all()
     return used, int(image[0, 0, 0]), int(image[0, 0, 1]), int(target)
 
@@ -73,7 +74,7 @@ def test_a_failed_handle_is_opened_anew_and_rows_of_a_slide_need_not_be_together
     table = tile_table([3])
     specs = specs_of(table, {"s0": {1}}, ())
     image, target = np.zeros((TILE, TILE, 3), np.uint8), np.zeros((), np.int64)
-    TileReader(table, SlidePool(specs, 2), None).fill(0, 1, Labels(np.arange(3)), image, target, report_once(None))
+    SampleReader(table, SlidePool(specs, 2), Labels(np.arange(3)), report_once(None)).fill(0, 1, image, target)
     assert specs[0].opened == ["s0", "s0"]
     apart = tile_table([3, 3]).select(np.array([0, 3, 1, 4, 2, 5]))
     assert fill(apart, 3, {"s1": {1}})[:3] == (5, 1, 2)

@@ -346,7 +346,7 @@ def test_a_feed_of_boxes_makes_nothing_and_copies_nothing():
     assert live.peak_bytes == 3 * 8, "labels alone are on the device"
     assert isinstance(first, HostBoxes)
     assert labels.tolist() == [0, 1]
-    expected, _ = pixels.make(torch.from_numpy(images), None, samples)
+    expected, _ = pixels.make(torch.from_numpy(images), None, samples, samples)
     images[2] = 0  # boxes are of the buffer, until the batch is released
     assert torch.equal(first.box(range(3, 9), range(16)), expected[:2, :, 3:9])
     assert second.box(range(16), range(16)).unique().numel() == 3
