@@ -61,7 +61,7 @@ def work_of(op: Op) -> OpWork | None:
     if shape is not None:
         return OpWork(kind_of(shape), op.flops, moved, _convolution_features(shape, op.flops))
     if op.flops:
-        return OpWork("matmul", op.flops, moved, _product_features(op.flops, op.written_bytes / 4))
+        return OpWork("matmul", op.flops, moved, _product_features(op.flops, moved, op.written_bytes / 4))
     return None
 
 
@@ -69,8 +69,8 @@ def work_of_shape(shape: Convolution | Product) -> OpWork:
     """Return the work of an operation that the calibration ran, as ``work_of`` does for one of a graph, in float32."""
     if isinstance(shape, Product):
         flops = 2.0 * shape.rows * shape.inner * shape.columns
-        numbers = shape.rows * shape.inner + shape.inner * shape.columns + shape.rows * shape.columns
-        return OpWork("matmul", flops, 4 * numbers, _product_features(flops, shape.rows * shape.columns))
+        moved = 4 * (shape.rows * shape.inner + shape.inner * shape.columns + shape.rows * shape.columns)
+        return OpWork("matmul", flops, moved, _product_features(flops, moved, shape.rows * shape.columns))
     weights = shape.channels_in * shape.channels_out // shape.groups * math.prod(shape.kernel)
     px_in, px_out = math.prod(shape.size_in), math.prod(shape.size_out)
     flops = 2.0 * shape.batch * weights * (px_in if shape.transposed else px_out)
@@ -78,9 +78,9 @@ def work_of_shape(shape: Convolution | Product) -> OpWork:
     return OpWork(kind_of(shape), flops, 4 * numbers, _convolution_features(shape, flops))
 
 
-def _product_features(flops: float, written: float) -> tuple[float, ...]:
-    """Arithmetic, numbers that come out, and length of the sums."""
-    return math.log2(flops), math.log2(max(written, 1.0)), math.log2(max(flops / 2 / max(written, 1.0), 1.0))
+def _product_features(flops: float, moved: float, written: float) -> tuple[float, ...]:
+    """Arithmetic of a byte, which tells few rows from many, numbers that come out, and length of the sums."""
+    return math.log2(flops / moved), math.log2(max(written, 1.0)), math.log2(max(flops / 2 / max(written, 1.0), 1.0))
 
 
 def _convolution_features(shape: Convolution, flops: float) -> tuple[float, ...]:

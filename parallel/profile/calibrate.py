@@ -36,7 +36,7 @@ from parallel.profile.op_timing import MOVING, Setting, time_convolution, time_f
 QUICK_S = 45.0
 """Budget where a plan waits for it."""
 
-FORMAT = {"cpu": 4, "cuda": 4}
+FORMAT = {"cpu": 5, "cuda": 5}
 """By kind of device; raised when models kept by earlier versions no longer hold."""
 
 BEST = 0.1

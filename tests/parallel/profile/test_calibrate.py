@@ -130,6 +130,13 @@ def test_graphs_and_the_design_speak_of_the_same_work(layer: nn.Module) -> None:
     assert work_of(op) == work_of_shape(Product(64, 256, 100) if linear else op.convolution)
 
 
+def test_one_row_is_not_taken_for_a_square_of_as_many_numbers() -> None:
+    """A linear layer of one tile reads each weight once, and attains less arithmetic than one of many rows."""
+    row, square = work_of_shape(Product(1, 512, 4096)), work_of_shape(Product(64, 512, 64))
+    assert (row.flops, row.features[1:]) == (square.flops, square.features[1:])
+    assert row.features[0] < square.features[0]
+
+
 def test_every_beginning_of_the_design_has_all_kinds() -> None:
     once = sum(ROUND.values())
     drawn = list(itertools.islice(products(seed=0), 3 * once))
