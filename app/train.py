@@ -88,7 +88,7 @@ def _start_ranks(config: RunConfig, folder: RunFolder, arguments: Sequence[str])
         finally:
             handed_over.unlink(missing_ok=True)
     if code:
-        fault_file = folder.fault_of(folder.attempts().begun)
+        fault_file = folder.fault_of(max(1, folder.attempts().begun))
         where = f"above and in {fault_file}" if fault_file.exists() else "above"
         raise RunError(f"a rank ended with exit code {code}; its message stands {where}")
     return 0

@@ -140,13 +140,15 @@ class RankServer:
 
     def poll(self) -> None:
         """Wait for news of the ranks, ``POLL_S`` at most."""
-        message = b""
-        with contextlib.suppress(ConnectionError):  # the server has ended with requests that it had not read
+        with contextlib.suppress(ConnectionError):  # the server has ended; what it said before comes below
             while self.is_loaded and self._requests:
                 self._socket.send(self._requests.pop(0))
-            if not select.select([self._socket], [], [], POLL_S)[0]:
-                return
+        if not select.select([self._socket], [], [], POLL_S)[0]:
+            return
+        try:
             message = self._socket.recv(MESSAGE_BYTES)
+        except ConnectionError:  # said once, before the messages that are still there
+            return
         match json.loads(message or "null"):
             case [rank, code]:
                 self.codes[rank] = code

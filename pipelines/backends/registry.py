@@ -132,8 +132,13 @@ _KINDS: Final = {
 """Kind of a file by its first bytes; DICOM is known by bytes 128 to 131."""
 
 _TIFF_SUFFIXES: Final = (".svs", ".qptiff", ".tif", ".tiff", ".btf", ".ndpi", ".scn", ".bif")
-_OTHERS: Final = {".svslide": "SQLite", ".dcm": "DICOM", ".vms": "text", ".vmu": "text"}
-_EXPECTED: Final = dict.fromkeys(_TIFF_SUFFIXES, "TIFF") | _OTHERS
+_EXPECTED: Final = {
+    **dict.fromkeys(_TIFF_SUFFIXES, "TIFF"),
+    ".svslide": "SQLite",
+    ".dcm": "DICOM",
+    ".vms": "text",
+    ".vmu": "text",
+}
 _PLAIN_TIFF: Final = (".tif", ".tiff", ".btf")
 """A TIFF of one of these suffixes may be a plain picture; one of a scanner's suffix is none."""
 

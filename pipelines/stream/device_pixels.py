@@ -68,7 +68,7 @@ class TileBytes:
     def turned(self, orientations: Orientation, box: TileBox | None = None, *, pinned: bool = False) -> torch.Tensor:
         """Return ``box``, inside ``part``, or all of it, of the tiles as they lie once turned counter-clockwise and
         then flipped; of oblong tiles, which would not fit turned by quarters, that number of half turns. uint8 (m, h,
-        w, ...)."""
+        w, ...). Raises ValueError where what was read of a tile does not hold it."""
         asked, first = box or self.part, self.tiles[0]
         shape = (len(self.tiles), asked.height, asked.width, *first.shape[2:])
         turned = torch.empty(shape, dtype=first.dtype, device=first.device, pin_memory=pinned)
