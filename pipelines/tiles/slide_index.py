@@ -55,7 +55,7 @@ def find_unreadable_tiles(
 
     Args:
         rows, columns: (n,), place of each tile in ``grid``.
-        mpp: um/px that they are read at.
+        mpp: resolution to read them at, um/px.
         scene: of several images of the file, the one that was opened.
 
     Raises:
