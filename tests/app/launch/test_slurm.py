@@ -197,9 +197,10 @@ def test_batch_scripts_and_steps_are_told_apart(slurm, tmp_path):
         f"#!/bin/sh\n{who} batch\nsrun --nodes=1 --ntasks=1 {who} one\nsrun --label {who} several\n"
         f"srun --label --mpi=pmi2 {who} mpi\n"
     )
-    options = ("--nodes=2", "--ntasks=3", "--distribution=block", f"--output={tmp_path}/out")
-    job = slurm.submit(*options, script, cwd=ROOT)
-    assert slurm.wait(job, 60) == "COMPLETED"
+    # Errors apart: srun says there that it waits when the step before has not been cleared away yet.
+    files = (f"--output={tmp_path}/out", f"--error={tmp_path}/err")
+    job = slurm.submit("--nodes=2", "--ntasks=3", "--distribution=block", *files, script, cwd=ROOT)
+    assert slurm.wait(job, 60) == "COMPLETED", (tmp_path / "err").read_text()
     lines = sorted((tmp_path / "out").read_text().splitlines())
     places = ((0, 0, 2), (1, 1, 2), (2, 0, 1))  # rank, local rank, local world
     assert lines == sorted(
