@@ -37,7 +37,7 @@ WHOLE_MODEL = (
 )
 SPLIT = ("gpipe", "1f1b", "pipedream", "master", "master+recompute", "bidirectional", "spatial", "spatial+recompute")
 ON_MORE = (
-    *("single", "single+recompute", "ddp", "ddp+recompute", "async"),
+    *("single", "single+recompute", "ddp", "ddp+recompute", "fsdp", "async"),
     *("1f1b", "master", "bidirectional", "spatial"),
 )
 """On more ranks than there are cores: baselines, schedules also in groups of two ranks, and teams."""
