@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ from app.settings.fields import broken
 from app.settings.run import OpeningSettings, mpp_errors, slides_in
 from pipelines.catalog.catalog import SlideNames, SlideSpec, slide_stem
 from pipelines.labels.annotation_files import DRAWING_SUFFIXES, MASK_SUFFIXES, RASTER_SUFFIXES, files_below, slides_of
-from pipelines.labels.conversion import read_areas, write_area_mask, write_areas
+from pipelines.labels.conversion import classes_of_masks, read_areas, write_area_mask, write_areas
 from pipelines.labels.drawing import Origin
 from pipelines.labels.slide_labels import read_mpp
 from pipelines.slides.geometry import MPP_MAX, MPP_MIN, check_mpp
@@ -87,7 +87,7 @@ def convert(command: ConvertCommand) -> int:
         by_slide = read_mpp(command.slide.parent, opening.mpp_table)
         mpp = next((mpp for row, mpp in by_slide.items() if matches(row)), opening.slide_mpp)
         slide = SlideSpec(name, command.slide, mpp, opening.backend, scene=opening.scene)
-    if convert_file(command, command.source, command.target, slide):
+    if convert_file(command, command.source, command.target, slide, {}):
         print(NO_BOUNDS)
     return OK
 
@@ -99,6 +99,7 @@ def convert_folder(command: ConvertCommand) -> int:
         raise ValueError(f"IN holds no annotation file: {command.source}. Check the path")
     specs = () if command.slide is None else slides_in(command.slide, command.opening)
     slides = slides_of(sources, specs)
+    named = classes_of_masks(sources, str(command.source)) if specs else {}
     made: dict[Path, Path] = {}
     failed = there = 0
     guessed = False
@@ -112,7 +113,7 @@ def convert_folder(command: ConvertCommand) -> int:
                 continue
             if specs and source not in slides:
                 raise ValueError(f"no slide in {command.slide} has the name of {source.name}")
-            guessed |= convert_file(command, source, target, slides.get(source))
+            guessed |= convert_file(command, source, target, slides.get(source), named)
             made[target] = source
         except (SlideError, ValueError, OSError) as fault:
             failed += 1
@@ -124,9 +125,14 @@ def convert_folder(command: ConvertCommand) -> int:
     return FAILED if failed else OK
 
 
-def convert_file(command: ConvertCommand, source: Path, target: Path, spec: SlideSpec | None) -> bool:
+def convert_file(
+    command: ConvertCommand, source: Path, target: Path, spec: SlideSpec | None, named: Mapping[int, str]
+) -> bool:
     """Make ``target`` of ``source``, drawn on the slide of ``spec``, and say so. Return whether the corner of the
     slide's scan would have been needed, and is not known.
+
+    Args:
+        named: class names by value of all masks of the folder; empty: of a single file.
 
     Raises:
         SlideError, ValueError, OSError: ``source`` or the slide cannot be read, or ``target`` not written.
@@ -135,11 +141,11 @@ def convert_file(command: ConvertCommand, source: Path, target: Path, spec: Slid
         slide = None if spec is None else opened.enter_context(spec.open())
         if slide is None and source.suffix.lower() in RASTER_SUFFIXES:
             raise ValueError(f"{source}: a mask covers a slide: give --slide")
-        drawing = read_areas(source, slide)
+        drawing = read_areas(source, slide, named)
         target.parent.mkdir(parents=True, exist_ok=True)
         if command.suffix in MASK_SUFFIXES:
             assert slide is not None
-            size = write_area_mask(drawing, target, slide, command.mpp or slide.mpp)
+            size = write_area_mask(drawing, target, slide, command.mpp or slide.mpp, named.values())
             made = f"{size.width} x {size.height} px at {command.mpp or slide.mpp:g} um/px"
         else:
             made = "geojson"

@@ -84,34 +84,31 @@ class StrategySpec(NamedTuple):
         """Return whether ``ranks`` suffice, and none is left over."""
         if (self.name == "single") != (ranks == 1):
             return self.name == "auto"
-        least, step = self._numbers
-        return ranks >= least and not (ranks - least) % step
+        least = 2 * self._members if self.split else self._members
+        return ranks >= least and not ranks % self._members
 
     def depths(self, ranks: int, stages: Sequence[int]) -> list[int | None]:
         """Return the stages that the model is split into on ``ranks``, for each of ``stages`` that divides the teams or
         ranks; None: all of these, or a model that is not split."""
         if not stages or not self.split:
             return [None]
-        places = ranks // (self.grid.members if self.grid else 1)
+        places = ranks // self._members
         return [None if depth == places else depth for depth in stages if not places % depth]
 
-    def fault(self, ranks: Sequence[int]) -> str:
-        """Return the error where its teams fit none of ``ranks``; empty otherwise."""
+    def errors(self, ranks: Sequence[int]) -> list[str]:
+        """Return the error where its teams fit none of ``ranks``."""
         if not self.grid or any(map(self.runs_on, ranks)):
-            return ""
-        least, step = self._numbers
-        usable = ", ".join(str(least + k * step) for k in range(SHOWN))
-        return (
+            return []
+        usable = ", ".join(map(str, itertools.islice(filter(self.runs_on, itertools.count()), SHOWN)))
+        return [
             f"--strategies {self.name}@{self.grid}: its teams take {usable} ... ranks; got --ranks "
             f"{' '.join(map(str, ranks))}: add one of these, or give another grid"
-        )
+        ]
 
     @property
-    def _numbers(self) -> tuple[int, int]:
-        """Return the fewest ranks that its teams make a group of, and the step to the next number."""
-        if not self.grid:
-            return 1, 1
-        return (2 if self.split else 1) * self.grid.members, self.grid.members
+    def _members(self) -> int:
+        """Ranks of a team; 1 without a grid."""
+        return self.grid.members if self.grid else 1
 
 
 @dataclass(frozen=True)
@@ -119,33 +116,25 @@ class Case:
     """One row of the table.
 
     Attributes:
-        savings: keys of ``SAVINGS``.
         batch, microbatches: of a step over all ranks.
         stages: of each of several groups of ranks; None: one group of all ranks, or a model that is not split.
-        grid: of the teams, as ``--grid`` has it; empty: as the strategy has it without.
     """
 
-    parallel: str
-    savings: tuple[str, ...]
+    strategy: StrategySpec
     ranks: int
     tile: int
     batch: int
     microbatches: int
     memory: str | None = None
     stages: int | None = None
-    grid: str = ""
 
     @property
     def label(self) -> str:
         """The strategy as the table names it, with the groups, stages and grid that were requested."""
+        name, savings, grid = self.strategy
         mesh = f" {self.settings.groups} x {self.stages}" if self.stages else ""
-        teams = f" of {self.grid}" if self.grid else ""
-        return " + ".join((self.parallel + mesh + teams, *self.savings))
-
-    @property
-    def team(self) -> str:
-        """Grid of its teams, requested or default; empty: it has none."""
-        return str(self.settings.team or "")
+        teams = f" of {grid}" if grid else ""
+        return " + ".join((name + mesh + teams, *savings))
 
     @property
     def name(self) -> str:
@@ -154,9 +143,11 @@ class Case:
 
     @property
     def _given(self) -> dict[str, Any]:
-        names = ("parallel", "ranks", "batch", "microbatches", "stages", "grid", "memory")
-        given = {name: value for name in names if (value := getattr(self, name))}
-        given |= {saving: SAVINGS[saving] for saving in self.savings}
+        parallel, savings, grid = self.strategy
+        given: dict[str, Any] = {"parallel": parallel, "grid": str(grid)} if grid else {"parallel": parallel}
+        names = ("ranks", "batch", "microbatches", "stages", "memory")
+        given |= {name: value for name in names if (value := getattr(self, name))}
+        given |= {saving: SAVINGS[saving] for saving in savings}
         return given if self.memory is None else {**given, "memory_excess": "stop"}
 
     @property
@@ -237,10 +228,9 @@ class BenchCommand:
         for tile, n in itertools.product(self.tiles, self.ranks):
             growth = n / min(self.ranks) if self.scaling == "weak" else 1
             size = round(self.batch * growth), round(self.m * growth)
-            for asked in map(StrategySpec.parse, self.strategies):
-                for depth in asked.depths(n, self.stages) if asked.runs_on(n) else ():
-                    grid = str(asked.grid or "")
-                    cases.append(Case(asked.name, asked.savings, n, tile, *size, self.memory, depth, grid))
+            for strategy in map(StrategySpec.parse, self.strategies):
+                for depth in strategy.depths(n, self.stages) if strategy.runs_on(n) else ():
+                    cases.append(Case(strategy, n, tile, *size, self.memory, depth))
         return cases
 
     def validate(self) -> list[str]:
@@ -270,7 +260,7 @@ class BenchCommand:
         errors = self.data.validate() + broken(rules)
         for strategy in self.strategies:
             unread = error_of(functools.partial(StrategySpec.parse, strategy))
-            errors += unread or filter(None, [StrategySpec.parse(strategy).fault(self.ranks)])
+            errors += unread or StrategySpec.parse(strategy).errors(self.ranks)
         if not errors and not self.cases():
             errors.append(
                 f"nothing to measure: single runs on one rank, everything else on several; got --ranks {ranks} and "

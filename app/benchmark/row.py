@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from app.benchmark.command import Case
+from app.benchmark.command import Case, StrategySpec
 from app.launch.host import memory_kills
 from app.settings.fields import write_json
 from parallel.comm.launch import kill_tree
@@ -162,14 +162,16 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
     worst = next((trial for trial in trials if trial.status != "ok"), trials[0])
     good = [trial.summary for trial in trials if trial.status == "ok"] if worst.status == "ok" else []
     speeds = [summary["images_per_second"] for summary in good]
+    settings = case.settings
+    team = str(settings.team) if settings.team else None
     return {
         "model": model,
         "strategy": case.label,
-        "parallel": case.parallel,
-        "delayed": case.parallel in STALE,
+        "parallel": case.strategy.name,
+        "delayed": case.strategy.name in STALE,
         "ranks": case.ranks,
-        "stages": case.settings.depth if case.settings.depth > 1 else None,
-        "grid": case.team or None,
+        "stages": settings.depth if settings.depth > 1 else None,
+        "grid": team,
         "tile_px": case.tile,
         "global_batch": case.batch,
         "microbatches": case.microbatches,
@@ -183,17 +185,17 @@ def row_of(case: Case, model: str, trials: Sequence[Trial], scaling: str | None)
         "bytes_sent": _largest([summary.get("sent_bytes") for summary in good]),
         "time": _seconds(good),
         "precision": good[0]["precision"] if good else None,
-        "chosen": _chosen(case, good),
+        "chosen": _chosen(case.strategy, team, good),
         "losses": list(trials[0].losses) if good else [],
         "wall_s": sum(trial.wall_s for trial in trials),
     }
 
 
-def _chosen(case: Case, good: Sequence[Mapping[str, Any]]) -> str | None:
+def _chosen(strategy: StrategySpec, team: str | None, good: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the plan's choice, or the default grid of teams, where the strategy leaves it open."""
-    if case.parallel == "auto":
+    if strategy.name == "auto":
         return str(good[0]["strategy"]) if good else None
-    return None if case.grid or not case.team else case.team
+    return None if strategy.grid else team
 
 
 def compare(rows: Sequence[Row]) -> None:
@@ -204,11 +206,13 @@ def compare(rows: Sequence[Row]) -> None:
         plain = "ddp" if row["ranks"] > 1 else "single"
         key = plain, row["ranks"]
         base = next((other for other in alike if (other["strategy"], other["ranks"]) == key), None)
-        compared = base is not None and base is not row
-        row["baseline"] = plain if compared else None
-        row["times_baseline"] = _ratio(row, base) if compared else None
-        row["claim"] = _claim(row, base) + _beside_saving(row, base, alike)
-        if row.get("delayed") and row["status"] == "ok":
+        row["baseline"] = row["times_baseline"] = None
+        if base is not None and base is not row:
+            row["baseline"] = plain
+            if row["status"] == base["status"] == "ok":
+                row["times_baseline"] = row["images_per_second"] / base["images_per_second"]
+        row["claim"] = _claim(row, base, alike)
+        if row["delayed"] and row["status"] == "ok":
             row["claim"] += f"; {DELAYED}"
 
 
@@ -219,8 +223,8 @@ def _work(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _loss(row: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool | None]:
     """Return the relative difference of the first loss from the reference, and whether it is rounding."""
-    told = [other for other in alike if other["losses"] and not other.get("delayed")]
-    if not row["losses"] or row.get("delayed") or told[0] is row:
+    told = [other for other in alike if other["losses"] and not other["delayed"]]
+    if not row["losses"] or row["delayed"] or told[0] is row:
         return None, None
     nearest = next(other for other in told if other["ranks"] == row["ranks"])
     reference, tolerance = (told[0], OTHER_RANKS) if nearest is row else (nearest, LOSS_TOLERANCE)
@@ -229,24 +233,19 @@ def _loss(row: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> tuple[f
     return difference, difference <= tolerance[row["precision"]]
 
 
-def _ratio(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> float | None:
-    if base is None or row["status"] != "ok" or base["status"] != "ok":
-        return None
-    return float(row["images_per_second"] / base["images_per_second"])
-
-
-def _claim(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
+def _claim(row: Mapping[str, Any], base: Mapping[str, Any] | None, alike: Sequence[Mapping[str, Any]]) -> str:
     if row["status"] != "ok":
         return str(WORDS.get(row["status"], row["status"]))
-    if row.get("loss_matches") is False:
-        return f"its first loss differs by {row['loss_difference']:.1e}: not the same work, nothing is claimed"
+    if row["loss_matches"] is False:
+        more = "more than rounding is expected to"
+        return f"nothing is claimed: its first loss differs by {row['loss_difference']:.1e}, {more}"
     speed = f"{row['images_per_second']:.3g} images/s"
     if base is row:
         return f"{speed}: the baseline"
     if base is None:
         return f"{speed}; no data-parallel baseline was run"
     if base["status"] != "ok":
-        return f"{speed} where {base['strategy']} {ENDED[base['status']]}"
+        return f"{speed} where {base['strategy']} {ENDED[base['status']]}{_beside_saving(row, base, alike)}"
     return speed_beside(row, base)
 
 
@@ -262,15 +261,10 @@ def speed_beside(row: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     return told + (", ranges apart" if apart else ", ranges overlap")
 
 
-def _beside_saving(row: Mapping[str, Any], base: Mapping[str, Any] | None, alike: Sequence[Mapping[str, Any]]) -> str:
+def _beside_saving(row: Mapping[str, Any], base: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> str:
     """Return the ratio to the fastest data-parallel row that fits, where plain data parallelism does not fit; or ""."""
-    if base is None or base["status"] == "ok" or row["status"] != "ok" or row.get("loss_matches") is False:
-        return ""
-    fitting = [
-        other
-        for other in alike
-        if other["parallel"] == base["parallel"] and other["ranks"] == row["ranks"] and other["status"] == "ok"
-    ]
+    kind = base["parallel"], base["ranks"], "ok"
+    fitting = [other for other in alike if (other["parallel"], other["ranks"], other["status"]) == kind]
     best = max(fitting, key=lambda other: other["images_per_second"], default=row)
     if best is row:
         return ""

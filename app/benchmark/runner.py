@@ -56,7 +56,6 @@ class BenchmarkRunner:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         for tile in self._command.tiles:
             self._prepare(tile)
-        rows: list[Row] = []
         for repeat in range(self._command.repeats):
             for number, case in enumerate(self._cases, 1):
                 if self._done(case, repeat):
@@ -64,10 +63,11 @@ class BenchmarkRunner:
                 told = f"run {repeat + 1} of {self._command.repeats}, case {number} of {len(self._cases)}"
                 trial = self._measure(case, repeat)
                 print(f"{told}: {case.tile} px, {case.ranks}x {case.label}: {_outcome(trial)}", flush=True)
-                rows = self._write()
-        rows = rows or self._write()
+                self._write()
+        rows = self._write()
         print_bench(rows)
-        print(f"\n{len(self._cases)} cases in {format_duration(self._wall_s())}; report {write_page(self._folder)}")
+        wall_s = sum(row["wall_s"] for row in rows)
+        print(f"\n{len(self._cases)} cases in {format_duration(wall_s)}; report {write_page(self._folder)}")
         return OK if any(trial.status == "ok" for case in self._cases for trial in self._results(case)) else FAILED
 
     def _open(self) -> None:
@@ -144,17 +144,13 @@ class BenchmarkRunner:
         found = {
             "command": "python -m app.bench " + shlex.join(self._arguments),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "wall_s": self._wall_s(),
+            "wall_s": sum(row["wall_s"] for row in rows),
             "environment": self._environment,
             "settings": flat(command) | {"microbatches": command.m},
             "rows": rows,
         }
         write_json(self._folder / NAME, found, nan=True)
         return rows
-
-    def _wall_s(self) -> float:
-        """Return the seconds of all runs, those of earlier sessions included."""
-        return sum(trial.wall_s for case in self._cases for trial in self._results(case))
 
     def _shared(self) -> list[str]:
         """Arguments of ``app.train`` that every case has."""

@@ -135,21 +135,29 @@ def names_for(settings: StrategySettings, bag: int = 0) -> list[str]:
 
 def _choose(config: RunConfig, classes: int, segments: bool, problem: dict[str, Any]) -> Plan:
     strategy = config.strategy
-    # One rank has hardly anything to choose by time, so nothing is calibrated for it, unless it chooses what it
-    # recomputes.
     timed = strategy.world > 1 or strategy.needs_recompute_plan
+    planner, row = _best(config, classes, segments, timed)
+    # One rank has hardly anything to choose by time, so nothing is calibrated for it until memory is short.
+    if not timed and row.strategy.policy.saves and strategy.recompute == strategy.offload == "none":
+        planner, row = _best(config, classes, segments, True)
+    return planner.plan(problem, row)
+
+
+def _best(config: RunConfig, classes: int, segments: bool, timed: bool) -> tuple[Planner, PlanRow]:
+    """Return the strategy that fits and is fastest; the first that fits unless ``timed``."""
+    strategy = config.strategy
     machine = machine_of(config, timed=timed, reserved=config.stream.read_ahead_bytes)
     planner = _planner(config, classes, segments, machine)
     if not strategy.needs_strategy_plan:
         decide = _with_boxes if strategy.stream == "auto" else _with_runs
-        return planner.plan(problem, decide(strategy, planner))
+        return planner, decide(strategy, planner)
     names, m = names_for(strategy, config.stream.bag), strategy.microbatches
     savings = savings_of(strategy)
     rows = list(planner.search(names, ranks=strategy.world, depth=strategy.stages, m=m, savings=savings))
     best = best_of(planner.tune_recompute(rows, savings))
     if best is None:
         raise RunError(too_small(rows, planner.cluster))
-    return planner.plan(problem, best)
+    return planner, best
 
 
 def _planner(config: RunConfig, classes: int, segments: bool, machine: Machine) -> Planner:

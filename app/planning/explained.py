@@ -45,8 +45,7 @@ def print_reasons(planner: Planner, rows: Sequence[PlanRow], best: PlanRow | Non
         best: the plan; None where nothing fits.
     """
     spent = step_shares(planner, best) if best is not None and best.step_s else {}
-    in_order = sorted(best_of_each(rows), key=lambda row: row is not best)
-    lines = [(row.strategy.name, reason(planner, row, best, spent)) for row in in_order]
+    lines = [(row.strategy.name, reason(planner, row, best, spent)) for row in best_of_each(rows, best)]
     print_table("why; shares are of a step", ("", ""), lines)
 
 
@@ -165,9 +164,8 @@ def train_line(command: PlanCommand, strategy: Strategy) -> str:
     trained = command.precision not in ("auto", "fp16")  # fp16 can only be planned
     words += ["--precision", command.precision] if trained else []
     words += ["--ranks", str(strategy.ranks), "--parallel", strategy.name, "--microbatches", str(strategy.m)]
-    split = strategy.depth > 1 and strategy.depth * (grid.members if grid else 1) != strategy.ranks
-    if strategy.ways > 1 or split:
-        words += ["--stages", str(strategy.ways if strategy.ways > 1 else strategy.depth)]
+    if strategy.ways > 1 or (strategy.depth > 1 and strategy.groups > 1):
+        words += ["--stages", str(max(strategy.ways, strategy.depth))]
     words += ["--grid", str(grid)] if grid else []
     words += ["--recompute", policy.recompute] if policy.recompute != "none" else []
     words += ["--memory", command.memory] if policy.recompute == "optimal" and command.memory else []

@@ -47,10 +47,8 @@ INSTANT = LinkSpec("none", math.inf, 0.0)
 """Of a node with one rank."""
 NODE_HOST_BYTES = 256 << 30
 """Host memory of a node of machines that are described by a data sheet."""
-RANKS_PER_CORE = 2
-"""Most ranks that are started to measure messages: more on the same cores would show nothing else."""
-RANKS_PER_GPU = 2
-"""The same, of ranks that share GPUs."""
+MEASURED_RANKS = 2
+"""Most ranks of a core or of a GPU that are started to measure messages: more on the same would show nothing else."""
 GPU_LINK, NETWORK = "pcie4", "edr-infiniband"
 """Links between GPUs that are not measured, and between nodes that are not described."""
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
@@ -138,7 +136,7 @@ def this_machine(
         if where.type == "cuda":
             cluster = _linked_gpus(cluster)
         elif per_node > 1:
-            cluster = _linked(cluster, _links(min(per_node, RANKS_PER_CORE * usable_cores()), threads))
+            cluster = _linked(cluster, _links(min(per_node, MEASURED_RANKS * usable_cores()), threads))
     except RuntimeError as fault:
         raise RunError(f"{fault}; {advice}") from fault
 
@@ -201,7 +199,7 @@ def _linked_gpus(cluster: Cluster) -> Cluster:
     if cluster.per_node == 1:
         return dataclasses.replace(cluster, inside=link_named(GPU_LINK))
     try:
-        speed = _links(min(cluster.per_node, RANKS_PER_GPU * torch.cuda.device_count()), 1, "cuda")
+        speed = _links(min(cluster.per_node, MEASURED_RANKS * torch.cuda.device_count()), 1, "cuda")
     except RuntimeError as fault:
         log.warning("%s: planned with %s between GPUs", fault, GPU_LINK)
         return dataclasses.replace(cluster, inside=link_named(GPU_LINK))

@@ -99,21 +99,21 @@ def regions(curves: Sequence[MemoryCurve], limit: int) -> list[tuple[int, float,
 def memory_curves(planner_at: PlannerAt, ranks: int) -> list[MemoryCurve]:
     """Return the curves of data parallelism, then of splits, then of boxes; one rank has no splits."""
     whole = "ddp" if ranks > 1 else "single"
-    ways: list[tuple[str, int, Callable[[Planner], int | None]]] = [
-        (whole, 0, functools.partial(_row_bytes, whole, ranks, PLAIN)),
-        (f"{whole}, recomputed by blocks", 0, functools.partial(_row_bytes, whole, ranks, RECOMPUTED)),
-    ]
-    if ranks > 1:
-        ways += [(name, 1, functools.partial(_split_bytes, name, ranks, {})) for name in SPLITS]
-        ways.append(("spatial", 1, functools.partial(_row_bytes, "spatial", ranks, PLAIN)))
-    ways.append((f"{whole} in boxes of {BOX} px", 2, functools.partial(_box_bytes, whole, ranks)))
     planners = [(side, planner) for side in SIDES if (planner := planner_at(side)) is not None]
 
-    def points(count: Callable[[Planner], int | None]) -> tuple[tuple[int, int], ...]:
+    def curve(name: str, family: int, count: Callable[[Planner], int | None], faint: bool = False) -> MemoryCurve:
         counts = [(side, planner.cluster, count(planner)) for side, planner in planners]
-        return tuple((side, cluster.needed_bytes(size)) for side, cluster, size in counts if size is not None)
+        points = tuple((side, cluster.needed_bytes(size)) for side, cluster, size in counts if size is not None)
+        return MemoryCurve(name, family, points, faint)
 
-    return [MemoryCurve(name, family, points(count), "recomputed" in name) for name, family, count in ways]
+    curves = [
+        curve(whole, 0, functools.partial(_row_bytes, whole, ranks, PLAIN)),
+        curve(f"{whole}, recomputed by blocks", 0, functools.partial(_row_bytes, whole, ranks, RECOMPUTED), faint=True),
+    ]
+    if ranks > 1:
+        curves += [curve(name, 1, functools.partial(_split_bytes, name, ranks, {})) for name in SPLITS]
+        curves.append(curve("spatial", 1, functools.partial(_row_bytes, "spatial", ranks, PLAIN)))
+    return [*curves, curve(f"{whole} in boxes of {BOX} px", 2, functools.partial(_box_bytes, whole, ranks))]
 
 
 def _row_bytes(name: str, ranks: int, savings: MemoryOptions, planner: Planner) -> int | None:
@@ -187,12 +187,12 @@ def write_regions(out: Path, planner_at: PlannerAt, *, model: str, tile: int, ra
     for limit in LIMITS:
         words = [f"{FAMILIES[family]} to {end:.0f}" for family, _, end in regions(curves, limit)]
         yield f"{bytes_text(limit)} a device: {', '.join(words) or 'nothing up to 512'} px"
-    row = planner.smallest_memory("ddp" if ranks > 1 else "single", ranks, PLAIN)
-    if row is None or not row.peak_bytes:
+    peak = _row_bytes("ddp" if ranks > 1 else "single", ranks, PLAIN, planner)
+    if peak is None:
         return
     parameters = sum(planner.task.graph.owned_bytes) / PARAMETER_BYTES
     each = PARAMETER_BYTES * (2 + planner.task.slots)
-    activations = max(row.peak_bytes) - each * parameters
+    activations = peak - each * parameters
     most = {}
     for limit in LIMITS:
         usable = dataclasses.replace(planner.cluster, memory_bytes=limit).usable_bytes

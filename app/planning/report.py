@@ -7,6 +7,7 @@ in ``candidates.json``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,15 +83,15 @@ def report(command: PlanCommand) -> int:
         print("\n" + "\n".join(_unequal(command, planner, rows, work)))
     if best is None:
         print(f"\n{too_small(rows, machine.cluster)}")
-    planners: dict[int, Planner | None] = {command.tile: planner}
 
+    @functools.cache
     def planner_at(tile: int) -> Planner | None:
-        if tile not in planners:
-            try:
-                planners[tile] = planner_for(command, machine, work.at(tile))
-            except ValueError:  # the model does not run on tiles as small as this
-                planners[tile] = None
-        return planners[tile]
+        if tile == command.tile:
+            return planner
+        try:
+            return planner_for(command, machine, work.at(tile))
+        except ValueError:  # the model does not run on tiles as small as this
+            return None
 
     largest = _largest(command, machine.cluster, planner_at) if command.largest_tile else []
     if command.out:
@@ -223,9 +224,8 @@ def _write(
             "machine": machine.cluster.name,
         }
         (out / "plan.json").write_text(planner.plan(problem, best).dumps())
-        # Of one tile, as all else of the graph.
-        partition = Partition(graph, planner.partition_of(best).starts) if best.strategy.splits else None
         if best.strategy.splits:
+            partition = Partition(graph, planner.partition_of(best).starts)  # of one tile, as all else of the graph
             timeline = planner.timeline(best)
             title = f"{best.strategy}: {command.model}, {command.tile} px, simulated"
             (out / "schedule.svg").write_text(schedule_svg(timeline, title=title))

@@ -25,11 +25,10 @@ WAYS_OF_ONE = ("as they are", "with recomputation or offload", "in boxes")
 
 def print_rows(rows: Sequence[PlanRow], best: PlanRow | None) -> None:
     """Print the best candidate of each strategy, the chosen one first."""
-    in_order = sorted(best_of_each(rows), key=lambda row: row is not best)
     print_table(
         "strategies, best candidate of each",
         ("strategy", "ranks", "m", "fits", "images/s", "peak bytes a rank", ""),
-        [_line(row, "<- plan" if row is best else "") for row in in_order],
+        [_line(row, "<- plan" if row is best else "") for row in best_of_each(rows, best)],
     )
 
 
@@ -74,14 +73,15 @@ def _short(strategy: Strategy) -> str:
     return f"{strategy.name} {strategy.policy_text}".rstrip()
 
 
-def best_of_each(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """Return the best row of each strategy: the fastest first; then those that do not fit, the nearest first; then
-    those that cannot run."""
+def best_of_each(rows: Sequence[PlanRow], plan: PlanRow | None) -> list[PlanRow]:
+    """Return the best row of each strategy: the plan first, then the fastest; then those that do not fit, the nearest
+    first; then those that cannot run."""
     found = []
     for name in dict.fromkeys(row.strategy.name for row in rows):
         own = [row for row in rows if row.strategy.name == name]
         found.append(best_of(own) or min(own, key=lambda row: (bool(row.refused), row.over_bytes)))
-    return sorted(found, key=lambda row: (bool(row.refused), row.over_bytes, -(row.images_per_second or 0.0)))
+    found.sort(key=lambda row: (row is not plan, bool(row.refused), row.over_bytes, -(row.images_per_second or 0.0)))
+    return found
 
 
 def _line(row: PlanRow, mark: str) -> Sequence[str]:

@@ -103,19 +103,11 @@ class Workload:
         except (NotImplementedError, RuntimeError):  # a factory that looks at the numbers it draws
             return build()
 
-    def trace(self, autocast: torch.dtype | None = None) -> LayerGraph:
-        """The graph of model and loss for one tile.
-
-        Raises:
-            ValueError: the model cannot be traced, or does not run on such a tile.
-        """
-        return self._with_loss(self._trace(autocast))
-
-    def _trace(self, autocast: torch.dtype | None = None) -> Traced:
+    def _trace(self) -> Traced:
         """Trace the model; where that fails for the tile size, say so."""
         model = self.build()
         try:
-            return trace(model, self._shape, autocast=autocast)
+            return trace(model, self._shape)
         except ValueError:
             refuse_tile_size(model, self.model, self._shape)
             raise
@@ -159,10 +151,10 @@ class Workload:
 
     @functools.cached_property
     def in_float32(self) -> LayerGraph:
-        """The model and its loss, with a microbatch of one tile.
+        """The graph of model and loss for one tile.
 
         Raises:
-            ValueError: as ``trace``.
+            ValueError: the model cannot be traced, or does not run on such a tile.
         """
         return self._with_loss(self._traced)
 
@@ -173,12 +165,11 @@ class Workload:
             estimate: takes the graph in float32, returns the costs of its layers by tiles of a microbatch.
 
         Raises:
-            ValueError: as ``trace``.
+            ValueError: as ``in_float32``.
         """
         traced = self._traced
         plain = self.in_float32
-        mixed = self._run_again(traced, self.autocast) if self.autocast else traced
-        kept = self._with_loss(mixed) if self.autocast else plain
+        kept = self._with_loss(self._run_again(traced, self.autocast)) if self.autocast else plain
         refused, sharding = self._what_fits(traced)
         one_copy = copies_fault(traced.updated)
         slots = SLOTS[self.optimizer] + self.averages

@@ -30,11 +30,11 @@ from parallel.memory.policy import ActivationPolicy
 from parallel.offload.host_memory import HostMemory
 from parallel.profile.gpu import is_device_fault
 from parallel.strategy import Strategy
-from parallel.trace.stage_module import Boxes
+from parallel.trace.stage_module import Boxes, as_tensor
 from pipelines.slides.slide import SlideError
-from pipelines.stream.augment import StainSteps
 from pipelines.stream.device_batch import BoxMaker
 from pipelines.stream.device_pixels import PixelMaker
+from pipelines.tiles.stain import StainFit
 
 log = logging.getLogger(__name__)
 
@@ -92,73 +92,43 @@ class Placement:
         return Strategy("gpipe" if ranks > 1 else "single", ranks, ranks, m=1, policy=policy, gradient_bytes=0)
 
 
-MakePixels = Callable[..., PixelMaker]
-"""Takes ``stains``, returns what makes tiles the model's input."""
+Stains = tuple[StainFit, StainFit]
+"""Stain that slides are made to look like, and stain of a slide."""
 
 
-class LocalModel:
-    """One process that computes the whole model.
+class Computation:
+    """Forward passes of a model, whole or box by box, in this process or a group of ranks with a stage each.
 
     Attributes:
         reads, writes: tiles are wanted here, logits are had here.
         alone: no other rank computes the same slide.
 
     Args:
-        pixels: returns the function that makes tiles the model's input, for a stain.
+        pixels: returns what makes tiles the model's input, for stains; None: colours are not changed.
         autocast: type for mixed precision; None computes in the model's own.
+        side: of usual tiles, px.
+        batch: tiles computed together.
     """
-
-    reads = writes = alone = True
-
-    def __init__(self, module: nn.Module, pixels: MakePixels, autocast: torch.dtype | None, side: int) -> None:
-        self._pixels, self._autocast, self.device = pixels, autocast, pixels().device
-        noise = np.random.default_rng(0).integers(256, size=(1, side, side, 3), dtype=np.uint8)
-        self._module = with_folded_norms(module.to(self.device).eval(), self._input(noise, None))
-
-    @torch.inference_mode()
-    def logits(
-        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainSteps | None = None
-    ) -> Tensor | None:
-        """Return logits in float32, where ``writes``; a GPU may still be computing them.
-
-        Args:
-            images: uint8 (n, h, w, 3), where ``reads``.
-            shape: (n, 3, h, w) of them, on every rank.
-            stain: how the stains of row 0 of a table, the slide, are changed; None: they are not.
-        """
-        assert images is not None
-        floats = self._input(images, stain)
-        with torch.autocast(floats.device.type, self._autocast, enabled=self._autocast is not None):
-            logits: Tensor = self._module(floats)
-        return logits.float()
-
-    def _input(self, images: NDArray[np.uint8], stain: StainSteps | None) -> Tensor:
-        maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
-        return maker.floats(_on_device(images, maker), maker.drawn(rows, rows))
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the ``value`` of the rank that reads, on all ranks of the group."""
-        return value
-
-    def fail_together(self) -> contextlib.AbstractContextManager[None]:
-        """If one rank of the group raises inside this block, all do."""
-        return contextlib.nullcontext()
-
-
-class DistributedModel:
-    """A group of ranks with a stage each, or one; windows whole or box by box."""
 
     def __init__(
         self,
         module: nn.Module,
         placement: Placement,
-        pixels: MakePixels,
+        pixels: Callable[[Stains | None], PixelMaker],
         autocast: torch.dtype | None,
         side: int,
         batch: int,
     ) -> None:
-        self._communicator = placement.communicator
-        self._engine: TrainingEngine = build_engine(
+        self._communicator, self._pixels, self._autocast = placement.communicator, pixels, autocast
+        self.device, self._in_boxes = pixels(None).device, placement.stream is not None
+        self.alone = placement.communicator.world == 1
+        self._engine: TrainingEngine | None = None
+        if placement.is_local:
+            noise = np.random.default_rng(0).integers(256, size=(1, side, side, 3), dtype=np.uint8)
+            self._module = with_folded_norms(module.to(self.device).eval(), as_tensor(self._input(noise, None)))
+            self.reads = self.writes = True
+            return
+        self._engine = build_engine(
             placement.strategy(),
             module,
             TileClassLoss(None),
@@ -167,33 +137,48 @@ class DistributedModel:
             batch=batch,
             tile=side,
             seed=0,
-            device=pixels().device,
+            device=self.device,
             autocast=autocast,
             host=placement.host,
         )
-        self.device = pixels().device
-        self._pixels, self._in_boxes = pixels, placement.stream is not None
         self.reads, self.writes = self._engine.predict_wants
-        self.alone = placement.communicator.world == 1
 
     def logits(
-        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stain: StainSteps | None = None
+        self, images: NDArray[np.uint8] | None, shape: tuple[int, ...], stains: Stains | None = None
     ) -> Tensor | None:
-        made: Tensor | Boxes | None = None
-        if images is not None:
-            maker, rows = self._pixels(stains=stain), np.zeros(len(images), np.int64)
-            if self._in_boxes:
-                made, _ = BoxMaker(maker).make(torch.from_numpy(images), None, rows, rows)
-            else:
-                made, _ = maker.make(_on_device(images, maker), None, rows, rows)
-        logits: Tensor | None = self._engine.predict(Microbatch(made, None, shape))
+        """Return logits in float32, where ``writes``; a GPU may still be computing them.
+
+        Args:
+            images: uint8 (n, h, w, 3), where ``reads``.
+            shape: (n, 3, h, w) of them, on every rank.
+            stains: None: colours are not changed.
+        """
+        made = None if images is None else self._input(images, stains)
+        logits: Tensor | None
+        if self._engine is not None:
+            logits = self._engine.predict(Microbatch(made, None, shape))
+        else:
+            mixed = torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
+            with torch.inference_mode(), mixed:
+                logits = self._module(made).float()
         return logits
 
+    def _input(self, images: NDArray[np.uint8], stains: Stains | None) -> Tensor | Boxes:
+        maker, tiles, rows = self._pixels(stains), torch.from_numpy(images), np.zeros(len(images), np.int64)
+        if self._in_boxes:
+            boxes, _ = BoxMaker(maker).make(tiles, None, rows, rows)
+            assert boxes is not None
+            return boxes
+        # The host waits only for memory that is not page-locked.
+        return maker.floats(tiles.to(self.device, non_blocking=True), maker.drawn(rows, rows))
+
     def broadcast(self, value: Any) -> Any:
+        """Return the ``value`` of the rank that reads, on all ranks of the group."""
         return broadcast_object(self._communicator, value)
 
     @contextlib.contextmanager
     def fail_together(self) -> Iterator[None]:
+        """If one rank of the group raises inside this block, all do."""
         try:
             yield
         except Exception:
@@ -203,13 +188,8 @@ class DistributedModel:
             raise SlideError("another rank that computes the model could not use the slide; it says why")
 
 
-def _on_device(images: NDArray[np.uint8], maker: PixelMaker) -> Tensor:
-    """Return ``images`` where the maker is. The host waits only for memory that is not page-locked."""
-    return torch.from_numpy(images).to(maker.device, non_blocking=True)
-
-
 @contextlib.contextmanager
-def rank_faults(slide_id: str, computation: LocalModel | DistributedModel) -> Iterator[None]:
+def rank_faults(slide_id: str, computation: Computation) -> Iterator[None]:
     """End the run if one rank of a group raises inside this block, where they compute together.
 
     Raises:

@@ -21,7 +21,7 @@ from torch import nn
 
 from app.checkpoint.file import load_checkpoint
 from app.launch.place import autocast_of, precision_of
-from app.prediction.computation import DistributedModel, LocalModel, Placement
+from app.prediction.computation import Computation, Placement, Stains
 from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
@@ -98,20 +98,17 @@ class TrainedModel:
         if channels_last:
             module.to(memory_format=torch.channels_last)
         normalisation = state.get("normalisation", IMAGENET)  # earlier runs do not record it
-        augment = AugmentSettings(augment="none")
-        pixels = functools.lru_cache(maxsize=1)(  # one for all windows of a slide
-            functools.partial(PixelMaker, device, augment, 0, normalisation, channels_last=channels_last)
-        )
+
+        @functools.lru_cache(maxsize=1)  # one for all windows of a slide
+        def pixels(stains: Stains | None) -> PixelMaker:
+            steps = None if stains is None else StainSteps.of(stains[0], [stains[1]], [0])
+            return PixelMaker(device, AugmentSettings(augment="none"), 0, normalisation, channels_last, steps)
+
         lacks_tf32 = settings["precision"] == "tf32" and not has_bf16(device)
         precision = precision_of("fp32" if lacks_tf32 else settings["precision"], device)
-        autocast = autocast_of(precision)
         set_tf32(False)  # folded norms are compared with the model as it is
         placement = placement or Placement()
-        self.computation: LocalModel | DistributedModel
-        if placement.is_local:
-            self.computation = LocalModel(module, pixels, autocast, side)
-        else:
-            self.computation = DistributedModel(module, placement, pixels, autocast, side, batch)
+        self.computation = Computation(module, placement, pixels, autocast_of(precision), side, batch)
         set_tf32(precision == "tf32")
         choose_algorithms(placement.strategy(), device, fixed=not whole)
         if self.task == "segment" and whole:
@@ -201,10 +198,8 @@ class TrainedModel:
         Args:
             images: not changed until then, though they may be let go of.
         """
-        steps = None
-        if self.stain_target is not None and stain is not None:
-            steps = _steps(self.stain_target, stain)
-        logits = self.computation.logits(images, shape, steps)
+        stains = None if self.stain_target is None or stain is None else (self.stain_target, stain)
+        logits = self.computation.logits(images, shape, stains)
         if logits is None:
             return None
         expected: tuple[int, ...] = (len(self.classes), *shape[2:])
@@ -258,12 +253,6 @@ def _module_of(path: Path, state: dict[str, Any], in_bags: bool) -> nn.Module:
         reason = " ".join(str(fault).split())[:300]
         raise RunError(f"{path} has no weights of {name} for {classes} classes: {reason}") from fault
     return module
-
-
-@functools.lru_cache(maxsize=1)
-def _steps(target: StainFit, stain: StainFit) -> StainSteps:
-    """The steps of a slide, the same value for all its windows."""
-    return StainSteps.of(target, [stain], [0])
 
 
 def _check_content(path: Path, state: dict[str, Any]) -> None:

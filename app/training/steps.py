@@ -117,17 +117,30 @@ def steps_of(session: Session) -> Step:
     if not isinstance(loss, BagLoss):
         return lambda microbatches, step, learning_rate: engine.step(microbatches(), step, learning_rate)
     assert isinstance(engine, Engine), "the settings refuse fsdp"
-    bag, classes = session.config.stream.bag, len(session.dataset.classes)
-    bags = BagSteps(engine, loss, session.placement.communicator, size=bag, classes=classes, ranges=session.ranges)
+    dataset = session.dataset
+    labels = torch.tensor([dataset.slide_labels[slide_id] for slide_id in dataset.tiles.slides])
+    bags = BagSteps(
+        engine,
+        loss,
+        session.placement.communicator,
+        size=session.config.stream.bag,
+        classes=len(dataset.classes),
+        labels=labels,
+        ranges=session.ranges,
+    )
     return bags.step
 
 
 class BagSteps:
     """Steps of ``engine``, whose model gives logits and an attention score for each tile.
 
+    If a slide becomes unreadable within its bag, tiles of another slide replace the rest. A step leaves such a bag out;
+    without any other its loss is 0, and so are the gradients.
+
     Args:
         engine: its loss is ``BagGradient``.
         size: tiles of a bag.
+        labels: int64 (slides,), class of each slide; targets of microbatches are numbers of slides.
         ranges: tiles of the global batch in each microbatch, over all ranks.
     """
 
@@ -139,10 +152,11 @@ class BagSteps:
         *,
         size: int,
         classes: int,
+        labels: Tensor,
         ranges: Sequence[range],
     ) -> None:
         self._engine, self._loss, self._communicator = engine, copy.deepcopy(loss).cpu(), communicator
-        self._size, self._classes, self._ranges = size, classes, ranges
+        self._size, self._classes, self._labels, self._ranges = size, classes, labels, ranges
 
     def step(self, microbatches: Callable[[], Iterable[Microbatch]], step: int, learning_rate: float) -> StepResult:
         """Train on one global batch.
@@ -160,16 +174,17 @@ class BagSteps:
     def _gradients(self, microbatches: Iterable[Microbatch], step: int) -> tuple[float, Tensor]:
         """Return the mean loss over bags, and what ``BagGradient`` takes for each tile, float64 (batch, C + 1)."""
         tiles = self._ranges[-1].stop
-        table = torch.zeros((tiles, self._classes + 2), dtype=torch.float64)  # the last column has labels
-        for i, output, labels in self._engine.outputs(microbatches, step):
+        table = torch.zeros((tiles, self._classes + 2), dtype=torch.float64)  # the last column has slides
+        for i, output, slides in self._engine.outputs(microbatches, step):
             part = self._ranges[i]
             rows = table[part.start : part.stop]
-            rows[:, :-1], rows[:, -1] = output.double().cpu(), labels.double().cpu()
+            rows[:, :-1], rows[:, -1] = output.double().cpu(), slides.double().cpu()
         self._communicator.all_reduce(table)  # each row was written by one rank
         bags = table.view(-1, self._size, self._classes + 2)
-        outputs, labels = bags[..., :-1].requires_grad_(), bags[:, 0, -1].long()
-        losses = self._loss.of_items(bag_logits(outputs), labels)
-        loss = losses.mean()
+        outputs, slides = bags[..., :-1].requires_grad_(), bags[..., -1].long()
+        whole = (slides == slides[:, :1]).all(1)
+        losses = self._loss.of_items(bag_logits(outputs), self._labels[slides[:, 0]]) * whole
+        loss = losses.sum() / whole.sum().clamp(min=1)
         value = float(loss.detach())
         if not math.isfinite(value):
             faulty = (~losses.isfinite()).repeat_interleave(self._size).tolist()

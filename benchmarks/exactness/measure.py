@@ -182,7 +182,7 @@ def _module(factory: str, moves: bool) -> nn.Module:
 
 def _planned_runs(cell: Cell) -> str:
     """Return the layers to recompute for half of what blocks save, as ``--recompute-runs`` takes them."""
-    graph = Workload(cell.factory, ENLARGED * cell.tile, CLASSES).trace()
+    graph = Workload(cell.factory, ENLARGED * cell.tile, CLASSES).in_float32
     memory, whole = StageMemory(graph), Partition(graph, (0,))
     rules: tuple[Recompute, ...] = ("none", "block")
     strategy = Strategy("ddp", cell.ranks, 1, cell.m)

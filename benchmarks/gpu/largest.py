@@ -158,7 +158,7 @@ def predicted_px(setting: Setting, limit: int, model: str, policy: ActivationPol
 
 @functools.cache
 def _graph(model: str, px: int) -> Partition:
-    return Partition(Workload(model, px, CLASSES, optimizer="sgd").trace(), (0,))
+    return Partition(Workload(model, px, CLASSES, optimizer="sgd").in_float32, (0,))
 
 
 def _predicted_bytes(setting: Setting, model: str, px: int, policy: ActivationPolicy) -> int:

@@ -58,8 +58,8 @@ def stage_bytes(model: str, px: int, stages: int) -> list[int]:
     kept = []
     for number in range(stages):
         stage = cut_stage(traced, partition, number).train()
-        meter = ActivationMeter(stage)
-        with meter.watching():
+        meter = ActivationMeter()
+        with meter.watching((*stage.parameters(), *stage.buffers())):
             given = stage(*(values[name] for name in stage.inputs))
             if number == stages - 1:
                 given = (F.cross_entropy(given[0], torch.zeros(1, dtype=torch.int64)),)

@@ -86,8 +86,7 @@ class Contender:
         if self.strategy.name == "fsdp":
             return None
         meter = ActivationMeter()
-        meter.exclude(self._parameters)
-        with meter.watching():
+        with meter.watching(self._parameters):
             self._step()
         return meter.peak_bytes
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -78,8 +79,7 @@ class TorchPipeline:
             )
         counted: Callable[[], AbstractContextManager[None]] = nullcontext
         if meter:
-            meter.exclude((*stage.parameters(), *stage.buffers()))
-            counted = meter.watching
+            counted = partial(meter.watching, (*stage.parameters(), *stage.buffers()))
 
         def weighted_loss(output: Tensor, labels: Tensor) -> Tensor:
             # As ours, which spares them the pass over all gradients that scale_grads is.

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -117,7 +117,6 @@ class BySide(Generic[T]):
 
     def __init__(self) -> None:
         self._known: dict[int, T] = {}
-        self._apart: dict[int, tuple[list[int], list[Any]]] = {}
         self._build: _Build | None = None
         self._varying: dict[int, Numbers] = {}
         self._between: dict[int, T] = {}
@@ -133,17 +132,15 @@ class BySide(Generic[T]):
         self._between.clear()
         if len(self._known) < KNOWN:
             return
-        for known in self._known.keys() - self._apart.keys():
-            _take_apart(self._known[known], *self._apart.setdefault(known, ([], [])))
-        numbers, forms = zip(*self._apart.values(), strict=True)
-        if any(form != forms[0] for form in forms):
+        rows: list[list[int]] = []
+        try:
+            build = _build(tuple(self._known.values()), rows) or (lambda _: value)
+        except ValueError:
             return
-        table = np.array(numbers, dtype=object)
-        varies = (table != table[0]).any(axis=0)
-        self._varying = dict(zip(self._apart, table[:, varies], strict=True))
+        table = np.array(rows, dtype=object).reshape(-1, len(self._known))
+        self._varying = dict(zip(self._known, table.T, strict=True))
         if all(np.array_equal(self._at(known), given) for known, given in self._varying.items()):
-            places = iter(np.where(varies, varies.cumsum() - 1, -1).tolist())
-            self._build = _build(value, places) or (lambda _: value)
+            self._build = build
 
     def at(self, side: int) -> T | None:
         """Return the value for tiles of ``side``; None where the known ones do not tell."""
@@ -170,60 +167,48 @@ _Build = Callable[[Sequence[int]], Any]
 """(numbers that vary) -> the value that has them."""
 
 
-def _whole(value: Any) -> bool:
-    return type(value) is int or (type(value) is float and value.is_integer())
+def _build(values: Sequence[Any], rows: list[list[int]]) -> _Build | None:
+    """Return a function that builds a value like ``values`` with other numbers; None where they are equal.
+
+    Args:
+        rows: gets a row for each whole number that varies: the number in each of ``values``.
+
+    Raises:
+        ValueError: ``values`` differ in more than whole numbers.
+    """
+    if values.count(values[0]) == len(values):
+        return None
+    kind, *others = set(map(type, values))
+    if others:
+        raise ValueError(f"values of several types: {kind.__name__} and others")
+    if kind is int or (kind is float and all(map(float.is_integer, values))):
+        number = operator.itemgetter(len(rows))
+        rows.append(list(map(int, values)))
+        return number if kind is int else lambda numbers: float(number(numbers))
+    parts = list(map(_parts, values))
+    builds = [_build(own, rows) for own in zip(*parts, strict=True)]
+    changing = [(k, build) for k, build in enumerate(builds) if build is not None]
+
+    def joined(numbers: Sequence[int]) -> Any:
+        made = list(parts[0])
+        for k, build in changing:
+            made[k] = build(numbers)
+        if issubclass(kind, tuple):
+            return tuple(made)
+        return dict(made) if issubclass(kind, Mapping) else kind(*made)
+
+    return joined
 
 
-def _parts(value: Any) -> Sequence[Any] | None:
-    """Return what a tuple, a mapping or a dataclass is made of, in order; None of other values."""
+def _parts(value: Any) -> Sequence[Any]:
+    """Return what a tuple, a mapping or a dataclass is made of, in order; a ValueError for other values."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, Mapping):
-        return list(value.values())
+        return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, name) for name in _fields(type(value))]
-    return None
-
-
-def _take_apart(value: Any, numbers: list[int], form: list[Any]) -> None:
-    """Add all whole numbers in ``value`` to ``numbers``, and what else it is made of to ``form``, in order."""
-    if _whole(value):
-        numbers.append(int(value))
-        form.append(type(value))
-    elif (parts := _parts(value)) is None:
-        form.append(value)
-    else:
-        form += (type(value), tuple(value) if isinstance(value, Mapping) else len(parts))
-        for part in parts:
-            _take_apart(part, numbers, form)
-
-
-def _build(value: Any, places: Iterator[int]) -> _Build | None:
-    """Return what makes ``value`` with other numbers; None where none of its own varies.
-
-    Args:
-        places: of each whole number, in the order of ``_take_apart``, among those that vary; -1 of others.
-    """
-    if _whole(value):
-        place, is_float = next(places), type(value) is float
-        if place < 0:
-            return None
-        return (lambda numbers: float(numbers[place])) if is_float else operator.itemgetter(place)
-    if (parts := _parts(value)) is None:
-        return None
-    changing = [(k, build) for k, part in enumerate(parts) if (build := _build(part, places)) is not None]
-    if not changing:
-        return None
-
-    def joined(numbers: Sequence[int]) -> Any:
-        made = list(parts)
-        for k, build in changing:
-            made[k] = build(numbers)
-        if isinstance(value, tuple):
-            return tuple(made)
-        return dict(zip(value, made, strict=True)) if isinstance(value, Mapping) else type(value)(*made)
-
-    return joined
+    raise ValueError(f"values of {type(value).__name__} differ")
 
 
 @functools.cache

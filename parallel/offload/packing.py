@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
@@ -64,31 +64,24 @@ class ActivationMeter:
     Forward passes run under ``watching()``; each storage that autograd saves counts once until all that was saved from
     it is deleted.
 
-    Args:
-        modules: their parameters and buffers do not count.
-
     Attributes:
         bytes, peak_bytes: kept now, and the most that was kept at a time.
     """
 
-    def __init__(self, *modules: nn.Module) -> None:
+    def __init__(self) -> None:
         self.bytes = 0
         self.peak_bytes = 0
-        self._excluded: list[Tensor] = []
         self._holders: dict[int, int] = {}
         # Reentrant: a handle may be collected, and so counted off, while this thread is counting.
         self._lock = threading.RLock()
-        for module in modules:
-            self.exclude((*module.parameters(), *module.buffers()))
 
-    def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Count nothing that shares the storage of ``tensors``."""
-        self._excluded.extend(tensors)
+    def watching(self, state: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
+        """Return a context that counts what forward passes in it, on this thread, keep for backward.
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """Return a context that counts what forward passes in it, on this thread, keep for backward."""
-        # Looked up each time: a parameter gets another storage when its module is moved.
-        return saving(functools.partial(SavedTensor, meter=self), storages_of(self._excluded))
+        Args:
+            state: parameters and buffers, which do not count.
+        """
+        return saving(functools.partial(SavedTensor, meter=self), storages_of(state))
 
     def add(self, place: int, size: int) -> None:
         """Count a saved tensor in the storage of ``size`` bytes at ``place``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,29 +125,33 @@ class _Recording:
     def _key(self, step: Step) -> Hashable:
         """Return what is equal for steps that are recorded alike; None for a step like no other."""
         region, node = self._region, self._region.nodes[step.name]
-        others = [self._form_of(step, name) for name in step.others]
-        if not all(others):
+        module, others = module_of(self.module, node), [self._form_of(step, name) for name in step.others]
+        composite = module is not None and any(True for _ in module.children())
+        if composite or not all(others) or not all(isinstance(self._values[name], Tensor) for name in step.maps):
             return None
-        numbers = {name: k for k, name in enumerate(step.maps)}
-        calls = called(module_of(self.module, node), node, numbers, resolver(self.module, region, self._known))
-        if calls is None or not all(isinstance(self._values[name], Tensor) for name in step.maps):
-            return None
+        resolve = resolver(self.module, region, self._known)
+
+        def written(argument: fx.Node) -> str:
+            if argument.name in step.maps:
+                return f"map {step.maps.index(argument.name)}"
+            return f"value {form(resolve(argument))}"
+
+        call: Hashable = node.target if module is None else (type(module), form(vars(module)))
+        arguments = repr(fx.map_arg((node.args, node.kwargs), written))
         wants = tuple(name not in region.inputs or name in region.flows for name in step.maps)
         maps = tuple((form(self._values[n].detach()), region.sides[n], region.dims[n]) for n in step.maps)
-        known = (step.rules, step.sides, step.sums, self._region.may_change(step))
-        return calls, step.name.removeprefix(node.name), maps, wants, tuple(others), known
+        known = (step.name.removeprefix(node.name), step.rules, step.sides, step.sums, region.may_change(step))
+        return call, arguments, maps, wants, tuple(others), known
 
     def _form_of(self, step: Step, name: str) -> Hashable:
         """Return a key of values without rows that are recorded alike; None for one recorded with ``step``."""
-        region = self._region
+        region, of_node = self._region, self._region.nodes[step.name].name
         if name not in self.global_steps or self._known.made(name):
             return form(self._known[name]), name in region.fixed
-        plain, of_node = self.global_steps[name], region.nodes[step.name].name
-        there = all(other not in self.global_steps or self._known.made(other) for other in plain.others)
-        if region.nodes[name].name != of_node or plain.maps or not there:
+        if region.nodes[name].name != of_node:
             return None
-        made_of = tuple((form(self._known[other]), other in region.fixed) for other in plain.others)
-        return name.removeprefix(of_node), made_of, name in region.fixed
+        made_of = tuple(self._form_of(step, other) for other in self.global_steps[name].others)
+        return (name.removeprefix(of_node), made_of, name in region.fixed) if all(made_of) else None
 
     def _as_before(self, step: Step, same: Step) -> None:
         """Take for ``step`` what was recorded of one that is alike."""
@@ -164,13 +168,6 @@ class _Recording:
         others = {n: _leaf(self._known[n], True) for n in step.others if n not in region.fixed}
         known = collections.ChainMap(others, self._known)
         recorder = OpRecorder(state)
-        kept: dict[StorageWeakRef, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if recorder.numbered(tensor) is not None:
-                kept[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
         with torch.enable_grad():
             # Copies are no leaves, so that they may be changed in place.
             taken = {name: tree_map_only(Tensor, Tensor.clone, value) for name, value in leaves.items()}
@@ -179,18 +176,18 @@ class _Recording:
             given = Arguments(
                 self.module, region.nodes[step.name], patches, resolve, self._region.may_change(step), known
             )
-            with recorder, saved_tensors_hooks(pack, lambda tensor: tensor):
+            with recorder, saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
                 value = operation.compute(given)
         ops = tuple(recorder.ops)
-        takes = {storage_of(tensor): name for name, v in taken.items() for tensor in tensors_of(v)}
-        gives = dict.fromkeys((storage_of(tensor) for tensor in tensors_of(value)), step.name)
-        names = {**takes, **gives}
+        takes = {recorder.numbered(tensor): name for name, v in taken.items() for tensor in tensors_of(v)}
+        gives = dict.fromkeys(map(recorder.numbered, tensors_of(value)), step.name)
+        names, saved = {**takes, **gives}, recorder.saved.items()
         px = math.prod(step.sides) * region.forms[region.inputs[0]][0][0]
         params = self._trained(step)
         work, passes_grad_through = _backward_work(value, list(leaves.values()), [*others.values(), *params])
         self.records[step.name] = StepRecord(
-            tuple(dict.fromkeys(names[storage] for storage in kept if storage in names)),
-            sum(size for storage, size in kept.items() if storage not in names) / px,
+            tuple(dict.fromkeys(names[storage] for storage in saved if storage in names)),
+            sum(storage[1] for storage in saved if storage not in names) / px,
             work / px,
             sum(map(bytes_of, params)),
             next((takes[storage] for storage in gives if storage in takes), ""),
@@ -266,43 +263,12 @@ def _leaf(value: Any, wants: bool) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(wants), value)
 
 
-REGISTRIES = ("_parameters", "_buffers", "_modules")
-"""Attributes of a module that are no settings."""
-
-
-def called(module: nn.Module | None, node: fx.Node, names: dict[str, int], resolve: Callable[[Any], Any]) -> Hashable:
-    """Return a key that is equal for nodes that compute alike: call, settings and arguments. None where it is unknown.
-
-    Args:
-        module: that the node calls, where it calls one.
-        names: position of each map that the node takes.
-        resolve: value of any other node that it names.
-    """
-
-    def written(argument: fx.Node) -> str:
-        return f"map {names[argument.name]}" if argument.name in names else f"value {form(resolve(argument))}"
-
-    given = tuple(repr(fx.map_arg(arguments, lambda n: _Text(written(n)))) for arguments in (node.args, node.kwargs))
-    if node.op != "call_module":
-        return node.op, node.target, given
-    if module is None or any(True for _ in module.children()):
-        return None
-    settings = repr(sorted((name, value) for name, value in vars(module).items() if name not in REGISTRIES))
-    held = {**module._parameters, **module._buffers}
-    return type(module), settings, tuple((name, form(tensor)) for name, tensor in held.items()), given
-
-
 def form(value: Any) -> Hashable:
     """Return all that a run without data can see of ``value``."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.requires_grad, isinstance(value, nn.Parameter)
     if isinstance(value, (tuple, list)):
         return tuple(map(form, value))
+    if isinstance(value, dict):
+        return tuple((name, form(each)) for name, each in value.items())
     return repr(value)
-
-
-class _Text(str):
-    """Text in place of a node, written without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)

@@ -141,6 +141,7 @@ def _run(model: nn.Module, runner: nn.Module, trial: Trial) -> _Run:
     origin: Callable[[], tuple[str, str]] = functools.partial(_origin, paths)
     if isinstance(runner, fx.GraphModule):
         interpreter = _Interpreter(runner)
+        interpreter.extra_traceback = False
         compute, origin = interpreter.run, lambda: interpreter.origin
     recorder = _Recorder(names, origin, fake=trial.fake is not None)
     torch.manual_seed(SEED)
@@ -160,10 +161,6 @@ class _Interpreter(fx.Interpreter):
     """Run a graph node by node; ``origin`` is (module, name) of the node at work."""
 
     origin = ("", "")
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__(graph)
-        self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
         self.origin = (scope_of(n), n.name)

@@ -27,7 +27,7 @@ from parallel.graph.partition import Partition
 from parallel.memory.policy import ActivationPolicy
 from parallel.schedule.action import Action, Kind
 from parallel.schedule.mesh import Mesh
-from parallel.trace.op_recorder import OpRecorder, storage_of, tensors_of
+from parallel.trace.op_recorder import OpRecorder, storage_of, tensors_of, written_by
 from parallel.trace.without_data import exclusively, preserve_module_state, state_of, swapped, trials
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ class _Flow(OpRecorder):  # type: ignore[no-untyped-call]
         given = _storages(arguments)
         self.read |= given
         if given & self.of_tiles and not name.startswith("new_") and not name.endswith("_like"):
-            changed = [arguments.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-            self.of_tiles |= _storages((value, changed))
+            self.of_tiles |= _storages((value, written_by(func, (), arguments)))
         return super()._op(func, name, arguments, value, flops)
 
 

@@ -233,24 +233,27 @@ class AnnotationCache:
         return AnnotationCache, (self._files, self._total_bytes)
 
 
-def mask_classes(
-    values: Mapping[str, set[int]], files: AnnotationFiles, of_model: Mapping[int, str] | None = None
-) -> dict[int, str]:
-    """Return the class name by mask value, given the values in the mask of each slide; ``of_model`` names them where
-    no file does.
+def folder_names(files: AnnotationFiles) -> dict[int, str]:
+    """Return class names by id from ``classes.txt`` in the folders of the masks. Raises ValueError as `named_ids`."""
+    folders = {path.parent for path in files.path.values() if path.suffix.lower() in MASK_SUFFIXES}
+    return named_ids(sorted(path for folder in folders if (path := folder / CLASSES_FILE).is_file()))
+
+
+def mask_classes(values: Mapping[str, set[int]], files: AnnotationFiles, named: Mapping[int, str]) -> dict[int, str]:
+    """Return the class name by mask value, given the values in the mask of each slide.
+
+    Args:
+        named: names by id; empty: there are none, and the ids are numbered.
 
     Raises:
         ValueError: ids without a name.
     """
     if not values:
         return {}
-    folders = {path.parent for path in files.path.values() if path.suffix.lower() in MASK_SUFFIXES}
-    named = named_ids(sorted(path for folder in folders if (path := folder / CLASSES_FILE).is_file()))
-    named = named or dict(of_model or {})
     present = set().union(*values.values()) - {0}
     if not named and present <= {1, IGNORE} and present:
         return {min(present): UNNAMED_CLASS}
-    classes = named or {value: f"class_{value}" for value in range(1, len(present - {IGNORE}) + 1)}
+    classes = dict(named) or {value: f"class_{value}" for value in range(1, len(present - {IGNORE}) + 1)}
     faults = [
         f"{files.path[slide]} has {listed([str(v) for v in sorted(odd)])}"
         for slide, of_slide in sorted(values.items())

@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from pipelines.backends.mask import Mask
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import listed, warn_of
-from pipelines.labels.annotation_files import AnnotationCache, AnnotationFiles, damaged_is_slide_error, mask_classes
+from pipelines.labels.annotation_files import (
+    AnnotationCache,
+    AnnotationFiles,
+    damaged_is_slide_error,
+    folder_names,
+    mask_classes,
+)
 from pipelines.labels.class_names import IGNORE, ClassMap, class_id, is_learned
 from pipelines.labels.drawing import BACKGROUND, Origin, PolygonSet, areas_within, painted_over, printable_name
 from pipelines.labels.rasterize import PixelGrid, mask_pixels, paint
@@ -190,7 +196,7 @@ def read_annotations(
         raise ValueError(f"{files.source}: no annotation can be read; the first: {failed[slides[0]]}")
     numbered = {value: f"class_{value}" for value in range(1, IGNORE)}
     of_model = {value: name for value, name in numbered.items() if class_map.learned(name) in (known or ())}
-    mask_names = mask_classes(values, files, of_model)
+    mask_names = mask_classes(values, files, folder_names(files) or of_model)
     if known is None:
         class_map.check(names | set(mask_names.values()))
     mask_names = {value: class_map.learned(mask_names[value]) for value in sorted(mask_names)}

@@ -7,19 +7,22 @@ mask's ids are in the ``classes.txt`` of its folder, which is made or extended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from pipelines.backends.mask import BAND_ROWS, Mask
+from pipelines.backends.mask import BAND_ROWS, Mask, open_mask
 from pipelines.backends.tiff_writer import TILE, write_mask
 from pipelines.labels.annotation_files import (
     CLASSES_FILE,
+    MASK_SUFFIXES,
     AnnotationFiles,
     damaged_is_slide_error,
+    folder_names,
     mask_classes,
     named_ids,
     read_annotation,
@@ -29,7 +32,7 @@ from pipelines.labels.drawing import BACKGROUND, Origin, PolygonSet, make_polygo
 from pipelines.labels.geojson import write_geojson
 from pipelines.labels.rasterize import PixelGrid, mask_box, paint
 from pipelines.slides.geometry import Size, l_from_l0
-from pipelines.slides.slide import Slide
+from pipelines.slides.slide import Slide, SlideError
 from pipelines.slides.whole_files import replacing
 
 Rings = list[NDArray[np.float64]]
@@ -150,8 +153,36 @@ IGNORED = "ignore"
 """Class of the areas of a mask that have the value 255."""
 
 
-def read_areas(path: Path, slide: Slide | None) -> PolygonSet:
+def classes_of_masks(paths: Iterable[Path], source: str) -> dict[int, str]:
+    """Return the class name by value, ascending, for all masks among ``paths`` that name no classes themselves.
+
+    The names are those of the ``classes.txt`` files, else by the values of all masks that can be read.
+
+    Args:
+        source: where the masks come from, for errors.
+
+    Raises:
+        ValueError: values without a name, or an id of two names.
+    """
+    files = AnnotationFiles({str(path): path for path in paths if path.suffix.lower() in MASK_SUFFIXES}, (), source)
+    if named := folder_names(files):
+        return dict(sorted(named.items()))
+    values: dict[str, set[int]] = {}
+    for name, path in files.path.items():
+        with contextlib.suppress(SlideError), damaged_is_slide_error(path):  # reported when it is converted
+            of_mask = open_mask(path).values()
+            if of_mask <= set(range(IGNORE + 1)):
+                values[name] = of_mask
+    return mask_classes(values, files, {})
+
+
+def read_areas(path: Path, slide: Slide | None, named: Mapping[int, str] | None = None) -> PolygonSet:
     """Return the areas of any annotation file; those of a mask lie along its pixels' edges.
+
+    Args:
+        path: the file.
+        slide: the slide that was drawn on; a mask needs it.
+        named: as `classes_of_masks` returns; None or empty: by this mask and its folder alone.
 
     Raises:
         SlideError: the file cannot be read, or a mask has not the slide's proportions.
@@ -168,7 +199,8 @@ def read_areas(path: Path, slide: Slide | None) -> PolygonSet:
     files = AnnotationFiles({mask.path.stem: mask.path}, (), str(mask.path))
     names = {value: printable_name(name) for value, name in mask.names.items()}
     if not names:
-        names = {IGNORE: IGNORED} | mask_classes({mask.path.stem: set(polygons_by_value)}, files)
+        values = {mask.path.stem: set(polygons_by_value)}
+        names = {IGNORE: IGNORED} | mask_classes(values, files, named or folder_names(files))
     scale = np.array([box.width / mask.width, box.height / mask.height])
     corner = np.array([box.l0_x, box.l0_y])
     polygons = [[ring * scale + corner for ring in rings] for p in polygons_by_value.values() for rings in p]
@@ -196,10 +228,10 @@ def _counted_from(origin: Origin, drawing: PolygonSet, slide: Slide | None) -> P
     return drawing.moved(sign * slide.bounds.l0_x, sign * slide.bounds.l0_y, origin)
 
 
-def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float) -> Size:
+def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float, first: Iterable[str] = ()) -> Size:
     """Return the size in px of the mask that is written of ``drawing``: of all of level 0 at ``mpp``.
 
-    The ids of its classes go into the ``classes.txt`` of the folder.
+    The ids of its classes go into the ``classes.txt`` of the folder; classes of ``first`` come before its own.
 
     Raises:
         ValueError: more classes than a mask can hold, or a PNG that would be too large.
@@ -208,7 +240,7 @@ def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float) -
     drawing = _counted_from(Origin.LEVEL0, drawing, slide)
     level = slide.levels[0]
     size = Size(*(max(1, l_from_l0(side, mpp / slide.mpp)) for side in (level.width, level.height)))
-    classes = _class_ids(drawing, path.parent / CLASSES_FILE)
+    classes = _class_ids([*first, *drawing.classes], path.parent / CLASSES_FILE)
     ids = np.array([class_id(name, classes) for name in drawing.classes], np.uint8)
     step_x, step_y = level.width / size.width, level.height / size.height
 
@@ -225,11 +257,11 @@ def write_area_mask(drawing: PolygonSet, path: Path, slide: Slide, mpp: float) -
     return size
 
 
-def _class_ids(drawing: PolygonSet, path: Path) -> list[str]:
+def _class_ids(names: Sequence[str], path: Path) -> list[str]:
     """Names by id: those that ``classes.txt`` has, then the new ones on the lowest free ids; "" where an id is free."""
     named = named_ids([path]) if path.is_file() else {}
     classes = [BACKGROUND, *(named.get(index, "") for index in range(1, IGNORE))]
-    for name in drawing.classes:
+    for name in names:
         if is_learned(name) and name not in classes:
             if "" not in classes:
                 raise ValueError(f"{path} has no id left for class {name!r}: a mask holds {IGNORE - 1} classes")

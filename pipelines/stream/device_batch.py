@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.slides.geometry import TileBox
+from pipelines.stream.augment import Draw
 from pipelines.stream.batch import Batch, TileParts, shaped
-from pipelines.stream.device_pixels import Extent, MadePart, Orientation, PixelMaker, TileBytes, box_inside, orientation
+from pipelines.stream.device_pixels import Extent, MadePart, PixelMaker, Stored, TileBytes, box_inside
 
 
 class BoxMaker:
@@ -29,33 +30,16 @@ class BoxMaker:
         self._pixels = pixels
 
     def make(
-        self,
-        images: torch.Tensor | None,
-        targets: torch.Tensor | None,
-        samples: NDArray[np.int64],
-        rows: NDArray[np.int64],
+        self, images: Stored | None, targets: Stored | None, samples: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> tuple[HostBoxes | None, HostBoxes | torch.Tensor | None]:
         """Return one microbatch, as ``PixelMaker.make`` does, of images and masks on the host; they are read for as
         long as boxes are asked for."""
-        stored = None if images is None else TileBytes.full(images)
-        masks = TileBytes.full(targets) if targets is not None and targets.ndim > 1 else targets
-        return self.make_part(stored, masks, samples, rows)
-
-    def make_part(
-        self,
-        images: TileBytes | None,
-        targets: TileBytes | torch.Tensor | None,
-        samples: NDArray[np.int64],
-        rows: NDArray[np.int64],
-    ) -> tuple[HostBoxes | None, HostBoxes | torch.Tensor | None]:
-        """Return the part of one microbatch that is stored, the rest as ``make``."""
         drawn = self._pixels.drawn(samples, rows)
-        turns = orientation(drawn, len(samples))
         floats = functools.partial(self._pixels.floats, drawn=drawn)
-        boxes = None if images is None else HostBoxes(images, turns, self.device, floats)
-        if isinstance(targets, TileBytes):
-            return boxes, HostBoxes(targets, turns, self.device)
-        return boxes, None if targets is None else targets.to(self.device, copy=True)
+        boxes = None if images is None else HostBoxes(TileBytes.of(images), drawn, self.device, floats)
+        if isinstance(targets, torch.Tensor) and targets.ndim == 1:
+            return boxes, targets.to(self.device, copy=True)
+        return boxes, None if targets is None else HostBoxes(TileBytes.of(targets), drawn, self.device)
 
 
 class HostBoxes:
@@ -68,14 +52,14 @@ class HostBoxes:
     def __init__(
         self,
         stored: TileBytes,
-        orientations: Orientation,
+        drawn: Draw | None,
         device: torch.device,
         floats: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.shape: tuple[int, ...] = (len(stored.tiles), *((3,) if floats else ()), stored.height, stored.width)
         self.dtype = torch.float32 if floats else torch.uint8
         self.device = device
-        self._stored, self._orientations, self._floats = stored, orientations, floats
+        self._stored, self._drawn, self._floats = stored, drawn, floats
 
     def box(self, rows: Extent, columns: Extent) -> torch.Tensor:
         """Return (m, ..., rows, columns) on the device; nothing else crosses to it.
@@ -85,7 +69,7 @@ class HostBoxes:
         """
         # torch keeps pinned memory from being reused before the copy is done.
         box = box_inside(self._stored.part, rows, columns)
-        cut = self._stored.turned(self._orientations, box, pinned=self.device.type == "cuda")
+        cut = self._stored.turned(self._drawn, box, pinned=self.device.type == "cuda")
         sent = cut.to(self.device, non_blocking=True)
         return sent if self._floats is None else self._floats(sent)
 
@@ -226,7 +210,7 @@ class DeviceBatch:
             targets = _of_part(self._targets, self.batch.has_target, tiles)
             if self.batch.parts is None:
                 return pixels.make(images, targets, *about)
-            return pixels.make_part(*_in_parts(images, targets, self.batch.parts, about[0]), *about)
+            return pixels.make(*_in_parts(images, targets, self.batch.parts, about[0]), *about)
 
         making = self._lane.making
         if making is None or self._copied is None:
@@ -285,7 +269,7 @@ def _of_part(stored: torch.Tensor, has: NDArray[np.bool_], tiles: slice) -> torc
 
 def _in_parts(
     images: torch.Tensor | None, targets: torch.Tensor | None, parts: TileParts, samples: NDArray[np.int64]
-) -> tuple[TileBytes | None, TileBytes | torch.Tensor | None]:
+) -> tuple[TileBytes | None, Stored | None]:
     """Lines of a microbatch as the parts of tiles that they hold; classes stay as they are."""
 
     def stored(lines: torch.Tensor, box: TileBox, channels: tuple[int, ...]) -> TileBytes:

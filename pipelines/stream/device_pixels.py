@@ -30,12 +30,8 @@ class Extent(Protocol):
     def stop(self) -> int: ...
 
 
-Orientation = Sequence[tuple[int, bool]]
-"""Of each tile: quarter turns counter-clockwise, and whether it is flipped left to right after them."""
-
-
-def orientation(drawn: Draw | None, count: int) -> Orientation:
-    """Return how each of ``count`` tiles is turned."""
+def _orientations(drawn: Draw | None, count: int) -> list[tuple[int, bool]]:
+    """Quarter turns counter-clockwise of each of ``count`` tiles, and whether it is then flipped left to right."""
     if drawn is None:
         return [(0, False)] * count
     return list(zip(drawn.quarter_turns.tolist(), drawn.flip.tolist(), strict=True))
@@ -59,20 +55,23 @@ class TileBytes:
     boxes: Sequence[TileBox]
 
     @classmethod
-    def full(cls, tiles: torch.Tensor) -> TileBytes:
-        """Return whole tiles, uint8 (m, h, w, ...)."""
-        height, width = tiles.shape[1:3]
+    def of(cls, stored: Stored) -> TileBytes:
+        """Return ``stored`` as parts of tiles; whole tiles are parts, too."""
+        if isinstance(stored, TileBytes):
+            return stored
+        height, width = stored.shape[1:3]
         box = TileBox.full(height, width)
-        return cls(list(tiles), height, width, box, [box] * len(tiles))
+        return cls(list(stored), height, width, box, [box] * len(stored))
 
-    def turned(self, orientations: Orientation, box: TileBox | None = None, *, pinned: bool = False) -> torch.Tensor:
+    def turned(self, drawn: Draw | None, box: TileBox | None = None, *, pinned: bool = False) -> torch.Tensor:
         """Return ``box``, inside ``part``, or all of it, of the tiles as they lie once turned counter-clockwise and
         then flipped; of oblong tiles, which would not fit turned by quarters, that number of half turns. uint8 (m, h,
         w, ...). Raises ValueError where what was read of a tile does not hold it."""
         asked, first = box or self.part, self.tiles[0]
         shape = (len(self.tiles), asked.height, asked.width, *first.shape[2:])
         turned = torch.empty(shape, dtype=first.dtype, device=first.device, pin_memory=pinned)
-        for out, tile, stored, (quarters, flip) in zip(turned, self.tiles, self.boxes, orientations, strict=True):
+        turns_of_tiles = _orientations(drawn, len(self.tiles))
+        for out, tile, stored, (quarters, flip) in zip(turned, self.tiles, self.boxes, turns_of_tiles, strict=True):
             turns = turns_that_fit(quarters, self.height, self.width)
             before = asked.before_turning(turns, flip, self.height, self.width)
             if not stored.holds(before):
@@ -82,6 +81,10 @@ class TileBytes:
             pixels = torch.rot90(pixels, turns, (0, 1))
             out.copy_(pixels.flip(1) if flip else pixels)
         return turned
+
+
+Stored = torch.Tensor | TileBytes
+"""Bytes of the tiles of a microbatch: whole, uint8 (m, h, w, ...), or parts of them. Classes are int64 (m,)."""
 
 
 class MadePart:
@@ -164,13 +167,9 @@ class PixelMaker:
         self._scale, self._offset = 1 / (255 * std), -mean / std
 
     def make(
-        self,
-        images: torch.Tensor | None,
-        targets: torch.Tensor | None,
-        samples: NDArray[np.int64],
-        rows: NDArray[np.int64],
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """One microbatch, in memory of its own.
+        self, images: Stored | None, targets: Stored | None, samples: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> tuple[torch.Tensor | MadePart | None, torch.Tensor | MadePart | None]:
+        """Return one microbatch, in memory of its own: whole tiles, or the stored parts of them.
 
         Args:
             images: uint8 (m, h, w, 3).
@@ -179,32 +178,11 @@ class PixelMaker:
             rows: int64 (m,), rows of the table that the tiles are of; only stain normalisation asks for them.
         """
         drawn = self.drawn(samples, rows)
-        if drawn is not None:
-            orientations = orientation(drawn, len(samples))
-            images = None if images is None else TileBytes.full(images).turned(orientations)
-            if targets is not None and targets.ndim > 1:
-                targets = TileBytes.full(targets).turned(orientations)
-        if targets is not None and (drawn is None or targets.ndim == 1):
-            targets = targets.clone()
-        return None if images is None else self.floats(images, drawn), targets
-
-    def make_part(
-        self,
-        images: TileBytes | None,
-        targets: TileBytes | torch.Tensor | None,
-        samples: NDArray[np.int64],
-        rows: NDArray[np.int64],
-    ) -> tuple[MadePart | None, MadePart | torch.Tensor | None]:
-        """Return the part of one microbatch that is stored, the rest as ``make``."""
-        drawn = self.drawn(samples, rows)
-        orientations = orientation(drawn, len(samples))
-        made = None
-        if images is not None:
-            floats = self.floats(images.turned(orientations), drawn)
-            made = MadePart(floats, images.part, images.height, images.width)
-        if isinstance(targets, TileBytes):
-            return made, MadePart(targets.turned(orientations), targets.part, targets.height, targets.width)
-        return made, None if targets is None else targets.clone()
+        made = None if images is None else _as_stored(images, self.floats(_turned(images, drawn), drawn))
+        if targets is None:
+            return made, None
+        turned = _turned(targets, drawn)
+        return made, _as_stored(targets, turned.clone() if turned is targets else turned)
 
     def drawn(self, samples: NDArray[np.int64], rows: NDArray[np.int64]) -> Draw | None:
         """Return what is done to ``samples``, tiles of the table's ``rows``; None: nothing."""
@@ -241,6 +219,18 @@ class PixelMaker:
 
     def _to_device(self, array: NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _turned(stored: Stored, drawn: Draw | None) -> torch.Tensor:
+    """Bytes turned as ``drawn`` says. Classes, and whole tiles where nothing is drawn, are not copied."""
+    if isinstance(stored, torch.Tensor) and (drawn is None or stored.ndim == 1):
+        return stored
+    return TileBytes.of(stored).turned(drawn)
+
+
+def _as_stored(stored: Stored, made: torch.Tensor) -> torch.Tensor | MadePart:
+    """``made`` as the part of tiles that ``stored`` has, or as whole tiles."""
+    return MadePart(made, stored.part, stored.height, stored.width) if isinstance(stored, TileBytes) else made
 
 
 def _bands(pixels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

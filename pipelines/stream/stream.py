@@ -116,7 +116,8 @@ class TileStream:
         return replace(self, weights=weight_of_tile, strata=None)
 
     def bags(self, size: int) -> Self:
-        """Draw each slide once per epoch, ``size`` of its tiles one after the other."""
+        """Draw each slide once per epoch, ``size`` of its tiles one after the other. Targets are numbers of slides.
+        They differ within a bag if its slide becomes unreadable, and tiles of another replace the rest."""
         if size < 1:
             raise ValueError(f"a bag has at least 1 tile; got {size}")
         return replace(self, bag=size)
@@ -237,6 +238,8 @@ class TileStream:
         if self.pool is None:
             raise ValueError("the stream reads from no slides: add .read(pool) to it")
         target: Target = self.target or Labels(np.broadcast_to(np.int64(-1), len(self.tiles)))
+        if self.bag is not None:
+            target = Labels(self.tiles.slide.astype(np.int64))  # the fingerprint keeps the classes
         augment = CpuAugment(self.augmentation, self.seed) if self.augmentation.augment == "cpu" else None
         width, height = self.tiles.largest
         differ = self.tiles.sides is not None

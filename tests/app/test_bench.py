@@ -21,8 +21,7 @@ from tests.helpers.in_process import call
 
 
 def case(label, ranks=2, **more):
-    asked = StrategySpec.parse(label)
-    return Case(asked.name, asked.savings, ranks, 256, 4, 4, grid=str(asked.grid or ""), **more)
+    return Case(StrategySpec.parse(label), ranks, 256, 4, 4, **more)
 
 
 def trial(speed, loss=0.5, **more):
@@ -68,12 +67,13 @@ def test_strategies_are_named_with_what_they_save_and_their_grid(text, spec):
 def test_a_case_is_named_and_says_why_it_cannot_run():
     assert case("ddp+recompute").label == "ddp + recompute"
     assert case("spatial@02x1+recompute").label == "spatial of 2x1 + recompute"
-    assert [case(text, 4).team for text in ("spatial", "1f1b@2x1", "ddp")] == ["4x1", "2x1", ""]
+    made = [row_of(case(text, 4), "m", [trial(1.0)], None) for text in ("spatial", "1f1b@2x1", "ddp")]
+    assert [(row["grid"], row["chosen"]) for row in made] == [("4x1", "4x1"), ("2x1", None), (None, None)]
     assert [case(text, 4).refusal for text in ("ddp", "spatial", "1f1b@2x1")] == ["", "", ""]
     assert "mast computes 2 microbatches" in case("mast").refusal
     assert case("single+stream", 1).settings.stream == "auto"
     assert "--stream auto is planned for --parallel single, ddp and spatial" in case("1f1b+stream").refusal
-    assert "every microbatch a tile" in Case("gpipe", (), 2, 256, 1, 2).refusal
+    assert "every microbatch a tile" in Case(StrategySpec("gpipe"), 2, 256, 1, 2).refusal
     assert case("ddp", memory="2GiB").settings.memory_excess == "stop"
 
 
@@ -198,7 +198,8 @@ def train_here(patch, start):
 def run_single(tmp_path, slides, name, model=CLASSIFIER, timeout_s=120, **more):
     (tmp_path / "tiles").mkdir(exist_ok=True)
     shared = ["--slides", str(slides), "--model", model, "--steps", "3"]
-    return run_trial(Case("single", (), 1, 256, 4, 2, **more), shared, tmp_path / "tiles", tmp_path / name, timeout_s)
+    asked = Case(StrategySpec("single"), 1, 256, 4, 2, **more)
+    return run_trial(asked, shared, tmp_path / "tiles", tmp_path / name, timeout_s)
 
 
 def test_out_of_memory_is_a_result(classify_slides, train, tmp_path, monkeypatch):

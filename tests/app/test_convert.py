@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from app import convert, synth
+from pipelines.backends.mask import open_mask
 from pipelines.labels.geojson import read_geojson
 from tests.helpers.dicom_file import write_dicom_slide
 from tests.helpers.drawings import box, write_geojson
@@ -80,6 +81,51 @@ def test_a_folder_is_converted_whatever_is_wrong_with_one_file(tmp_path, slide, 
     mask = imagecodecs.png_decode((tmp_path / "out" / "c.png").read_bytes())
     assert (mask[10:25, 5:15] == 1).all()
     assert mask.sum() == 150
+
+
+@pytest.fixture
+def masks(tmp_path, slide):
+    """Values in each mask of the folder ``masks``; its slide is in ``slides``."""
+    values = {"a": [1], "deep/b": [2], "deeper/c": [1, 2]}
+    (tmp_path / "slides").mkdir()
+    for name, of_mask in values.items():
+        pixels = np.zeros((60, 80), np.uint8)
+        for value in of_mask:
+            pixels[10 * value : 10 * value + 5, 10:20] = value
+        path = tmp_path / "masks" / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(imagecodecs.png_encode(pixels))
+        (tmp_path / "slides" / path.name).write_bytes(Path(slide).read_bytes())
+    return values
+
+
+def convert_masks(tmp_path, suffix):
+    folders = [str(tmp_path / name) for name in ("masks", "out", "slides")]
+    return convert.main([*folders[:2], "--slide", folders[2], "--slide-mpp", "0.5", "--to", suffix])
+
+
+def test_a_value_is_one_class_in_all_masks_of_a_folder(tmp_path, masks):
+    # Each mask was named alone: 1 was foreground in a and class_1 in c, and b was refused.
+    assert convert_masks(tmp_path, ".geojson") == 0
+    assert convert_masks(tmp_path, ".tif") == 0
+    for name, values in masks.items():
+        made = tmp_path / "out" / name
+        assert set(read_geojson(made.with_suffix(".geojson")).classes) == {f"class_{value}" for value in values}
+        assert open_mask(made.with_suffix(".tif")).values() == {0, *values}
+        assert made.with_name("classes.txt").read_text() == "1 class_1\n2 class_2\n"
+
+
+def test_nothing_is_converted_where_a_value_has_two_names_or_none(tmp_path, masks, capsys):
+    folder = tmp_path / "masks"
+    (folder / "classes.txt").write_text("1 Tumor\n2 Fat\n")
+    (folder / "deep" / "classes.txt").write_text("2 Tumor\n")
+    assert convert_masks(tmp_path, ".geojson") != 0
+    assert "id 2 is 'Tumor' here and 'Fat' before" in capsys.readouterr().err
+    for name in ("classes.txt", "deep/classes.txt", "a.png", "deeper/c.png"):
+        (folder / name).unlink()
+    assert convert_masks(tmp_path, ".geojson") != 0
+    assert "b.png has 2" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("of_folder", [False, True])

@@ -1,5 +1,6 @@
 """``--parallel auto``: planned once, kept, followed by every rank, and taken up again by a resumed run."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import get_args
@@ -9,7 +10,7 @@ import pytest
 from torch import nn
 
 from app.planning.auto import decided, follow, names_for, plan_run, plan_text, planned_speed, savings_of
-from app.planning.machine import named_machine
+from app.planning.machine import named_machine, this_machine
 from app.settings.cli import RunError
 from app.settings.fields import with_values
 from app.settings.run import DataSettings, RunConfig
@@ -69,6 +70,24 @@ def test_one_rank_is_planned_without_calibration(run, monkeypatch):
     (said,), strategy = run()
     assert said.startswith("plan: single, m=1")
     assert strategy == Strategy("single", 1, 1, 1)
+    (said,), _ = run(recompute="block", offload="overlap")  # as asked, so there is nothing to choose
+    assert "single, m=1 +recompute block +offload" in said
+
+
+@pytest.mark.parametrize(("copy_s", "taken"), [(1e-3, "+offload,"), (10.0, "+recompute optimal,")])
+def test_one_rank_that_has_to_save_memory_chooses_by_time(run, monkeypatch, copy_s, taken):
+    """One tile fits if parts of the model are recomputed, or if what is kept is moved at ``copy_s`` seconds a GiB."""
+
+    def machine(ranks, memory=None, timed=True, **_):
+        if not timed:
+            return this_machine(ranks, memory=memory, device="cpu", timed=False)
+        named = named_machine("v100-16gb", ranks, memory=memory)
+        cluster = dataclasses.replace(named.cluster, kind="cpu", copy_bandwidth=(1 << 30) / copy_s)
+        return dataclasses.replace(named, cluster=cluster)
+
+    monkeypatch.setattr("app.planning.machine.this_machine", machine)
+    (said,), _ = run(tile=512, batch=1, memory="510MiB")
+    assert f"single, m=1 {taken}" in said
 
 
 def test_one_rank_with_little_memory_takes_smaller_microbatches(run):

@@ -51,7 +51,7 @@ def best_named(rows, name):
 
 
 def test_shares_of_a_step_add_up(plans, rows):
-    for row in best_of_each(rows):
+    for row in best_of_each(rows, None):
         shares = step_shares(plans, row)
         assert sum(shares.values()) == pytest.approx(1, abs=0.01), row.strategy
         assert min(shares.values()) > 0

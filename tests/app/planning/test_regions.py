@@ -14,6 +14,7 @@ from app.planning.workload import Workload
 from models.losses import PixelClassLoss, TileClassLoss
 from parallel.cost.stage_cost import Costs, LayerCost
 from parallel.offload.packing import ActivationMeter
+from parallel.trace.trace import trace
 
 GIB, CLASSES = 1 << 30, 5
 COSTS = Costs((LayerCost(1, 2, 1),), "test")
@@ -27,13 +28,13 @@ CURVES = [
 
 @pytest.mark.parametrize(("model", "loss"), [("resnet18", TileClassLoss()), ("unet_w4", PixelClassLoss())])
 def test_model_and_loss_keep_what_is_predicted(model, loss):
-    graph = Workload(model, 64, CLASSES).trace()
+    graph = Workload(model, 64, CLASSES).in_float32
     net = Workload(model, 64, CLASSES).build().to_empty(device="cpu")
     for tensor in (*net.parameters(), *net.buffers()):
         tensor.data.zero_()
-    meter = ActivationMeter(net)
+    meter = ActivationMeter()
     targets = torch.zeros((1, 64, 64), dtype=torch.uint8) if model == "unet_w4" else torch.zeros(1, dtype=torch.int64)
-    with meter.watching():
+    with meter.watching((*net.parameters(), *net.buffers())):
         value = loss(net(torch.zeros(1, 3, 64, 64)), targets)
     assert value.requires_grad
     kept = sum(dict(entry for layer in graph.layers for entry in layer.saved).values())
@@ -41,7 +42,7 @@ def test_model_and_loss_keep_what_is_predicted(model, loss):
 
 
 def test_the_loss_is_the_last_layers():
-    plain, masks = (Workload("unet_w4", 64, CLASSES, segments=s).trace().layers[-1] for s in (None, True))
+    plain, masks = (Workload("unet_w4", 64, CLASSES, segments=s).in_float32.layers[-1] for s in (None, True))
     assert plain == masks
     assert any("log_softmax" in op.name for op in masks.ops)
     assert sum(size for _, size in masks.saved) > 64 * 64 * CLASSES * 4
@@ -52,7 +53,7 @@ def test_a_task_and_a_model_that_is_unknown():
     assert (task.batch, task.slots, dict(task.refused)) == (4, 1, {})
     assert task.estimate(1) is COSTS
     with pytest.raises(ValueError, match="did you mean"):
-        Workload("resnet5O", 64, CLASSES).trace()
+        Workload("resnet5O", 64, CLASSES).task(4, lambda _: lambda tiles: COSTS)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,8 @@ def test_tiles_of_another_side_give_the_graph_of_a_model_that_is_followed_anew(m
     assert ours.graph == anew.graph
     assert (ours.graph.classes, ours.graph.whole) == (anew.graph.classes, anew.graph.whole)
     assert seen[1] == seen[2] != seen[0]
-    assert first.at(96).trace(autocast) == ours.graph
+    again = first.at(96)
+    assert again._with_loss(trace(again.build(), (1, 3, 96, 96), autocast=autocast)) == ours.graph
 
 
 @pytest.mark.parametrize("model", ["resnet11_v2", pytest.param("unet_w4", marks=pytest.mark.long)])
@@ -129,7 +131,7 @@ def test_splits_and_boxes_reach_further_than_data_parallelism():
 
 @pytest.mark.parametrize(("model", "count"), [("torchvision:vgg11", 1), ("resnet18", 1), ("torchvision:googlenet", 4)])
 def test_branches(model, count):
-    assert branches(Workload(model, 64, CLASSES).trace()) == count
+    assert branches(Workload(model, 64, CLASSES).in_float32) == count
 
 
 def texts(path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.prediction import trained_model
-from app.prediction.computation import DistributedModel, Placement
+from app.prediction.computation import Placement
 from app.prediction.trained_model import TrainedModel
 from app.prediction.whole_slide import _answers
 from pipelines.slides.slide import SlideError
@@ -72,7 +72,7 @@ def test_a_batch_is_waited_for_when_the_next_is_asked(path, spread, target, monk
     monkeypatch.setattr(TrainedModel, "begin", noted)
     with simulated(1, late=0) as gpus:
         model = load(torch.device("cuda", 0))
-        assert isinstance(model.computation, DistributedModel) == (spread is not None)
+        assert (model.computation._engine is None) == (spread is None)
         waits = gpus.process.hazards.syncs
         waits.clear()
         given = answers(model, target)

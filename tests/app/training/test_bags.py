@@ -31,6 +31,8 @@ BAG, BAGS, M, PX, CLASSES, LR = 3, 2, 3, 16, 3, 0.1
 TILES = BAG * BAGS
 RANGES = tuple(range(i, i + TILES // M) for i in range(0, TILES, TILES // M))
 LOSS = BagLoss(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), label_smoothing=0.1)
+LABELS = torch.arange(CLASSES)
+"""Of slides, which are as many as classes."""
 SGD = OptimizerSettings(optimizer="sgd", lr=LR, momentum=0.9, weight_decay=0.0)
 
 
@@ -87,7 +89,7 @@ def engine_of(strategy, communicator, net, batch=TILES):
 def rank(communicator, case):
     strategy, dropout = case
     engine = engine_of(strategy, communicator, copy.deepcopy(model(dropout)))
-    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, ranges=RANGES)
+    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, ranges=RANGES)
 
     def microbatches(step):
         for i in engine.share:
@@ -136,6 +138,37 @@ def test_gradients_are_those_of_the_loss_of_all_tiles_at_once(strategy, dropout)
     assert error(state, ranks[0]["state"]["model"]) <= 1e-10
 
 
+SECOND_BAG, NO_BAG = (1, 1, 0, 2, 2, 2), (1, 1, 0, 2, 2, 0)
+"""Slides of tiles, where that of the first bag, or those of both, failed before its last tile."""
+
+
+def torn(communicator, slides):
+    engine = engine_of(Strategy("ddp", 3, 1, M), communicator, copy.deepcopy(model()))
+    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, ranges=RANGES)
+    images, parts = tiles(0)[0], [RANGES[i] for i in engine.share]
+    microbatches = [
+        Microbatch(images[part.start : part.stop], torch.tensor(slides[part.start : part.stop]), (2, 3, PX, PX))
+        for part in parts
+    ]
+    loss = bags.step(microbatches.copy, 0, LR).loss
+    gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+    engine.close()
+    return loss, gradients
+
+
+def test_a_bag_with_tiles_of_two_slides_is_left_out():
+    """A slide that failed within its bag was replaced by the next from there on, with the label of the first."""
+    net = copy.deepcopy(model()).train()
+    expected = LOSS(outputs_of(net, 0)[None, BAG:], torch.tensor([2]))
+    expected.backward()
+    for loss, gradients in run_on_threads(3, torn, SECOND_BAG, timeout_s=60):
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-10)
+        assert error({name: parameter.grad for name, parameter in net.named_parameters()}, gradients) <= 1e-10
+    for loss, gradients in run_on_threads(3, torn, NO_BAG, timeout_s=60):
+        assert loss == 0
+        assert not any(gradient.any() for gradient in gradients.values())
+
+
 def test_memory_does_not_grow_with_the_bag():
     """Two bags of 3 and one of 24 tiles, in microbatches of 2: all activations but those of one microbatch are gone."""
     images, labels, peaks = torch.randn(2, 3, PX, PX, dtype=torch.float64), torch.tensor([1, 1]), []
@@ -143,7 +176,7 @@ def test_memory_does_not_grow_with_the_bag():
         count = bag * bags
         ranges = tuple(range(i, i + 2) for i in range(0, count, 2))
         engine = engine_of(Strategy("single", 1, 1, len(ranges)), LocalCommunicator(), copy.deepcopy(model()), count)
-        steps = BagSteps(engine, LOSS, LocalCommunicator(), size=bag, classes=CLASSES, ranges=ranges)
+        steps = BagSteps(engine, LOSS, LocalCommunicator(), size=bag, classes=CLASSES, labels=LABELS, ranges=ranges)
         microbatches = [Microbatch(images, labels, images.shape)] * len(ranges)
         with LiveBytes() as live:
             steps.step(microbatches.copy, 0, LR)
@@ -170,7 +203,7 @@ def test_a_loss_that_is_not_finite_updates_nothing():
     images, labels = tiles(0)
     images = images.clone()
     images[4] = torch.nan
-    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, ranges=RANGES)
+    bags = BagSteps(engine, LOSS, communicator, size=BAG, classes=CLASSES, labels=LABELS, ranges=RANGES)
 
     def microbatches():
         return (Microbatch(images[r.start : r.stop], labels[r.start : r.stop], (2, 3, PX, PX)) for r in RANGES)

@@ -22,7 +22,7 @@ from pipelines.backends.tiff_page import Tag
 from pipelines.backends.tiff_tags import read_tiff
 from pipelines.catalog.catalog import SlideSpec
 from pipelines.catalog.table import FailedSlides
-from pipelines.slides.slide import TileReadError
+from pipelines.slides.slide import SlideError, TileReadError
 from tests.app.conftest import rows_of
 from tests.app.training.conftest import config_of, prepared, train_on_threads
 from tests.helpers.splits import slides_in
@@ -32,12 +32,12 @@ from tests.helpers.tiff_damage import tile_extent, with_bytes
 class BrokenSlide:
     """A slide some of whose tiles cannot be read; anything else is the slide's own."""
 
-    def __init__(self, slide, bad):
-        self._slide, self._bad = slide, bad
+    def __init__(self, slide, bad, fault):
+        self._slide, self._bad, self._fault = slide, bad, fault
 
     def read(self, region, out=None):
         if self._bad is None or (region.l0_x, region.l0_y) in self._bad:
-            raise TileReadError(f"{self._slide.path.name}: tile at {region.l0_x}, {region.l0_y} is damaged")
+            raise self._fault(f"{self._slide.path.name}: tile at {region.l0_x}, {region.l0_y} is damaged")
         return self._slide.read(region, out=out)
 
     def __getattr__(self, name):
@@ -46,18 +46,19 @@ class BrokenSlide:
 
 @dataclasses.dataclass(frozen=True)
 class BrokenSpec(SlideSpec):
-    """``bad``: corners of the tiles that cannot be read; None: all of them."""
+    """``bad``: corners of the tiles that cannot be read; None: all of them. ``fault``: what reading them raises."""
 
     bad: frozenset | None = None
+    fault: type[SlideError] = TileReadError
 
     def open(self):
-        return BrokenSlide(super().open(), self.bad)
+        return BrokenSlide(super().open(), self.bad, self.fault)
 
 
-def broken(dataset, bad):
+def broken(dataset, bad, fault=TileReadError):
     """``dataset`` whose slides ``bad`` have unreadable tiles."""
     specs = [
-        BrokenSpec(s.slide_id, s.path, s.mpp, s.backend, bad=bad[s.slide_id]) if s.slide_id in bad else s
+        BrokenSpec(s.slide_id, s.path, s.mpp, s.backend, bad=bad[s.slide_id], fault=fault) if s.slide_id in bad else s
         for s in dataset.specs
     ]
     return dataclasses.replace(dataset, specs=tuple(specs))
@@ -139,6 +140,23 @@ def test_replaced_training_tiles_are_counted_and_their_labels_follow(classify_sl
     assert 0 < asked < 12
     assert [ran.summary[key] for key in ("status", "images", "tiles_replaced")] == ["completed", 24, asked]
     assert f"{asked} of 24" in render(RunFiles(ran.folder.path))
+
+
+@pytest.mark.parametrize("parallel", ["single", "ddp", "gpipe"])
+def test_a_bag_whose_slide_fails_before_its_last_tile_is_left_out(parallel, classify_slides, data, tmp_path):
+    """Once, a tile of the next slide was the last of the bag, and had its label."""
+    ranks = {} if parallel == "single" else {"ranks": 2}
+    config = tile_config(classify_slides, tmp_path / "run", bag=4, parallel=parallel, **ranks)
+    rows = data.rows("train")
+    bags = rows[tiles_in_order(config, data, rows).bags(4).order.epoch(0)].reshape(-1, 4)
+    assert len(bags) > 1
+    last, table = bags[1, -1], data.tiles
+    corner, torn = (int(table.l0_x[last]), int(table.l0_y[last])), table.slide_id(last)
+    dataset = broken(data, {torn: frozenset({corner})}, SlideError)
+    ran = train_on_threads(dataclasses.replace(config, steps=len(bags)), dataset)
+    assert [loss == 0 for loss in ran.losses] == [k == 1 for k in range(len(bags))]
+    assert [ran.summary[key] for key in ("status", "tiles_replaced")] == ["completed", 1]
+    assert (torn, "read") in [tuple(row[:2]) for row in FailedSlides(ran.folder.failed_slides).rows()]
 
 
 def test_a_tile_that_is_damaged_in_one_box_is_found_when_it_is_read(classify_slides, data, tmp_path):

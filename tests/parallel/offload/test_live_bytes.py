@@ -241,14 +241,14 @@ def test_a_parameter_updated_between_forward_and_recompute_is_autograds_error() 
 
 def test_each_storage_counts_once() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
-    meter = ActivationMeter(model)
+    meter = ActivationMeter()
     x = torch.randn(2, 3, 8, 8)
-    with meter.watching():
+    with meter.watching(model.parameters()):
         output = model(x)
     # The input, and the output of ReLU, which the linear layer also keeps.
     kept = 4 * (2 * 3 * 64 + 2 * 4 * 36)
     assert meter.bytes == kept
-    with meter.watching():
+    with meter.watching(model.parameters()):
         other = model(x)
     assert meter.bytes == kept + 4 * 2 * 4 * 36
     output.sum().backward()

@@ -120,11 +120,11 @@ def test_a_net(mode: str) -> None:
 
 def test_what_is_kept_is_freed_and_a_step_given_up_leaves_nothing() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 1, 3))
-    plain, meter = copy.deepcopy(module), ActivationMeter(module)
+    plain, meter = copy.deepcopy(module), ActivationMeter()
     deferred = DeferredWeights(module, meter)
     image, kept = torch.randn(1, 1, 8, 8), (64 + 2 * 36) * 4
     for _ in range(2):  # the first is given up
-        with meter.watching(), deferred.recording(0):
+        with meter.watching(module.parameters()), deferred.recording(0):
             output = module(image)
         output.square().sum().backward()
         output = None
