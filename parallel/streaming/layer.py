@@ -83,7 +83,8 @@ class Layer:
     def __init__(self, reading: Reading, node: fx.Node, names: tuple[str, ...] = ()) -> None:
         self.reading, self.node, self.maps = reading, node, reading.maps(node)
         self.module: Any = module_of(reading.model, node)
-        self.arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        named = {"dim" if name == "axis" else name: value for name, value in node.kwargs.items()}  # torch takes both
+        self.arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | named
 
     @property
     def source(self) -> fx.Node:

@@ -6,7 +6,8 @@ Images may be there without being anywhere: boxes of them are made when they are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from parallel.offload.host_memory import HostMemory
 from parallel.space.team import Box
+from parallel.streaming.moments import HALVES
 from parallel.trace.stage_module import Boxes, layout_of
 
 Dims = Mapping[str, tuple[int, int]]
@@ -134,3 +136,38 @@ class Maps:
         if name in self._here:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         return self._host.zeros(shape, dtype)
+
+
+@dataclass
+class Gradients:
+    """Gradients that add up while boxes go back.
+
+    Attributes:
+        maps: of maps.
+        known: of values without rows.
+        parameters: whose gradients are summed in ``sums``.
+    """
+
+    maps: Maps
+    known: dict[str, Tensor]
+    parameters: list[Tensor]
+    sums: list[Tensor | None]
+
+    def count(self, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Add ``gradients``: of ``leaves``, and then of the parameters."""
+        for name, gradient in zip(leaves, gradients, strict=False):
+            if gradient is not None:
+                before = self.known.get(name)
+                if before is not None:
+                    gradient = (before.float() if before.dtype in HALVES else before) + gradient
+                self.known[name] = gradient
+        for k, gradient in enumerate(gradients[len(leaves) :]):
+            if gradient is not None:
+                before = self.sums[k]
+                # A copy: autograd may give two parameters one tensor.
+                self.sums[k] = gradient.clone() if before is None else before.add_(gradient)
+
+    def narrow(self, leaves: Mapping[str, Tensor]) -> None:
+        """Give the sums of ``leaves`` their types again, once all boxes are counted."""
+        for name in leaves.keys() & self.known.keys():
+            self.known[name] = self.known[name].to(leaves[name].dtype)

@@ -16,6 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 CHUNK_PX = 1024
 CHANNELS_LAST = torch.channels_last
+HALVES = (torch.float16, torch.bfloat16)
+"""Types in which sums lose small addends."""
 
 
 def moments(x: Tensor, over: tuple[int, ...]) -> Tensor:

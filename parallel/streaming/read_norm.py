@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel.streaming.layer import Layer
-from parallel.streaming.moments import merged, moments, next_share, normalised, share_of_moments, update_running
+from parallel.streaming.moments import HALVES, merged, moments, next_share, normalised, share_of_moments, update_running
 from parallel.streaming.operation import DIMS, ChannelNorm, NotTileable, Operation, Prior
 
 ADVICE = (
     "its statistics are of the whole image, and it is of a kind that boxes do not know: use --norm frozen, which keeps "
     "running statistics as they are (start from --weights), or --norm layer"
 )
-HALVES = (torch.float16, torch.bfloat16)
 MOMENTS, RUNNING = "~moments", "~running"
 CHANNELS = (0, 2, 3)
 """Dims over which batch norm adds up."""

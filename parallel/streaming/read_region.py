@@ -290,9 +290,10 @@ class _Reader:
             if step.name in by_name and any(user.name not in inside for user in by_name[step.name].users)
         )
         values = {name: value for name, value in reading.values.items() if name in reading.dims}
-        whole = [name for name in live_out if isinstance(values.get(name), (tuple, list))]
-        if whole and not once:
-            raise ValueError(f"--stream: {whole[0]} is several maps, which leave what is computed box by box together")
+        several = next((name for name in live_out if isinstance(reading.values.get(name), (tuple, list))), None)
+        if several is not None and not once:
+            kind = "maps" if several in values else "tensors"
+            raise ValueError(f"--stream: {several} is several {kind}, which leave what is computed box by box together")
         nodes_of = by_name | self.nodes
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         flows = {n for n, value in {**entering, **tensors}.items() if isinstance(value, Tensor) and value.requires_grad}

@@ -28,7 +28,7 @@ from parallel.streaming.local_ops import (
 from parallel.streaming.operation import NotTileable, Operation, Prior
 
 MEAN, SUM = "~mean", "~sum"
-KNOWN = {"input", "dim", "axis", "keepdim", "unbiased", "correction", "p", "ord"}
+KNOWN = {"input", "dim", "keepdim", "unbiased", "correction", "p", "ord"}
 """Arguments."""
 MAXIMUM = "takes the largest of the whole image, which boxes do not add up: use an average pool"
 
@@ -47,7 +47,7 @@ def summed(layer: Layer, over: set[int], *, keep: bool, mean: bool) -> Operation
 def reduction(layer: Layer, kind: str) -> Operation:
     """Return a reduction over dims of one map."""
     count, dims = len(layer.shape), layer.dims
-    asked = layer.get("dim", layer.get("axis"))
+    asked = layer.get("dim")
     other = {name for name in layer.arguments.keys() - KNOWN if layer.get(name) is not None}
     if other or isinstance(asked, bool):
         raise NotTileable(f"is given {', '.join(sorted(other)) or 'no dim'}, which boxes do not take: leave it out")
@@ -187,9 +187,12 @@ def convolution(layer: Layer) -> Operation:
 
 def transposed_convolution(layer: Layer) -> Operation:
     shape, operands, groups = layer.get("weight").shape, layer.operands("weight", "bias"), int(layer.get("groups", 1))
-    usual = (("stride", 1), ("dilation", 1), ("padding", 0), ("output_padding", 0))
+    usual = (("stride", 1), ("dilation", 1), ("padding", 0))
     numbers = [pair(shape[2:]), *(pair(layer.get(name, default)) for name, default in usual)]
-    rules = (Transposed(*(each[0] for each in numbers)), Transposed(*(each[1] for each in numbers)))
+    least = (Transposed(*(each[0] for each in numbers)), Transposed(*(each[1] for each in numbers)))
+    sizes = layer.reading.shape(layer.node)[2:]  # a call may ask for a size in place of the layer's output padding
+    rows, columns = (replace(least[k], output_padding=sizes[k] - least[k].out(layer.sides[k])) for k in (0, 1))
+    rules = rows, columns
     stride = numbers[1][0] * numbers[1][1]
     return Operation(
         lambda given: convolve_transposed(given.patch, rules, *operands(given), groups),

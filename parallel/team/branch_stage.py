@@ -27,7 +27,15 @@ from parallel.streaming.box_sums import BoxSums
 from parallel.streaming.operation import module_of
 from parallel.team.program import NodeRun
 from parallel.team.sample_exchange import Form, SampleExchange, agreed_forms, fork, join
-from parallel.team.samplewise import DROPOUTS, SampleContext, dropped, normalise, samplewise_fault
+from parallel.team.samplewise import (
+    DROPOUTS,
+    SampleContext,
+    dropped,
+    inferred_shape,
+    normalise,
+    reshaped,
+    samplewise_fault,
+)
 from parallel.team.team_comm import ForwardContext, TeamComm, all_reduce_sum
 from parallel.team.team_plan import MOST_PLANS, Plans
 from parallel.team.team_stage import TeamStage
@@ -109,7 +117,8 @@ class BranchRun(NodeRun):
         """Return the number of a node's region, the name of a node that runs alone, or "" of other shared ones."""
         if node.name in self._branches.region_of:
             return self._branches.region_of[node.name]
-        return node.name if node.name in self._random or isinstance(module_of(self._model, node), _BatchNorm) else ""
+        alone = node.name in self._random or isinstance(module_of(self._model, node), _BatchNorm)
+        return node.name if alone or inferred_shape(node) else ""
 
     def _shared(self, nodes: Sequence[fx.Node], inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Compute:
         faults = [fault for node in nodes if (fault := samplewise_fault(self._model, node))]
@@ -124,8 +133,13 @@ class BranchRun(NodeRun):
         plain = _compiled(nodes, inputs, outputs)
         if len(nodes) > 1 or self._key(node) == "":
             return lambda stage, _, values: plain(stage, *values)
+        shape = inferred_shape(node)
 
         def run_node(stage: nn.Module, context: SampleContext, values: Sequence[Any]) -> tuple[Any, ...]:
+            if shape:
+                if context.rows[self._comm.member]:
+                    return plain(stage, *values)
+                return (reshaped(values[0], shape, dict(zip(inputs, values, strict=True))),)
             own = module_of(stage, node)
             if isinstance(own, _BatchNorm):
                 by_batch = own.training or own.running_mean is None

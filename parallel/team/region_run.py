@@ -24,7 +24,8 @@ from parallel.offload.host_memory import HostMemory
 from parallel.space.boxes import plan_boxes
 from parallel.space.rule import Step
 from parallel.space.team import TeamGrid
-from parallel.streaming.maps import Maps
+from parallel.streaming.maps import Gradients, Maps
+from parallel.streaming.moments import HALVES
 from parallel.streaming.part_plan import PartPlan, plan_part
 from parallel.streaming.part_run import fetch_ahead, resolver, run_box, run_plain
 from parallel.streaming.read_node import changes_in_place
@@ -183,7 +184,7 @@ class RegionRun:
                 kept.known[name] = functools.reduce(merge, self._comm.all_gather(value, False))
 
     def _part_forward(self, module: nn.Module, part: PartPlan, kept: Kept) -> None:
-        resolve = resolver(module, self.region, kept.known)
+        resolve, dtypes = resolver(module, self.region, kept.known), dict[str, torch.dtype]()
         for place, following in zip_longest(part.places, part.places[1:]):
             program = part.program(*place)
             if kept.maps.ahead and following:
@@ -200,8 +201,11 @@ class RegionRun:
                     merge = self.region.operations[name].merge
                     kept.known[name] = merge(kept.known[name], value) if merge else kept.known[name].add_(value)
                 else:
-                    kept.known[name] = value
+                    dtypes[name] = value.dtype
+                    kept.known[name] = value.float() if value.dtype in HALVES else value
             del fetched
+        for name, dtype in dtypes.items():
+            kept.known[name] = kept.known[name].to(dtype)
 
     def backward(
         self,
@@ -224,7 +228,9 @@ class RegionRun:
             if gradient is None:
                 continue
             if name in region.dims:
-                exchange.put(back.maps, name, gradient)
+                # Boxes add to it, and autograd may give two maps one gradient. ``put`` copies maps with halos.
+                adds = name in self._fetched and name not in exchange.names
+                exchange.put(back.maps, name, gradient.clone() if adds else gradient)
             else:
                 back.known[name] = gradient
         silent = {name for name in region.inputs if name not in asked}
@@ -301,6 +307,7 @@ class RegionRun:
                     back.maps.add(name, (rows[name], columns[name]), gradient)
             back.count(leaves, found[len(sources) :])
             del fetched, found, inputs
+        back.narrow(leaves)
 
     def _plain_backward(self, module: nn.Module, phase: Phase, kept: Kept, back: Gradients) -> None:
         """Add the gradients of the steps of a phase that are computed once."""
@@ -319,30 +326,4 @@ class RegionRun:
         outputs, pulled = [known[name] for name in names], [back.known[name] for name in names]
         found = torch.autograd.grad(outputs, [*leaves.values(), *back.parameters], pulled, allow_unused=True)
         back.count(leaves, found)
-
-
-@dataclass
-class Gradients:
-    """Gradients that add up while boxes go back.
-
-    Attributes:
-        maps: of maps.
-        known: of values without rows.
-        parameters: whose gradients are summed in ``sums``.
-    """
-
-    maps: Maps
-    known: dict[str, Tensor]
-    parameters: list[Tensor]
-    sums: list[Tensor | None]
-
-    def count(self, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Add ``gradients``: of ``leaves``, and then of the parameters."""
-        for name, gradient in zip(leaves, gradients, strict=False):
-            if gradient is not None:
-                self.known[name] = self.known[name] + gradient if name in self.known else gradient
-        for k, gradient in enumerate(gradients[len(leaves) :]):
-            if gradient is not None:
-                before = self.sums[k]
-                # A copy: autograd may give two parameters one tensor.
-                self.sums[k] = gradient.clone() if before is None else before.add_(gradient)
+        back.narrow(leaves)

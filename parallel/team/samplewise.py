@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from parallel.schedule.shares import even_parts
-from parallel.streaming.moments import merged, moments, next_share, normalised_part, update_running
+from parallel.streaming.moments import HALVES, merged, moments, next_share, normalised_part, update_running
 from parallel.streaming.operation import module_of
-from parallel.streaming.read_norm import HALVES
 from parallel.team.team_comm import ForwardContext, TeamComm
 from parallel.trace.stage_module import layout_of
 
@@ -108,7 +108,7 @@ def _function_fault(node: fx.Node) -> str | None:
     if name == "flatten":
         return None if _argument(node, "start_dim", 0) > 0 else unknown
     if name in ("view", "reshape"):
-        shape = _numbers(node, "size" if name == "view" else "shape")
+        shape = _shape(node)
         return None if shape and _is_count(shape[0]) else unknown
     if name in ("unsqueeze", "squeeze"):
         return None if _argument(node, "dim", 0) > 0 else unknown
@@ -143,6 +143,24 @@ def _is_count(node: Any) -> bool:
 def _argument(node: fx.Node, name: str, default: Any) -> Any:
     """Return the argument behind the tensor."""
     return node.kwargs.get(name, node.args[1] if len(node.args) > 1 else default)
+
+
+def _shape(node: fx.Node) -> Any:
+    """Return the shape that a ``view`` or ``reshape`` is given."""
+    return _numbers(node, "size" if node.target == "view" else "shape")
+
+
+def inferred_shape(node: fx.Node) -> Any:
+    """Return the shape that a node gives its samples, if torch is to find the number in place of a -1; else ()."""
+    shape: Sequence[Any] = _shape(node) if getattr(node.target, "__name__", node.target) in ("view", "reshape") else ()
+    return shape if -1 in shape and _is_count(shape[0]) else ()
+
+
+def reshaped(own: Tensor, shape: Sequence[Any], known: Mapping[str, Any]) -> Tensor:
+    """Return a tensor of no samples in ``shape``, in which torch cannot find the number in place of a -1."""
+    sizes = [known[size.name] if isinstance(size, fx.Node) else size for size in shape]
+    found = math.prod(own.shape[1:]) // math.prod(size for size in sizes[1:] if size != -1)
+    return own.reshape([found if size == -1 else size for size in sizes])
 
 
 def _numbers(node: fx.Node, name: str) -> Any:

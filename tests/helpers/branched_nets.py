@@ -58,6 +58,19 @@ class Inception(nn.Module):
         return logits
 
 
+class Flattened(Inception):
+    """Inception, and a layer of all that it computes of a sample; logits (n, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3 * 12 * 12, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = super().forward(images)
+        logits: Tensor = self.last(maps.view(maps.size(0), -1))
+        return logits
+
+
 class Segmenter(nn.Module):
     """DeepLabV3's ASPP and head over a small encoder; logits (n, 3, h, w)."""
 
@@ -89,6 +102,7 @@ def third(**more: Any) -> nn.Module:
 
 BRANCHED_NETS = {
     "inception": (Inception, pixel_loss),
+    "flattened": (Flattened, of_tiles),
     "aspp": (Segmenter, pixel_loss),
     "amoebanet": (lambda: AmoebaNet(3, 32, classes=3), of_tiles),
     "googlenet": (lambda: google(aux_logits=False), of_tiles),

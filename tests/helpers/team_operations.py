@@ -63,6 +63,18 @@ class Skip(nn.Module):
         return torch.cat([x, y], 1)
 
 
+class UpToSize(nn.Module):
+    """A transposed convolution that is asked for a size, one px more than its least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 4, 3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x, output_size=(2 * x.shape[2], 2 * x.shape[3]))
+        return y
+
+
 class PooledBranch(nn.Module):
     """The end of a pyramid of pools: the mean of the image next to every px."""
 
@@ -131,6 +143,7 @@ OPERATIONS: dict[str, Subject] = {
     "transposed convolution 2x2, stride 2": _up(2, 2),
     "transposed convolution 3x3, stride 2": _up(3, 2, 1, 1),
     "transposed convolution, stride beyond the kernel": _up(2, 3, 0, 2),
+    "transposed convolution to a size": Subject(UpToSize),
     "max pool 3x3, stride 2": Subject(lambda: nn.MaxPool2d(3, 2, 1)),
     "max pool, ceil": Subject(lambda: nn.MaxPool2d(3, 2, ceil_mode=True)),
     "mean pool, pads count": Subject(lambda: nn.AvgPool2d(3, 2, 1)),

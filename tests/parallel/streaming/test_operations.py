@@ -14,7 +14,7 @@ from torchvision.ops import SqueezeExcitation, StochasticDepth
 
 from models.blocks import ChannelNorm, FrozenBatchNorm2d
 from tests.helpers.streaming import streaming_error
-from tests.helpers.team_operations import Call, Network
+from tests.helpers.team_operations import Call, Network, UpToSize
 
 EXACT = 1e-12
 numbers = st.integers
@@ -112,6 +112,11 @@ def channel_shuffle(x: Tensor) -> Tensor:
     return torch.cat((second, first + second), dim=1)
 
 
+def stacked_last(x: Tensor) -> Tensor:
+    both = torch.stack([x, x * x], axis=-1)  # type: ignore[call-arg]
+    return both.permute(0, 4, 1, 2, 3).sum(1)
+
+
 LAST = Call(lambda x: x.permute(0, 2, 3, 1))
 
 
@@ -130,6 +135,7 @@ KINDS: dict[str, tuple[nn.Module, int]] = {
     "residual": (Call(lambda x: x + F.relu(x)), 4),
     "sum in place": (Call(lambda x: (2 * x).add_(x)), 4),
     "cat": (Call(lambda x: torch.cat([x, -x], 1)), 8),
+    "cat by axis": (Call(lambda x: torch.cat([x, -x], axis=1)), 8),
     "chunk": (Call(channel_shuffle), 4),
     "channels": (Call(lambda x: x[:, 1:3]), 2),
     "softmax": (nn.Softmax(dim=1), 4),
@@ -152,6 +158,8 @@ KINDS: dict[str, tuple[nn.Module, int]] = {
     "generalised mean": (Call(lambda x: x * F.avg_pool2d(x.clamp(min=0.1) ** 3, x.shape[2:]) ** (1 / 3)), 4),
     "largest channel": (Call(lambda x: x * x.amax(1, keepdim=True)), 4),
     "stack": (Call(lambda x: torch.stack([x, x * x, -x], 1).sum(1)), 4),
+    "stack by axis": (Call(stacked_last), 4),
+    "transposed convolution to a size": (UpToSize(), 4),
     "weights standardised": (ScaledStdConv2d(4, 4, 3, padding=1), 4),
     "channel attention by a convolution": (EcaModule(4), 4),
     "blurred pool": (BlurPool2d(4, filt_size=4), 4),

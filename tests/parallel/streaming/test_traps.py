@@ -51,6 +51,19 @@ def resized() -> nn.Module:
     return Made(lambda m, x: F.interpolate(m.conv(x), size=x.shape[-2:], mode="bilinear"), conv=nn.Conv2d(3, 4, 3, 2))
 
 
+def two_that_leave(pool: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Two maps that later boxes take, and whose sum is taken behind the boxes."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        first = F.relu(m.norms[0](m.convs[0](x)))
+        second = first + m.norms[1](m.convs[1](first))
+        third = second + m.norms[2](m.convs[2](second))
+        return torch.cat([third.amax((2, 3)), pool(first + second)], 1)
+
+    convs = nn.ModuleList(nn.Conv2d(channels, 4, 3, padding=1, bias=False) for channels in (3, 4, 4))
+    return Made(compute, convs=convs, norms=nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3)))
+
+
 TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     # MPI4DL pads the image once, and computes convolution, norm and ReLU of what lies outside: 29 % off.
     "rows outside the image are zero at every layer": (four_layers, (2, 3, 23, 31), 8),
@@ -76,6 +89,12 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     # A box without a pad around it is the map itself.
     "what is padded is not changed in place": (
         lambda: Made(padded_and_changed, first=nn.Conv2d(3, 4, 3), change=nn.ReLU(inplace=True)), (1, 3, 30, 30), 6),
+    # Autograd hands the gradient of a sum to both of its maps, in the same memory, to which boxes added.
+    "maps that leave have a gradient each": (
+        lambda: two_that_leave(lambda both: both.mean((2, 3))), (2, 3, 24, 20), 8),
+    # That of a sum over px is one number for all of them.
+    "maps that leave have a gradient of each px": (
+        lambda: two_that_leave(lambda both: both.flatten(2).sum(-1)), (2, 3, 24, 20), 8),
     # A model that resamples to ``x.shape`` would resample to that of the box.
     "sizes are those of the whole image": (resized, (1, 3, 29, 22), 9),
 }  # fmt: skip
@@ -129,6 +148,11 @@ def forgetful(x: Tensor) -> Tensor:
     return y + 1
 
 
+def folded(x: Any) -> Tensor:
+    top, bottom = x.chunk(2, axis=2)
+    return top + bottom
+
+
 class Doubled(nn.Conv2d):
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return 2 * super()._conv_forward(x, weight, bias)
@@ -152,6 +176,7 @@ LARGEST = "takes the largest of the whole image, which boxes do not add up: use 
         (lambda: Call(lambda x: x.flatten(2).softmax(-1)), "makes other dims of rows and columns"),
         (lambda: Call(lambda x: F.conv2d(x, x[:, :, :3, :3])), "takes several maps where boxes know one"),
         (lambda: nn.Softmax(), "is given no dim"),
+        (lambda: Call(folded), "works along rows or columns"),
     ],
 )
 def test_the_first_layer_that_boxes_do_not_know_is_refused_by_name(layer: Callable[[], nn.Module], reason: str) -> None:
@@ -286,6 +311,35 @@ def test_autocast_keeps_no_weight_without_data() -> None:
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert type(ours.grad) is Tensor
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.02)
+
+
+def test_sums_of_many_boxes_keep_their_digits() -> None:
+    """Added up in bfloat16, means of 256 boxes, and the gradients of what is made of them, were a fifth too large."""
+    net = Made(
+        lambda m, x: (y := m.conv(x)) * m.gate(mean(y)),
+        conv=nn.Conv2d(1, 1, 1, bias=False),
+        gate=nn.Conv2d(1, 1, 1, bias=False),
+    )
+    nn.init.constant_(net.conv.weight, 1.5)
+    nn.init.ones_(net.gate.weight)
+    run = in_boxes(net, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = run(net, torch.ones(1, 1, 128, 128))[0].float().mean()
+    output.backward()
+    assert {len(part.places) for phase in run.planned.phases for part in phase.parts} == {256}
+    found = torch.stack([output.detach(), net.conv.weight.grad.sum(), net.gate.weight.grad.sum()])
+    torch.testing.assert_close(found, torch.tensor([2.25, 3.0, 2.25]), rtol=0.005, atol=0)
+
+
+def test_pooled_tensors_that_leave_together_are_refused() -> None:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        halves = mean(y).chunk(2, 1)
+        return (y[:, :2] * halves[0]).amax((2, 3), keepdim=True) + halves[1]
+
+    net = Made(compute, conv=nn.Conv2d(3, 4, 3))
+    with pytest.raises(ValueError, match="chunk is several tensors, which leave what is computed box by box"):
+        in_boxes(net, 8)(net, torch.randn(1, 3, 20, 20))
 
 
 def pooled() -> nn.Module:

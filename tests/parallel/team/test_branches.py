@@ -51,6 +51,7 @@ DEEP += [("inception", shared(2, recompute="block"), [4, 3]), ("aspp", shared(4)
 CASES = [
     ("inception", shared(2), [4, 4]),
     ("inception", shared(3), [4, 2]),  # members of unequal samples, and some without any
+    ("flattened", shared(2), [1, 1]),  # torch does not say what -1 in a shape stands for where there are no samples
     ("inception", shared(2, groups=2), [3, 2]),
     ("inception", shared(2, recompute="stage", offload="overlap", smallest=0), [4, 3]),
     *(pytest.param(*case, marks=pytest.mark.long) for case in DEEP),
